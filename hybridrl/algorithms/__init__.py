@@ -1,0 +1,61 @@
+"""The algorithms as pure functions of tensors: they know nothing of ranks, engines or models.
+
+Tensors come first and by position, options by keyword. ``[rows, time]`` tensors hold response
+tokens, left-aligned; a mask is 1 on the tokens the policy chose and may have holes. Results are
+exactly 0 off the mask, computed in float32 at least, and no argument is changed.
+"""
+
+from hybridrl.algorithms.advantages import gae, reinforce_plus_plus, remax, spread
+from hybridrl.algorithms.corrections import importance_weights, mismatch
+from hybridrl.algorithms.group_advantages import (
+    group_relative,
+    keep_informative,
+    leave_one_out,
+    optimal_reward_baseline,
+    pass_at_k,
+    reinforce_plus_plus_baseline,
+)
+from hybridrl.algorithms.kl import AdaptiveKL, FixedKL, kl
+from hybridrl.algorithms.objective import PolicyObjective
+from hybridrl.algorithms.policy_losses import cispo, ppo_clip, reinforce, sapo
+from hybridrl.algorithms.rewards import overlong_penalty, shape_rewards
+from hybridrl.algorithms.sample_losses import gmpo, gspo
+from hybridrl.algorithms.segments import Segments
+from hybridrl.algorithms.statistics import masked_mean, masked_var, whiten
+from hybridrl.algorithms.token_loss import TokenLoss, negative_log_likelihood, value_loss
+from hybridrl.algorithms.weights import token_weights
+
+__all__ = [
+    "AdaptiveKL",
+    "FixedKL",
+    "PolicyObjective",
+    "Segments",
+    "TokenLoss",
+    "cispo",
+    "gae",
+    "gmpo",
+    "group_relative",
+    "gspo",
+    "importance_weights",
+    "keep_informative",
+    "kl",
+    "leave_one_out",
+    "masked_mean",
+    "masked_var",
+    "mismatch",
+    "negative_log_likelihood",
+    "optimal_reward_baseline",
+    "overlong_penalty",
+    "pass_at_k",
+    "ppo_clip",
+    "reinforce",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "sapo",
+    "shape_rewards",
+    "spread",
+    "token_weights",
+    "value_loss",
+    "whiten",
+]

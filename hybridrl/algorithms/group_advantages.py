@@ -1,0 +1,108 @@
+"""Advantages that compare the answers to one prompt with each other: no critic.
+
+All take one score per row and return one advantage per row, ``[rows]``; `spread` puts it on the
+tokens. A group of one has advantage 0, because there is nothing to compare it with.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.groups import Groups
+from hybridrl.algorithms.masking import as_float, require_known
+from hybridrl.algorithms.segments import Segments
+from hybridrl.algorithms.statistics import whiten
+
+SCALES = ("std", "batch", "none")
+
+
+@torch.no_grad()
+def group_relative(scores: Tensor, groups: Tensor, scale: str = "std", eps: float = 1e-6) -> Tensor:
+    """(score - mean of its group) / (standard deviation + eps), standard deviations unbiased.
+
+    scale: ``std`` divides by the group's own standard deviation (GRPO, Shao 2024,
+    arXiv:2402.03300, section 4.1); ``none`` leaves the division out (Dr. GRPO, Liu 2025,
+    arXiv:2503.20783); ``batch`` divides by the standard deviation of all scores of the batch.
+    """
+    members = Groups.of(groups)
+    return _scaled(members.centred(scores), scores, members, scale, eps)
+
+
+@torch.no_grad()
+def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
+    """Score minus the mean score of the *others* in its group.
+
+    RLOO: Ahmadian 2024, arXiv:2402.14740.
+    """
+    members = Groups.of(groups)
+    # s_i - (S - s_i) / (n - 1) = (s_i - S / n) n / (n - 1)
+    return members.centred(scores) * members.size / (members.size - 1).clamp(min=1)
+
+
+@torch.no_grad()
+def optimal_reward_baseline(scores: Tensor, lengths: Tensor, groups: Tensor) -> Tensor:
+    """Score minus the length-weighted mean score of its group, sum(length s) / sum(length).
+
+    lengths: tokens of each row, ``[rows]``. A group without any token has advantage 0.
+    OPO: Hao 2025, arXiv:2505.23585, the baseline of least gradient variance when the squared
+    gradient of an answer grows with its length.
+    """
+    members = Groups.of(groups)
+    anchored, weights = as_float(members.anchored(scores), lengths)
+    total = members.sum(weights)
+    baseline = members.sum(weights * anchored) / total
+    return torch.where((total > 0) & (members.size > 1), anchored - baseline, 0.0)
+
+
+@torch.no_grad()
+def pass_at_k(scores: Tensor, groups: Tensor, scale: str = "std", eps: float = 1e-6) -> Tensor:
+    """Only the best of a group gets an advantage: best - second best, scaled like
+    `group_relative`. A tie for the best leaves the whole group at 0.
+
+    The score of a group is that of its best answer; this is what the best one adds to it
+    (leave-one-out of the maximum; Tang 2025, arXiv:2503.19595).
+    """
+    members = Groups.of(groups)
+    (scores,) = as_float(scores)
+    is_best = scores == members.max(scores)
+    alone = (members.sum(is_best.to(scores.dtype)) == 1) & (members.size > 1)
+    second = members.max(torch.where(is_best, -torch.inf, scores))
+    gap = torch.where(is_best & alone, scores - second, 0.0)
+    return _scaled(gap, scores, members, scale, eps)
+
+
+@torch.no_grad()
+def reinforce_plus_plus_baseline(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
+    """Score minus the mean of its group on every token, whitened over the tokens of the batch.
+
+    scores, groups: ``[rows]``; mask: ``[rows, time]``. Returns ``[rows, time]``.
+    REINFORCE++-baseline: Hu 2025, arXiv:2501.03262.
+    """
+    members = Groups.of(groups)
+    segments = Segments.from_mask(mask)
+    advantages = whiten(segments.spread(members.centred(scores)), mask)
+    # Whitening shifts the mean, also for a row that had nothing to be compared with.
+    return torch.where((members.size > 1).unsqueeze(-1), advantages, 0.0)
+
+
+@torch.no_grad()
+def keep_informative(scores: Tensor, groups: Tensor) -> Tensor:
+    """Bool ``[rows]``: false for every row of a group whose scores are all equal.
+
+    Such a group has no advantage and so no gradient. DAPO's dynamic sampling, Yu 2025,
+    arXiv:2503.14476, section 3.2.
+    """
+    members = Groups.of(groups)
+    (scores,) = as_float(scores)
+    return members.max(scores) != members.min(scores)
+
+
+def _scaled(advantages: Tensor, scores: Tensor, members: Groups, scale: str, eps: float) -> Tensor:
+    require_known("scale", scale, SCALES)
+    if scale == "none":
+        return advantages
+    if scale == "std":
+        return advantages / (members.std(scores) + eps)
+    batch = Groups.of(torch.zeros_like(members.index))
+    return advantages / (batch.std(scores) + eps)

@@ -1,0 +1,64 @@
+"""Policy losses whose ratio belongs to the whole answer rather than to one token.
+
+They take the `Segments` of the tokens, and a micro-batch must hold whole answers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.policy_losses import clipped_objective, enter, leave
+from hybridrl.algorithms.segments import Segments
+from hybridrl.algorithms.token_loss import TokenLoss
+
+
+def gspo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    segments: Segments,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> TokenLoss:
+    """Clipping as in `ppo_clip`, of r_t = exp(min(10, sg(m) + log_probs - sg(log_probs))).
+
+    m is the mean over the answer of log_probs - old_log_probs, so the value of r_t is the
+    length-normalised ratio of the answer and its gradient that of the token. Aggregated with
+    ``seq-mean-token-mean`` the gradient is that of the objective per answer.
+    GSPO: Zheng 2025, arXiv:2507.18071, in its token form; the default clip range is the paper's.
+    """
+    mask = segments.mask
+    log_probs, difference, advantages = enter(log_probs, old_log_probs, advantages, mask)
+    mean = segments.spread(segments.mean((log_probs - old_log_probs).detach()))
+    # Subtracted first, the log-probability cancels exactly; added to the mean first, it would
+    # round it by as much as the narrow clip range can see.
+    ratio = (mean + (log_probs - log_probs.detach())).clamp(max=10.0).exp()
+    loss, clipped = clipped_objective(ratio, advantages, clip_low, clip_high)
+    return leave(loss, ratio, difference, mask, clipped)
+
+
+def gmpo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    segments: Segments,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+) -> TokenLoss:
+    """-A R, with R the geometric mean over the answer of the clipped token ratios.
+
+    Per token the log-ratio d is clipped against the sign of A, to min(d, clip_high) where A > 0
+    and to max(d, -clip_low) elsewhere; R is exp of the mean. One wild token moves a geometric
+    mean far less than an arithmetic one.
+    GMPO: Zhao 2025, arXiv:2507.20673, with its token-level clip.
+    """
+    mask = segments.mask
+    log_probs, difference, advantages = enter(log_probs, old_log_probs, advantages, mask)
+    held = torch.where(
+        advantages > 0, difference.clamp(max=clip_high), difference.clamp(min=-clip_low)
+    )
+    ratio = segments.spread(segments.mean(held)).exp()
+    return leave(-advantages * ratio, ratio, difference, mask, held != difference)

@@ -1,0 +1,248 @@
+"""Every setting of a job, typed, with its default and its unit. One place per fact.
+
+A *prompt* is a question, a *sample* is one answer to it, a *token* is a token. What can be derived
+(samples per step, context length, devices) is derived, and printed at the start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class RunConfig:
+    """Where the run leaves its files."""
+
+    name: str = "grpo"
+    root: str = "runs"
+    """Folder of all runs; this one becomes `<root>/<date>-<name>`."""
+    directory: str | None = None
+    """An explicit folder instead."""
+    seed: int = 0
+
+
+@dataclass
+class RayConfig:
+    """How to reach Ray."""
+
+    address: str | None = None
+    """`auto`, `host:port` or `ray://host:port` joins a cluster; null starts one on this machine."""
+    start_timeout_s: float = 120.0
+    """Longest wait for the cluster to give the devices."""
+
+
+@dataclass
+class ControllerConfig:
+    """The single controller."""
+
+    timeout_s: float = 1800.0
+    """Longest time one call may run on a worker."""
+
+
+@dataclass
+class TinyModelConfig:
+    """Shape of the model that is made from `run.seed` when `model.path` is null."""
+
+    hidden_size: int = 128
+    layers: int = 4
+    heads: int = 4
+    context: int = 128
+
+
+@dataclass
+class ModelConfig:
+    """The language model to train."""
+
+    path: str | None = None
+    """Folder or hub name; null makes a tiny model and a character tokenizer."""
+    tokenizer: str | None = None
+    """Where the tokenizer lies, if not with the model."""
+    dtype: str = "float32"
+    """Precision of computation; master weights and optimizer are float32."""
+    tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
+
+
+@dataclass
+class DataConfig:
+    """The prompts."""
+
+    task: str | None = None
+    """A built-in task, or null to read `path`."""
+    path: str | None = None
+    """JSONL or Parquet file, folder or glob; or the name of a data set on the hub."""
+    split: str = "train"
+    eval_path: str | None = None
+    """Held-out prompts; null holds out `eval.prompts` rows of `path`."""
+    eval_split: str = "test"
+    prompt_column: str = "prompt"
+    """Text, or a list of chat messages."""
+    answer_column: str | None = "answer"
+    """Passed to the reward function; null if there is none."""
+    chat: bool | None = None
+    """Whether prompts go through the chat template; null: when they are chat messages."""
+    system_prompt: str | None = None
+    max_prompt_tokens: int = 1024
+    too_long: str = "error"
+    """What to do with longer prompts: `error` or `drop`."""
+    prompts_per_step: int = 64
+    shuffle: bool = True
+
+
+@dataclass
+class RewardConfig:
+    """What is reinforced."""
+
+    function: Any = "exact"
+    """`exact`, `numeric`, `contains`, `path/to/file.py:name`, `package.module:name`; or a list."""
+    weights: list[float] | None = None
+    """One per function; null weighs all 1."""
+    processes: int = 1
+    """Processes per device that run the functions."""
+    timeout_s: float = 30.0
+    """Longest time for one sample."""
+    on_error: str = "fail"
+    """A function that raises, hangs or returns nonsense: `fail` ends the job, `drop` leaves the
+    sample out of the update, `value` scores it `error_value`."""
+    error_value: float = 0.0
+    correct_at: float = 1.0
+    """A sample counts as correct, for accuracy, from this score on."""
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW."""
+
+    learning_rate: float = 1e-6
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    schedule: str = "constant"
+    """`constant`, `linear` or `cosine`, down to `min_ratio` of the rate at the last step."""
+    min_ratio: float = 0.0
+    max_grad_norm: float = 1.0
+
+
+@dataclass
+class ActorConfig:
+    """How the policy is trained."""
+
+    tokens_per_microbatch: int = 16384
+    """Tokens, prompts included, of one forward and backward on one device."""
+    updates_per_step: int = 1
+    """Optimizer updates on the samples of one step."""
+    gradient_checkpointing: bool = False
+    offload_parameters: bool = False
+    """Keep parameters, gradients and optimizer state on the CPU (GPUs only)."""
+    offload_optimizer: bool = False
+    """Keep the optimizer state on the CPU between updates (GPUs only)."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass
+class RolloutConfig:
+    """How samples are generated."""
+
+    engine: str = "vllm"
+    samples_per_prompt: int = 8
+    max_tokens: int = 512
+    """Longest response."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 switches it off."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a response; the tokenizer's end-of-sequence token always does."""
+    tensor_parallel: int = 1
+    """Devices that share one copy of the model while generating."""
+    max_sequences: int = 256
+    """Samples generated at a time on one replica."""
+    kv_cache_gib: float = 0.25
+    """KV cache per device (CPUs)."""
+    memory_share: float = 0.5
+    """Share of a GPU's memory for the engine: its weights and KV cache."""
+    cuda_graphs: bool = True
+
+
+@dataclass
+class AlgorithmConfig:
+    """The objective; names are those of `hybridrl.algorithms`."""
+
+    advantage_scale: str = "std"
+    """`std`, `batch` or `none`."""
+    policy_loss: str = "ppo_clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    aggregation: str = "token-mean"
+    """`token-mean`, `seq-mean-token-mean`, `seq-mean-token-sum`, `seq-mean-token-sum-norm`,
+    `token-sum`."""
+    kl_coefficient: float = 0.0
+    """Weight of the KL to the reference in the loss; 0 needs no reference model."""
+    kl_estimator: str = "k3"
+    entropy_coefficient: float = 0.0
+
+
+@dataclass
+class WarmupConfig:
+    """Supervised steps before reinforcement, on a built-in task's own answers."""
+
+    steps: int = 0
+    examples_per_step: int = 256
+    learning_rate: float = 1e-3
+
+
+@dataclass
+class EvalConfig:
+    """Greedy answers to held-out prompts."""
+
+    every: int = 20
+    """Steps between evaluations; 0: only before the first step and after the last."""
+    prompts: int = 256
+
+
+@dataclass
+class TrainerConfig:
+    """The driver program."""
+
+    name: str = "grpo"
+    """A module of `hybridrl.trainers`."""
+    steps: int = 100
+
+
+@dataclass
+class ObserveConfig:
+    """What is written and shown."""
+
+    samples_every: int = 10
+    """Steps between two tables in `samples/`; 0: none."""
+    show_every: int = 10
+    """Steps between two samples on the console; 0: none."""
+
+
+@dataclass
+class Config:
+    """A whole job."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    devices: str = "auto"
+    """`cpu`, `cuda`, or `auto`: every GPU, or two CPU slots where there is none."""
+    num_devices: int | None = None
+    """null: every GPU; two CPU slots (one with `executor=inline`)."""
+    executor: str = "ray"
+    """`ray`, or `inline`: one device, in the driver's process, without Ray."""
+    placement: str = "flattening"
+    metrics: Any = None
+    """Besides `metrics.jsonl`: `tensorboard`, `wandb`, `mlflow`, or a list of them."""
+    ray: RayConfig = field(default_factory=RayConfig)
+    controller: ControllerConfig = field(default_factory=ControllerConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)

@@ -1,0 +1,35 @@
+"""The single controller: groups of workers, called like objects; handles instead of data."""
+
+from hybridrl.controller.batch_ref import BatchRef
+from hybridrl.controller.executor import Executor
+from hybridrl.controller.group import Handle, WorkerGroup
+from hybridrl.controller.inline import InlineExecutor
+from hybridrl.controller.protocol import (
+    DP,
+    ONE_TO_ALL,
+    THREE_D,
+    THREE_D_ALL_MICRO_DP,
+    THREE_D_PP_ONLY,
+    UPDATE,
+    Protocol,
+    transfer,
+)
+from hybridrl.controller.worker import Context, Worker
+
+__all__ = [
+    "DP",
+    "ONE_TO_ALL",
+    "THREE_D",
+    "THREE_D_ALL_MICRO_DP",
+    "THREE_D_PP_ONLY",
+    "UPDATE",
+    "BatchRef",
+    "Context",
+    "Executor",
+    "Handle",
+    "InlineExecutor",
+    "Protocol",
+    "Worker",
+    "WorkerGroup",
+    "transfer",
+]

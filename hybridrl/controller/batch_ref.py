@@ -1,0 +1,279 @@
+"""BatchRef: the driver's handle of a table whose rows lie where they were made.
+
+A `BatchRef` is a small expression over the shards that calls returned: joined, selected, taken,
+repeated, split. Nothing is evaluated on the driver. The expression travels with the next call, and
+each rank works out from the shards' row counts and lengths (`ShardInfo`, small) which rows are its
+own, and fetches those. So calls return at once and a step's cost on the driver does not grow
+with the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridrl.core.balance import partition
+from hybridrl.core.batch import Batch
+from hybridrl.errors import DataError
+
+if TYPE_CHECKING:
+    from hybridrl.controller.executor import Executor
+
+Rows = npt.NDArray[np.int64]
+Fetch = Callable[[Any], Any]
+"""Turns a reference that an executor handed out into the object behind it."""
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """What may be known of a shard without fetching it: its row numbers in its table, its column
+    names, and the tokens of each of its `*_ids` columns by row."""
+
+    rows: Rows
+    columns: tuple[str, ...]
+    tokens: dict[str, Rows]
+
+    @classmethod
+    def of(cls, batch: Batch, rows: Rows) -> ShardInfo:
+        """Describes `batch` as the shard that holds `rows` of its table."""
+        tokens = {name: batch.lengths(name) for name in batch.columns if name.endswith("_ids")}
+        return cls(rows, tuple(batch.columns), tokens)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """References to a shard's batch and to the reply that carries its `ShardInfo`."""
+
+    data: Any
+    reply: Any
+
+
+class Node:
+    """An expression for a table of samples."""
+
+    def num_rows(self, fetch: Fetch) -> int:
+        raise NotImplementedError
+
+    def tokens(self, fetch: Fetch) -> dict[str, Rows]:
+        """Tokens per row of every `*_ids` column."""
+        raise NotImplementedError
+
+    def read(self, rows: Rows, columns: frozenset[str] | None, fetch: Fetch) -> Batch | None:
+        """The batch of these rows, or None where the node has none of the wanted columns."""
+        raise NotImplementedError
+
+    def shards(self) -> list[Shard]:
+        """Every shard below."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Table(Node):
+    """What one call returned: a shard from each answering rank, in any order of rows."""
+
+    parts: tuple[Shard, ...]
+
+    def _infos(self, fetch: Fetch) -> list[ShardInfo]:
+        return [fetch(shard.reply).info for shard in self.parts]
+
+    def num_rows(self, fetch: Fetch) -> int:
+        return sum(len(info.rows) for info in self._infos(fetch))
+
+    def tokens(self, fetch: Fetch) -> dict[str, Rows]:
+        infos = self._infos(fetch)
+        order = np.argsort(np.concatenate([info.rows for info in infos]), kind="stable")
+        return {
+            name: np.concatenate([info.tokens[name] for info in infos])[order]
+            for name in infos[0].tokens
+        }
+
+    def read(self, rows: Rows, columns: frozenset[str] | None, fetch: Fetch) -> Batch | None:
+        infos = self._infos(fetch)
+        names = [name for name in infos[0].columns if columns is None or name in columns]
+        if not names:
+            return None
+        total = sum(len(info.rows) for info in infos)
+        owner, place = np.empty(total, np.int64), np.empty(total, np.int64)
+        for number, info in enumerate(infos):
+            owner[info.rows] = number
+            place[info.rows] = np.arange(len(info.rows))
+        pieces, order = [], []
+        for number, shard in enumerate(self.parts):
+            wanted = np.flatnonzero(owner[rows] == number)
+            # An empty request still reads the first shard, which tells the columns' types.
+            if len(wanted) or (number == 0 and not len(rows)):
+                pieces.append(fetch(shard.data).select(names).take(place[rows[wanted]]))
+                order.append(wanted)
+        batch = Batch.concat(pieces)
+        return batch if len(pieces) == 1 else batch.take(np.argsort(np.concatenate(order)))
+
+    def shards(self) -> list[Shard]:
+        return list(self.parts)
+
+
+@dataclass(frozen=True)
+class Join(Node):
+    """Two tables side by side, row by row; the right one wins where both have a column."""
+
+    left: Node
+    right: Node
+
+    def num_rows(self, fetch: Fetch) -> int:
+        return self.left.num_rows(fetch)
+
+    def tokens(self, fetch: Fetch) -> dict[str, Rows]:
+        return self.left.tokens(fetch) | self.right.tokens(fetch)
+
+    def read(self, rows: Rows, columns: frozenset[str] | None, fetch: Fetch) -> Batch | None:
+        left, right = self.left.num_rows(fetch), self.right.num_rows(fetch)
+        if left != right:
+            raise DataError(f"Tables of {left} and of {right} rows cannot be joined row by row.")
+        sides = [side.read(rows, columns, fetch) for side in (self.left, self.right)]
+        found = [side for side in sides if side is not None]
+        return found[0] | found[1] if len(found) == 2 else (found[0] if found else None)
+
+    def shards(self) -> list[Shard]:
+        return self.left.shards() + self.right.shards()
+
+
+@dataclass(frozen=True)
+class Choose(Node):
+    """Some rows of a table, in a new order, chosen by `choice`."""
+
+    table: Node
+    choice: Take | Repeat | Part
+
+    def _rows(self, fetch: Fetch) -> Rows:
+        return self.choice.rows(self.table, fetch)
+
+    def num_rows(self, fetch: Fetch) -> int:
+        return len(self._rows(fetch))
+
+    def tokens(self, fetch: Fetch) -> dict[str, Rows]:
+        rows = self._rows(fetch)
+        return {name: counts[rows] for name, counts in self.table.tokens(fetch).items()}
+
+    def read(self, rows: Rows, columns: frozenset[str] | None, fetch: Fetch) -> Batch | None:
+        return self.table.read(self._rows(fetch)[rows], columns, fetch)
+
+    def shards(self) -> list[Shard]:
+        return self.table.shards()
+
+
+@dataclass(frozen=True)
+class Take:
+    """The rows with these numbers."""
+
+    numbers: Rows
+
+    def rows(self, table: Node, fetch: Fetch) -> Rows:
+        return self.numbers
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Every row `times` times, copies of a row next to each other."""
+
+    times: int
+
+    def rows(self, table: Node, fetch: Fetch) -> Rows:
+        return np.repeat(np.arange(table.num_rows(fetch)), self.times)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part `index` of `parts`; see `part_rows`."""
+
+    index: int
+    parts: int
+    balance: Literal["rows", "tokens"]
+
+    def rows(self, table: Node, fetch: Fetch) -> Rows:
+        return part_rows(table, self, fetch)
+
+
+def part_rows(table: Node, part: Part, fetch: Fetch) -> Rows:
+    """Row numbers of a part, ascending. Every rank computes the same cut from the same lengths."""
+    count = table.num_rows(fetch)
+    if part.parts == 1:
+        return np.arange(count)
+    if part.balance == "rows":
+        edges = [count * i // part.parts for i in range(part.parts + 1)]
+        return np.arange(edges[part.index], edges[part.index + 1])
+    tokens = table.tokens(fetch).values()
+    costs = sum(tokens, start=np.zeros(count, np.int64))
+    return np.sort(np.asarray(partition(costs.tolist(), part.parts)[part.index], dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class BatchRef:
+    """A table of samples that lies with the workers. `batch |= group.method(batch)` adds columns.
+
+    `executor` is left behind when the reference travels to a worker.
+    """
+
+    node: Node
+    executor: Executor | None = field(default=None, repr=False, compare=False)
+    columns: frozenset[str] | None = None
+
+    def __or__(self, other: BatchRef) -> BatchRef:
+        """Joins by row: handles only, nothing moves."""
+        if self.columns is not None or other.columns is not None:
+            raise DataError("Join before `select`: a selection is the last thing done to a batch.")
+        return replace(self, node=Join(self.node, other.node))
+
+    def select(self, *columns: str) -> BatchRef:
+        """Only these columns; a worker that gets the result fetches nothing else."""
+        return replace(self, columns=frozenset(columns))
+
+    def take(self, rows: Sequence[int] | Rows) -> BatchRef:
+        """The rows with these numbers, in this order."""
+        return self._choose(Take(np.asarray(rows, dtype=np.int64)))
+
+    def repeat(self, times: int) -> BatchRef:
+        """Every row `times` times, copies next to each other: n samples of each prompt."""
+        return self._choose(Repeat(times))
+
+    def split(self, parts: int, balance: Literal["rows", "tokens"] = "rows") -> list[BatchRef]:
+        """Cuts into `parts`: consecutive blocks, or sets of rows with equally many tokens."""
+        return [self._choose(Part(index, parts, balance)) for index in range(parts)]
+
+    def apply(self, function: Callable[[Batch], Batch], columns: Iterable[str]) -> BatchRef:
+        """Runs a pure function on all rows of these columns, beside the data; the result has the
+        same rows. The function is sent by value, so it may be a lambda or `functools.partial`."""
+        return self._connected().apply(function, self.select(*columns))
+
+    def collect(self, columns: Iterable[str] | None = None) -> Batch:
+        """Brings rows to the driver: all columns, or these. Waits until they are there."""
+        wanted = self if columns is None else self.select(*columns)
+        return self._connected().collect(wanted)
+
+    def __len__(self) -> int:
+        """Number of rows; waits until it is known."""
+        executor = self._connected()
+        executor.wait([shard.reply for shard in self.node.shards()])
+        return self.node.num_rows(executor.fetch)
+
+    def read(self, part: Part, fetch: Fetch) -> tuple[Batch, Rows]:
+        """On a worker: the rows of `part` and their numbers in this table."""
+        rows = part_rows(self.node, part, fetch)
+        batch = self.node.read(rows, self.columns, fetch)
+        missing = (self.columns or frozenset()) - set(batch.columns if batch else ())
+        if batch is None or missing:
+            raise DataError(f"No call has made the column(s) {', '.join(sorted(missing))} yet.")
+        return batch, rows
+
+    def _choose(self, choice: Take | Repeat | Part) -> BatchRef:
+        return replace(self, node=Choose(self.node, choice))
+
+    def _connected(self) -> Executor:
+        if self.executor is None:
+            raise DataError("A BatchRef can be evaluated on the driver only.")
+        return self.executor
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"node": self.node, "executor": None, "columns": self.columns}

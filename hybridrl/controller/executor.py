@@ -1,0 +1,101 @@
+"""Executor: where hosts live and how the driver reaches them.
+
+Two exist: `RayExecutor` (one process per device, any number of nodes) and `InlineExecutor` (one
+host in the driver's own process, no Ray, so that `pdb` and profilers work).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridrl.controller.batch_ref import BatchRef, Part, Shard, ShardInfo, Table
+from hybridrl.controller.host import Call, Reply
+from hybridrl.controller.worker import Context, Worker
+from hybridrl.core.batch import Batch
+from hybridrl.core.record import Record
+from hybridrl.core.cluster import Cluster
+
+
+class Executor(ABC):
+    """Runs calls on hosts.
+
+    Attributes:
+        cluster: The devices, one host each.
+        records: What the ranks did, of every call waited for since `take_records`.
+    """
+
+    cluster: Cluster
+    run_directory: Path | None
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    @abstractmethod
+    def create(
+        self, context: Context, worker_class: type[Worker], keywords: Mapping[str, Any]
+    ) -> Any:
+        """Builds a worker on host `context.host`; returns a reference to the reply."""
+
+    @abstractmethod
+    def submit(self, host: int, call: Call) -> Shard:
+        """Queues a call on a host."""
+
+    @abstractmethod
+    def submit_apply(self, host: int, function: Callable[[Batch], Batch], table: BatchRef) -> Shard:
+        """Queues a pure function on a host."""
+
+    @abstractmethod
+    def store(self, value: Any) -> Any:
+        """Puts an object where hosts can fetch it; returns its reference."""
+
+    @abstractmethod
+    def fetch(self, reference: Any) -> Any:
+        """The object behind a reference that has been waited for."""
+
+    @abstractmethod
+    def wait(self, replies: Sequence[Any]) -> None:
+        """Waits until these calls are done.
+
+        Raises:
+            WorkerError: if any call failed or any host died meanwhile.
+            CallTimeoutError: if a call ran longer than the deadline.
+        """
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Waits until every call made so far is done; raises as `wait` does."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends all hosts."""
+
+    def put(self, batch: Batch) -> BatchRef:
+        """Hands a batch of the driver's to the workers. It is stored once."""
+        info = ShardInfo.of(batch, np.arange(len(batch)))
+        reply = self.store(Reply(Record("driver", 0, "put"), info=info))
+        return BatchRef(Table((Shard(self.store(batch), reply),)), self)
+
+    def apply(self, function: Callable[[Batch], Batch], table: BatchRef) -> BatchRef:
+        """See `BatchRef.apply`."""
+        return BatchRef(Table((self.submit_apply(0, function, table),)), self)
+
+    def collect(self, table: BatchRef) -> Batch:
+        """See `BatchRef.collect`."""
+        self.wait([shard.reply for shard in table.node.shards()])
+        return table.read(Part(0, 1, "rows"), self.fetch)[0]
+
+    def take_records(self) -> list[Record]:
+        """The records gathered since the last time, oldest first."""
+        records, self.records = self.records, []
+        return records
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

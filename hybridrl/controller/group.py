@@ -1,0 +1,133 @@
+"""WorkerGroup: one role on its devices, called like an object; Handle: a result yet to come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hybridrl.controller.batch_ref import BatchRef, Shard, Table
+from hybridrl.controller.executor import Executor
+from hybridrl.controller.host import Call
+from hybridrl.controller.protocol import Protocol, Transfer
+from hybridrl.controller.worker import Context, Worker
+from hybridrl.core.batch import Batch
+from hybridrl.core.record import Record
+from hybridrl.errors import nearest
+
+
+class Handle:
+    """The result of a call that may still run."""
+
+    def __init__(self, executor: Executor, shards: Sequence[Shard], answers: list[int], one: bool):
+        self._executor = executor
+        self._replies = [shard.reply for shard in shards]
+        self._answers = answers
+        self._one = one
+
+    def get(self) -> Any:
+        """Waits for all ranks; gives the one answer, or the list of answers by rank.
+
+        Raises:
+            WorkerError: if a rank failed or died; CallTimeoutError after the deadline.
+        """
+        self._executor.wait(self._replies)
+        values = [self._executor.fetch(self._replies[rank]).value for rank in self._answers]
+        return values[0] if self._one else values
+
+    def records(self) -> list[Record]:
+        """Waits for all ranks; what each of them did, and how long it took."""
+        self._executor.wait(self._replies)
+        return [self._executor.fetch(reply).record for reply in self._replies]
+
+
+class WorkerGroup:
+    """Builds `worker_class(context, **keywords)` on each of `devices` and spreads calls over them.
+
+    Every method that the class marks with `@transfer` can be called on the group. A call returns
+    at once. Groups on the same devices take turns in call order; groups on different devices run
+    at the same time, as soon as their inputs are ready.
+
+    Args:
+        devices: Numbers of the devices in `executor.cluster`, in rank order.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        role: str,
+        worker_class: type[Worker],
+        devices: Sequence[int],
+        **keywords: Any,
+    ) -> None:
+        self.role = role
+        self.devices = list(devices)
+        self._executor = executor
+        self._class = worker_class
+        self._spreads: dict[str, list[tuple[tuple[int, int], bool]]] = {}
+        self._created = [
+            executor.create(
+                Context(
+                    role=role,
+                    rank=rank,
+                    world_size=len(self.devices),
+                    host=device,
+                    hosts=len(executor.cluster.devices),
+                    device_kind=executor.cluster.kind,
+                    run_directory=executor.run_directory,
+                ),
+                worker_class,
+                keywords,
+            )
+            for rank, device in enumerate(self.devices)
+        ]
+
+    def ready(self) -> WorkerGroup:
+        """Waits until every rank is built."""
+        self._executor.wait(self._created)
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._class, name, None)
+        transfer = getattr(method, "__transfer__", None)
+        if transfer is None:
+            known = [
+                n for n in dir(self._class) if hasattr(getattr(self._class, n), "__transfer__")
+            ]
+            raise AttributeError(
+                f"The group `{self.role}` has no method `{name}` that the driver may call; "
+                f"{self._class.__name__} offers {', '.join(known)}.{nearest(name, known)}"
+            )
+        return lambda *arguments, **keywords: self._call(name, transfer, arguments, keywords)
+
+    def _call(
+        self, method: str, transfer: Transfer, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> BatchRef | Handle:
+        arguments = tuple(self._refer(argument) for argument in arguments)
+        keywords = {name: self._refer(argument) for name, argument in keywords.items()}
+        spread = self._spread(method, transfer.protocol)
+        shards = [
+            self._executor.submit(
+                device, Call(self.role, method, arguments, keywords, *spread[rank], transfer)
+            )
+            for rank, device in enumerate(self.devices)
+        ]
+        answers = [rank for rank, (_, speaks) in enumerate(spread) if speaks]
+        if not transfer.returns_batch:
+            return Handle(self._executor, shards, answers, transfer.protocol.answers == "one")
+        if not transfer.protocol.split:
+            answers = answers[:1]  # every rank holds the same rows: one copy makes the table
+        return BatchRef(Table(tuple(shards[rank] for rank in answers)), self._executor)
+
+    def _spread(self, method: str, protocol: Protocol) -> list[tuple[tuple[int, int], bool]]:
+        """By rank: which part of how many it gets, and whether it answers. Worked out once."""
+        if method not in self._spreads:
+            self._executor.wait(self._created)
+            places = [self._executor.fetch(reply).value for reply in self._created]
+            self._spreads[method] = [
+                (protocol.part(place), protocol.speaks(rank, places))
+                for rank, place in enumerate(places)
+            ]
+        return self._spreads[method]
+
+    def _refer(self, argument: Any) -> Any:
+        return self._executor.put(argument) if isinstance(argument, Batch) else argument

@@ -1,0 +1,65 @@
+"""InlineExecutor: one host in the driver's own process. No Ray: `pdb` and profilers just work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridrl.controller.batch_ref import BatchRef, Shard
+from hybridrl.controller.executor import Executor
+from hybridrl.controller.host import Call, Host, Reply
+from hybridrl.controller.worker import Context, Worker
+from hybridrl.core.batch import Batch
+from hybridrl.core.cluster import Cluster, Device
+from hybridrl.errors import ConfigError
+
+
+class InlineExecutor(Executor):
+    """Runs every call at once, where it is made. A reference is the object itself.
+
+    Exceptions of workers reach the driver as they are.
+    """
+
+    def __init__(self, kind: str, devices: int = 1, run_directory: Path | None = None) -> None:
+        super().__init__()
+        if devices != 1:
+            raise ConfigError(
+                f"`executor=inline` runs on one device, but num_devices={devices}. "
+                "Set num_devices=1, or executor=ray for more."
+            )
+        self.cluster = Cluster([Device(kind, "localhost", 0)])
+        self.run_directory = run_directory
+        self._host = Host(self.fetch, raises=True, redirects=False)
+
+    def create(
+        self, context: Context, worker_class: type[Worker], keywords: Mapping[str, Any]
+    ) -> Reply:
+        reply = self._host.create(context, worker_class, keywords)
+        self.records.append(reply.record)
+        return reply
+
+    def submit(self, host: int, call: Call) -> Shard:
+        return self._done(*self._host.execute(call))
+
+    def submit_apply(self, host: int, function: Callable[[Batch], Batch], table: BatchRef) -> Shard:
+        return self._done(*self._host.apply(function, table))
+
+    def store(self, value: Any) -> Any:
+        return value
+
+    def fetch(self, reference: Any) -> Any:
+        return reference
+
+    def wait(self, replies: Sequence[Any]) -> None:
+        """Nothing to wait for: every call is done when it returns."""
+
+    def settle(self) -> None:
+        """Nothing to wait for: every call is done when it returns."""
+
+    def close(self) -> None:
+        self._host.close()
+
+    def _done(self, batch: Batch | None, reply: Reply) -> Shard:
+        self.records.append(reply.record)
+        return Shard(batch, reply)

@@ -1,0 +1,114 @@
+"""Transfer protocols: how a group call spreads its batch over the ranks, and which ranks answer.
+
+A worker marks a method that the driver may call with `@transfer(protocol)`. A protocol is *which
+mesh axes split the rows* and *which ranks answer*; the named ones below are values of that type,
+and a worker may define another.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from hybridrl.core.batch import Batch
+from hybridrl.core.mesh import Coordinate
+from hybridrl.errors import ConfigError
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How arguments spread and results return.
+
+    Attributes:
+        split: Mesh axes over which the rows of a batch argument are split, outermost first. Ranks
+            that agree on these axes get the same rows. Empty: every rank gets every row.
+        speakers: For axes that do not split, the index that answers (-1: the last). Axes not named
+            answer at index 0.
+        answers: `all`: the call returns one result per speaking rank. `one`: every rank computes
+            the same, so the call returns the first speaker's result.
+        balance: How rows are cut into parts: `rows` cuts consecutive blocks of equal count;
+            `tokens` balances the number of tokens.
+    """
+
+    split: tuple[str, ...] = ()
+    speakers: Mapping[str, int] = field(default_factory=dict)
+    answers: Literal["all", "one"] = "all"
+    balance: Literal["rows", "tokens"] = "rows"
+
+    def part(self, coordinates: Mapping[str, Coordinate]) -> tuple[int, int]:
+        """Which part of how many the rank at `coordinates` gets."""
+        index, parts = 0, 1
+        for axis in self.split:
+            place = coordinates.get(axis, Coordinate(0, 1))
+            index, parts = index * place.size + place.index, parts * place.size
+        return index, parts
+
+    def speaks(self, rank: int, coordinates: Sequence[Mapping[str, Coordinate]]) -> bool:
+        """Whether `rank` answers for its part: the rank of that part which stands at the speaking
+        index of every other axis of the meshes that it is on. `coordinates` is one per rank."""
+        if not self.split:
+            return True
+        mine = [
+            r
+            for r, place in enumerate(coordinates)
+            if self.part(place) == self.part(coordinates[rank])
+        ]
+        wanted = [r for r in mine if self._at_speaking_index(coordinates[r])]
+        return rank == (wanted or mine)[0]
+
+    def _at_speaking_index(self, coordinates: Mapping[str, Coordinate]) -> bool:
+        return all(
+            place.index == self.speakers.get(axis, 0) % place.size
+            for axis, place in coordinates.items()
+            if axis in self.speakers
+        )
+
+
+ONE_TO_ALL = Protocol()
+"""Every rank gets the same arguments, every rank answers."""
+DP = Protocol(split=("dp",), balance="tokens")
+"""Rows split over data-parallel ranks; one rank of each model-parallel group answers."""
+THREE_D = Protocol(split=("dp",), speakers={"pp": -1}, balance="tokens")
+"""As `DP`; the last pipeline stage answers, because it holds the outputs."""
+THREE_D_PP_ONLY = Protocol(split=("pp",))
+"""Rows split over pipeline stages."""
+THREE_D_ALL_MICRO_DP = Protocol(split=("rollout_dp",))
+"""Rows split over all generation replicas of the hybrid engine."""
+UPDATE = Protocol(split=("dp",), speakers={"pp": -1}, answers="one", balance="tokens")
+"""As `THREE_D` for an optimizer step, whose metrics are already global: one rank answers."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What `@transfer` notes on a method."""
+
+    protocol: Protocol
+    returns_batch: bool
+
+
+def transfer(protocol: Protocol) -> Callable[[Function], Function]:
+    """Marks a worker method as callable from the driver.
+
+    The method must say what it returns: `-> Batch` gives the driver a `BatchRef` with as many rows
+    as went in; anything else gives a `Handle`.
+
+    Raises:
+        ConfigError: if the return annotation is missing.
+    """
+
+    def mark(method: Function) -> Function:
+        returns = inspect.signature(method).return_annotation
+        if returns is inspect.Signature.empty:
+            raise ConfigError(
+                f"The worker method `{method.__qualname__}` is marked with @transfer but does not "
+                "say what it returns; add `-> Batch` or another return annotation."
+            )
+        returns_batch = returns in (Batch, "Batch")
+        method.__transfer__ = Transfer(protocol, returns_batch)  # type: ignore[attr-defined]
+        return method
+
+    return mark

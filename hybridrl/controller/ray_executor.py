@@ -1,0 +1,310 @@
+"""RayExecutor: one Ray actor per device."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hybridrl.errors import ConfigError, HybridRLError, MissingPackageError, WorkerError
+
+# Read by Ray when it is imported: a cluster that we start ourselves listens on loopback only.
+if "RAY_ADDRESS" not in os.environ:
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+# Without it Ray warns, of accelerators it does not find, on every start.
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+try:
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ImportError as error:
+    raise MissingPackageError(
+        "executor=ray needs Ray, which is not installed: pip install 'hybridrl[cpu]' (or "
+        "'hybridrl[gpu]'). Or run without it, on one device: executor=inline rollout=transformers."
+    ) from error
+
+from hybridrl.controller import failures
+from hybridrl.controller.batch_ref import BatchRef, Shard
+from hybridrl.controller.executor import Executor
+from hybridrl.controller.host import Call, Failure, Host, Reply, Status
+from hybridrl.controller.worker import Context, Rendezvous, Worker
+from hybridrl.core.batch import Batch
+from hybridrl.core.cluster import Cluster, Device
+
+CLOSE_SECONDS = 4.0
+"""How long hosts may take to close their workers before they are ended."""
+ROOT_CAUSE_SECONDS = 1.0
+"""After a failure, how long to listen for an earlier one or a death that may be its cause."""
+
+
+@ray.remote(concurrency_groups={"work": 1, "health": 3}, max_restarts=0, max_task_retries=0)
+class RayHost:
+    """A `Host` in a process of its own."""
+
+    def __init__(self) -> None:
+        # Ctrl-C in a terminal reaches every process of the job; only the driver decides.
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+        self._host = Host(ray.get)
+
+    @ray.method(concurrency_group="health")
+    def listen(self) -> Rendezvous:
+        return self._host.listen(ray.util.get_node_ip_address())
+
+    @ray.method(concurrency_group="health")
+    def identity(self) -> tuple[str, int]:
+        """Node address and process id."""
+        return ray.util.get_node_ip_address(), os.getpid()
+
+    @ray.method(concurrency_group="work")
+    def create(
+        self,
+        context: Context,
+        worker_class: type[Worker],
+        keywords: Mapping[str, Any],
+        rendezvous: Rendezvous,
+    ) -> Reply:
+        return self._host.create(replace(context, rendezvous=rendezvous), worker_class, keywords)
+
+    @ray.method(concurrency_group="work", num_returns=2)
+    def execute(self, call: Call) -> tuple[Batch | None, Reply]:
+        return self._host.execute(call)
+
+    @ray.method(concurrency_group="work")
+    def answer(self, call: Call) -> Reply:
+        """As `execute`, for a call whose result travels in the reply."""
+        return self._host.execute(call)[1]
+
+    @ray.method(concurrency_group="work", num_returns=2)
+    def apply(
+        self, function: Callable[[Batch], Batch], table: BatchRef
+    ) -> tuple[Batch | None, Reply]:
+        return self._host.apply(function, table)
+
+    @ray.method(concurrency_group="work")
+    def close(self) -> None:
+        self._host.close()
+
+    @ray.method(concurrency_group="health")
+    def status(self) -> Status:
+        return self._host.status()
+
+    @ray.method(concurrency_group="health")
+    def stacks(self) -> str:
+        return self._host.stacks()
+
+
+class RayExecutor(Executor):
+    """Hosts on a Ray cluster: the one at `address`, or one that is started here and ended again.
+
+    Args:
+        kind: `cpu` or `cuda`.
+        devices: How many hosts.
+        address: `auto`, `ray://...` or `host:port` joins a cluster; None starts a local one.
+        timeout_s: Longest time a call may run.
+        start_timeout_s: Longest wait for the cluster to give the devices.
+
+    Raises:
+        ConfigError: if the cluster has fewer devices, or does not give them in time.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        devices: int,
+        *,
+        address: str | None = None,
+        run_directory: Path | None = None,
+        timeout_s: float = 1800.0,
+        start_timeout_s: float = 120.0,
+        cpus_per_host: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.run_directory = run_directory.absolute() if run_directory else None
+        self._timeout = timeout_s
+        self._started_ray = not ray.is_initialized()
+        self._broken = False
+        self._pending: dict[Any, tuple[int, str, float]] = {}
+        if self._started_ray:
+            _start(address, kind, devices, cpus_per_host)
+        try:
+            self._reserve(kind, devices, cpus_per_host, start_timeout_s)
+        except BaseException:
+            self._disconnect()
+            raise
+
+    def _reserve(self, kind: str, devices: int, cpus: float, limit: float) -> None:
+        resource = "GPU" if kind == "cuda" else "CPU"
+        each = 1.0 if kind == "cuda" else cpus
+        available = ray.cluster_resources().get(resource, 0.0)
+        if available < each * devices:
+            raise ConfigError(
+                f"The job needs {devices} devices of kind `{kind}`, the Ray cluster has "
+                f"{available / each:g}. Set num_devices={available / each:g} or fewer, or join a "
+                "larger cluster with ray.address=..."
+            )
+        bundle = {"CPU": cpus, "GPU": 1.0} if kind == "cuda" else {"CPU": cpus}
+        self._bundles = placement_group([bundle] * devices, strategy="PACK")
+        if not self._bundles.wait(limit):
+            remove_placement_group(self._bundles)
+            free = ray.available_resources().get(resource, 0.0)
+            raise ConfigError(
+                f"Ray did not give {devices} devices of kind `{kind}` within {limit:g} s "
+                f"(ray.start_timeout_s): {free:g} {resource} are free. Is another job using them?"
+            )
+        self._hosts = [
+            RayHost.options(
+                num_cpus=cpus,
+                num_gpus=1 if kind == "cuda" else 0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._bundles, placement_group_bundle_index=index
+                ),
+            ).remote()
+            for index in range(devices)
+        ]
+        self._rendezvous = self._hosts[0].listen.remote()
+        self._identities = ray.get([host.identity.remote() for host in self._hosts])
+        self.cluster = Cluster(
+            [Device(kind, node, i) for i, (node, _) in enumerate(self._identities)]
+        )
+
+    def create(
+        self, context: Context, worker_class: type[Worker], keywords: Mapping[str, Any]
+    ) -> Any:
+        reply = self._hosts[context.host].create.remote(
+            context, worker_class, keywords, self._rendezvous
+        )
+        return self._track(reply, context.host, f"{context.role}.__init__")
+
+    def submit(self, host: int, call: Call) -> Shard:
+        name = f"{call.role}.{call.method}"
+        if call.transfer.returns_batch:
+            data, reply = self._hosts[host].execute.remote(call)
+            return Shard(data, self._track(reply, host, name))
+        return Shard(None, self._track(self._hosts[host].answer.remote(call), host, name))
+
+    def submit_apply(self, host: int, function: Callable[[Batch], Batch], table: BatchRef) -> Shard:
+        data, reply = self._hosts[host].apply.remote(function, table)
+        return Shard(data, self._track(reply, host, "driver.apply"))
+
+    def store(self, value: Any) -> Any:
+        return ray.put(value)
+
+    def fetch(self, reference: Any) -> Any:
+        return ray.get(reference)
+
+    def wait(self, replies: Sequence[Any]) -> None:
+        wanted = {reply for reply in replies if reply in self._pending}
+        if self._broken and wanted:
+            raise WorkerError("The job has failed before; its workers take no more calls.")
+        patience = min(5.0, self._timeout / 4)
+        while wanted:
+            ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=patience)
+            for reply in ready:
+                self._settle_one(reply)
+                wanted.discard(reply)
+            if not ready:
+                self._check_deadlines()
+
+    def settle(self) -> None:
+        self.wait(list(self._pending))
+
+    def close(self) -> None:
+        if not self._broken:
+            closing = [host.close.remote() for host in self._hosts]
+            ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
+        for host in self._hosts:
+            ray.kill(host, no_restart=True)
+        remove_placement_group(self._bundles)
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._started_ray:
+            ray.shutdown()
+
+    def _track(self, reply: Any, host: int, name: str) -> Any:
+        self._pending[reply] = (host, name, time.monotonic())
+        return reply
+
+    def _settle_one(self, reference: Any) -> None:
+        """Takes a finished call off the list; raises if it failed."""
+        host, name, _ = self._pending[reference]
+        try:
+            reply = ray.get(reference)
+        except ray.exceptions.RayError as error:
+            self._fail(failures.Death(host, name, str(error)))
+        del self._pending[reference]
+        if reply.failure is not None:
+            self._fail(reply.failure)
+        self.records.append(reply.record)
+
+    def _fail(self, first: Failure | failures.Death) -> None:
+        """Raises the error behind a failure. A rank that dies makes its peers fail in their
+        collectives: listen a moment for all of them, then report the one that is the cause."""
+        self._broken = True
+        found: list[Failure | failures.Death] = [first]
+        until = time.monotonic() + ROOT_CAUSE_SECONDS
+        waiting = list(self._pending)
+        while waiting and (left := until - time.monotonic()) > 0:
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=left)
+            for reference in ready:
+                host, name, _ = self._pending[reference]
+                try:
+                    reply = ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    found.append(failures.Death(host, name, str(error)))
+                else:
+                    found.extend([reply.failure] if reply.failure else [])
+        raise failures.explain(found, self._identities, self.run_directory)
+
+    def _check_deadlines(self) -> None:
+        """Raises if a host has been running one call for longer than the deadline."""
+        asked = [host.status.remote() for host in self._hosts]
+        statuses = self._answers(asked, seconds=5.0)
+        late = {}
+        for host, status in enumerate(statuses):
+            oldest = next((p for p in self._pending.values() if p[0] == host), None)
+            if status is None:  # cannot even say what it does: judge by the driver's own clock
+                if oldest and time.monotonic() - oldest[2] > self._timeout:
+                    late[host] = oldest[1]
+            elif status.method and not status.waiting and status.seconds > self._timeout:
+                late[host] = f"{status.role}.{status.method}"
+        if late:
+            self._broken = True
+            stacks = self._answers([host.stacks.remote() for host in self._hosts], seconds=5.0)
+            raise failures.timed_out(late, self._timeout, self._identities, stacks)
+
+    @staticmethod
+    def _answers(references: list[Any], seconds: float) -> list[Any]:
+        """What came within `seconds`; None for a host that did not answer."""
+        ready, _ = ray.wait(references, num_returns=len(references), timeout=seconds)
+        found: dict[Any, Any] = {}
+        for reference in ready:
+            with contextlib.suppress(ray.exceptions.RayError):
+                found[reference] = ray.get(reference)
+        return [found.get(reference) for reference in references]
+
+
+def _start(address: str | None, kind: str, devices: int, cpus: float) -> None:
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        if address is not None:
+            ray.init(address=address, **quiet)
+            return
+        cores = max(os.cpu_count() or 1, int(devices * cpus))
+        ray.init(num_cpus=cores, include_dashboard=False, **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise HybridRLError(
+            f"Ray could not be reached at ray.address={address}: {error}"
+            if address
+            else f"Ray could not be started on this machine: {error}"
+        ) from error

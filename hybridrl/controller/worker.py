@@ -1,0 +1,76 @@
+"""Worker: the base class of the multi-controller programs that a group runs on its devices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from socket import socket
+
+from hybridrl.core.mesh import Coordinate
+from hybridrl.core.record import Record
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the hosts of a job meet to build process groups.
+
+    `listener` is the bound socket on the host that serves, None on the others.
+    """
+
+    address: str
+    port: int
+    listener: socket | None = None
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a worker knows of its place.
+
+    Attributes:
+        role: Name of the group, for example `actor`.
+        rank: This worker's number in its group of `world_size`.
+        host: This host process's number in the job of `hosts`.
+        device_kind: `cpu` or `cuda`.
+        run_directory: Folder of the run; None when the run keeps no files.
+        rendezvous: Where the hosts meet; None when there is only one.
+    """
+
+    role: str
+    rank: int
+    world_size: int
+    host: int = 0
+    hosts: int = 1
+    device_kind: str = "cpu"
+    run_directory: Path | None = None
+    rendezvous: Rendezvous | None = None
+
+
+class Worker:
+    """One rank of a group. `@transfer` marks the methods that the driver may call."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.record = Record(context.role, context.rank, "__init__")
+
+    def coordinates(self) -> Mapping[str, Coordinate]:
+        """Where this rank stands on the axes of its meshes; the driver asks once."""
+        return {"dp": Coordinate(self.context.rank, self.context.world_size)}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times a part of the current call, for the share of the step shown to the user."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.record.phases[name] += time.perf_counter() - begin
+
+    def report(self, **metrics: float) -> None:
+        """Adds figures to the current call's record; they are added up over ranks."""
+        self.record.metrics.update(metrics)
+
+    def close(self) -> None:
+        """Releases processes and files. Called once, when the job ends in good order."""

@@ -1,0 +1,37 @@
+"""What differs between kinds of device, in one place. Nothing else asks for a device's name."""
+
+from __future__ import annotations
+
+import torch
+
+COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""torch.distributed back ends by kind of device; small CPU tensors travel by gloo everywhere."""
+
+
+def make_current(kind: str, local_rank: int) -> torch.device:
+    """Makes the device the current one of this process and returns it.
+
+    Ray shows each host process only its own GPU, so the index is 0 unless several are visible.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    index = local_rank % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind, index)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done its queued work, so that a clock tells the truth."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Gives cached blocks back to the device, for another role's allocator."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
+def generators(device: torch.device) -> list[int]:
+    """Indices of the accelerators whose random state `torch.random.fork_rng` must keep."""
+    return [] if device.type == "cpu" else [device.index or 0]

@@ -1,0 +1,188 @@
+"""Reading rows from JSON lines, Parquet, or a data set of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hybridrl.data.json_lines import check_columns, read_json_lines
+from hybridrl.errors import ConfigError, DataError, MissingPackageError
+
+Format = Literal["jsonl", "parquet", "datasets"]
+
+_SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".jsonl.gz": "jsonl",
+    ".ndjson.gz": "jsonl",
+    ".json.gz": "jsonl",
+    ".parquet": "parquet",
+}
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
+
+
+def read_rows(
+    path: str,
+    split: str | None = None,
+    *,
+    format: Format | None = None,
+    required: Mapping[str, str] | None = None,
+) -> pa.Table:
+    """Reads all rows that `path` stands for.
+
+    Args:
+        path: a file, a folder or a glob of `.jsonl`, `.ndjson` or `.json` files (one object per
+            line, also with `.gz`) or of `.parquet` files; or the name of a data set of the Hugging
+            Face hub, `owner/name` or `owner/name:configuration`, if there is no such file.
+        split: of a hub data set, the split (`train` if None; the hub's slices such as `train[:1%]`
+            work); of a folder, only files named after it (`train.jsonl`,
+            `train-00000-of-00002.parquet`, `train/any.parquet`).
+        format: None tells it from the file names.
+        required: columns that must be there, by the setting that names them, for instance
+            `{"data.prompt_column": "question"}`.
+
+    Raises:
+        DataError: if nothing is found, a file is broken (with its name and line), a required column
+            is missing (with the nearest one), or there are no rows.
+        MissingPackageError: if a hub data set is asked for and `datasets` is not installed.
+    """
+    if format not in (None, "jsonl", "parquet", "datasets"):
+        raise ConfigError(
+            f"`data.format` is `{format}`, expected `jsonl`, `parquet`, `datasets`, or null to "
+            "tell it from the file names."
+        )
+    required = required or {}
+    files = [] if format == "datasets" else _find_files(path, split, format)
+    if files:
+        table = _read_files(files, format, required)
+    elif format in ("jsonl", "parquet") or not _HUB_NAME.fullmatch(path) or _has_suffix(path):
+        raise DataError(
+            f"`data.path` is `{path}`, and there is no such file, folder or glob (seen from "
+            f"{Path.cwd()}). Give a JSON lines or Parquet file, or the `owner/name` of a data set."
+        )
+    else:
+        table = _read_from_hub(path, split)
+    check_columns(table.column_names, required, f"`{path}`")
+    if table.num_rows == 0:
+        raise DataError(f"`data.path` is `{path}`, which holds no rows.")
+    return table
+
+
+def _find_files(path: str, split: str | None, format: Format | None) -> list[Path]:
+    place = Path(path).expanduser()
+    if place.is_dir():
+        return _files_of_folder(place, split, format)
+    files = [place] if place.is_file() else _glob(place)
+    if files and split is not None:
+        raise DataError(
+            f"`data.split` is `{split}`, but `data.path` is `{path}`; a split can be chosen from a "
+            "folder or a hub data set only. Unset it (`data.split=null`), or name the split's file."
+        )
+    return files
+
+
+def _files_of_folder(folder: Path, split: str | None, format: Format | None) -> list[Path]:
+    files = [file for file in _glob(folder / "**" / "*") if format or _has_suffix(file.name)]
+    if not files:
+        raise DataError(
+            f"`data.path` is the folder `{folder}`, which holds no file that ends in one of "
+            f"{', '.join(_SUFFIXES)}."
+        )
+    if split is None:
+        return files
+    chosen = [file for file in files if _is_of_split(file.relative_to(folder), split)]
+    if not chosen:
+        raise DataError(
+            f"`data.split` is `{split}`, but no file in the folder `{folder}` is named after it; "
+            f"there is {', '.join(str(file.relative_to(folder)) for file in files[:8])}."
+        )
+    return chosen
+
+
+def _is_of_split(file: Path, split: str) -> bool:
+    return split in file.parts[:-1] or re.split(r"[-_.]", file.name)[0] == split
+
+
+def _glob(pattern: Path) -> list[Path]:
+    parts = pattern.parts
+    first = next((i for i, part in enumerate(parts) if any(c in part for c in "*?[")), None)
+    if first is None:
+        return []
+    root = Path(*parts[:first])
+    found = root.glob(str(Path(*parts[first:])))
+    visible = (f for f in found if not any(p.startswith(".") for p in f.relative_to(root).parts))
+    return sorted(file for file in visible if file.is_file())
+
+
+def _has_suffix(name: str) -> bool:
+    return _format_of(name) is not None
+
+
+def _format_of(name: str) -> str | None:
+    return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), None)
+
+
+def _read_files(files: list[Path], format: Format | None, required: Mapping[str, str]) -> pa.Table:
+    kinds = {format or _format_of(file.name) for file in files}
+    if kinds == {"jsonl"}:
+        return read_json_lines(files, required)
+    if kinds == {"parquet"}:
+        return _concat(files, [_read_parquet(file, required) for file in files])
+    unknown = next((file for file in files if _format_of(file.name) is None), None)
+    if unknown is not None:
+        raise DataError(
+            f"`data.path` includes `{unknown}`, whose name does not tell its format; expected one "
+            f"of {', '.join(_SUFFIXES)}. Rename it, or set `data.format` to jsonl or parquet."
+        )
+    raise DataError(
+        f"`data.path` stands for both JSON lines and Parquet files, among them `{files[0]}` and "
+        f"`{files[-1]}`. Give a glob such as `folder/*.parquet`, or set `data.format`."
+    )
+
+
+def _read_parquet(file: Path, required: Mapping[str, str]) -> pa.Table:
+    try:
+        table = pq.ParquetFile(file).read()
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"`{file}` (`data.path`) is no readable Parquet file: {error}") from error
+    check_columns(table.column_names, required, f"`{file}`")
+    return table
+
+
+def _concat(files: list[Path], tables: list[pa.Table]) -> pa.Table:
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException as error:
+        raise DataError(
+            f"The {len(files)} Parquet files of `data.path`, from `{files[0]}` on, have columns "
+            f"that do not fit together: {error}"
+        ) from error
+
+
+def _read_from_hub(path: str, split: str | None) -> pa.Table:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise MissingPackageError(
+            f"`data.path` is `{path}`, which is no file here, and reading a data set of the "
+            "Hugging Face hub needs the package `datasets`: pip install 'hybridrl[datasets]'"
+        ) from error
+    name, _, configuration = path.partition(":")
+    load: Callable[..., object] = load_dataset
+    try:
+        dataset = load(name, configuration or None, split=split or "train")
+    except Exception as error:  # the hub's client raises a dozen unrelated kinds
+        reason = str(error).strip().split("\n")[0]
+        raise DataError(
+            f"`data.path` is `{path}`, which is no file here, and loading it as a data set of the "
+            f"Hugging Face hub (split `{split or 'train'}`) failed: {type(error).__name__}: "
+            f"{reason}. Check the spelling and the network, or give the path of a local file."
+        ) from error
+    table = dataset.with_format("arrow")[:]  # type: ignore[attr-defined]
+    return table.combine_chunks()

@@ -1,0 +1,54 @@
+"""Built-in tasks: problems with checkable answers that need no file and no download.
+
+A task is a module with a string `CHARACTERS`, all characters its prompts and answers use, and a
+function `problems(count_held_out, seed)` that returns the training and the held-out problems as
+dictionaries with the keys `prompt` and `answer`. A module put into this folder is a task, and so is
+any importable module whose dotted name is given.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+from hybridrl.errors import ConfigError, nearest
+
+_NOT_TASKS = {"character_tokenizer"}
+
+
+def task_names() -> list[str]:
+    """The names of the built-in tasks, sorted."""
+    found = {module.name for module in pkgutil.iter_modules(__path__)}
+    return sorted(found - _NOT_TASKS)
+
+
+def load_task(name: str) -> ModuleType:
+    """Returns the task module with this name.
+
+    Raises:
+        ConfigError: if there is no such task, or the module is no task; names the nearest one.
+    """
+    known = task_names()
+    if "." in name:
+        try:
+            task = importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(
+                f"`data.task` is `{name}`, and importing that module failed: {error}. Give the "
+                f"dotted name of an importable module, or a built-in task: {', '.join(known)}."
+            ) from error
+    elif name in known:
+        task = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise ConfigError(
+            f"`data.task` is `{name}`, which is no built-in task; there is {', '.join(known)}. A "
+            "task of your own is given as the dotted name of its module." + nearest(name, known)
+        )
+    missing = [part for part in ("CHARACTERS", "problems") if not hasattr(task, part)]
+    if missing:
+        raise ConfigError(
+            f"`data.task` is `{name}`, but that module has no `{'` and no `'.join(missing)}`. A "
+            "task needs `CHARACTERS` (a string) and `problems(count_held_out, seed)`."
+        )
+    return task

@@ -1,0 +1,24 @@
+"""Building and loading transformers models, and their forward over packed samples."""
+
+from hybridrl.models.loading import (
+    check_model,
+    load_config,
+    load_model,
+    load_tokenizer,
+    make_tiny_model,
+)
+from hybridrl.models.log_probs import token_log_probs
+from hybridrl.models.packing import PackedSamples, Packing
+from hybridrl.models.policy import CausalPolicy
+
+__all__ = [
+    "CausalPolicy",
+    "PackedSamples",
+    "Packing",
+    "check_model",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "make_tiny_model",
+    "token_log_probs",
+]

@@ -1,0 +1,159 @@
+"""Attention over packed samples, registered through transformers' public attention interface.
+
+This is the one place where the engine touches a model's arithmetic: the models are transformers'
+own, and any whose attention goes through that interface works. On CUDA the half-precision kernel
+is torch's variable-length flash attention. Elsewhere samples of similar length are laid out as
+rectangles for torch's scaled-dot-product attention; only attention sees the padding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from hybridrl.models.packing import Bucket, Packing
+
+NAME = "hybridrl_packed"
+"""Value of `attn_implementation` that selects this attention."""
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packing: Packing,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention inside each packed sample.
+
+    Args:
+        query: `[1, heads, tokens, head_dim]`; key and value have the key-value heads.
+        packing: Bounds of the samples, passed to the model's forward as a keyword.
+
+    Returns:
+        `[1, tokens, heads, head_dim]`.
+    """
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    window = sliding_window if sliding_window and sliding_window < packing.longest else None
+    if not packing.buckets:
+        if q.dtype in (torch.float16, torch.bfloat16):
+            return _variable_length(q, k, v, packing, scaling, window).unsqueeze(0), None
+        packing = _with_buckets(packing)
+    if len(packing.buckets) == 1:
+        return _rectangle(q, k, v, packing.buckets[0], scaling, window).unsqueeze(0), None
+    output = torch.zeros_like(q)
+    for bucket in packing.buckets:
+        part = _rectangle(
+            *(x.index_select(0, bucket.source) for x in (q, k, v)), bucket, scaling, window
+        )
+        output = output.index_copy(0, bucket.source, part)
+    return output.unsqueeze(0), None
+
+
+def _variable_length(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packing: Packing,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        packing.cu_seqlens,
+        packing.cu_seqlens,
+        packing.longest,
+        packing.longest,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+
+
+def _rectangle(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bucket: Bucket,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Attention of one bucket: `[real tokens, heads, head_dim]` in and out. Right padding needs no
+    mask, because a causal query never looks to its right."""
+    full = bucket.rows * bucket.longest == len(q)
+    dense = [
+        (x if full else _Scatter.apply(x, bucket.target, bucket.rows * bucket.longest))
+        .view(bucket.rows, bucket.longest, *x.shape[1:])
+        .transpose(1, 2)
+        for x in (q, k, v)
+    ]
+    mask = None
+    if window is not None:
+        mask = torch.ones(bucket.longest, bucket.longest, dtype=torch.bool, device=q.device)
+        mask = mask.tril().triu(1 - window)
+    out = F.scaled_dot_product_attention(
+        *dense,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    flat = out.transpose(1, 2).reshape(bucket.rows * bucket.longest, *q.shape[1:])
+    return flat if full else _Gather.apply(flat, bucket.target)
+
+
+class _Scatter(torch.autograd.Function):
+    """Puts rows at distinct places of a larger zero tensor. Its gradient is a plain gather, which
+    autograd's own index operations do not know (they accumulate)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor, size: int) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return x.new_zeros(size, *x.shape[1:]).index_copy_(0, places, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Takes rows from distinct places; the reverse of `_Scatter`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        ctx.size = len(x)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(
+            0, ctx.saved_tensors[0], grad
+        ), None
+
+
+def _with_buckets(packing: Packing) -> Packing:
+    """Rectangles for an accelerator whose flash kernel does not take this precision."""
+    made = Packing.of(packing.cu_seqlens.cpu(), torch.device("cpu"))
+    device = packing.cu_seqlens.device
+    buckets = tuple(
+        b._replace(source=b.source.to(device), target=b.target.to(device)) for b in made.buckets
+    )
+    return Packing(packing.cu_seqlens, packing.longest, buckets)
+
+
+AttentionInterface.register(NAME, packed_attention)
+# The packing says which tokens see each other; a mask over all packed tokens would be quadratic.
+AttentionMaskInterface.register(NAME, lambda *_, **__: None)

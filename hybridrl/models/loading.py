@@ -1,0 +1,119 @@
+"""Models and tokenizers: from a Hugging Face folder or hub name, or tiny ones made from a seed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+)
+
+from hybridrl.errors import ConfigError
+from hybridrl.models.attention import NAME
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+
+def check_model(path: str) -> None:
+    """Refuses a model folder that cannot be loaded, before anything starts.
+
+    A path that is no folder here is taken for a hub name.
+
+    Raises:
+        ConfigError: naming `model.path` and what the folder lacks.
+    """
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        if path.startswith((".", "/", "~")) or path.count("/") > 1:
+            raise ConfigError(f"model.path={path}: there is no such folder.")
+        return
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path={path} has no config.json, so it is not a Hugging Face model folder."
+        )
+    if not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+        raise ConfigError(
+            f"model.path={path} has a config.json but no weights "
+            f"({' or '.join(WEIGHT_FILES)}). Was the download cut short?"
+        )
+
+
+def load_config(path: str) -> PretrainedConfig:
+    """The architecture of the model at `path`."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={path} could not be read: {_first_line(error)}") from error
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the model."""
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"No tokenizer could be loaded from {path} (model.tokenizer, or model.path where that "
+            f"is not set): {_first_line(error)}"
+        ) from error
+
+
+def load_model(path: str, dtype: str) -> PreTrainedModel:
+    """The causal language model at `path`, on the CPU, with packed attention."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=DTYPES[dtype], attn_implementation=NAME
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={path} could not be loaded: {_first_line(error)}") from error
+    model.config.use_cache = False
+    return model
+
+
+def make_tiny_model(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    hidden_size: int,
+    layers: int,
+    heads: int,
+    context: int,
+) -> Path:
+    """Writes a Qwen2-architecture model of random weights and its tokenizer to `folder`."""
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def allow_offline_use() -> None:
+    """Keeps transformers from asking the hub about models that lie in a folder."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

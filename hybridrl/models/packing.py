@@ -1,0 +1,119 @@
+"""Packing: several samples in one row of tokens, with nothing between them and nothing padded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from hybridrl.core.batch import Batch, Ragged
+
+WASTE = 1.25
+"""Samples share an attention bucket while padded tokens stay within this multiple of real ones."""
+
+
+class Bucket(NamedTuple):
+    """Samples of similar length, padded to the longest for attention kernels that need a rectangle.
+
+    `source` `[real tokens]` are their places in the packed row, `target` their places in the
+    flattened `[rows, longest]` rectangle.
+    """
+
+    rows: int
+    longest: int
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the samples of a packed row begin and end.
+
+    Attributes:
+        cu_seqlens: int32 `[samples + 1]`: sample i is `row[cu_seqlens[i]:cu_seqlens[i + 1]]`.
+        longest: Tokens of the longest sample.
+        buckets: For devices without a variable-length attention kernel; empty elsewhere.
+    """
+
+    cu_seqlens: torch.Tensor
+    longest: int
+    buckets: tuple[Bucket, ...]
+
+    @classmethod
+    def of(cls, cu_seqlens: torch.Tensor, device: torch.device) -> Packing:
+        """Prepares the packing of samples whose bounds are `cu_seqlens` `[samples + 1]`."""
+        lengths = cu_seqlens.diff().tolist()
+        buckets = tuple(_buckets(lengths, cu_seqlens.tolist())) if device.type == "cpu" else ()
+        return cls(cu_seqlens.to(device, torch.int32), max(lengths), buckets)
+
+    def position_ids(self) -> torch.Tensor:
+        """Positions that start at 0 in each sample, `[tokens]`."""
+        starts = self.cu_seqlens[:-1].repeat_interleave(self.cu_seqlens.diff())
+        return torch.arange(len(starts), device=starts.device) - starts
+
+
+@dataclass(frozen=True)
+class PackedSamples:
+    """Prompts and responses of a micro-batch as one row of tokens.
+
+    Attributes:
+        input_ids: `[tokens]`, prompt and response of each sample in turn.
+        packing: Bounds of the samples.
+        predictors: `[response tokens]`: the place whose output predicts each response token.
+        targets: `[response tokens]`: the response tokens, in the order of the batch's own column.
+        response_bounds: `[samples + 1]`: bounds of the samples in `targets`.
+    """
+
+    input_ids: torch.Tensor
+    packing: Packing
+    predictors: torch.Tensor
+    targets: torch.Tensor
+    response_bounds: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> PackedSamples:
+        """Packs all rows of `batch` (columns `prompt_ids` and `response_ids`)."""
+        prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
+        bounds = prompts.cu_seqlens + responses.cu_seqlens
+        tokens = torch.empty(int(bounds[-1]), dtype=torch.int64)
+        starts = bounds[:-1]
+        prompt_places = _places(prompts, starts)
+        response_places = _places(responses, starts + prompts.lengths)
+        tokens[prompt_places] = prompts.values
+        tokens[response_places] = responses.values
+        return cls(
+            input_ids=tokens.to(device),
+            packing=Packing.of(bounds, device),
+            predictors=(response_places - 1).to(device),
+            targets=responses.values.to(device),
+            response_bounds=responses.cu_seqlens,
+        )
+
+
+def _places(column: Ragged, starts: torch.Tensor) -> torch.Tensor:
+    """Where each value of a ragged column lands when its rows begin at `starts`."""
+    shift = (starts - column.cu_seqlens[:-1]).repeat_interleave(column.lengths)
+    return torch.arange(len(column.values)) + shift
+
+
+def _buckets(lengths: list[int], bounds: list[int]) -> list[Bucket]:
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    groups: list[list[int]] = []
+    real = 0
+    for i in order:
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and longest * (len(groups[-1]) + 1) <= WASTE * (real + lengths[i]):
+            groups[-1].append(i)
+            real += lengths[i]
+        else:
+            groups.append([i])
+            real = lengths[i]
+    return [_bucket(sorted(group), lengths, bounds) for group in groups]
+
+
+def _bucket(samples: list[int], lengths: list[int], bounds: list[int]) -> Bucket:
+    longest = max(lengths[i] for i in samples)
+    source = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in samples])
+    target = torch.cat([torch.arange(lengths[i]) + row * longest for row, i in enumerate(samples)])
+    return Bucket(len(samples), longest, source, target)

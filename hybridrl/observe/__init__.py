@@ -1,0 +1,1 @@
+"""What a run leaves behind and shows: its folder, metrics, console, curves and summary."""

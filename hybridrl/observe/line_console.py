@@ -1,0 +1,110 @@
+"""A run as lines of text, for log files and pipes: one readable line per step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from rich.console import Console
+from rich.text import Text
+
+from hybridrl.observe.readings import Readings, clock_time, shown
+from hybridrl.observe.safe_text import encodable, one_line, plain_lines
+from hybridrl.observe.step_view import StepView
+from hybridrl.observe.summary import readable_seconds
+
+_PROGRESS_EVERY_S = 5.0
+_PHASES_SHOWN = {"generate": "gen", "score": "score", "train": "train", "sync": "sync"}
+
+
+class LineConsole(StepView):
+    """Prints a line per step and a sample every `sample_every` steps; never moves the cursor."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        title: str,
+        console: Console,
+        sample_every: int = 10,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._readings = Readings(total_steps, clock)
+        self._console = console
+        self._clock = clock
+        self._sample_every = sample_every
+        self._next_sample_step = 0
+        self._phase = ""
+        self._phase_began = 0.0
+        self._progress_shown = 0.0
+        self._closed = False
+        self._line(one_line(title, 200))
+
+    def phase(self, text: str) -> None:
+        self._end_phase()
+        self._phase = one_line(text, 120)
+        self._phase_began = self._progress_shown = self._clock()
+        self._line(f"{self._phase} ...")
+
+    def phase_progress(self, done: int, total: int, note: str = "") -> None:
+        now = self._clock()
+        if now - self._progress_shown >= _PROGRESS_EVERY_S or done >= total:
+            self._progress_shown = now
+            self._line(
+                f"{self._phase} {done}/{total}" + (f" | {one_line(note, 80)}" if note else "")
+            )
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._end_phase()
+        self._readings.record(step, metrics)
+        self._line(step_line(self._readings))
+
+    def sample(self, prompt: str, answer: str, reward: float) -> None:
+        step = self._readings.current_step or 0
+        if step < self._next_sample_step:
+            return
+        self._next_sample_step = step + self._sample_every
+        self._line(
+            f"  sample | {one_line(prompt, 70)} -> {one_line(answer, 90)} | reward {reward:.3g}"
+        )
+
+    def message(self, text: str) -> None:
+        self._line(plain_lines(text))
+
+    def close(self, final: str = "") -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if final:
+            self._line(plain_lines(final))
+
+    def _end_phase(self) -> None:
+        seconds = self._clock() - self._phase_began
+        if self._phase and seconds >= 1.0:  # a shorter one needs no second line
+            self._line(f"{self._phase}: {readable_seconds(seconds)}")
+        self._phase = ""
+
+    def _line(self, text: str) -> None:
+        # soft_wrap: a log's reader wants whole lines, whatever width rich guesses for a pipe.
+        self._console.print(Text(encodable(text, self._console.encoding)), soft_wrap=True)
+
+
+def step_line(readings: Readings) -> str:
+    """The last step: step 12/60 | reward 0.613 | accuracy 0.71 | ... | 0.52 s | 00:31 left."""
+    value = readings.value
+    total = str(readings.total_steps)
+    shares = readings.shares()
+    parts = [
+        f"step {readings.current_step:>{len(total)}}/{total}",
+        f"reward {shown(value('reward/mean'), '.3f')}",
+        f"accuracy {shown(readings.accuracy, '.2f')}",
+        f"length {shown(value('response/length_mean'), '.1f')}",
+        f"kl {shown(value('policy/kl'), '.2g')}",
+        f"entropy {shown(value('policy/entropy'), '.2f')}",
+        f"{shown(value('throughput/tokens_per_second'), ',.0f')} tok/s",
+        " ".join(
+            f"{name} {shown(shares.get(phase), '.0%')}" for phase, name in _PHASES_SHOWN.items()
+        ),
+        f"{shown(value('time/step'), '.2f')} s",
+        f"{clock_time(readings.seconds_left())} left",
+    ]
+    return " | ".join(parts)

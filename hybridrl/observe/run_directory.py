@@ -1,0 +1,160 @@
+"""The folder of one run: who makes it, what lies where, and how files get there whole.
+
+runs/2026-03-01_09-30-00-addition/
+    config.yaml      the resolved settings
+    metrics.jsonl    one line per step
+    samples/         step-000012.parquet: prompts, answers, rewards
+    logs/            one file per rank
+    model/           the trained model
+    summary.json, curves.png
+runs/latest          a link to the newest run
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.errors import ConfigError, StorageError
+from hybridrl.observe.storage import (
+    DISK_FULL,
+    explain_write_errors,
+    replacing,
+    write_error_sentence,
+)
+from hybridrl.observe.strict_json import to_json
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+class RunDirectory:
+    """Paths of one run and the writing of its small files. Made by `create` or `at`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.logs = path / "logs"
+        self.samples = path / "samples"
+        self.model = path / "model"
+        self.metrics_file = path / "metrics.jsonl"
+        self.config_file = path / "config.yaml"
+        self.summary_file = path / "summary.json"
+        self.curves_file = path / "curves.png"
+
+    def __repr__(self) -> str:
+        return f"RunDirectory({str(self.path)!r})"
+
+    @classmethod
+    def create(cls, root: Path, name: str) -> RunDirectory:
+        """Makes `<root>/<date>_<time>-<name>/` and points `<root>/latest` at it.
+
+        Raises:
+            ConfigError: `root` cannot be written; the message names `run.root`.
+            StorageError: the disk is full.
+        """
+        root = Path(root)
+        stem = f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{_folder_name(name)}"
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            directory = cls(_make_unique(root, stem))
+            directory._make_folders()
+        except OSError as error:
+            raise _not_writable("run.root", root, error) from error
+        _point_latest(root / "latest", directory.path.name)
+        return directory
+
+    @classmethod
+    def at(cls, path: Path) -> RunDirectory:
+        """Uses exactly `path`: makes it if missing, and keeps the files that are there.
+
+        Raises:
+            ConfigError: `path` cannot be written; the message names `run.directory`.
+            StorageError: the disk is full.
+        """
+        directory = cls(Path(path))
+        try:
+            directory._make_folders()
+            # An existing folder may be readable only: learn it now, not after the first step.
+            with tempfile.TemporaryFile(dir=directory.path) as probe:
+                probe.write(b"x")
+        except OSError as error:
+            raise _not_writable("run.directory", directory.path, error) from error
+        return directory
+
+    def write_config(self, text: str) -> None:
+        """Writes the resolved settings, YAML text as given."""
+        with replacing(self.config_file) as part:
+            _write_durably(part, text)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Writes the run's outcome as JSON; NaN and infinity become null."""
+        with replacing(self.summary_file) as part:
+            _write_durably(part, to_json(summary, indent=2) + "\n")
+
+    def write_samples(self, step: int, table: pyarrow.Table) -> Path:
+        """Writes the samples of one step to `samples/step-<6 digits>.parquet`; returns it."""
+        from pyarrow import parquet  # 0.3 s, wanted only by runs that keep samples
+
+        path = self.samples / f"step-{step:06d}.parquet"
+        with replacing(path) as part, part.open("wb") as file:
+            parquet.write_table(table, file)
+        return path
+
+    def _make_folders(self) -> None:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.samples.mkdir(exist_ok=True)
+
+
+def _folder_name(name: str) -> str:
+    """Keeps letters, digits, `.`, `_`, `=`, `+` and `-`; at most 80 characters."""
+    return re.sub(r"[^\w.=+-]+", "-", name).strip(".-")[:80] or "run"
+
+
+def _make_unique(root: Path, stem: str) -> Path:
+    # mkdir either makes the folder or fails, so two runs of one second never share it.
+    for number in range(1, 10_000):
+        path = root / (stem if number == 1 else f"{stem}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise StorageError(f"{root} holds 9,999 runs called {stem}. Set `run.name` to another name.")
+
+
+def _point_latest(link: Path, target: str) -> None:
+    """Makes `link` point at `target`; anyone who follows it sees the old run or the new one."""
+    if link.exists() and not link.is_symlink():
+        raise ConfigError(
+            f"{link} is a file or folder of its own, and every run makes it a link to the newest "
+            "run. Rename it, or set `run.root` to another folder."
+        )
+    new_link = link.with_name(f".latest-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        new_link.symlink_to(target)
+    except OSError as error:
+        if error.errno in _NO_LINKS:  # some mounted disks have no links; the run needs none
+            return
+        raise StorageError(write_error_sentence(link, error)) from error
+    with explain_write_errors(link):
+        new_link.replace(link)
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _not_writable(setting: str, folder: Path, error: OSError) -> ConfigError | StorageError:
+    sentence = write_error_sentence(folder, error, setting=f"`{setting}`")
+    return StorageError(sentence) if error.errno in DISK_FULL else ConfigError(sentence)

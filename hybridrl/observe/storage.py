@@ -1,0 +1,85 @@
+"""Turns what the operating system says about a failed write into a sentence with a cure."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybridrl.errors import StorageError
+
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+_FORBIDDEN = {errno.EACCES, errno.EPERM}
+_ROOMY_BYTES = 64 * 1024**2  # with more than this free, "disk full" means a quota or the inodes
+
+
+@contextlib.contextmanager
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """Raises `StorageError`, naming `path`, in place of an `OSError` while `path` is written."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(write_error_sentence(path, error)) from error
+
+
+def write_error_sentence(
+    path: Path, error: OSError, setting: str = "`run.root` or `run.directory`"
+) -> str:
+    """Says what could not be written, why, how much space is free there, and what to set."""
+    free = free_bytes(path)
+    space = "free space unknown" if free is None else f"{readable_bytes(free)} free there"
+    cure = f"Set {setting} to a folder that you can write to."
+    if error.errno in DISK_FULL:
+        why = "the disk is full"
+        if free is not None and free > _ROOMY_BYTES:
+            why = "the system says that the disk is full, by a quota or by the number of files"
+        cure = f"Free some space, or set {setting} to a folder on another disk."
+    elif error.errno == errno.EROFS:
+        why = "the file system is read-only"
+    elif error.errno in _FORBIDDEN:
+        why = "this user may not write there"
+    else:
+        why = error.strerror or str(error)
+    return f"Cannot write {path}: {why} ({space}). {cure}"
+
+
+def free_bytes(path: Path) -> int | None:
+    """Free bytes on the disk of `path`, or of its nearest existing parent; None if unknown."""
+    for folder in (path, *path.absolute().parents):
+        try:
+            return shutil.disk_usage(folder).free
+        except OSError:
+            continue
+    return None
+
+
+def readable_bytes(count: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a temporary path beside `path`; renames it to `path` when the block succeeds.
+
+    A reader of `path` sees the old content or the new, never half of it.
+
+    Raises:
+        StorageError: the file could not be written; the temporary file is removed.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with explain_write_errors(path):
+        try:
+            yield part
+            part.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise

@@ -1,0 +1,52 @@
+"""The last sentence of a run: what it gained, how long it took, where everything is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def final_sentence(summary: Mapping[str, Any], directory: Path) -> str:
+    """Such as: greedy accuracy 0.53 -> 0.86, reward 0.48 -> 0.84 in 60 steps (41 s); model, ...
+
+    Args:
+        summary: any of `accuracy_first`, `accuracy_last`, `reward_first`, `reward_last`, `steps`
+            and `seconds`; what is missing or None is left out of the sentence.
+        directory: the run's folder.
+    """
+    gains = [
+        text
+        for text in (
+            _gain("greedy accuracy", "accuracy", summary),
+            _gain("reward", "reward", summary),
+        )
+        if text
+    ]
+    steps = summary.get("steps")
+    seconds = summary.get("seconds")
+    sentence = ", ".join(gains) or "finished"
+    if steps is not None:
+        sentence += f" in {steps:,} {'step' if steps == 1 else 'steps'}"
+    if seconds is not None:
+        sentence += f" ({readable_seconds(seconds)})"
+    return f"{sentence}; model, metrics and curves: {directory}"
+
+
+def readable_seconds(seconds: float) -> str:
+    """4.24 -> '4.2 s', 41 -> '41 s', 95 -> '1 min 35 s', 3725 -> '1 h 2 min'."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _gain(label: str, key: str, summary: Mapping[str, Any]) -> str:
+    first, last = summary.get(f"{key}_first"), summary.get(f"{key}_last")
+    if last is None:
+        return ""
+    return f"{label} {last:.2f}" if first is None else f"{label} {first:.2f} -> {last:.2f}"

@@ -1,0 +1,226 @@
+"""The program of a reward process: `python -m hybridrl.rewards.child`, started by the pool.
+
+It reads messages from its standard input and writes messages to its standard output; see `wire`.
+First comes a `Setup`, answered by `("ready", modes)` or `("error", kind, message)`. Then come lists
+of `(task, function, row)`, and each task is answered by `(task, kind, value, extras)` the moment it
+is done, so that a task that hangs or kills the process takes no finished one with it. The kind is
+`score`, `failure` (the value is then a text) or `timeout`.
+
+Synchronous functions run one row after the other, in order; the pool kills the process when a row
+takes too long. Asynchronous ones run concurrently, in one event loop for all rows, and time out by
+themselves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import math
+import numbers
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hybridrl.errors import HybridRLError
+from hybridrl.rewards.loading import RewardFunction, load_function
+from hybridrl.rewards.wire import Unpacker, pack
+
+_READ_SIZE = 1 << 16
+_PR_SET_PDEATHSIG = 1
+
+Outcome = tuple[str, Any, dict[str, float]]  # kind, value, further columns
+
+
+class Setup(NamedTuple):
+    """What a child is told first."""
+
+    functions: list[str]
+    search_path: list[str]
+    timeout_s: float
+
+
+class Function:
+    """A reward function with what is known about calling it."""
+
+    def __init__(self, function: RewardFunction) -> None:
+        self.call = function
+        target = function if inspect.isroutine(function) else type(function).__call__
+        self.is_async = inspect.iscoroutinefunction(target)
+        parameters = _parameters(function)
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._accepted = None if takes_all else {p.name for p in parameters}
+
+    def arguments(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The entries of the row that the function takes: all of them if it has a `**row`."""
+        if self._accepted is None:
+            return row
+        return {name: value for name, value in row.items() if name in self._accepted}
+
+
+def main() -> None:
+    """Serves the pool until it closes the pipe."""
+    parent = int(sys.argv[1])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to judge
+    _die_with(parent)
+    source, sink = _take_pipes()
+
+    def send(message: Any) -> None:
+        data = memoryview(pack(message))
+        while data:
+            data = data[os.write(sink, data) :]
+
+    unpacker = Unpacker()
+    inbox: list[Any] = []
+    while not inbox:
+        inbox += unpacker.feed(_read(source))
+    setup = Setup(*inbox.pop(0))
+    sys.path += [place for place in setup.search_path if place not in sys.path]
+    try:
+        functions = [Function(load_function(spec)) for spec in setup.functions]
+    except HybridRLError as error:
+        send(("error", type(error).__name__, str(error)))
+        return
+    send(("ready", [function.is_async for function in functions]))
+    if any(function.is_async for function in functions):
+        import asyncio
+
+        asyncio.run(_serve_concurrently(source, unpacker, functions, setup.timeout_s, send))
+    while True:
+        for tasks in unpacker.feed(_read(source)):
+            for task, function, row in tasks:
+                send((task, *_score(functions[function], row)))
+
+
+def _die_with(parent: int) -> None:
+    """Has the kernel kill this process when its parent dies, however that happens.
+
+    To the kernel, the parent is the thread that started this process. Should only that thread end,
+    the pool finds an idle process dead and replaces it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the request
+        os._exit(1)
+
+
+def _take_pipes() -> tuple[int, int]:
+    """Keeps the two pipes to the parent to itself: whatever the user's functions print goes to the
+    standard error output, and what they read is empty."""
+    source, sink = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    return source, sink
+
+
+def _read(source: int) -> bytes:
+    piece = os.read(source, _READ_SIZE)
+    if not piece:  # the parent closed the pool, or is gone
+        sys.stdout.flush()
+        os._exit(0)
+    return piece
+
+
+def _score(function: Function, row: dict[str, Any]) -> Outcome:
+    try:
+        return _outcome(function.call(**function.arguments(row)))
+    except BaseException as error:  # sys.exit() in a reward function ends the row, not the process
+        return "failure", _traceback(error), {}
+
+
+async def _serve_concurrently(
+    source: int,
+    unpacker: Unpacker,
+    functions: list[Function],
+    timeout_s: float,
+    send: Callable[[Any], None],
+) -> None:
+    import asyncio
+
+    running = set()
+
+    async def score(task: int, function: Function, row: dict[str, Any]) -> None:
+        outcome: Outcome
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                outcome = _outcome(await function.call(**function.arguments(row)))
+        except BaseException as error:
+            if isinstance(error, TimeoutError) and limit.expired():
+                outcome = "timeout", None, {}
+            else:
+                outcome = "failure", _traceback(error), {}
+        send((task, *outcome))
+
+    def receive() -> None:
+        for tasks in unpacker.feed(_read(source)):
+            for task, number, row in tasks:
+                function = functions[number]
+                if function.is_async:
+                    job = asyncio.create_task(score(task, function, row))
+                    running.add(job)  # the event loop itself holds tasks only weakly
+                    job.add_done_callback(running.discard)
+                else:
+                    send((task, *_score(function, row)))
+
+    loop = asyncio.get_running_loop()
+    loop.add_reader(source, receive)
+    await loop.create_future()  # forever
+
+
+def _outcome(returned: Any) -> Outcome:
+    """Checks what a reward function returned."""
+    entries = returned if isinstance(returned, dict) else {"score": returned}
+    if "score" not in entries:
+        keys = ", ".join(repr(key) for key in entries)
+        return _wrong(f"a dictionary without the key 'score'; its keys are: {keys or 'none'}")
+    score = _number(entries["score"])
+    if score is None:
+        what = "a dictionary whose 'score' is " if isinstance(returned, dict) else ""
+        hint = ", which is no number"
+        if inspect.iscoroutine(returned):
+            returned.close()
+            hint = "; a function that returns a coroutine must be declared `async def`"
+        return _wrong(f"{what}{_shown(entries['score'])}{hint}")
+    if not math.isfinite(score):
+        return _wrong(f"{score}, and a score must be finite")
+    numbers_beside = {str(key): _number(v) for key, v in entries.items() if key != "score"}
+    return "score", score, {key: v for key, v in numbers_beside.items() if v is not None}
+
+
+def _wrong(what: str) -> Outcome:
+    return "failure", f"The function returned {what}.", {}
+
+
+def _number(value: Any) -> float | None:
+    if not isinstance(value, numbers.Real) and getattr(value, "ndim", None) == 0:
+        value = value.item()  # an array or tensor of one number
+    return float(value) if isinstance(value, numbers.Real) else None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"
+
+
+def _parameters(function: RewardFunction) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:  # written in C; call it with all there is
+        return [inspect.Parameter("row", inspect.Parameter.VAR_KEYWORD)]
+
+
+def _traceback(error: BaseException) -> str:
+    """The traceback without the frames of this file, which say nothing to the user."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+if __name__ == "__main__":
+    main()

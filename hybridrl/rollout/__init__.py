@@ -1,0 +1,5 @@
+"""Generation: one interface, vLLM or transformers behind it."""
+
+from hybridrl.rollout.base import RolloutEngine, Sampling
+
+__all__ = ["RolloutEngine", "Sampling"]

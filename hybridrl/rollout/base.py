@@ -1,0 +1,77 @@
+"""RolloutEngine: what generates samples. Token ids in, token ids out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hybridrl.core.batch import Batch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose tokens.
+
+    Attributes:
+        max_tokens: Longest response.
+        temperature: 0 is greedy.
+        top_p, top_k: Nucleus and top-k; 1.0 and 0 switch them off.
+        stop: Texts that end a response; the text itself stays in it.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = field(default=())
+
+    def greedy(self) -> Sampling:
+        """The same limits, always the likeliest token."""
+        return Sampling(self.max_tokens, temperature=0.0, stop=self.stop)
+
+
+class RolloutEngine(ABC):
+    """Generates with its own copy of the weights.
+
+    The order of calls is `wake` (memory for weights), `load`, `generate`, `sleep`; an engine that
+    cannot give memory back ignores `wake` and `sleep`.
+    """
+
+    @abstractmethod
+    def generate(self, batch: Batch, sampling: Sampling, seed: int) -> Batch:
+        """One response for each row of `prompt_ids`.
+
+        Returns:
+            Columns `response_ids`, `rollout_log_probs` (of the distribution sampled from) and
+            `finish_reason` (`stop` or `length`).
+        """
+
+    @abstractmethod
+    def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Takes new weights: every parameter whole, under its checkpoint name."""
+
+    def wake(self) -> None:
+        """Takes back the memory for the weights."""
+
+    def sleep(self) -> None:
+        """Gives memory of weights and KV cache back, until `wake`."""
+
+    def close(self) -> None:
+        """Ends the engine."""
+
+
+def responses(
+    token_ids: list[list[int]], log_probs: list[list[float]], finish_reasons: list[str]
+) -> Batch:
+    """The batch that `RolloutEngine.generate` returns."""
+    return Batch.from_columns(
+        {
+            "response_ids": [torch.tensor(row, dtype=torch.int64) for row in token_ids],
+            "rollout_log_probs": [torch.tensor(row, dtype=torch.float32) for row in log_probs],
+            "finish_reason": finish_reasons,
+        }
+    )

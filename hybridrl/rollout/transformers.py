@@ -1,0 +1,152 @@
+"""TransformersRollout: sampling with a transformers model and its KV cache. Needs no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from hybridrl.core.batch import Batch
+from hybridrl.models.loading import DTYPES
+from hybridrl.rollout.base import RolloutEngine, Sampling, responses
+
+
+class TransformersRollout(RolloutEngine):
+    """One replica, with a copy of the weights of its own.
+
+    Prompts of similar length run together, `max_sequences` at a time; a finished sample leaves its
+    place when half of the others have finished too, so a long tail runs in a small batch.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: PreTrainedTokenizerBase,
+        dtype: str,
+        *,
+        max_sequences: int,
+        eos_token_ids: list[int],
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        self._tokenizer = tokenizer
+        self._max_sequences = max_sequences
+        self._eos = torch.tensor(eos_token_ids, device=device)
+        self._model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=DTYPES[dtype], attn_implementation="sdpa"
+        )
+        self._model.to(device).eval().requires_grad_(False)
+
+    @torch.inference_mode()
+    def generate(self, batch: Batch, sampling: Sampling, seed: int) -> Batch:
+        prompts = batch["prompt_ids"].rows()
+        generator = torch.Generator(self._device).manual_seed(seed)
+        order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+        done: dict[int, _Sample] = {}
+        for start in range(0, len(order), self._max_sequences):
+            rows = order[start : start + self._max_sequences]
+            samples = self._generate([prompts[row] for row in rows], sampling, generator)
+            done.update(zip(rows, samples, strict=True))
+        found = [done[row] for row in range(len(prompts))]
+        return responses(
+            [sample.token_ids for sample in found],
+            [sample.log_probs for sample in found],
+            [sample.finish_reason for sample in found],
+        )
+
+    @torch.no_grad()
+    def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        parameters = dict(self._model.named_parameters())
+        for name, tensor in weights:
+            parameters[name].copy_(tensor)
+
+    def _generate(
+        self, prompts: list[Tensor], sampling: Sampling, generator: torch.Generator
+    ) -> list[_Sample]:
+        warpers = _warpers(sampling)
+        longest = max(len(prompt) for prompt in prompts)
+        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = prompt
+            mask[row, longest - len(prompt) :] = 1
+        ids, mask = ids.to(self._device), mask.to(self._device)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        samples = [_Sample() for _ in prompts]
+        running = samples  # one for each row of the batch in the cache
+        cache = None
+        for _ in range(sampling.max_tokens):
+            output = self._model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            cache = output.past_key_values
+            log_probs = torch.log_softmax(warpers(ids, output.logits[:, -1].float()), dim=-1)
+            if sampling.temperature == 0:
+                tokens = log_probs.argmax(-1, keepdim=True)
+            else:
+                tokens = torch.multinomial(log_probs.exp(), 1, generator=generator)
+            chosen = log_probs.gather(1, tokens)
+            ended = torch.isin(tokens, self._eos)
+            for sample, token, log_prob, end in zip(
+                running,
+                tokens.flatten().tolist(),
+                chosen.flatten().tolist(),
+                ended.flatten().tolist(),
+                strict=True,
+            ):
+                if sample.finish_reason == "length":  # that is, not stopped yet
+                    sample.token_ids.append(token)
+                    sample.log_probs.append(log_prob)
+                    if end or self._at_stop_text(sample, sampling):
+                        sample.finish_reason = "stop"
+            alive = [row for row, s in enumerate(running) if s.finish_reason == "length"]
+            if not alive:
+                break
+            mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
+            ids, positions = tokens, positions[:, -1:] + 1
+            if len(alive) <= len(running) // 2:
+                keep = torch.tensor(alive, device=self._device)
+                cache.batch_select_indices(keep)
+                mask, ids, positions = mask[keep], ids[keep], positions[keep]
+                running = [running[row] for row in alive]
+        return samples
+
+    def _at_stop_text(self, sample: _Sample, sampling: Sampling) -> bool:
+        if not sampling.stop:
+            return False
+        text = self._tokenizer.decode(sample.token_ids[-32:], skip_special_tokens=True)
+        return any(stop in text for stop in sampling.stop)
+
+
+class _Sample:
+    """A response under way."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.log_probs: list[float] = []
+        self.finish_reason = "length"
+
+
+def _warpers(sampling: Sampling) -> LogitsProcessorList:
+    warpers = LogitsProcessorList()
+    if sampling.temperature not in (0, 1):
+        warpers.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k > 0:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    return warpers

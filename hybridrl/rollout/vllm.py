@@ -1,0 +1,200 @@
+"""VLLMRollout: vLLM inside the worker's own process, on the job's own process group.
+
+vLLM's `external_launcher` runs one engine in each rank; the ranks of one tensor-parallel group are
+given the same prompts and make the same choices. Importing this module needs vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.config.schema import RolloutConfig
+from hybridrl.core.batch import Batch
+from hybridrl.core.device import generators
+from hybridrl.errors import ConfigError, MissingPackageError
+from hybridrl.rollout.base import RolloutEngine, Sampling, responses
+
+# Read by vLLM when it is imported.
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine lives in this process
+    VLLM_CPU_OMP_THREADS_BIND="nobind",  # threads are shared with training
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_DO_NOT_TRACK="1",
+)
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+if not torch.accelerator.is_available():
+    # On CPUs vLLM compiles two helper functions at the first generation: half a minute on a new
+    # machine, to save microseconds a token.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    torch._dynamo.config.disable = True
+
+try:
+    from vllm import LLM, SamplingParams
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+except ImportError as error:
+    raise MissingPackageError(
+        "rollout=vllm needs vLLM, which could not be imported "
+        f"({error}): pip install 'hybridrl[cpu]' (or 'hybridrl[gpu]'). Or generate with "
+        "transformers: rollout=transformers."
+    ) from error
+
+
+class VLLMRollout(RolloutEngine):
+    """One rank of a vLLM engine.
+
+    Args:
+        path: Model folder or hub name.
+        dtype: Precision of its weights.
+        config: Memory and parallelism.
+        context_length: Longest prompt and response together, in tokens.
+        eos_token_ids: Tokens that end a response.
+        device: This rank's device.
+        seed: Of the engine; each `generate` brings its own.
+        job: Name that no other job on this machine has, for shared memory.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: str,
+        dtype: str,
+        config: RolloutConfig,
+        *,
+        context_length: int,
+        eos_token_ids: list[int],
+        device: torch.device,
+        seed: int,
+        job: str,
+    ) -> None:
+        self._device = device
+        self._eos_token_ids = eos_token_ids
+        self._sleeps = device.type != "cpu"
+        self._asleep = False
+        if self._sleeps:
+            memory: dict[str, Any] = {
+                "gpu_memory_utilization": config.memory_share,
+                "enforce_eager": not config.cuda_graphs,
+                "enable_sleep_mode": True,
+                "enable_prefix_caching": True,
+            }
+        else:
+            memory = {
+                "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+                "enforce_eager": True,
+                "enable_prefix_caching": False,
+            }
+        _name_shared_memory(job)
+        threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+        try:
+            self._llm = LLM(
+                path,
+                tokenizer=tokenizer,
+                dtype=dtype,
+                seed=seed,
+                max_model_len=context_length,
+                max_num_seqs=config.max_sequences,
+                skip_tokenizer_init=not config.stop,  # only stop texts need text
+                tensor_parallel_size=config.tensor_parallel,
+                distributed_executor_backend="external_launcher",
+                logprobs_mode="processed_logprobs",
+                async_scheduling=False,
+                disable_log_stats=True,
+                **memory,
+            )
+        except ValueError as error:
+            raise ConfigError(_explain(error, config)) from error
+        finally:
+            torch.set_num_threads = set_threads  # vLLM replaces it on CPUs
+            torch.set_num_threads(threads)
+
+    def generate(self, batch: Batch, sampling: Sampling, seed: int) -> Batch:
+        if self._asleep:
+            self.wake()
+        if self._sleeps:
+            self._llm.wake_up(tags=["kv_cache"])
+        parameters = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            stop=list(sampling.stop) or None,
+            include_stop_str_in_output=True,
+            stop_token_ids=self._eos_token_ids,
+            detokenize=bool(sampling.stop),
+            logprobs=0,
+            flat_logprobs=True,
+        )
+        prompts = [{"prompt_token_ids": row.tolist()} for row in batch["prompt_ids"].rows()]
+        with torch.random.fork_rng(generators(self._device)):
+            torch.manual_seed(seed)
+            found = self._llm.generate(prompts, parameters, use_tqdm=False) if prompts else []
+        outputs = [request.outputs[0] for request in found]
+        return responses(
+            [list(output.token_ids) for output in outputs],
+            [list(output.logprobs.logprobs) for output in outputs],
+            [output.finish_reason for output in outputs],
+        )
+
+    @torch.no_grad()
+    def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        worker = self._llm.llm_engine.model_executor.driver_worker.worker
+        worker.reload_weights(weights_iterator=weights)
+        head = getattr(worker.get_model(), "lm_head", None)
+        if head is not None and not self._sleeps:
+            # The CPU back end packs the output embedding when it is loaded; a tied one is not
+            # loaded but shared, so its packed copy has to be made again.
+            head.quant_method.process_weights_after_loading(head)
+        self._llm.reset_prefix_cache()
+
+    def wake(self) -> None:
+        if self._sleeps and self._asleep:
+            self._llm.wake_up(tags=["weights"])
+        self._asleep = False
+
+    def sleep(self) -> None:
+        if self._sleeps and not self._asleep:
+            self._llm.sleep(level=2)  # drops weights too: they come anew with each update
+            self._asleep = True
+
+    def close(self) -> None:
+        self._llm.llm_engine.model_executor.shutdown()
+
+
+def _name_shared_memory(job: str) -> None:
+    """Gives vLLM's shared-memory segments the job's own name.
+
+    vLLM takes it from what follows the last colon of the address to meet at, which with an external
+    launcher is the same in every job: the leftovers of a killed one would stop the next. The
+    address is not used otherwise, because the process group exists already.
+    """
+
+    def distributed_args(self: ExecutorWithExternalLauncher) -> tuple[str, int, int]:
+        rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        return f"env://:{job}", rank, local_rank
+
+    ExecutorWithExternalLauncher._distributed_args = distributed_args
+
+
+def remove_shared_memory(job: str) -> None:
+    """Removes what `job` left in shared memory, after its end."""
+    for path in Path("/dev/shm").glob(f"*{job}*"):
+        try:
+            path.unlink()
+        except OSError as error:
+            logging.getLogger(__name__).warning("could not remove %s: %s", path, error)
+
+
+def _explain(error: ValueError, config: RolloutConfig) -> str:
+    text = str(error).strip().splitlines()[0]
+    return (
+        f"vLLM refused the settings: {text} (rollout.max_tokens={config.max_tokens}, "
+        f"rollout.tensor_parallel={config.tensor_parallel}, rollout.kv_cache_gib="
+        f"{config.kv_cache_gib}, rollout.memory_share={config.memory_share})"
+    )

@@ -1,0 +1,162 @@
+"""ActorWorker: generates samples and learns from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from hybridrl.algorithms import PolicyObjective, TokenLoss, negative_log_likelihood
+from hybridrl.config.schema import ActorConfig, OptimizerConfig, RolloutConfig
+from hybridrl.controller import (
+    DP,
+    ONE_TO_ALL,
+    THREE_D_ALL_MICRO_DP,
+    UPDATE,
+    Context,
+    Worker,
+    transfer,
+)
+from hybridrl.core.batch import Batch
+from hybridrl.core.mesh import Coordinate, Mesh
+from hybridrl.engine import HybridEngine
+from hybridrl.models import load_tokenizer
+from hybridrl.rollout import RolloutEngine, Sampling
+from hybridrl.workers.policy import ModelSource, build_engine
+
+
+class ActorWorker(Worker):
+    """One rank of the policy: a shard for training, a replica (or a slice of one) for generation.
+
+    Args:
+        source: The model.
+        config: Training.
+        rollout: Generation.
+        objective: The loss of `update_actor`.
+        updates: Optimizer steps of the whole job, for the schedule.
+        seed: Of all sampling.
+        job: A name that no other job on this machine has.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        source: ModelSource,
+        config: ActorConfig,
+        rollout: RolloutConfig,
+        objective: PolicyObjective,
+        updates: int,
+        seed: int,
+        job: str,
+    ) -> None:
+        super().__init__(context)
+        self._source = source
+        self._config = config
+        self._objective = objective
+        self._updates = updates
+        self._temperature = rollout.temperature
+        self._seed = seed
+        self._generations = 0
+        ranks = context.world_size
+        self._mesh = Mesh({"dp": ranks})
+        self._rollout_mesh = Mesh(
+            {"rollout_dp": ranks // rollout.tensor_parallel, "rollout_tp": rollout.tensor_parallel}
+        )
+        train = build_engine(context, source, config)
+        train.start_optimizer(config.optimizer, updates)
+        engine = _rollout_engine(source, rollout, train.device, seed, job)
+        self._engine = HybridEngine(train, engine, self.phase)
+
+    def coordinates(self) -> Mapping[str, Coordinate]:
+        rank = self.context.rank
+        return {**self._mesh.coordinates(rank), **self._rollout_mesh.coordinates(rank)}
+
+    @transfer(THREE_D_ALL_MICRO_DP)
+    def generate_sequences(self, batch: Batch, sampling: Sampling) -> Batch:
+        """One response for each row: `response_ids`, `response_mask`, `rollout_log_probs`,
+        `finish_reason`, `policy_version`."""
+        replica = self.coordinates()["rollout_dp"].index
+        seed = hash((self._seed, self._generations, replica)) % 2**63
+        self._generations += 1
+        samples = self._engine.generate(batch, sampling, seed)
+        if self.coordinates()["rollout_tp"].index == 0:
+            lengths = samples.lengths("response_ids")
+            self.report(
+                samples=len(samples),
+                response_tokens=int(lengths.sum()),
+                truncated=samples["finish_reason"].count("length"),
+            )
+        return samples
+
+    @transfer(DP)
+    def compute_log_prob(self, batch: Batch) -> Batch:
+        """`log_probs` of the responses under the policy as it is now, and `entropy`."""
+        with self.phase("score"):
+            return self._engine.train.forward(batch, self._temperature)
+
+    @transfer(UPDATE)
+    def update_actor(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step on the objective; the metrics of the whole mini-batch."""
+        return self._engine.update(batch, self._objective, self._temperature)
+
+    @transfer(UPDATE)
+    def update_supervised(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step that makes the given responses likelier."""
+        return self._engine.update(batch, _supervised, temperature=1.0)
+
+    @transfer(ONE_TO_ALL)
+    def start_optimizer(self, config: OptimizerConfig | None, updates: int) -> None:
+        """Begins a phase with a fresh optimizer; None: the settings and length of the job."""
+        settings = config or self._config.optimizer
+        self._engine.train.start_optimizer(settings, updates or self._updates)
+
+    @transfer(ONE_TO_ALL)
+    def save_model(self, folder: str) -> None:
+        """Writes model and tokenizer as a Hugging Face folder."""
+        self._engine.train.save(Path(folder))
+        if self.context.rank == 0:
+            load_tokenizer(self._source.tokenizer).save_pretrained(folder)
+
+    @transfer(ONE_TO_ALL)
+    def policy_version(self) -> int:
+        """Number of optimizer steps so far."""
+        return self._engine.policy_version
+
+    @transfer(ONE_TO_ALL)
+    def process_id(self) -> int:
+        """Of the host that this rank lives in."""
+        return os.getpid()
+
+    def close(self) -> None:
+        self._engine.rollout.close()
+
+
+def _supervised(log_probs, entropy, columns, segments) -> TokenLoss:  # type: ignore[no-untyped-def]
+    return negative_log_likelihood(log_probs)
+
+
+def _rollout_engine(source, config: RolloutConfig, device, seed: int, job: str) -> RolloutEngine:  # type: ignore[no-untyped-def]
+    if config.engine == "transformers":
+        from hybridrl.rollout.transformers import TransformersRollout
+
+        return TransformersRollout(
+            source.path,
+            load_tokenizer(source.tokenizer),
+            source.dtype,
+            max_sequences=config.max_sequences,
+            eos_token_ids=list(source.eos_token_ids),
+            device=device,
+        )
+    from hybridrl.rollout.vllm import VLLMRollout
+
+    return VLLMRollout(
+        source.path,
+        source.tokenizer,
+        source.dtype,
+        config,
+        context_length=source.context_length,
+        eos_token_ids=list(source.eos_token_ids),
+        device=device,
+        seed=seed,
+        job=job,
+    )

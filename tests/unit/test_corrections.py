@@ -1,0 +1,137 @@
+"""Importance weights for the rollout engine's tokens, and the measures of the mismatch."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrl.algorithms import Segments, importance_weights, mismatch
+from hybridrl.errors import ConfigError
+
+settings.register_profile("no_deadline", deadline=None)
+settings.load_profile("no_deadline")
+
+POISON = (math.nan, math.inf, -math.inf, 1e30)
+
+
+@st.composite
+def pairs(draw):
+    """Trainer and rollout log-probabilities with poison off a mask with holes."""
+    rows, time = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    bits = draw(st.lists(st.booleans(), min_size=rows * time, max_size=rows * time))
+    mask = torch.tensor(bits).view(rows, time)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+    log_probs = -torch.rand(rows, time, generator=generator, dtype=torch.float64)
+    gap = torch.randn(rows, time, generator=generator, dtype=torch.float64)
+    rollout = log_probs + gap * draw(st.sampled_from([0.0, 0.1, 1.0, 30.0]))
+    poison = draw(st.sampled_from(POISON))
+    return torch.where(mask, log_probs, poison), torch.where(mask, rollout, poison), mask
+
+
+@given(
+    pairs(),
+    st.sampled_from(["token", "sequence"]),
+    st.sampled_from(["truncate", "mask"]),
+    st.sampled_from([None, 0.5]),
+    st.sampled_from([None, 1.5]),
+)
+def test_importance_weights_equal_a_loop(case, level, mode, low, high):
+    log_probs, rollout, mask = case
+    expected = torch.zeros_like(log_probs)
+    for row, held in enumerate(mask):
+        times = held.nonzero().flatten().tolist()
+        gaps = {t: min(max((log_probs - rollout)[row, t].item(), -20.0), 20.0) for t in times}
+        for time in times:
+            d = gaps[time] if level == "token" else min(max(sum(gaps.values()), -20.0), 20.0)
+            w = math.exp(d)
+            if mode == "truncate":
+                w = min(w, math.inf if high is None else high)
+            elif w < (low or 0.0) or w > (high or math.inf):
+                w = 0.0
+            expected[row, time] = w
+    log_probs.requires_grad_()
+    options = {"level": level, "mode": mode, "low": low, "high": high}
+    result = importance_weights(log_probs, rollout, mask, **options)
+    torch.testing.assert_close(result, expected)
+    assert not result.requires_grad
+    assert (result[~mask] == 0).all()
+    packed = importance_weights(
+        log_probs[mask],
+        rollout[mask],
+        mask[mask],
+        **options,
+        segments=Segments.from_cu_seqlens(torch.tensor([0, *mask.sum(-1).cumsum(0).tolist()])),
+    )
+    torch.testing.assert_close(packed, result[mask])
+
+
+@given(pairs())
+def test_mismatch_equals_a_loop(case):
+    log_probs, rollout, mask = case
+    result = mismatch(log_probs, rollout, mask)
+    assert set(result) == {"kl", "k3", "ppl_ratio", "max_abs", "ess"}
+    if not mask.any():
+        assert {name: x.item() for name, x in result.items()} == {
+            "kl": 0.0,
+            "k3": 0.0,
+            "ppl_ratio": 1.0,
+            "max_abs": 0.0,
+            "ess": 1.0,
+        }
+        return
+    gaps = (log_probs - rollout)[mask].tolist()
+    n = len(gaps)
+    clamped = [min(max(d, -20.0), 20.0) for d in gaps]
+    weights = [math.exp(d) for d in clamped]
+    rows = [(rollout - log_probs)[r, held] for r, held in enumerate(mask) if held.any()]
+    expected = {
+        "kl": -sum(gaps) / n,
+        "k3": sum(min(math.exp(d) - 1 - d, 10.0) for d in clamped) / n,
+        "ppl_ratio": sum(math.exp(row.mean().item()) for row in rows) / len(rows),
+        "max_abs": max(abs(d) for d in gaps),
+        "ess": sum(weights) ** 2 / (n * sum(w * w for w in weights)),
+    }
+    for name, value in expected.items():
+        assert result[name].item() == pytest.approx(value, rel=1e-6, abs=1e-12), name
+    packed = mismatch(
+        log_probs[mask],
+        rollout[mask],
+        mask[mask],
+        segments=Segments.from_cu_seqlens(torch.tensor([0, *mask.sum(-1).cumsum(0).tolist()])),
+    )
+    for name in expected:
+        torch.testing.assert_close(packed[name], result[name])
+
+
+def test_equal_engines_have_no_mismatch():
+    x = -torch.rand(3, 5)
+    mask = torch.ones(3, 5)
+    result = {name: value.item() for name, value in mismatch(x, x, mask).items()}
+    assert result == {"kl": 0.0, "k3": 0.0, "ppl_ratio": 1.0, "max_abs": 0.0, "ess": 1.0}
+    assert (importance_weights(x, x, mask) == 1).all()
+
+
+def test_the_summed_gap_of_an_answer_is_clamped():
+    gap = torch.tensor([[15.0, 15.0], [-15.0, -15.0]])
+    mask = torch.ones(2, 2)
+    weights = importance_weights(gap, torch.zeros(2, 2), mask, level="sequence", high=None)
+    expected = torch.tensor([[20.0, 20.0], [-20.0, -20.0]]).exp()
+    torch.testing.assert_close(weights, expected)
+
+
+def test_nothing_at_all():
+    nothing = torch.zeros(0, 4)
+    assert importance_weights(nothing, nothing, nothing, level="sequence").shape == (0, 4)
+    assert mismatch(nothing, nothing, nothing)["ess"] == 1
+
+
+def test_wrong_settings_are_refused():
+    x = torch.zeros(1, 2)
+    with pytest.raises(ConfigError, match="Did you mean `sequence`"):
+        importance_weights(x, x, x, level="sequences")
+    with pytest.raises(ConfigError, match="Did you mean `truncate`"):
+        importance_weights(x, x, x, mode="truncated")
+    with pytest.raises(ConfigError, match="low"):
+        importance_weights(x, x, x, mode="mask", low=3.0, high=2.0)

@@ -1,0 +1,152 @@
+import gzip
+import json
+import sys
+import types
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hybridrl.data.files import read_rows
+from hybridrl.errors import ConfigError, DataError, MissingPackageError
+
+ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4", "level": 3}]
+REQUIRED = {"data.prompt_column": "prompt", "data.answer_column": "answer"}
+
+
+def write_lines(path, rows):
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.jsonl.gz"])
+def test_json_lines(tmp_path, name):
+    table = read_rows(write_lines(tmp_path / name, ROWS), required=REQUIRED)
+    assert table.to_pylist() == [{**ROWS[0], "level": None}, ROWS[1]]
+
+
+def test_byte_order_mark_and_empty_lines_are_no_rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n\n{"prompt": "b"}')
+    assert read_rows(str(path))["prompt"].to_pylist() == ["a", "b"]
+
+
+def test_parquet_file_folder_and_glob(tmp_path):
+    for number in (1, 2):
+        table = pa.table({"prompt": [f"p{number}"], f"only_{number}": [number]})
+        pq.write_table(table, tmp_path / f"train-{number}.parquet")
+    assert read_rows(str(tmp_path / "train-1.parquet")).num_rows == 1
+    for path in (str(tmp_path), str(tmp_path / "*.parquet")):
+        assert read_rows(path)["prompt"].to_pylist() == ["p1", "p2"]
+
+
+def test_split_chooses_files_of_a_folder(tmp_path):
+    write_lines(tmp_path / "train.jsonl", [{"prompt": "a"}])
+    write_lines(tmp_path / "test.jsonl", [{"prompt": "b"}])
+    write_lines(tmp_path / "test" / "more.jsonl", [{"prompt": "c"}])
+    assert read_rows(str(tmp_path), "train")["prompt"].to_pylist() == ["a"]
+    assert sorted(read_rows(str(tmp_path), "test")["prompt"].to_pylist()) == ["b", "c"]
+    assert read_rows(str(tmp_path)).num_rows == 3
+    with pytest.raises(DataError, match=r"`data.split` is `dev`.*train.jsonl"):
+        read_rows(str(tmp_path), "dev")
+    with pytest.raises(DataError, match=r"data.split=null"):
+        read_rows(str(tmp_path / "train.jsonl"), "train")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "x", ', "line 3, is no valid JSON"),
+        ("[1, 2]", "line 3, holds a JSON array, expected an object"),
+        ('{"promt": "x", "answer": "y"}', "line 3, has no column `prompt` .`data.prompt_column`.*"
+         "Did you mean `promt`"),
+        ('{"prompt": "x", "answer": 7}', "line 3, has 7 in the column `answer`"),
+    ],
+)  # fmt: skip
+def test_a_wrong_line_is_named(tmp_path, line, message):
+    path = write_lines(tmp_path / "rows.jsonl", ROWS)
+    (tmp_path / "rows.jsonl").open("a").write(line + "\n")
+    with pytest.raises(DataError, match=f"rows.jsonl, {message}"):
+        read_rows(path, required=REQUIRED)
+
+
+def test_a_large_json_value_gets_a_hint(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(ROWS, indent=1))
+    with pytest.raises(DataError, match="one object per line instead"):
+        read_rows(str(path))
+
+
+def test_missing_column_of_parquet_names_the_nearest(tmp_path):
+    pq.write_table(pa.table({"question": ["x"]}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"`data.prompt_column`.*Did you mean `question`"):
+        read_rows(str(tmp_path), required={"data.prompt_column": "questions"})
+
+
+@pytest.mark.parametrize("name", ["absent.jsonl", "absent/*.parquet", "./absent"])
+def test_a_missing_path_names_the_setting(name):
+    with pytest.raises(DataError, match=r"`data.path` is `.*absent"):
+        read_rows(name)
+
+
+def test_files_without_rows_or_sense(tmp_path):
+    with pytest.raises(DataError, match="holds no rows"):
+        read_rows(write_lines(tmp_path / "empty.jsonl", []))
+    (tmp_path / "rows.txt").write_text("{}")
+    with pytest.raises(DataError, match="name does not tell its format"):
+        read_rows(str(tmp_path / "rows.txt"))
+    (tmp_path / "broken.parquet").write_text("no parquet")
+    with pytest.raises(DataError, match=r"broken.parquet.*no readable Parquet"):
+        read_rows(str(tmp_path / "broken.parquet"))
+    (tmp_path / "broken.jsonl.gz").write_text("no gzip")
+    with pytest.raises(DataError, match=r"broken.jsonl.gz.*cannot be read"):
+        read_rows(str(tmp_path / "broken.jsonl.gz"))
+    with pytest.raises(DataError, match="both JSON lines and Parquet"):
+        read_rows(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"`data.format` is `csv`"):
+        read_rows(str(tmp_path), format="csv")
+
+
+def fake_datasets(monkeypatch, load_dataset):
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+
+
+def test_a_name_that_is_no_file_is_a_hub_data_set(monkeypatch):
+    asked = []
+
+    class Dataset:
+        def with_format(self, kind):
+            return self
+
+        def __getitem__(self, rows):
+            return pa.table({"prompt": ["x", "y"]})[rows]
+
+    def load_dataset(name, configuration, split):
+        asked.append((name, configuration, split))
+        return Dataset()
+
+    fake_datasets(monkeypatch, load_dataset)
+    assert read_rows("openai/gsm8k:main").num_rows == 2
+    assert read_rows("gsm8k", "test[:1%]").num_rows == 2
+    assert asked == [("openai/gsm8k", "main", "train"), ("gsm8k", None, "test[:1%]")]
+
+
+def test_a_real_data_set_object_becomes_a_table(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    real = datasets.Dataset.from_dict({"prompt": ["a", "b", "c"]}).select([2, 0])
+    fake_datasets(monkeypatch, lambda *names, split: real)
+    assert read_rows("owner/name")["prompt"].to_pylist() == ["c", "a"]
+
+
+def test_hub_failures_are_sentences(monkeypatch):
+    def load_dataset(*names, split):
+        raise ConnectionError("no route")
+
+    fake_datasets(monkeypatch, load_dataset)
+    with pytest.raises(DataError, match=r"`owner/name`.*ConnectionError: no route"):
+        read_rows("owner/name")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingPackageError, match=r"hybridrl\[datasets\]"):
+        read_rows("owner/name")

@@ -1,0 +1,136 @@
+import logging
+
+import pyarrow as pa
+import pytest
+
+from hybridrl.data.prompts import tokenize_prompts
+from hybridrl.data.supervised import tokenize_examples
+from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.errors import ConfigError, DataError
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}({{ m.content }}){% if m.name is defined %}={% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}a({% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def tokenize(rows, tokenizer, **settings):
+    defaults = {"prompt_column": "prompt", "answer_column": None, "max_prompt_tokens": 100}
+    return tokenize_prompts(pa.Table.from_pylist(rows), tokenizer, **(defaults | settings))
+
+
+def user(text, **further):
+    return {"role": "user", "content": text, **further}
+
+
+def test_strings_are_taken_as_they_are(tokenizer, chat_tokenizer):
+    rows = [{"prompt": "1+1=", "answer": 2, "level": 1.5}, {"prompt": "10", "answer": None}]
+    for each in (tokenizer, chat_tokenizer):
+        batch = tokenize(rows, each, answer_column="answer")
+        assert batch["prompt"] == ["1+1=", "10"]
+        assert batch["prompt_ids"].rows()[0].tolist() == tokenizer("1+1=")["input_ids"]
+        assert batch["answer"] == ["2", ""]
+        assert batch.table["level"].to_pylist() == [1.5, None]
+
+
+def test_messages_go_through_the_chat_template(chat_tokenizer):
+    rows = [
+        {"prompt": [user("hi"), {"role": "assistant", "content": "yes"}, user("so", name="x")]},
+        {"prompt": [{"role": "system", "content": "own"}, user("b")]},
+    ]
+    batch = tokenize(rows, chat_tokenizer, system_prompt="be")
+    assert batch["prompt"] == ["s(be)u(hi)a(yes)u(so)=a(", "s(own)u(b)a("]
+    for text, ids in zip(batch["prompt"], batch["prompt_ids"].rows(), strict=True):
+        assert chat_tokenizer.decode(ids) == text
+
+
+def test_chat_true_wraps_strings(chat_tokenizer):
+    assert tokenize([{"prompt": "hi"}], chat_tokenizer, chat=True)["prompt"] == ["u(hi)a("]
+
+
+def test_further_columns_stay_and_ours_win(tokenizer):
+    batch = tokenize([{"question": "1", "prompt": "old"}], tokenizer, prompt_column="question")
+    assert batch["prompt"] == ["1"]
+    assert batch["question"] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "error", "message"),
+    [
+        ([{"prompt": [user("a")]}], {}, ConfigError, "has no chat template"),
+        ([{"prompt": "a"}], {"chat": True}, ConfigError, "`data.chat` is true, but the tokenizer"),
+        ([{"prompt": [user("a")]}], {"chat": False}, DataError, "`data.chat` is false"),
+        ([{"prompt": "a"}], {"system_prompt": "b"}, ConfigError, "`data.system_prompt` is set"),
+        ([{"prompt": "a"}, {"prompt": None}], {}, DataError, "Row 2 .* has None"),
+        ([{"prompt": "a"}, {"prompt": ""}], {}, DataError, "Row 2 .* not empty"),
+        ([{"prompt": "a"}], {"prompt_column": "promt"}, DataError, "Did you mean `prompt`"),
+        ([{"prompt": "a"}], {"answer_column": "x"}, DataError, "`data.answer_column` is `x`"),
+        ([{"prompt": "a"}], {"too_long": "cut"}, ConfigError, "`data.too_long` is `cut`"),
+        ([{"prompt": "ab"}, {"prompt": "abcde"}], {"max_prompt_tokens": 4}, DataError,
+         "Row 2 .* 5 tokens, more than `data.max_prompt_tokens` .4.; 1 of 2"),
+        ([{"prompt": "abc"}], {"max_prompt_tokens": 2, "too_long": "drop"}, DataError,
+         "dropped all 1 rows"),
+    ],
+)  # fmt: skip
+def test_errors_are_sentences(tokenizer, rows, settings, error, message):
+    with pytest.raises(error, match=message):
+        tokenize(rows, tokenizer, **settings)
+
+
+def test_chat_messages_must_have_role_and_content(chat_tokenizer):
+    with pytest.raises(DataError, match=r"Row 1 .* `role` and `content`"):
+        tokenize([{"prompt": [{"text": "a"}]}], chat_tokenizer)
+
+
+def test_a_template_that_refuses_is_reported_with_its_row(tokenizer):
+    picky = build_tokenizer()
+    picky.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match="refuses row 1 of the data: roles must alternate"):
+        tokenize([{"prompt": [user("a")]}], picky)
+
+
+def test_too_long_prompts_can_be_dropped(tokenizer, caplog):
+    rows = [{"prompt": "abcde", "level": 1}, {"prompt": "ab", "level": 2}]
+    with caplog.at_level(logging.WARNING):
+        batch = tokenize(rows, tokenizer, max_prompt_tokens=4, too_long="drop")
+    assert batch["prompt"] == ["ab"]
+    assert batch["level"].tolist() == [2]
+    assert "Dropped 1 of 2 prompts" in caplog.text
+
+
+def test_text_the_tokenizer_does_not_know_is_reported(tokenizer, caplog):
+    with caplog.at_level(logging.WARNING):
+        tokenize([{"prompt": "ok"}, {"prompt": "NO"}], tokenizer)
+    assert "1 of 2 prompts" in caplog.text
+
+
+def test_examples_end_with_the_end_token(tokenizer):
+    rows = pa.table({"prompt": ["1+1=", "2+2="], "answer": ["2", "14"]})
+    batch = tokenize_examples(rows, tokenizer, "prompt", "answer")
+    assert batch.columns == ["prompt_ids", "response_ids", "response_mask"]
+    assert [tokenizer.decode(r) for r in batch["prompt_ids"].rows()] == ["1+1=", "2+2="]
+    assert [tokenizer.decode(r) for r in batch["response_ids"].rows()] == ["2<eos>", "14<eos>"]
+    assert batch["response_mask"].values.tolist() == [1] * 5
+    with pytest.raises(DataError, match=r"`data.response_column`.*Did you mean `answer`"):
+        tokenize_examples(rows, tokenizer, "prompt", "answr")
+    with pytest.raises(DataError, match=r"Row 1 .*expected a string"):
+        tokenize_examples(pa.table({"p": ["a"], "r": [1]}), tokenizer, "p", "r")
+
+
+def test_a_tokenizer_without_end_token_cannot_teach(tokenizer):
+    endless = build_tokenizer()
+    endless.eos_token = None
+    with pytest.raises(DataError, match="no end-of-sequence token"):
+        tokenize_examples(pa.table({"p": ["a"], "r": ["b"]}), endless, "p", "r")

@@ -1,0 +1,74 @@
+import pytest
+from transformers import AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
+
+from hybridrl.data.tasks import load_task, task_names
+from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.errors import ConfigError, DataError
+
+
+def test_arithmetic_has_every_problem_once_and_right():
+    train, held_out = load_task("arithmetic").problems(count_held_out=256, seed=3)
+    assert (len(train), len(held_out)) == (9744, 256)
+    everything = {row["prompt"]: row["answer"] for row in train + held_out}
+    assert everything == {f"{a}+{b}=": str(a + b) for a in range(100) for b in range(100)}
+
+
+def test_arithmetic_depends_on_the_seed_only():
+    problems = load_task("arithmetic").problems
+    assert problems(100, seed=1) == problems(100, seed=1)
+    assert problems(100, seed=1) != problems(100, seed=2)
+
+
+def test_arithmetic_refuses_to_hold_out_everything():
+    with pytest.raises(ConfigError, match="10000"):
+        load_task("arithmetic").problems(count_held_out=10_000)
+
+
+def test_unknown_task_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"`arithmetics`.*Did you mean `arithmetic`"):
+        load_task("arithmetics")
+    assert task_names() == ["arithmetic"]
+
+
+def test_a_task_may_be_any_importable_module(tmp_path, monkeypatch):
+    (tmp_path / "my_tasks").mkdir()
+    (tmp_path / "my_tasks" / "echo.py").write_text(
+        "CHARACTERS = 'ab'\ndef problems(count_held_out, seed): return [], []\n"
+    )
+    (tmp_path / "my_tasks" / "empty.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_task("my_tasks.echo").CHARACTERS == "ab"
+    with pytest.raises(ConfigError, match=r"no `CHARACTERS` and no `problems`"):
+        load_task("my_tasks.empty")
+    with pytest.raises(ConfigError, match="importing that module failed"):
+        load_task("my_tasks.absent")
+
+
+@pytest.mark.parametrize("config", [None, LlamaConfig, Qwen2Config, Qwen3Config])
+def test_character_tokenizer_survives_a_saved_folder(tmp_path, config):
+    text = " 17 + 58 = 75 , (a  b). "
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    if config is not None:  # AutoTokenizer chooses its class by the model in the folder
+        config().save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text)
+    assert loaded(text)["input_ids"] == ids
+    assert tokenizer.decode(ids) == loaded.decode(ids) == text
+    assert len(loaded) == len(tokenizer) < 64
+    assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 1)
+    assert loaded.decode([*ids, 1, 0], skip_special_tokens=True) == text
+
+
+def test_character_tokenizer_of_a_task():
+    tokenizer = build_tokenizer(load_task("arithmetic").CHARACTERS)
+    assert tokenizer("1+1=")["input_ids"] == [4, 13, 4, 14]
+    assert tokenizer("1x1")["input_ids"] == [4, tokenizer.unk_token_id, 4]
+
+
+def test_character_tokenizer_refuses_what_is_no_single_token():
+    with pytest.raises(DataError, match="'é'"):
+        build_tokenizer("aé")
+    with pytest.raises(DataError, match="repeated"):
+        build_tokenizer("aa")

@@ -1,0 +1,94 @@
+"""KL estimators and the controllers of their coefficient."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrl.algorithms import AdaptiveKL, FixedKL, kl
+from hybridrl.errors import ConfigError
+
+settings.register_profile("no_deadline", deadline=None)
+settings.load_profile("no_deadline")
+
+FORMULAS = {
+    "k1": lambda x: x,
+    "k2": lambda x: x * x / 2,
+    "k3": lambda x: min(math.exp(-min(max(x, -20), 20)) + min(max(x, -20), 20) - 1, 10.0),
+    "abs": abs,
+}
+ESTIMATORS = [*FORMULAS, *(f"{name}+" for name in FORMULAS)]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@given(xs=st.lists(st.floats(-50, 50), min_size=1, max_size=8))
+def test_values_equal_the_formulas_and_plus_changes_the_gradient_only(estimator, xs):
+    ref = torch.full((len(xs),), -1.5, dtype=torch.float64, requires_grad=True)
+    log_probs = (torch.tensor(xs, dtype=torch.float64) - 1.5).requires_grad_()
+    x = (log_probs - ref).detach()
+    value = kl(log_probs, ref, estimator)
+    name = estimator.removesuffix("+")
+    expected = torch.tensor([FORMULAS[name](v) for v in x.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(value, expected, rtol=1e-7, atol=1e-12)
+    value.sum().backward()
+    assert ref.grad is None
+    if estimator.endswith("+"):
+        torch.testing.assert_close(log_probs.grad, x)
+    elif name == "k3":
+        inside = (x.abs() < 20) & (expected < 10)
+        slope = 1 - torch.exp(-x)
+        torch.testing.assert_close(log_probs.grad[inside], slope[inside])
+        assert (log_probs.grad[(x.abs() > 20) | (expected >= 10)] == 0).all()
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_off_the_mask_value_and_gradient_are_zero(estimator):
+    mask = torch.tensor([[1, 0, 0, 0]])
+    log_probs = torch.tensor([[-1.0, math.nan, -math.inf, 1e30]], requires_grad=True)
+    value = kl(log_probs, torch.tensor([[-2.0, 0.0, -math.inf, math.nan]]), estimator, mask=mask)
+    value.sum().backward()
+    assert (value[0, 1:] == 0).all() and value[0, 0] != 0
+    assert (log_probs.grad[0, 1:] == 0).all() and torch.isfinite(log_probs.grad).all()
+
+
+def test_k3_keeps_small_divergences_in_float32():
+    # 2^-14: exact in float32, where exp(-x) - 1 + x would be off by more than its value.
+    x = torch.tensor([2.0**-14])
+    assert kl(x, torch.zeros(1), "k3").item() == pytest.approx(2.0**-29, rel=1e-2)
+
+
+def test_dtype_and_names():
+    x = torch.zeros(2, dtype=torch.bfloat16)
+    assert kl(x, x, "k1").dtype == torch.float32
+    assert kl(x.double(), x, "k3+").dtype == torch.float64
+    with pytest.raises(ConfigError, match="Did you mean"):
+        kl(x, x, "k4")
+
+
+def test_controllers():
+    fixed = FixedKL(0.1)
+    fixed.update(5.0, steps=100)
+    assert fixed.coefficient == 0.1
+
+    adaptive = AdaptiveKL(initial=0.2, target=6.0, horizon=1000)
+    adaptive.update(6.6, steps=100)
+    assert adaptive.coefficient == pytest.approx(0.2 * (1 + 0.1 * 0.1))
+    adaptive.coefficient = 1.0
+    adaptive.update(torch.tensor(1e9), steps=100)
+    assert adaptive.coefficient == pytest.approx(1.02)
+    adaptive.coefficient = 1.0
+    adaptive.update(0.0, steps=100)
+    assert adaptive.coefficient == pytest.approx(0.98)
+    adaptive.update(math.nan, steps=100)
+    assert adaptive.coefficient == pytest.approx(0.98)
+
+
+def test_controllers_refuse_what_cannot_work():
+    with pytest.raises(ConfigError, match="target"):
+        AdaptiveKL(0.1, target=0.0, horizon=10)
+    with pytest.raises(ConfigError, match="horizon"):
+        AdaptiveKL(0.1, target=1.0, horizon=0)
+    with pytest.raises(ConfigError, match="Raise it"):
+        AdaptiveKL(0.1, target=1.0, horizon=10).update(0.5, steps=50)

@@ -1,0 +1,118 @@
+"""Metrics: lines that survive kills and full disks, trackers that are asked for by name."""
+
+import json
+import sys
+
+import numpy
+import pytest
+import torch
+
+from hybridrl.errors import ConfigError, MissingPackageError, StorageError
+from hybridrl.observe.metrics import JsonLines, TensorBoard, open_writers
+from hybridrl.observe.metrics_history import read_metrics, series
+from hybridrl.observe.run_directory import RunDirectory
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_one_sorted_object_per_line_at_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonLines(path)
+    writer.write(1, {"b": 2.0, "a": 1, "step": 9})
+    assert path.read_text() == '{"step": 1, "a": 1, "b": 2.0}\n'  # before any close
+    writer.close()
+    JsonLines(path).write(2, {"a": 3})
+    assert [line["step"] for line in lines_of(path)] == [1, 2]
+
+
+def test_what_json_lacks_is_null_and_numbers_of_other_libraries_are_numbers(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    JsonLines(path).write(
+        1,
+        {
+            "nan": float("nan"),
+            "inf": -float("inf"),
+            "numpy": numpy.float32(0.5),
+            "torch": torch.tensor(2.0),
+            "torch_nan": torch.tensor(float("nan")),
+        },
+    )
+    assert lines_of(path) == [
+        {"step": 1, "inf": None, "nan": None, "numpy": 0.5, "torch": 2.0, "torch_nan": None}
+    ]
+
+
+def test_a_full_disk_is_a_sentence_and_close_does_not_fail_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    writer = JsonLines(path)
+    with pytest.raises(StorageError, match=r"metrics\.jsonl.*disk is full.*`run\.root`"):
+        writer.write(1, {"a": 1.0})
+    writer.close()
+
+
+def test_a_file_that_cannot_be_opened_is_a_sentence(tmp_path):
+    with pytest.raises(StorageError, match="missing"):
+        JsonLines(tmp_path / "missing" / "metrics.jsonl")
+
+
+def test_a_line_cut_short_by_a_kill_spoils_only_itself(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 1.0}\n{"step": 2, "a"')
+    JsonLines(path).write(2, {"a": 2.0})
+    assert read_metrics(path) == [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
+
+
+def test_history_merges_a_step_and_drops_what_a_resume_makes_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonLines(path)
+    writer.write(0, {"accuracy": 0.5})
+    for step in (1, 2, 3, 4):
+        writer.write(step, {"reward/mean": step / 10, "nan": float("nan")})
+    writer.write(2, {"accuracy": 0.6})  # late, and no reason to forget steps 3 and 4
+    writer.write(2, {"reward/mean": 0.9})  # resumed from a checkpoint of step 1
+    rows = read_metrics(path)
+    assert rows == [
+        {"step": 0, "accuracy": 0.5},
+        {"step": 1, "reward/mean": 0.1},
+        {"step": 2, "reward/mean": 0.9, "accuracy": 0.6},
+    ]
+    assert series(rows, "accuracy") == ([0, 2], [0.5, 0.6])
+
+
+def test_history_of_nothing_and_of_rubbish(tmp_path):
+    assert read_metrics(tmp_path / "missing.jsonl") == []
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'\xff\xfe\n[1]\n{"a": 1}\n{"step": "x"}\n\n{"step": 1, "t": "text"}\n')
+    assert read_metrics(path) == [{"step": 1}]
+
+
+def test_tensorboard_for_real(tmp_path):
+    run = RunDirectory.at(tmp_path)
+    writers = open_writers(["tensorboard", "jsonl"], run, "x", {})
+    assert [type(writer) for writer in writers] == [JsonLines, TensorBoard]
+    for writer in writers:
+        writer.write(1, {"reward/mean": 0.25})
+        writer.write(2, {"reward/mean": float("nan")})
+        writer.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert next((e.step, e.value) for e in events.Scalars("reward/mean")) == (1, 0.25)
+
+
+@pytest.mark.parametrize("extra", ["wandb", "mlflow", "tensorboard"])
+def test_a_missing_tracker_says_how_to_install_it(tmp_path, monkeypatch, extra):
+    module = "torch.utils.tensorboard" if extra == "tensorboard" else extra
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingPackageError, match=rf"pip install 'hybridrl\[{extra}\]'"):
+        open_writers([extra], RunDirectory.at(tmp_path), "x", {})
+
+
+def test_an_unknown_writer_names_the_nearest_and_opens_nothing(tmp_path):
+    with pytest.raises(ConfigError, match="Did you mean `tensorboard`"):
+        open_writers(["tensorbord"], RunDirectory.at(tmp_path), "x", {})
+    assert not (tmp_path / "metrics.jsonl").exists()

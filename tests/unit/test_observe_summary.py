@@ -1,0 +1,73 @@
+"""Where a step's time went adds up, and the last sentence of a run reads well."""
+
+from pathlib import Path
+
+from hybridrl.core.record import Record
+from hybridrl.observe.step_clock import phase_shares
+from hybridrl.observe.summary import final_sentence, readable_seconds
+
+
+def call(role, rank, phases, method="run", start=0.0, end=1.0):
+    return Record(role, rank, method, start, end, phases)
+
+
+def test_ranks_are_averaged_and_roles_add_up():
+    records = [
+        call("generator", 0, {"generate": 0.4}),
+        call("generator", 1, {"generate": 0.6}),
+        call("trainer", 0, {"train": 0.2, "score": 0.1}),
+        call("trainer", 0, {"train": 0.1, "offload": 5.0}),
+        call("trainer", 1, {"train": 0.1, "sync": 0.1}),
+    ]
+    result = phase_shares(records, 2.0)
+    assert {key: round(value, 9) for key, value in result.items()} == {
+        "time/generate": 0.5,
+        "time/score": 0.05,
+        "time/train": 0.2,
+        "time/sync": 0.05,
+        "time/other": 1.2,
+        "share/generate": 0.25,
+        "share/score": 0.025,
+        "share/train": 0.1,
+        "share/sync": 0.025,
+        "share/other": 0.6,
+    }
+
+
+def test_no_records_no_time_and_overlapping_roles():
+    assert phase_shares([], 2.0)["share/other"] == 1.0
+    assert set(phase_shares([], 0.0).values()) == {0.0}
+    side_by_side = phase_shares([call("a", 0, {"generate": 1}), call("b", 0, {"train": 1})], 1.0)
+    assert side_by_side["share/generate"] + side_by_side["share/train"] == 2.0
+    assert side_by_side["share/other"] == 0.0
+
+
+def test_the_last_sentence():
+    summary = {
+        "accuracy_first": 0.53,
+        "accuracy_last": 0.86,
+        "reward_first": 0.48,
+        "reward_last": 0.84,
+        "steps": 60,
+        "seconds": 41.2,
+    }
+    assert final_sentence(summary, Path("runs/x")) == (
+        "greedy accuracy 0.53 -> 0.86, reward 0.48 -> 0.84 in 60 steps (41 s); "
+        "model, metrics and curves: runs/x"
+    )
+    assert final_sentence({"steps": 1, "reward_last": 0.5}, Path("x")).startswith(
+        "reward 0.50 in 1 step; "
+    )
+    assert final_sentence({}, Path("x")).startswith("finished; ")
+
+
+def test_readable_seconds():
+    assert [readable_seconds(s) for s in (0.04, 9.94, 9.96, 59.4, 59.6, 95, 3725)] == [
+        "0.0 s",
+        "9.9 s",
+        "10 s",
+        "59 s",
+        "1 min 0 s",
+        "1 min 35 s",
+        "1 h 2 min",
+    ]

@@ -1,0 +1,343 @@
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridrl.errors import ConfigError, RewardError
+from hybridrl.rewards import RewardPool
+
+TIMEOUT_S = 0.3
+
+# What `score` does with a row is told by its response.
+FUNCTIONS = """
+import asyncio, ctypes, os, sys, time
+
+def score(prompt, response, answer, **row):
+    if response == "raise":
+        raise ValueError("bad response")
+    if response == "exit":
+        sys.exit(5)
+    if response == "die":
+        os._exit(7)
+    if response == "segfault":
+        ctypes.string_at(0)
+    if response == "hang":
+        time.sleep(100)
+    if response == "print":
+        print("loud", flush=True)
+        os.write(1, b"louder")
+        os.system("echo loudest")
+        input_seen = sys.stdin.read()
+        return float(len(input_seen))
+    if response == "dict":
+        return {"score": 2, "length": 7, "note": "text", "nested": {}}
+    if response == "pid":
+        return os.getpid()
+    return eval(response)
+
+async def score_async(response, **row):
+    if response == "block":
+        time.sleep(100)
+    if response == "hang":
+        await asyncio.sleep(100)
+    if response == "own":
+        raise TimeoutError("mine")
+    return score("", response, "")
+
+waiting = []
+
+async def all_together(count, **row):
+    gate = asyncio.Event()
+    waiting.append(gate)
+    if len(waiting) == count:
+        for other in waiting:
+            other.set()
+    await gate.wait()
+    return 1.0
+
+def narrow(response, level):
+    return level
+
+def forgetful(response, **row):
+    return score_async(response)
+
+class Judge:
+    async def __call__(self, response, **row):
+        return 3.0
+
+judge = Judge()
+"""
+
+
+@pytest.fixture(scope="module")
+def functions_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "mine.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+@pytest.fixture
+def make_pool(functions_file):
+    with contextlib.ExitStack() as pools:
+
+        def make(*names, **settings):
+            settings = {"timeout_s": TIMEOUT_S, "on_error": "drop"} | settings
+            functions = [f"{functions_file}:{name}" for name in names]
+            return pools.enter_context(RewardPool(functions, **settings))
+
+        yield make
+
+
+def rows(*responses, **further):
+    return [{"prompt": "p", "response": r, "answer": "a", **further} for r in responses]
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_dead(pid):
+    for _ in range(500):
+        if not is_alive(pid):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("name", ["score", "score_async"])
+def test_scores_come_back_in_order(make_pool, name, processes):
+    pool = make_pool(name, processes=processes)
+    for _ in range(2):
+        result = pool.score(rows(*map(str, range(300))))
+        assert result.scores == list(range(300))
+        assert result.columns == {f"reward/{name}": result.scores}
+        assert (result.failures, result.timeouts, result.first_failure) == (0, 0, None)
+
+
+def test_no_rows(make_pool):
+    assert make_pool("score").score([]).scores == []
+
+
+def test_dictionaries_bring_further_columns(make_pool):
+    result = make_pool("score").score(rows("1", "dict"))
+    assert result.scores == [1.0, 2.0]
+    assert list(result.columns) == ["reward/score", "reward/score/length"]
+    assert math.isnan(result.columns["reward/score/length"][0])
+    assert result.columns["reward/score/length"][1] == 7.0
+
+
+def test_weighted_sum_of_several_functions(make_pool):
+    pool = make_pool("score", "narrow", "score_async", "judge", weights=[1, 10, 0.5, 0])
+    result = pool.score(rows("2", "4", level=3))
+    assert result.scores == [33.0, 36.0]
+    assert {name: column[0] for name, column in result.columns.items()} == {
+        "reward/score": 2.0,
+        "reward/narrow": 3.0,
+        "reward/score_async": 2.0,
+        "reward/judge": 3.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("response", "explanation"),
+    [
+        ("raise", "ValueError: bad response"),
+        ("exit", "SystemExit: 5"),
+        ("die", "ended with exit status 7"),
+        ("segfault", "killed by SIGSEGV"),
+        ("hang", "longer than `reward.timeout_s`"),
+        ("float('nan')", "nan, and a score must be finite"),
+        ("float('inf')", "inf, and a score must be finite"),
+        ("'high'", "'high' (str), which is no number"),
+        ("None", "None (NoneType), which is no number"),
+        ("[1.0]", "[1.0] (list), which is no number"),
+        ("{'reward': 1}", "without the key 'score'; its keys are: 'reward'"),
+        ("{'score': 'x'}", "a dictionary whose 'score' is 'x' (str)"),
+    ],
+)
+@pytest.mark.parametrize("name", ["score", "score_async"])
+def test_one_bad_row_costs_one_row(make_pool, name, response, explanation):
+    if name == "score_async" and response in ("die", "segfault"):
+        pytest.skip("has a test of its own")
+    result = make_pool(name).score(rows("1", "2", response, "4", "5"))
+    assert [s for s in result.scores if not math.isnan(s)] == [1.0, 2.0, 4.0, 5.0]
+    assert math.isnan(result.scores[2])
+    assert result.failures == 1
+    assert result.timeouts == (response == "hang")
+    assert explanation in result.first_failure
+    assert "row 3 of 5" in result.first_failure
+
+
+@pytest.mark.parametrize("response", ["die", "block"])
+def test_the_guilty_one_of_concurrent_rows_is_found(make_pool, response):
+    result = make_pool("score_async").score(rows("1", "2", response, "4"))
+    assert result.failures == 1
+    assert math.isnan(result.scores[2])
+    assert [s for s in result.scores if not math.isnan(s)] == [1.0, 2.0, 4.0]
+
+
+def test_many_bad_rows_and_several_processes(make_pool):
+    pool = make_pool("score", processes=2)
+    responses = ["die", "hang", "raise", *map(str, range(50)), "hang", "segfault"]
+    result = pool.score(rows(*responses))
+    assert (result.failures, result.timeouts) == (5, 2)
+    assert result.scores[3:53] == list(range(50))
+    assert pool.score(rows("1")).scores == [1.0]
+
+
+def test_a_failing_function_spares_the_others(make_pool):
+    result = make_pool("score", "narrow").score(rows("hang", "2", level=3))
+    assert math.isnan(result.scores[0])
+    assert result.columns["reward/narrow"] == [3.0, 3.0]
+
+
+def test_a_value_can_stand_for_a_failure(make_pool):
+    pool = make_pool("score", "narrow", on_error="value", error_value=-1.0)
+    result = pool.score(rows("raise", "2", level=3))
+    assert result.scores == [2.0, 5.0]
+    assert result.columns["reward/score"] == [-1.0, 2.0]
+
+
+def test_on_error_fail_tells_everything_and_the_pool_lives_on(make_pool):
+    pool = make_pool("score", on_error="fail", processes=2)
+    with pytest.raises(RewardError) as caught:
+        pool.score(rows("1", "hang", *["raise"] * 20))
+    message = str(caught.value)
+    for part in ("`score`", "of 22", "prompt: 'p'", "Traceback", "reward.on_error"):
+        assert part in message
+    assert "child.py" not in message
+    assert pool.score(rows("1", "2")).scores == [1.0, 2.0]
+
+
+def test_prints_do_not_disturb(make_pool, capfd):
+    result = make_pool("score").score(rows("print", "1"))
+    assert result.scores == [0.0, 1.0]
+    written = capfd.readouterr()
+    assert written.out == ""
+    assert "loud\n" in written.err
+    assert "louder" in written.err
+    assert "loudest" in written.err
+
+
+def test_asynchronous_rows_run_concurrently(make_pool):
+    result = make_pool("all_together", timeout_s=20).score(rows(*["x"] * 40, count=40))
+    assert result.scores == [1.0] * 40
+
+
+def test_a_timeout_error_of_the_function_is_no_time_out(make_pool):
+    result = make_pool("score_async").score(rows("own"))
+    assert (result.failures, result.timeouts) == (1, 0)
+    assert "TimeoutError: mine" in result.first_failure
+
+
+def test_a_coroutine_without_async_def_is_explained(make_pool):
+    assert "must be declared `async def`" in make_pool("forgetful").score(rows("1")).first_failure
+
+
+def test_large_rows_and_slow_readers(make_pool):
+    result = make_pool("score", timeout_s=20).score(rows("len(prompt)", *["1"] * 5) * 10)
+    assert result.failures == 0
+    big = [{"prompt": "x" * 3_000_000, "response": "len(prompt)", "answer": ""} for _ in range(6)]
+    assert make_pool("score", timeout_s=20).score(big).scores == [3e6] * 6
+
+
+def test_closing_kills_the_processes(make_pool):
+    pool = make_pool("score", processes=2)
+    pids = {int(pid) for pid in pool.score(rows(*["pid"] * 200)).scores}
+    assert all(map(is_alive, pids))
+    pool.close()
+    assert not any(map(is_alive, pids))
+    pool.close()
+    with pytest.raises(RewardError, match="closed"):
+        pool.score(rows("1"))
+
+
+def test_a_forgotten_pool_leaves_no_process(functions_file):
+    pool = RewardPool([f"{functions_file}:score"])
+    pid = int(pool.score(rows("pid")).scores[0])
+    del pool
+    assert wait_until_dead(pid)
+
+
+def test_an_idle_process_that_died_is_replaced(make_pool):
+    pool = make_pool("score")
+    pid = int(pool.score(rows("pid")).scores[0])
+    os.kill(pid, signal.SIGKILL)
+    assert wait_until_dead(pid)
+    result = pool.score(rows("1", "2"))
+    assert result.scores == [1.0, 2.0]
+    assert result.failures == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
+@pytest.mark.parametrize("response", ["1", "hang"])
+def test_processes_die_with_a_killed_parent(functions_file, response):
+    code = f"""
+import sys
+from hybridrl.rewards import RewardPool
+pool = RewardPool(["{functions_file}:score"])
+row = lambda response: [dict(prompt="", response=response, answer="")]
+sys.stdout.write(str(int(pool.score(row("pid")).scores[0])) + chr(10))
+sys.stdout.flush()
+pool.score(row("{response}"))
+sys.stdin.read()
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with parent:
+        pid = int(parent.stdout.readline())
+        assert is_alive(pid)
+        parent.kill()
+    assert wait_until_dead(pid)
+
+
+def test_ctrl_c_is_for_the_parent(make_pool):
+    pool = make_pool("score")
+    pid = int(pool.score(rows("pid")).scores[0])
+    os.kill(pid, signal.SIGINT)
+    assert pool.score(rows("pid")).scores == [pid]
+
+
+def test_import_errors_come_with_the_start(tmp_path):
+    (tmp_path / "broken.py").write_text("import absent_module\ndef score(**row): ...\n")
+    pool = RewardPool([f"{tmp_path}/broken.py:score"])
+    with pytest.raises(RewardError, match=r"(?s)broken.py:score.*No module named 'absent_module'"):
+        pool.start()
+    (tmp_path / "dying.py").write_text("import os\nos._exit(9)\ndef score(**row): ...\n")
+    pool = RewardPool([f"{tmp_path}/dying.py:score"])
+    with pytest.raises(RewardError, match="exit status 9 while it imported"):
+        pool.start()
+
+
+def test_start_waits_for_every_process(make_pool):
+    pool = make_pool("score", processes=2)
+    pool.start()
+    assert pool.score(rows("1")).scores == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"functions": []}, "`reward.function` is empty"),
+        ({"functions": ["exactly"]}, "Did you mean `exact`"),
+        ({"weights": [1, 2]}, "`reward.weights` has 2 entries"),
+        ({"weights": [math.nan]}, "`reward.weights`.*finite"),
+        ({"processes": 0}, "`reward.processes` is 0"),
+        ({"timeout_s": 0}, "`reward.timeout_s` is 0"),
+        ({"on_error": "ignore"}, "`reward.on_error` is `ignore`"),
+    ],
+)
+def test_wrong_settings_are_named(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        RewardPool(**({"functions": ["exact"]} | settings))

@@ -1,0 +1,117 @@
+"""Masked mean, variance and whitening against the plain formulas on the tokens kept."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrl.algorithms import Segments, masked_mean, masked_var, whiten
+from hybridrl.errors import ConfigError
+
+settings.register_profile("no_deadline", deadline=None)
+settings.load_profile("no_deadline")
+
+POISON = (math.nan, math.inf, -math.inf, 1e30)
+
+
+@st.composite
+def masked_tokens(draw, dtype=torch.float64):
+    """x [rows, time] with poison off the mask, and a mask with holes and empty rows."""
+    rows, time = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    bits = draw(st.lists(st.booleans(), min_size=rows * time, max_size=rows * time))
+    mask = torch.tensor(bits).view(rows, time)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+    x = torch.randn(rows, time, generator=generator, dtype=dtype) * 3 + 1
+    return torch.where(mask, x, draw(st.sampled_from(POISON))), mask
+
+
+@given(masked_tokens())
+def test_statistics_equal_those_of_the_kept_tokens(case):
+    x, mask = case
+    kept = x[mask]
+    if len(kept) == 0:
+        assert masked_mean(x, mask) == 0
+    else:
+        torch.testing.assert_close(masked_mean(x, mask), kept.mean())
+    if len(kept) < 2:
+        assert masked_var(x, mask) == 0
+        assert (whiten(x, mask) == 0).all()
+        assert (whiten(x, mask, shift_mean=False) == 0).all()
+        return
+    torch.testing.assert_close(masked_var(x, mask), kept.var())
+    torch.testing.assert_close(masked_var(x, mask, unbiased=False), kept.var(unbiased=False))
+    expected = (kept - kept.mean()) / (kept.var() + 1e-8).sqrt()
+    torch.testing.assert_close(whiten(x, mask)[mask], expected)
+    torch.testing.assert_close(whiten(x, mask, shift_mean=False)[mask], expected + kept.mean())
+    assert (whiten(x, mask)[~mask] == 0).all()
+    assert (whiten(x, mask, shift_mean=False)[~mask] == 0).all()
+
+
+@given(masked_tokens())
+def test_no_gradient_leaks_from_off_the_mask(case):
+    x, mask = case
+    x = x.clone().requires_grad_()
+    (masked_mean(x, mask) + masked_var(x, mask) + whiten(x, mask).square().sum()).backward()
+    assert torch.isfinite(x.grad).all()
+    assert (x.grad[~mask] == 0).all()
+
+
+def test_a_constant_is_whitened_to_zero_in_float32():
+    for value, size in ((5.3, 7), (99.99, 125)):
+        x = torch.full((1, size), value)
+        assert whiten(x, torch.ones(1, size)).abs().max() < 1e-6
+
+
+def test_arguments_keep_their_values_and_results_are_float32_at_least():
+    x = torch.tensor([[1.0, math.nan]], dtype=torch.bfloat16)
+    mask = torch.tensor([[1, 0]])
+    before = x.clone()
+    assert whiten(x, mask).dtype == torch.float32
+    assert masked_mean(x.double(), mask).dtype == torch.float64
+    assert torch.equal(x.nan_to_num(), before.nan_to_num())
+    assert masked_mean(torch.tensor([1, 2]), torch.tensor([1, 1])) == 1.5
+
+
+@given(masked_tokens())
+def test_segments_padded_and_packed_say_the_same(case):
+    x, mask = case
+    rows, time = mask.shape
+    padded = Segments.from_mask(mask)
+    cu_seqlens = torch.arange(rows + 1) * time
+    packed = Segments.from_cu_seqlens(cu_seqlens, mask.flatten())
+    dense = Segments.from_cu_seqlens(torch.tensor([0, *mask.sum(-1).cumsum(0).tolist()]))
+    kept = [row[held] for row, held in zip(x, mask, strict=True)]
+    sums = torch.stack([row.sum() for row in kept])
+    means = torch.stack([row.mean() if len(row) else row.sum() for row in kept])
+    for segments, tokens in ((padded, x), (packed, x.flatten()), (dense, x[mask])):
+        assert segments.rows == rows
+        assert torch.equal(segments.lengths, mask.sum(-1))
+        torch.testing.assert_close(segments.sum(tokens), sums)
+        torch.testing.assert_close(segments.mean(tokens), means)
+        spread = segments.spread(means)
+        assert spread.shape == tokens.shape
+        torch.testing.assert_close(
+            spread[segments.mask], means.repeat_interleave(mask.sum(-1)), rtol=0, atol=0
+        )
+        assert (spread[~segments.mask] == 0).all()
+
+
+def test_segments_of_nothing():
+    for segments in (
+        Segments.from_mask(torch.zeros(0, 3)),
+        Segments.from_mask(torch.zeros(2, 0)),
+        Segments.from_cu_seqlens(torch.tensor([0])),
+    ):
+        empty = torch.zeros(segments.mask.shape)
+        assert segments.spread(segments.mean(empty)).shape == empty.shape
+
+
+def test_segments_refuse_shapes_that_do_not_fit():
+    with pytest.raises(ConfigError, match="from_cu_seqlens"):
+        Segments.from_mask(torch.ones(3))
+    with pytest.raises(ConfigError, match="2 tokens"):
+        Segments.from_cu_seqlens(torch.tensor([0, 2]), torch.ones(3))
+    with pytest.raises(ConfigError, match="one layout"):
+        Segments.from_cu_seqlens(torch.tensor([0, 2])).within(torch.ones(1, 2))
