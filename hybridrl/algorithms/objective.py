@@ -60,9 +60,10 @@ class PolicyObjective:
         Args:
             log_probs: `[tokens]` of the policy being trained, with gradient.
             entropy: `[tokens]` of its distributions.
-            columns: `response_mask`; `advantages`; `log_probs` of the policy at the beginning of the step, which is
-                the one being trained where the column is missing (the first update of a step);
-                `rollout_log_probs` for the mismatch metrics; `ref_log_probs` for the KL.
+            columns: `response_mask`; `advantages`; `log_probs` of the policy at the beginning of
+                the step, which is the one being trained where the column is missing (the first
+                update of a step); `rollout_log_probs` for the mismatch metrics; `ref_log_probs`
+                for the KL.
             segments: The samples that the tokens belong to.
         """
         old = columns.get("log_probs", log_probs.detach())

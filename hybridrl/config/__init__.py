@@ -1,0 +1,1 @@
+"""Settings: the typed schema, the YAML files, and what is refused before a job starts."""

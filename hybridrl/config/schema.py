@@ -71,10 +71,11 @@ class DataConfig:
     """A built-in task, or null to read `path`."""
     path: str | None = None
     """JSONL or Parquet file, folder or glob; or the name of a data set on the hub."""
-    split: str = "train"
+    split: str | None = None
+    """Of a data set on the hub (null: `train`), or of a folder with a file for each split."""
     eval_path: str | None = None
     """Held-out prompts; null holds out `eval.prompts` rows of `path`."""
-    eval_split: str = "test"
+    eval_split: str | None = None
     prompt_column: str = "prompt"
     """Text, or a list of chat messages."""
     answer_column: str | None = "answer"

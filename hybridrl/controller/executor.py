@@ -17,8 +17,8 @@ from hybridrl.controller.batch_ref import BatchRef, Part, Shard, ShardInfo, Tabl
 from hybridrl.controller.host import Call, Reply
 from hybridrl.controller.worker import Context, Worker
 from hybridrl.core.batch import Batch
-from hybridrl.core.record import Record
 from hybridrl.core.cluster import Cluster
+from hybridrl.core.record import Record
 
 
 class Executor(ABC):
@@ -58,8 +58,8 @@ class Executor(ABC):
         """The object behind a reference that has been waited for."""
 
     @abstractmethod
-    def wait(self, replies: Sequence[Any]) -> None:
-        """Waits until these calls are done.
+    def wait(self, replies: Sequence[Any], limit: float | None = None) -> bool:
+        """Waits until these calls are done, for `limit` seconds at most; whether they are.
 
         Raises:
             WorkerError: if any call failed or any host died meanwhile.

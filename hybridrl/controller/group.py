@@ -34,6 +34,11 @@ class Handle:
         values = [self._executor.fetch(self._replies[rank]).value for rank in self._answers]
         return values[0] if self._one else values
 
+    def done_within(self, seconds: float | None) -> bool:
+        """Waits for all ranks, at most so long (None: as long as it takes); whether they are done.
+        Raises as `get` does."""
+        return self._executor.wait(self._replies, seconds)
+
     def records(self) -> list[Record]:
         """Waits for all ranks; what each of them did, and how long it took."""
         self._executor.wait(self._replies)

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hybridrl.controller.batch_ref import BatchRef, Shard
 from hybridrl.controller.executor import Executor
 from hybridrl.controller.host import Call, Host, Reply
 from hybridrl.controller.worker import Context, Worker
 from hybridrl.core.batch import Batch
-from hybridrl.core.cluster import Cluster, Device
-from hybridrl.errors import ConfigError
+from hybridrl.core.cluster import Cluster, Device, choose_devices
 
 
 class InlineExecutor(Executor):
@@ -21,13 +22,9 @@ class InlineExecutor(Executor):
     Exceptions of workers reach the driver as they are.
     """
 
-    def __init__(self, kind: str, devices: int = 1, run_directory: Path | None = None) -> None:
+    def __init__(self, devices: str = "auto", run_directory: Path | None = None) -> None:
         super().__init__()
-        if devices != 1:
-            raise ConfigError(
-                f"`executor=inline` runs on one device, but num_devices={devices}. "
-                "Set num_devices=1, or executor=ray for more."
-            )
+        kind, _ = choose_devices(devices, 1, torch.accelerator.device_count(), 1)
         self.cluster = Cluster([Device(kind, "localhost", 0)])
         self.run_directory = run_directory
         self._host = Host(self.fetch, raises=True, redirects=False)
@@ -51,8 +48,8 @@ class InlineExecutor(Executor):
     def fetch(self, reference: Any) -> Any:
         return reference
 
-    def wait(self, replies: Sequence[Any]) -> None:
-        """Nothing to wait for: every call is done when it returns."""
+    def wait(self, replies: Sequence[Any], limit: float | None = None) -> bool:
+        return True  # every call is done when it returns
 
     def settle(self) -> None:
         """Nothing to wait for: every call is done when it returns."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
+import math
 import os
 import signal
 import time
@@ -37,7 +39,7 @@ from hybridrl.controller.executor import Executor
 from hybridrl.controller.host import Call, Failure, Host, Reply, Status
 from hybridrl.controller.worker import Context, Rendezvous, Worker
 from hybridrl.core.batch import Batch
-from hybridrl.core.cluster import Cluster, Device
+from hybridrl.core.cluster import Cluster, Device, choose_devices
 
 CLOSE_SECONDS = 4.0
 """How long hosts may take to close their workers before they are ended."""
@@ -64,6 +66,13 @@ class RayHost:
     def identity(self) -> tuple[str, int]:
         """Node address and process id."""
         return ray.util.get_node_ip_address(), os.getpid()
+
+    @ray.method(concurrency_group="work")
+    def preload(self, modules: Sequence[str]) -> None:
+        # What is missing is reported when it is used.
+        for module in modules:
+            with contextlib.suppress(ImportError, HybridRLError):
+                importlib.import_module(module)
 
     @ray.method(concurrency_group="work")
     def create(
@@ -107,11 +116,13 @@ class RayExecutor(Executor):
     """Hosts on a Ray cluster: the one at `address`, or one that is started here and ended again.
 
     Args:
-        kind: `cpu` or `cuda`.
-        devices: How many hosts.
+        devices: `cpu`, `cuda` or `auto`.
+        num_devices: How many hosts; None: every GPU, or two CPU slots.
         address: `auto`, `ray://...` or `host:port` joins a cluster; None starts a local one.
         timeout_s: Longest time a call may run.
         start_timeout_s: Longest wait for the cluster to give the devices.
+        cpus_per_host: None: the cores are shared out.
+        preload: Modules that the hosts import at once, while the driver prepares.
 
     Raises:
         ConfigError: if the cluster has fewer devices, or does not give them in time.
@@ -119,14 +130,15 @@ class RayExecutor(Executor):
 
     def __init__(
         self,
-        kind: str,
-        devices: int,
+        devices: str = "auto",
+        num_devices: int | None = None,
         *,
         address: str | None = None,
         run_directory: Path | None = None,
         timeout_s: float = 1800.0,
         start_timeout_s: float = 120.0,
-        cpus_per_host: float = 1.0,
+        cpus_per_host: float | None = None,
+        preload: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.run_directory = run_directory.absolute() if run_directory else None
@@ -135,31 +147,31 @@ class RayExecutor(Executor):
         self._broken = False
         self._pending: dict[Any, tuple[int, str, float]] = {}
         if self._started_ray:
-            _start(address, kind, devices, cpus_per_host)
+            _start(address)
         try:
-            self._reserve(kind, devices, cpus_per_host, start_timeout_s)
+            there = ray.cluster_resources()
+            kind, number = choose_devices(
+                devices, num_devices, int(there.get("GPU", 0)), int(there.get("CPU", 0))
+            )
+            # On CPUs a host takes its share of the cores, and Ray gives it as many threads.
+            share = there.get("CPU", 1) // number if kind == "cpu" and self._started_ray else 1
+            self._reserve(kind, number, cpus_per_host or max(1.0, share), start_timeout_s, preload)
         except BaseException:
             self._disconnect()
             raise
 
-    def _reserve(self, kind: str, devices: int, cpus: float, limit: float) -> None:
-        resource = "GPU" if kind == "cuda" else "CPU"
-        each = 1.0 if kind == "cuda" else cpus
-        available = ray.cluster_resources().get(resource, 0.0)
-        if available < each * devices:
-            raise ConfigError(
-                f"The job needs {devices} devices of kind `{kind}`, the Ray cluster has "
-                f"{available / each:g}. Set num_devices={available / each:g} or fewer, or join a "
-                "larger cluster with ray.address=..."
-            )
+    def _reserve(
+        self, kind: str, devices: int, cpus: float, limit: float, preload: Sequence[str]
+    ) -> None:
         bundle = {"CPU": cpus, "GPU": 1.0} if kind == "cuda" else {"CPU": cpus}
         self._bundles = placement_group([bundle] * devices, strategy="PACK")
         if not self._bundles.wait(limit):
             remove_placement_group(self._bundles)
-            free = ray.available_resources().get(resource, 0.0)
+            free = ray.available_resources()
             raise ConfigError(
                 f"Ray did not give {devices} devices of kind `{kind}` within {limit:g} s "
-                f"(ray.start_timeout_s): {free:g} {resource} are free. Is another job using them?"
+                f"(ray.start_timeout_s): {free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} "
+                "CPUs are free. Is another job using them?"
             )
         self._hosts = [
             RayHost.options(
@@ -171,6 +183,8 @@ class RayExecutor(Executor):
             ).remote()
             for index in range(devices)
         ]
+        for host in self._hosts:
+            host.preload.remote(preload)
         self._rendezvous = self._hosts[0].listen.remote()
         self._identities = ray.get([host.identity.remote() for host in self._hosts])
         self.cluster = Cluster(
@@ -202,18 +216,23 @@ class RayExecutor(Executor):
     def fetch(self, reference: Any) -> Any:
         return ray.get(reference)
 
-    def wait(self, replies: Sequence[Any]) -> None:
+    def wait(self, replies: Sequence[Any], limit: float | None = None) -> bool:
         wanted = {reply for reply in replies if reply in self._pending}
         if self._broken and wanted:
             raise WorkerError("The job has failed before; its workers take no more calls.")
+        until = math.inf if limit is None else time.monotonic() + limit
         patience = min(5.0, self._timeout / 4)
         while wanted:
-            ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=patience)
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=min(patience, left))
             for reply in ready:
                 self._settle_one(reply)
                 wanted.discard(reply)
             if not ready:
                 self._check_deadlines()
+        return True
 
     def settle(self) -> None:
         self.wait(list(self._pending))
@@ -294,14 +313,13 @@ class RayExecutor(Executor):
         return [found.get(reference) for reference in references]
 
 
-def _start(address: str | None, kind: str, devices: int, cpus: float) -> None:
+def _start(address: str | None) -> None:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address is not None:
             ray.init(address=address, **quiet)
             return
-        cores = max(os.cpu_count() or 1, int(devices * cpus))
-        ray.init(num_cpus=cores, include_dashboard=False, **quiet)
+        ray.init(num_cpus=os.cpu_count(), include_dashboard=False, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise HybridRLError(
             f"Ray could not be reached at ray.address={address}: {error}"

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hybridrl.errors import ConfigError
+
+DEFAULT_CPU_SLOTS = 2
+
 
 @dataclass(frozen=True)
 class Device:
@@ -25,3 +29,28 @@ class Cluster:
     def kind(self) -> str:
         """`cpu` or `cuda`: a job runs on devices of one kind."""
         return self.devices[0].kind
+
+
+def choose_devices(devices: str, number: int | None, gpus: int, cpus: int) -> tuple[str, int]:
+    """The kind and number of devices that a job gets.
+
+    Args:
+        devices: `cpu`, `cuda`, or `auto` (GPUs if there are any).
+        number: How many; None: every GPU, or two CPU slots.
+        gpus, cpus: What there is.
+
+    Raises:
+        ConfigError: if there are fewer than asked for.
+    """
+    kind = devices if devices != "auto" else ("cuda" if gpus else "cpu")
+    there = gpus if kind == "cuda" else cpus
+    wanted = number or (gpus if kind == "cuda" else min(DEFAULT_CPU_SLOTS, cpus))
+    if not there:
+        raise ConfigError("devices=cuda: no GPU was found. Set devices=cpu or devices=auto.")
+    if not 1 <= wanted <= there:
+        what = "GPUs" if kind == "cuda" else "CPU cores"
+        raise ConfigError(
+            f"num_devices={wanted}: there are {there} {what}. Set num_devices={there} or fewer"
+            + (", or join a larger Ray cluster with ray.address=..." if wanted > there else ".")
+        )
+    return kind, wanted

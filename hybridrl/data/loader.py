@@ -70,7 +70,7 @@ class PromptLoader(Iterator[Batch]):
                 would repeat some prompts and leave out others without a word.
         """
         mine = self.state()
-        names = {"rows": "number of prompts", "seed": "data.seed", "shuffle": "data.shuffle"}
+        names = {"rows": "number of prompts", "seed": "run.seed", "shuffle": "data.shuffle"}
         for key, name in names.items():
             if state[key] != mine[key]:
                 raise DataError(

@@ -60,17 +60,13 @@ class TrainEngine:
         self._reduce_once = is_small(policy)
         policy = policy if offload else policy.to(device)
         self.policy = shard(policy, mesh, DTYPES[dtype], offload=offload)
-        self._offload_optimizer = (
-            config.offload_optimizer and not offload and device.type != "cpu"
-        )
+        self._offload_optimizer = config.offload_optimizer and not offload and device.type != "cpu"
         self._group = mesh.get_group()
 
     def start_optimizer(self, config: OptimizerConfig, updates: int) -> None:
         """Begins a phase of `updates` optimizer steps with a fresh optimizer and schedule."""
         self._max_grad_norm = config.max_grad_norm
-        self.optimizer, self.schedule = make_optimizer(
-            self.policy.parameters(), config, updates
-        )
+        self.optimizer, self.schedule = make_optimizer(self.policy.parameters(), config, updates)
 
     @torch.no_grad()
     def forward(self, batch: Batch, temperature: float) -> Batch:

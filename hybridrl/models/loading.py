@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -15,9 +14,12 @@ from transformers import (
     PreTrainedTokenizerBase,
     Qwen2Config,
 )
+from transformers.utils import logging
 
 from hybridrl.errors import ConfigError
 from hybridrl.models.attention import NAME
+
+logging.disable_progress_bar()
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -107,12 +109,6 @@ def make_tiny_model(
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def allow_offline_use() -> None:
-    """Keeps transformers from asking the hub about models that lie in a folder."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def _first_line(error: Exception) -> str:

@@ -13,7 +13,7 @@ from hybridrl.controller.worker import Context
 from hybridrl.core.device import COLLECTIVES, make_current
 
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
-"""Longer than any call's own deadline, which reports who hangs and where; this only ends orphans."""
+"""Longer than any call's deadline, which reports who hangs and where; this only ends orphans."""
 
 
 def join(context: Context) -> torch.device:

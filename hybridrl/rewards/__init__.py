@@ -4,6 +4,7 @@ A reward function is `def score(prompt, response, answer, **row)`, or `async def
 number, or a dictionary with a number under `score` and any further numbers to keep beside it.
 """
 
+from hybridrl.rewards.loading import function_list
 from hybridrl.rewards.pool import RewardPool, RewardResult
 
-__all__ = ["RewardPool", "RewardResult"]
+__all__ = ["RewardPool", "RewardResult", "function_list"]

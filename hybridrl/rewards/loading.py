@@ -9,7 +9,7 @@ import inspect
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -200,3 +200,8 @@ def _defined_names(body: list[ast.stmt]) -> Iterator[str]:
             yield from _defined_names(getattr(statement, block, []))
         for handler in getattr(statement, "handlers", []):
             yield from _defined_names(handler.body)
+
+
+def function_list(setting: str | Sequence[str]) -> list[str]:
+    """The functions that `reward.function` names: one, or a list."""
+    return [setting] if isinstance(setting, str) else list(setting)

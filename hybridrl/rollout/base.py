@@ -54,13 +54,13 @@ class RolloutEngine(ABC):
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Takes new weights: every parameter whole, under its checkpoint name."""
 
-    def wake(self) -> None:
+    def wake(self) -> None:  # noqa: B027 (an engine need not do it)
         """Takes back the memory for the weights."""
 
-    def sleep(self) -> None:
+    def sleep(self) -> None:  # noqa: B027
         """Gives memory of weights and KV cache back, until `wake`."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Ends the engine."""
 
 

@@ -6,10 +6,8 @@ given the same prompts and make the same choices. Importing this module needs vL
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -180,15 +178,6 @@ def _name_shared_memory(job: str) -> None:
         return f"env://:{job}", rank, local_rank
 
     ExecutorWithExternalLauncher._distributed_args = distributed_args
-
-
-def remove_shared_memory(job: str) -> None:
-    """Removes what `job` left in shared memory, after its end."""
-    for path in Path("/dev/shm").glob(f"*{job}*"):
-        try:
-            path.unlink()
-        except OSError as error:
-            logging.getLogger(__name__).warning("could not remove %s: %s", path, error)
 
 
 def _explain(error: ValueError, config: RolloutConfig) -> str:

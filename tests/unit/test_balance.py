@@ -3,14 +3,11 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.core.balance import pack, partition, sample_cost
 from hybridrl.errors import ConfigError
-
-settings.register_profile("no_deadline", deadline=None)
-settings.load_profile("no_deadline")
 
 costs = st.lists(st.integers(0, 1000), max_size=40)
 

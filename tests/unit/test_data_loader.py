@@ -2,7 +2,7 @@ import json
 from itertools import islice
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.core.batch import Batch
@@ -23,7 +23,6 @@ def deal(loader, steps):
 sizes = st.integers(1, 12)
 
 
-@settings(max_examples=50, deadline=None)
 @given(rows=sizes, step=sizes, seed=st.integers(0, 99), shuffle=st.booleans())
 def test_every_epoch_deals_every_prompt_once(rows, step, seed, shuffle):
     steps = deal(PromptLoader(numbered(rows), step, seed, shuffle), 3 * rows)
@@ -35,7 +34,6 @@ def test_every_epoch_deals_every_prompt_once(rows, step, seed, shuffle):
         assert shuffle or epoch == list(range(rows))
 
 
-@settings(max_examples=50, deadline=None)
 @given(rows=sizes, step=sizes, before=st.integers(0, 20), seed=st.integers(0, 99))
 def test_resume_is_exact(rows, step, before, seed):
     loader = PromptLoader(numbered(rows), step, seed)

@@ -4,14 +4,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.algorithms import AdaptiveKL, FixedKL, kl
 from hybridrl.errors import ConfigError
-
-settings.register_profile("no_deadline", deadline=None)
-settings.load_profile("no_deadline")
 
 FORMULAS = {
     "k1": lambda x: x,

@@ -21,9 +21,6 @@ from hybridrl.algorithms import (
 )
 from hybridrl.errors import ConfigError
 
-settings.register_profile("no_deadline", deadline=None)
-settings.load_profile("no_deadline")
-
 POISON = (math.nan, math.inf, -math.inf, 1e30)
 MODES = (
     "token-mean",

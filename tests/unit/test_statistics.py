@@ -4,14 +4,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.algorithms import Segments, masked_mean, masked_var, whiten
 from hybridrl.errors import ConfigError
-
-settings.register_profile("no_deadline", deadline=None)
-settings.load_profile("no_deadline")
 
 POISON = (math.nan, math.inf, -math.inf, 1e30)
 

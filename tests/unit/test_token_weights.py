@@ -8,9 +8,6 @@ from hypothesis import strategies as st
 from hybridrl.algorithms import Segments, token_weights
 from hybridrl.errors import ConfigError
 
-settings.register_profile("no_deadline", deadline=None)
-settings.load_profile("no_deadline")
-
 MODES = (
     "token-mean",
     "seq-mean-token-mean",

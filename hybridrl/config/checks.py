@@ -1,0 +1,181 @@
+"""What can be wrong with a configuration beyond types: refused here, before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+from collections.abc import Iterable
+
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError, MissingPackageError, nearest
+
+POSITIVE = (
+    "data.prompts_per_step",
+    "data.max_prompt_tokens",
+    "rollout.samples_per_prompt",
+    "rollout.max_tokens",
+    "rollout.tensor_parallel",
+    "rollout.max_sequences",
+    "rollout.kv_cache_gib",
+    "actor.tokens_per_microbatch",
+    "actor.updates_per_step",
+    "actor.optimizer.learning_rate",
+    "trainer.steps",
+    "eval.prompts",
+    "controller.timeout_s",
+    "reward.processes",
+    "reward.timeout_s",
+)
+NOT_NEGATIVE = (
+    "run.seed",
+    "warmup.steps",
+    "eval.every",
+    "rollout.temperature",
+    "rollout.top_k",
+    "actor.optimizer.warmup_steps",
+    "actor.optimizer.max_grad_norm",
+    "algorithm.kl_coefficient",
+    "observe.samples_every",
+    "observe.show_every",
+)
+
+
+def check(config: Config) -> None:
+    """Raises a sentence for the first thing that is wrong.
+
+    Raises:
+        ConfigError: names the setting, its value, what was expected and what to do.
+        MissingPackageError: names the extra to install.
+    """
+    for name in POSITIVE:
+        if (value := _get(config, name)) <= 0:
+            raise ConfigError(f"{name}={value}: must be more than 0.")
+    for name in NOT_NEGATIVE:
+        if (value := _get(config, name)) < 0:
+            raise ConfigError(f"{name}={value}: must be 0 or more.")
+    _check_names(config)
+    _check_data(config)
+    _check_sizes(config)
+    _check_rewards(config)
+    _check_packages(config)
+
+
+def _check_names(config: Config) -> None:
+    from hybridrl.algorithms.group_advantages import SCALES
+    from hybridrl.algorithms.kl import ESTIMATORS
+    from hybridrl.algorithms.objective import POLICY_LOSSES
+    from hybridrl.algorithms.weights import MODES
+    from hybridrl.engine.optimizer import SCHEDULES
+    from hybridrl.models.loading import DTYPES
+    from hybridrl.placement import STRATEGIES
+
+    one_of("executor", config.executor, ("ray", "inline"))
+    one_of("devices", config.devices, ("auto", "cpu", "cuda"))
+    one_of("placement", config.placement, STRATEGIES)
+    one_of("model.dtype", config.model.dtype, DTYPES)
+    one_of("data.too_long", config.data.too_long, ("error", "drop"))
+    one_of("reward.on_error", config.reward.on_error, ("fail", "drop", "value"))
+    one_of("rollout.engine", config.rollout.engine, ("vllm", "transformers"))
+    one_of("trainer.name", config.trainer.name, trainer_names())
+    one_of("actor.optimizer.schedule", config.actor.optimizer.schedule, SCHEDULES)
+    one_of("algorithm.advantage_scale", config.algorithm.advantage_scale, SCALES)
+    one_of("algorithm.policy_loss", config.algorithm.policy_loss, POLICY_LOSSES)
+    one_of("algorithm.aggregation", config.algorithm.aggregation, MODES)
+    one_of("algorithm.kl_estimator", config.algorithm.kl_estimator, ESTIMATORS)
+
+
+def trainer_names() -> list[str]:
+    """The modules of `hybridrl.trainers` that are driver programs."""
+    from hybridrl import trainers
+
+    return [m.name for m in pkgutil.iter_modules(trainers.__path__) if m.name not in trainers.PARTS]
+
+
+def _check_data(config: Config) -> None:
+    data = config.data
+    if data.task is None and not data.path:
+        raise ConfigError(
+            "There are no prompts: set data=jsonl data.path=<file, folder or data set>, or "
+            "data=arithmetic."
+        )
+    if data.task is not None and data.path:
+        raise ConfigError(
+            f"Both data.task={data.task} and data.path={data.path} are set. Write data=jsonl to "
+            "read the file, or leave data.path out."
+        )
+    if config.warmup.steps and data.task is None:
+        raise ConfigError(
+            f"warmup.steps={config.warmup.steps}, but supervised warm-up needs a built-in task "
+            "(data.task), whose answers are known. Set warmup.steps=0."
+        )
+    if data.task is None and config.model.path is None:
+        raise ConfigError(
+            "model.path is not set. The tiny model that is made without it knows only the "
+            "characters of a built-in task; set model.path=<folder or hub name>."
+        )
+
+
+def _check_sizes(config: Config) -> None:
+    samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
+    if config.actor.updates_per_step > samples:
+        raise ConfigError(
+            f"actor.updates_per_step={config.actor.updates_per_step} is more than the {samples} "
+            "samples of a step (data.prompts_per_step x rollout.samples_per_prompt)."
+        )
+    if config.trainer.name == "grpo" and config.rollout.samples_per_prompt == 1:
+        raise ConfigError(
+            "rollout.samples_per_prompt=1: GRPO compares the samples of one prompt with each "
+            "other, so it needs at least 2."
+        )
+    if config.rollout.temperature == 0:
+        raise ConfigError(
+            "rollout.temperature=0: all samples of a prompt would be equal and nothing could be "
+            "learned. Evaluation is greedy by itself."
+        )
+    if not 0 < config.rollout.top_p <= 1:
+        raise ConfigError(f"rollout.top_p={config.rollout.top_p}: must be in (0, 1].")
+    if not 0 < config.rollout.memory_share < 1:
+        raise ConfigError(f"rollout.memory_share={config.rollout.memory_share}: must be in (0, 1).")
+    if config.rollout.engine == "transformers" and config.rollout.tensor_parallel > 1:
+        raise ConfigError(
+            f"rollout.tensor_parallel={config.rollout.tensor_parallel} needs rollout=vllm; "
+            "rollout=transformers keeps a whole model on each device."
+        )
+    if config.executor == "inline" and (config.num_devices or 1) > 1:
+        raise ConfigError(
+            f"num_devices={config.num_devices}: executor=inline runs on one device, in the "
+            "driver's process. Set num_devices=1, or executor=ray."
+        )
+
+
+def _check_rewards(config: Config) -> None:
+    from hybridrl.rewards import RewardPool, function_list
+
+    RewardPool.check(function_list(config.reward.function), config.reward.weights)
+
+
+def _check_packages(config: Config) -> None:
+    needed = {"ray": config.executor == "ray", "vllm": config.rollout.engine == "vllm"}
+    instead = {"ray": "executor=inline", "vllm": "rollout=transformers"}
+    for package, wanted in needed.items():
+        if wanted and importlib.util.find_spec(package) is None:
+            raise MissingPackageError(
+                f"{package} is not installed: pip install 'hybridrl[cpu]' (or 'hybridrl[gpu]' on a "
+                f"machine with GPUs). To do without it: {instead[package]}."
+            )
+
+
+def one_of(setting: str, value: str, known: Iterable[str]) -> None:
+    """Refuses a name that is not known; names the nearest."""
+    known = list(known)
+    if value not in known:
+        raise ConfigError(
+            f"{setting}={value}: must be one of {', '.join(known)}.{nearest(value, known)}"
+        )
+
+
+def _get(config: Config, name: str) -> float:
+    value: object = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value  # type: ignore[return-value]

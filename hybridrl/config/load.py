@@ -1,0 +1,109 @@
+"""Composing a job's configuration from the YAML files here and `key=value` overrides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError, nearest
+
+FOLDER = Path(__file__).parent
+GROUPS = ("algorithm", "data", "rollout")
+
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+def load_config(overrides: Sequence[str] = ()) -> Config:
+    """The typed configuration of a job.
+
+    Args:
+        overrides: As on the command line, for example `["data=jsonl", "data.path=prompts.jsonl"]`.
+
+    Raises:
+        ConfigError: for an unknown key (names the nearest), a value of the wrong type, or a value
+            that has to be given.
+    """
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(FOLDER), version_base=None):
+            return to_config(compose("config", overrides=list(overrides)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_explain(str(error), overrides)) from None
+
+
+def to_config(config: DictConfig) -> Config:
+    """The dataclasses behind a composed configuration."""
+    try:
+        found = OmegaConf.to_object(config)
+    except MissingMandatoryValue as error:
+        key = re.search(r"full_key: (\S+)", str(error))
+        name = key.group(1) if key else "a value"
+        raise ConfigError(f"`{name}` must be given: add {name}=... to the command.") from None
+    if not isinstance(found, Config):
+        raise ConfigError("The configuration is not of the schema's type; start from config.yaml.")
+    return found
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as it is written to `config.yaml` of the run."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def leaves(schema: Any, prefix: str = "") -> list[str]:
+    """The dotted names of all settings."""
+    names: list[str] = []
+    for field in fields(schema):
+        value = getattr(schema, field.name)
+        name = f"{prefix}{field.name}"
+        names += leaves(value, f"{name}.") if is_dataclass(value) else [name]
+    return names
+
+
+def _explain(text: str, overrides: Sequence[str]) -> str:
+    """Hydra's words, as a sentence of ours that names the setting and the nearest known one."""
+    known = leaves(Config())
+    for override in overrides:
+        key = override.split("=", 1)[0].lstrip("+~").split("@")[0]
+        if "=" not in override:
+            return (
+                f"`{override}` is not an override; write key=value, for example trainer.steps=20."
+            )
+        if key in GROUPS:
+            choices = sorted(path.stem for path in (FOLDER / key).glob("*.yaml"))
+            choice = override.split("=", 1)[1]
+            if choice not in choices:
+                return (
+                    f"{override}: there is no `{key}` called `{choice}`; there are "
+                    f"{', '.join(choices)}.{nearest(choice, choices)}"
+                )
+        elif key not in known and not key.startswith("hydra"):
+            if any(name.startswith(f"{key}.") for name in known):
+                inner = [name for name in known if name.startswith(f"{key}.")]
+                return f"`{override}`: `{key}` is a group of settings; set {', '.join(inner)}."
+            return f"There is no setting `{key}`.{_nearest_setting(key, known)}"
+        elif "," in override.split("=", 1)[1] and "[" not in override:
+            value = override.split("=", 1)[1]
+            return f"{override}: write a list in brackets, as in '{key}=[{value}]'."
+    first = text.strip().splitlines()[0]
+    key = re.search(r"full_key: (\S+)", text)
+    return f"{key.group(1)}: {first}" if key else first
+
+
+def _nearest_setting(key: str, known: list[str]) -> str:
+    """By the whole name, or by its last word wherever that stands."""
+    if close := nearest(key, known):
+        return close
+    last = key.rsplit(".", 1)[-1]
+    same = [name for name in known if name.rsplit(".", 1)[-1] == last]
+    return f" Did you mean `{same[0]}`?" if same else " `--cfg job` shows all settings."

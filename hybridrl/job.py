@@ -1,0 +1,219 @@
+"""Job: everything that a driver program needs, built from a configuration.
+
+with Job(load_config(["trainer.steps=40"])) as job:
+    actor, reward = job.groups["actor"], job.groups["reward"]
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hybridrl.config.checks import check
+from hybridrl.config.load import to_yaml
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError
+from hybridrl.observe.metrics import open_writers
+from hybridrl.observe.run_directory import RunDirectory
+
+
+class Job:
+    """A run: its folder, model, data, executor and worker groups. Use it in a `with`.
+
+    Everything that can be wrong with the settings is found before a worker is built.
+
+    Args:
+        config: See `load_config`.
+        progress: Told what begins, for a person to read.
+        roles: Worker groups to build; None: those of `config.trainer.name`.
+
+    Attributes:
+        directory: The run's files.
+        prompts, held_out, examples: Tokenized data; see `hybridrl.data.sources.Prompts`.
+        loader: Endless iterator over batches of `data.prompts_per_step` prompts.
+        sampling: How samples are drawn while training.
+        executor: The devices.
+        groups: The worker groups, by role.
+        started: When this process began, seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        progress: Callable[[str], None] = lambda _: None,
+        roles: Sequence[str] | None = None,
+    ) -> None:
+        self.started = psutil.Process().create_time()
+        self.config = config
+        self.name = f"hybridrl-{os.getpid()}-{int(time.time())}"
+        check(config)
+        self.directory = _make_directory(config)
+        self.directory.write_config(to_yaml(config))
+        trackers = config.metrics or []
+        trackers = [trackers] if isinstance(trackers, str) else list(trackers)
+        self._writers = open_writers(trackers, self.directory, config.run.name, asdict(config))
+        progress("starting Ray and loading data" if config.executor == "ray" else "loading data")
+        with ThreadPoolExecutor(1) as beside:
+            # Ray takes seconds to start, and so do the imports of data and model code. Ray's
+            # processes end with the thread that started them, so that is this one.
+            loading = beside.submit(self._load)
+            self.executor = self._start_executor()
+        try:
+            loading.result()
+            devices = self.executor.cluster.devices
+            self._check_devices(len(devices))
+            progress(f"starting {len(devices)} workers ({config.rollout.engine})")
+            self._build_groups(roles)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def put(self, batch: Any) -> Any:
+        """Hands a `Batch` to the workers; see `Executor.put`."""
+        return self.executor.put(batch)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds figures of a step to `metrics.jsonl` and the trackers."""
+        for writer in self._writers:
+            writer.write(step, metrics)
+
+    def close(self) -> None:
+        """Ends workers, and Ray if it was started here. Leaves nothing in shared memory."""
+        from hybridrl.rollout.shared_memory import remove_shared_memory
+
+        self.executor.close()
+        remove_shared_memory(self.name)
+        for writer in self._writers:
+            writer.close()
+
+    def _start_executor(self) -> Any:
+        from hybridrl.rollout.shared_memory import remove_leftovers
+
+        remove_leftovers()
+        config = self.config
+        if config.executor == "inline":
+            from hybridrl.controller import InlineExecutor
+
+            return InlineExecutor(config.devices, self.directory.path)
+        from hybridrl.controller.ray_executor import RayExecutor
+
+        return RayExecutor(
+            config.devices,
+            config.num_devices,
+            address=config.ray.address,
+            run_directory=self.directory.path,
+            timeout_s=config.controller.timeout_s,
+            start_timeout_s=config.ray.start_timeout_s,
+            preload=("hybridrl.workers.actor", f"hybridrl.rollout.{config.rollout.engine}"),
+        )
+
+    def _load(self) -> None:
+        """Model folder, tokenizer and prompts, and what follows from their sizes."""
+        from hybridrl.data.loader import PromptLoader
+        from hybridrl.data.sources import load_prompts
+        from hybridrl.models import check_model, load_config, load_tokenizer
+        from hybridrl.rollout import Sampling
+
+        config, rollout = self.config, self.config.rollout
+        if config.model.path is not None:
+            check_model(config.model.path)
+        self.model_path = config.model.path or str(self._make_tiny_model())
+        self.tokenizer_path = config.model.tokenizer or self.model_path
+        self.tokenizer = load_tokenizer(self.tokenizer_path)
+        self.prompts, self.held_out, self.examples = load_prompts(
+            config.data, self.tokenizer, held_out=config.eval.prompts, seed=config.run.seed
+        )
+        self.loader = PromptLoader(
+            self.prompts, config.data.prompts_per_step, config.run.seed, config.data.shuffle
+        )
+        self.sampling = Sampling(
+            rollout.max_tokens,
+            rollout.temperature,
+            rollout.top_p,
+            rollout.top_k,
+            tuple(rollout.stop),
+        )
+        kinds = [b for b in (self.prompts, self.held_out) if b is not None]
+        self.longest_prompt = max(int(b.lengths("prompt_ids").max()) for b in kinds)
+        self.context_length = self.longest_prompt + rollout.max_tokens
+        self._check_lengths(load_config(self.model_path))
+
+    def _make_tiny_model(self) -> Path:
+        from hybridrl.data.tasks import load_task
+        from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+        from hybridrl.models import make_tiny_model
+
+        tiny = self.config.model.tiny
+        if tiny.hidden_size % (2 * tiny.heads):
+            raise ConfigError(
+                f"model.tiny.hidden_size={tiny.hidden_size} must be a multiple of twice "
+                f"model.tiny.heads={tiny.heads}: each head needs an even number of dimensions."
+            )
+        return make_tiny_model(
+            self.directory.path / "initial_model",
+            build_tokenizer(load_task(self.config.data.task).CHARACTERS),
+            seed=self.config.run.seed,
+            **asdict(tiny),
+        )
+
+    def _check_lengths(self, model_config: Any) -> None:
+        limit = getattr(model_config, "max_position_embeddings", None)
+        wanted = (
+            f"The longest sample has {self.context_length} tokens (a prompt of "
+            f"{self.longest_prompt} and rollout.max_tokens={self.config.rollout.max_tokens})"
+        )
+        if limit is not None and self.context_length > limit:
+            raise ConfigError(
+                f"{wanted}, but the model takes {limit}. Lower rollout.max_tokens, or leave long "
+                "prompts out with data.max_prompt_tokens and data.too_long=drop."
+            )
+        budget = self.config.actor.tokens_per_microbatch
+        if self.context_length > budget:
+            raise ConfigError(
+                f"{wanted}, but actor.tokens_per_microbatch={budget}: a sample is never cut. Raise "
+                f"actor.tokens_per_microbatch to {self.context_length} or more, or lower "
+                "rollout.max_tokens."
+            )
+
+    def _check_devices(self, devices: int) -> None:
+        tensor_parallel = self.config.rollout.tensor_parallel
+        if devices % tensor_parallel:
+            raise ConfigError(
+                f"rollout.tensor_parallel={tensor_parallel} does not divide the {devices} devices. "
+                "Set it to a divisor, or set num_devices."
+            )
+
+    def _build_groups(self, roles: Sequence[str] | None) -> None:
+        from hybridrl.controller import WorkerGroup
+        from hybridrl.placement import STRATEGIES
+        from hybridrl.roles import worker_of
+        from hybridrl.trainers import load_trainer
+
+        roles = roles or load_trainer(self.config.trainer.name).roles(self.config)
+        self.placement = STRATEGIES[self.config.placement](roles, self.executor.cluster)
+        self.groups = {}
+        for role, devices in self.placement.items():
+            worker_class, keywords = worker_of(role, self)
+            self.groups[role] = WorkerGroup(self.executor, role, worker_class, devices, **keywords)
+        for group in self.groups.values():
+            group.ready()
+
+
+def _make_directory(config: Config) -> RunDirectory:
+    run = config.run
+    if run.directory:
+        return RunDirectory.at(Path(run.directory))
+    return RunDirectory.create(Path(run.root), run.name)

@@ -1,0 +1,87 @@
+"""`python -m hybridrl.main [key=value ...]`: composes the configuration and runs a trainer.
+
+`--cfg job` prints the whole configuration; `--help` and `--multirun` are Hydra's.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+import hydra
+from rich.console import Console
+
+from hybridrl.config.load import load_config, to_config
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError, DataError, HybridRLError, MissingPackageError
+
+WRONG_SETTING, FAILED, INTERRUPTED = 2, 1, 130
+"""Exit codes."""
+
+
+def main() -> None:
+    """The command line."""
+    arguments = sys.argv[1:]
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        if any(argument.startswith("-") for argument in arguments):
+            _with_hydra()
+        else:
+            run(load_config(arguments))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except (ConfigError, DataError, MissingPackageError) as error:
+        _complain(error)
+        sys.exit(WRONG_SETTING)
+    except HybridRLError as error:
+        _complain(error)
+        sys.exit(FAILED)
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Runs one job to its end; returns its summary.
+
+    Raises:
+        HybridRLError: a sentence that says what is wrong.
+        KeyboardInterrupt: after Ctrl-C or SIGTERM, when what there was has been saved.
+    """
+    from hybridrl.job import Job
+    from hybridrl.observe.console import make_console
+    from hybridrl.observe.overview import overview
+    from hybridrl.observe.summary import final_sentence
+    from hybridrl.trainers.loop import Loop
+
+    title = f"HybridRL {config.trainer.name}: {config.run.name}"
+    with make_console(config.trainer.steps, title) as view:
+        summary: dict[str, Any] = {}
+        with Job(config, view.phase) as job:
+            view.message(overview(job))
+            loop = Loop(job, view)
+            summary = loop.summary
+            try:
+                loop.run()
+            finally:
+                view.phase("closing")
+        view.close(final_sentence(summary, job.directory.path))
+    return summary
+
+
+@hydra.main(version_base=None, config_path="config", config_name="config")
+def _with_hydra(config: Any) -> None:
+    run(to_config(config))
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _complain(error: HybridRLError) -> None:
+    console = Console(stderr=True)
+    console.print("error:", style="bold red", end=" ")
+    console.print(str(error), markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    main()

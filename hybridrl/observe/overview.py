@@ -1,0 +1,29 @@
+"""What a person should know before the first step: sizes, and which role lives where."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hybridrl.job import Job
+
+
+def overview(job: Job) -> str:
+    """A few lines: the derived sizes and the table of roles and devices."""
+    config, cluster = job.config, job.executor.cluster
+    prompts, per_prompt = config.data.prompts_per_step, config.rollout.samples_per_prompt
+    lines = [
+        f"run         {job.directory.path}",
+        f"model       {config.model.path or 'tiny, made from the seed'}, {config.model.dtype}",
+        f"data        {len(job.prompts):,} prompts, "
+        f"{len(job.held_out) if job.held_out is not None else 0:,} held out",
+        f"step        {prompts} prompts x {per_prompt} samples = {prompts * per_prompt} samples, "
+        f"{config.actor.updates_per_step} update(s)",
+        f"sample      up to {job.longest_prompt} + {config.rollout.max_tokens} tokens",
+        f"devices     {len(cluster.devices)} x {cluster.kind}, placement {config.placement}",
+    ]
+    width = max(len(role) for role in job.placement)
+    for role, devices in job.placement.items():
+        marks = " ".join(str(d) if d in devices else "." for d in range(len(cluster.devices)))
+        lines.append(f"  {role:<{width}}  on {marks}")
+    return "\n".join(lines)

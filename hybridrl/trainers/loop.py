@@ -1,0 +1,145 @@
+"""The loop around a driver program: warm-up, steps, evaluations, and what is kept of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hybridrl.controller import BatchRef
+from hybridrl.observe.curves import draw_curves
+from hybridrl.observe.step_view import StepView
+from hybridrl.observe.storage import explain_write_errors
+from hybridrl.trainers import load_trainer
+from hybridrl.trainers.evaluation import accuracy
+from hybridrl.trainers.step_metrics import step_metrics
+from hybridrl.trainers.warmup import warm_up
+
+if TYPE_CHECKING:
+    from hybridrl.job import Job
+
+SAVE_SECONDS_AFTER_INTERRUPT = 6.0
+"""After Ctrl-C: how long the workers may take to finish the call in hand and save the model."""
+KEPT = ("prompt", "answer", "response", "scores", "advantages", "finish_reason", "policy_version")
+
+
+class Loop:
+    """Runs a job's trainer for its steps, and leaves metrics, samples, model and summary.
+
+    Args:
+        job: The job, its groups built.
+        view: Where progress is shown.
+    """
+
+    def __init__(self, job: Job, view: StepView) -> None:
+        self.job = job
+        self.view = view
+        self.config = job.config
+        self.trainer = load_trainer(self.config.trainer.name)(self.config, job.groups, job.sampling)
+        self.summary: dict[str, Any] = {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
+        self._held_out = job.put(job.held_out) if job.held_out is not None else None
+
+    def run(self) -> dict[str, Any]:
+        """Trains. Ctrl-C saves what there is and raises KeyboardInterrupt again."""
+        try:
+            self._warm_up()
+            self._evaluate(0)
+            for step in range(1, self.config.trainer.steps + 1):
+                self._step(step)
+                every = self.config.eval.every
+                if step == self.config.trainer.steps or (every and step % every == 0):
+                    self._evaluate(step)
+        except KeyboardInterrupt:
+            self.view.message("Interrupted: saving the model.")
+            self.summary["interrupted"] = True
+            self._finish(limit=SAVE_SECONDS_AFTER_INTERRUPT)
+            raise
+        self._finish()
+        return self.summary
+
+    def _warm_up(self) -> None:
+        steps = self.config.warmup.steps
+        if not steps:
+            return
+        self.view.phase("supervised warm-up")
+        begin = time.perf_counter()
+
+        def progress(step: int, metrics: Mapping[str, float]) -> None:
+            self._note_first_step()
+            self.view.phase_progress(step, steps, f"loss {metrics['loss']:.3f}")
+
+        warm_up(
+            self.job.executor,
+            self.job.groups["actor"],
+            self.job.examples,
+            self.config.warmup,
+            self.config.run.seed,
+            progress,
+        )
+        self.summary["seconds_warmup"] = time.perf_counter() - begin
+        self.summary["seconds_train"] += self.summary["seconds_warmup"]
+        self.job.executor.take_records()
+
+    def _evaluate(self, step: int) -> None:
+        if self._held_out is None:
+            return
+        self.view.phase("evaluating")
+        groups = self.job.groups
+        score = accuracy(
+            groups["actor"],
+            groups["reward"],
+            self._held_out,
+            self.job.sampling,
+            self.config.reward.correct_at,
+        )
+        self.job.executor.take_records()
+        self.summary.setdefault("accuracy_first", score)
+        self.summary["accuracy_last"] = score
+        self.job.write(step, {"accuracy": score})
+        self.view.message(f"step {step}: greedy accuracy {score:.3f}")
+        self._accuracy = score
+
+    def _step(self, step: int) -> None:
+        begin = time.perf_counter()
+        prompts = next(self.job.loader)
+        prompts = prompts.with_columns({"group_id": torch.arange(len(prompts))})
+        batch, handles = self.trainer.step(self.job.put(prompts))
+        updates = [handle.get() for handle in handles]
+        seconds = time.perf_counter() - begin
+        metrics = step_metrics(self.job.executor.take_records(), updates, seconds)
+        self._note_first_step()
+        self._keep(step, metrics, batch)
+
+    def _keep(self, step: int, metrics: dict[str, float], batch: BatchRef) -> None:
+        self.summary["steps"] = step
+        self.summary["tokens_generated"] += int(metrics["response/tokens"])
+        self.summary["seconds_train"] += metrics["time/step"]
+        self.summary.setdefault("reward_first", metrics["reward/mean"])
+        self.summary["reward_last"] = metrics["reward/mean"]
+        self.job.write(step, metrics)
+        self.view.step(step, metrics)
+        observe = self.config.observe
+        if observe.samples_every and (step == 1 or step % observe.samples_every == 0):
+            rows = batch.collect(KEPT)
+            self.job.directory.write_samples(step, rows.table)
+        if observe.show_every and (step == 1 or step % observe.show_every == 0):
+            row = batch.take([0]).collect(KEPT).to_pylist()[0]
+            self.view.sample(row["prompt"], row["response"], row["scores"])
+
+    def _note_first_step(self) -> None:
+        self.summary.setdefault("seconds_to_first_step", time.time() - self.job.started)
+
+    def _finish(self, limit: float | None = None) -> None:
+        """Saves the model, the curves and the summary."""
+        self.view.phase("saving")
+        directory = self.job.directory
+        with explain_write_errors(directory.model):
+            saved = self.job.groups["actor"].save_model(str(directory.model.absolute()))
+            if not saved.done_within(limit):
+                self.view.message(
+                    f"The workers were busy for more than {limit:g} s; the model was not saved."
+                )
+        directory.write_summary(self.summary)
+        draw_curves(directory.metrics_file, directory.curves_file)

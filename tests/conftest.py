@@ -1,0 +1,34 @@
+"""What all tests share: one Hypothesis profile, one thread, and unit tests without Ray or vLLM."""
+
+import os
+import sys
+from pathlib import Path
+
+# Torch reads it when it is imported; the processes that tests start inherit it. More threads than
+# cores make small tensor operations ten times slower.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import pytest
+from hypothesis import settings
+
+# The same examples on every run: a failure is a change in the code, never luck.
+settings.register_profile(
+    "hybridrl", max_examples=50, deadline=None, derandomize=True, database=None
+)
+settings.load_profile("hybridrl")
+
+UNIT = Path(__file__).parent / "unit"
+HEAVY = {"ray", "vllm"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unit_tests_need_no_ray_and_no_vllm(request):
+    """Fails a module of `tests/unit` that brings Ray or vLLM into the process."""
+    if not request.path.is_relative_to(UNIT):
+        yield
+        return
+    alone = all(item.path.is_relative_to(UNIT) for item in request.session.items)
+    before = set() if alone else HEAVY & sys.modules.keys()
+    yield
+    brought = HEAVY & sys.modules.keys() - before
+    assert not brought, f"{request.path.name}, or a unit test before it, imported {brought}."
