@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import psutil
 
 from hybridrl.config.checks import check
@@ -22,6 +23,10 @@ from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.observe.metrics import open_writers
 from hybridrl.observe.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from hybridrl.controller import BatchRef
+    from hybridrl.core.batch import Batch
 
 
 class Job:
@@ -81,9 +86,14 @@ class Job:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def put(self, batch: Any) -> Any:
-        """Hands a `Batch` to the workers; see `Executor.put`."""
+    def put(self, batch: Batch) -> BatchRef:
+        """Hands a batch of the driver's to the workers; see `Executor.put`."""
         return self.executor.put(batch)
+
+    def next_prompts(self) -> BatchRef:
+        """The prompts of the next step, numbered in the column `group_id`."""
+        prompts = next(self.loader)
+        return self.put(prompts.with_columns({"group_id": np.arange(len(prompts))}))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds figures of a step to `metrics.jsonl` and the trackers."""

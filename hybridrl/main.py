@@ -13,7 +13,9 @@ from typing import Any
 import hydra
 from rich.console import Console
 
-from hybridrl.config.load import load_config, to_config
+from hybridrl.config.checks import check
+from hybridrl.config.load import load_config, to_config, to_yaml
+from hybridrl.config.recipe import expand
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, DataError, HybridRLError, MissingPackageError
 
@@ -27,6 +29,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         if any(argument.startswith("-") for argument in arguments):
+            sys.argv[1:] = expand(arguments)
             _with_hydra()
         else:
             run(load_config(arguments))
@@ -47,6 +50,10 @@ def run(config: Config) -> dict[str, Any]:
         HybridRLError: a sentence that says what is wrong.
         KeyboardInterrupt: after Ctrl-C or SIGTERM, when what there was has been saved.
     """
+    if config.run.dry:
+        check(config)
+        Console().print(to_yaml(config), markup=False, highlight=False, end="")
+        return {}
     from hybridrl.job import Job
     from hybridrl.observe.console import make_console
     from hybridrl.observe.overview import overview
@@ -80,7 +87,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _complain(error: HybridRLError) -> None:
     console = Console(stderr=True)
     console.print("error:", style="bold red", end=" ")
-    console.print(str(error), markup=False, highlight=False)
+    console.print(str(error), markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

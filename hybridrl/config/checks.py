@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import pkgutil
 from collections.abc import Iterable
 
@@ -58,6 +59,7 @@ def check(config: Config) -> None:
     _check_sizes(config)
     _check_rewards(config)
     _check_packages(config)
+    _check_devices(config)
 
 
 def _check_names(config: Config) -> None:
@@ -163,6 +165,26 @@ def _check_packages(config: Config) -> None:
                 f"{package} is not installed: pip install 'hybridrl[cpu]' (or 'hybridrl[gpu]' on a "
                 f"machine with GPUs). To do without it: {instead[package]}."
             )
+
+
+def _check_devices(config: Config) -> None:
+    """On this machine; a cluster's devices are counted when it has been joined."""
+    if config.ray.address is not None or "RAY_ADDRESS" in os.environ:
+        return
+    import torch
+
+    from hybridrl.core.cluster import choose_devices
+
+    cpus = 1 if config.executor == "inline" else os.cpu_count() or 1
+    number = 1 if config.executor == "inline" else config.num_devices
+    gpus = torch.accelerator.device_count()
+    _, devices = choose_devices(config.devices, number, gpus, cpus)
+    tensor_parallel = config.rollout.tensor_parallel
+    if devices % tensor_parallel:
+        raise ConfigError(
+            f"rollout.tensor_parallel={tensor_parallel} does not divide the {devices} devices. "
+            "Set it to a divisor, or set num_devices."
+        )
 
 
 def one_of(setting: str, value: str, known: Iterable[str]) -> None:

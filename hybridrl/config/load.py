@@ -13,8 +13,9 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
+from hybridrl.config.recipe import expand
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, nearest
 
@@ -28,28 +29,26 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
     """The typed configuration of a job.
 
     Args:
-        overrides: As on the command line, for example `["data=jsonl", "data.path=prompts.jsonl"]`.
+        overrides: As on the command line, for example `["data=jsonl", "data.path=prompts.jsonl"]`
+            or `["recipe=my.yaml"]`.
 
     Raises:
         ConfigError: for an unknown key (names the nearest), a value of the wrong type, or a value
             that has to be given.
     """
+    overrides = expand(overrides)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(FOLDER), version_base=None):
-            return to_config(compose("config", overrides=list(overrides)))
+            return to_config(compose("config", overrides=overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain(str(error), overrides)) from None
+        cause = f"{error}\n{error.__cause__ or ''}"
+        raise ConfigError(_explain(cause, overrides)) from None
 
 
 def to_config(config: DictConfig) -> Config:
     """The dataclasses behind a composed configuration."""
-    try:
-        found = OmegaConf.to_object(config)
-    except MissingMandatoryValue as error:
-        key = re.search(r"full_key: (\S+)", str(error))
-        name = key.group(1) if key else "a value"
-        raise ConfigError(f"`{name}` must be given: add {name}=... to the command.") from None
+    found = OmegaConf.to_object(config)
     if not isinstance(found, Config):
         raise ConfigError("The configuration is not of the schema's type; start from config.yaml.")
     return found
@@ -95,9 +94,10 @@ def _explain(text: str, overrides: Sequence[str]) -> str:
         elif "," in override.split("=", 1)[1] and "[" not in override:
             value = override.split("=", 1)[1]
             return f"{override}: write a list in brackets, as in '{key}=[{value}]'."
-    first = text.strip().splitlines()[0]
+    lines = text.strip().splitlines()
     key = re.search(r"full_key: (\S+)", text)
-    return f"{key.group(1)}: {first}" if key else first
+    cause = next((line for line in lines if "Value '" in line), lines[0])
+    return f"{key.group(1)}: {cause}" if key else cause
 
 
 def _nearest_setting(key: str, known: list[str]) -> str:

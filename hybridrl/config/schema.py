@@ -20,6 +20,8 @@ class RunConfig:
     directory: str | None = None
     """An explicit folder instead."""
     seed: int = 0
+    dry: bool = False
+    """Only check the settings and print the resolved configuration."""
 
 
 @dataclass

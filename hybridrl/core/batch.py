@@ -79,7 +79,10 @@ class Batch:
         return name in self.table.column_names
 
     def __reduce__(self) -> tuple[type[Batch], tuple[pa.Table]]:
-        return Batch, (self.table,)
+        table = self.table
+        if table.nbytes < 0.9 * table.get_total_buffer_size():
+            table = table.take(np.arange(len(self)))  # a slice: pickle would send the rest as well
+        return Batch, (table,)
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{field.name}: {field.type}" for field in self.table.schema)

@@ -6,8 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hybridrl.controller import BatchRef
 from hybridrl.observe.curves import draw_curves
 from hybridrl.observe.step_view import StepView
@@ -39,7 +37,6 @@ class Loop:
         self.config = job.config
         self.trainer = load_trainer(self.config.trainer.name)(self.config, job.groups, job.sampling)
         self.summary: dict[str, Any] = {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
-        self._held_out = job.put(job.held_out) if job.held_out is not None else None
 
     def run(self) -> dict[str, Any]:
         """Trains. Ctrl-C saves what there is and raises KeyboardInterrupt again."""
@@ -70,42 +67,25 @@ class Loop:
             self._note_first_step()
             self.view.phase_progress(step, steps, f"loss {metrics['loss']:.3f}")
 
-        warm_up(
-            self.job.executor,
-            self.job.groups["actor"],
-            self.job.examples,
-            self.config.warmup,
-            self.config.run.seed,
-            progress,
-        )
+        warm_up(self.job, progress)
         self.summary["seconds_warmup"] = time.perf_counter() - begin
         self.summary["seconds_train"] += self.summary["seconds_warmup"]
         self.job.executor.take_records()
 
     def _evaluate(self, step: int) -> None:
-        if self._held_out is None:
+        if self.job.held_out is None:
             return
         self.view.phase("evaluating")
-        groups = self.job.groups
-        score = accuracy(
-            groups["actor"],
-            groups["reward"],
-            self._held_out,
-            self.job.sampling,
-            self.config.reward.correct_at,
-        )
+        score = accuracy(self.job)
         self.job.executor.take_records()
         self.summary.setdefault("accuracy_first", score)
         self.summary["accuracy_last"] = score
         self.job.write(step, {"accuracy": score})
         self.view.message(f"step {step}: greedy accuracy {score:.3f}")
-        self._accuracy = score
 
     def _step(self, step: int) -> None:
         begin = time.perf_counter()
-        prompts = next(self.job.loader)
-        prompts = prompts.with_columns({"group_id": torch.arange(len(prompts))})
-        batch, handles = self.trainer.step(self.job.put(prompts))
+        batch, handles = self.trainer.step(self.job.next_prompts())
         updates = [handle.get() for handle in handles]
         seconds = time.perf_counter() - begin
         metrics = step_metrics(self.job.executor.take_records(), updates, seconds)

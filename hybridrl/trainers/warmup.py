@@ -2,47 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from hybridrl.algorithms import token_weights
-from hybridrl.config.schema import OptimizerConfig, WarmupConfig
-from hybridrl.controller import Executor, WorkerGroup
+from hybridrl.config.schema import OptimizerConfig
 from hybridrl.core.batch import Batch
 from hybridrl.data.loader import PromptLoader
 
+if TYPE_CHECKING:
+    from hybridrl.job import Job
+
 AHEAD = 4
 """Steps queued ahead of the one that is waited for, so that workers never wait for the driver."""
+RATE_WARMUP_STEPS = 10
 
 
 def warm_up(
-    executor: Executor,
-    actor: WorkerGroup,
-    examples: Batch,
-    config: WarmupConfig,
-    seed: int,
-    progress: Callable[[int, dict[str, float]], None],
+    job: Job, progress: Callable[[int, Mapping[str, float]], None] = lambda *_: None
 ) -> None:
-    """Runs `config.steps` supervised steps on `examples`, then starts the actor's own optimizer.
+    """Runs `warmup.steps` supervised steps on a built-in task's own answers, with an optimizer of
+    their own; the actor's starts afresh after them.
 
     Args:
         progress: Called after each step with its number (from 1) and metrics.
     """
-    optimizer = OptimizerConfig(learning_rate=config.learning_rate, warmup_steps=10)
+    config, actor = job.config.warmup, job.groups["actor"]
+    if not config.steps or job.examples is None:
+        return
+    optimizer = OptimizerConfig(
+        learning_rate=config.learning_rate, warmup_steps=RATE_WARMUP_STEPS, schedule="cosine"
+    )
     actor.start_optimizer(optimizer, config.steps)
-    loader = PromptLoader(examples, config.examples_per_step, seed)
+    loader = PromptLoader(job.examples, config.examples_per_step, job.config.run.seed)
     queue = []
     for step in range(config.steps + AHEAD):
         if step < config.steps:
             batch = next(loader)
-            queue.append(actor.update_supervised(executor.put(batch | _weights(batch))))
+            queue.append(actor.update_supervised(job.put(batch | _weights(batch))))
         if step >= AHEAD and queue:
             progress(step - AHEAD + 1, queue.pop(0).get())
     actor.start_optimizer(None, 0)
 
 
 def _weights(batch: Batch) -> Batch:
-    dense, real = batch.padded("response_mask")
-    weights = token_weights(dense.bool(), "token-mean")[real]
+    mask, real = batch.padded("response_mask")
+    weights = token_weights(mask.bool(), "token-mean")[real]
     return Batch.from_columns(
         {"loss_weights": batch.ragged("response_mask")._replace(values=weights)}
     )

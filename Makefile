@@ -1,0 +1,39 @@
+# Two commands for a newcomer: `make train` and `make test`. Both make .venv if it is not there.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Where pip finds CPU builds of PyTorch if the usual index has none; asked for that package only.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+BIN := .venv/bin
+TORCH := $(shell grep '^torch==' requirements/cpu.txt)
+
+.PHONY: train test test-unit lint format docs clean
+
+train: .venv/.installed
+	$(BIN)/python -m hybridrl.main $(ARGS)
+
+test: .venv/.installed
+	$(BIN)/python -m pytest $(ARGS)
+
+test-unit: .venv/.installed
+	$(BIN)/python -m pytest tests/unit $(ARGS)
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv
+
+# Everything is pinned, so nothing is resolved (--no-deps). That also leaves out torchvision,
+# torchaudio and torchcodec, which vLLM asks for on CPUs, nothing here needs, and whose CUDA builds
+# break a CPU build of torch.
+.venv/.installed: requirements/cpu.txt pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --no-deps --retries 0 --extra-index-url $(TORCH_INDEX) "$(TORCH)"
+	$(BIN)/python -m pip install -q --no-deps -r requirements/cpu.txt
+	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	touch $@

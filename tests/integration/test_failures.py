@@ -1,0 +1,116 @@
+"""Kill anything at any time: the message says what died, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from conftest import SHORT
+
+pytestmark = [pytest.mark.ray]
+LONG = [*SHORT, "trainer.steps=100000", "rollout=transformers"]
+
+
+def test_a_killed_worker_is_named_and_ends_the_job(command):
+    run = command(*LONG)
+    run.wait_for("step 2/")
+    run.workers()[1].kill()
+    begin = time.monotonic()
+    assert run.finish(timeout=30) == 1
+    assert time.monotonic() - begin < 20
+    assert "died during" in run.output and "killed from outside" in run.output
+    assert "Traceback" not in run.output
+
+
+def test_a_killed_worker_with_vllm(command):
+    run = command(*SHORT, "trainer.steps=100000")
+    run.wait_for("step 2/")
+    run.workers()[0].send_signal(signal.SIGKILL)
+    assert run.finish(timeout=30) == 1
+    assert "died during" in run.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_saves_what_there_is(command, number):
+    run = command(*LONG)
+    run.wait_for("step 3/")
+    begin = time.monotonic()
+    if number == signal.SIGINT:
+        os.killpg(run.process.pid, number)  # as a terminal does: every process of the job
+    else:
+        run.process.send_signal(number)
+    assert run.finish(timeout=30) == 130, run.output
+    assert time.monotonic() - begin < 10
+    assert (run.directory / "model" / "model.safetensors").exists()
+    summary = json.loads((run.directory / "summary.json").read_text())
+    assert summary["interrupted"] and summary["steps"] >= 3
+    assert "Traceback" not in run.output
+
+
+def test_a_killed_driver_leaves_nothing_that_stops_the_next_job(command, tmp_path):
+    two = ["rollout=vllm", "rollout.tensor_parallel=2"]
+    run = command(*LONG, *two)
+    run.wait_for("step 1/")
+    run.process.kill()
+    run.finish()
+    again = command(*SHORT, *two, f"run.directory={tmp_path / 'again'}")
+    assert again.finish() == 0, again.output
+
+
+@pytest.mark.parametrize("choice", ["value", "drop", "fail"])
+def test_a_reward_that_hangs(command, tmp_path, choice):
+    (tmp_path / "slow.py").write_text(
+        "import time\n"
+        "def score(prompt, response, answer):\n"
+        "    if prompt.startswith(('1', '2', '3')):\n"
+        "        time.sleep(1000)\n"
+        "    return float(response == answer)\n"
+    )
+    run = command(
+        *SHORT,
+        "rollout=transformers",
+        "executor=inline",
+        "trainer.steps=1",
+        "eval.prompts=1",
+        "rollout.samples_per_prompt=2",
+        "data.prompts_per_step=4",
+        "reward.function=slow.py:score",
+        "reward.timeout_s=0.2",
+        f"reward.on_error={choice}",
+    )
+    code = run.finish()
+    if choice == "fail":
+        assert code == 1
+        assert "reward.timeout_s" in run.output
+    else:
+        assert code == 0, run.output
+        lines = (run.directory / "metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert any(row.get("reward/timeouts", 0) > 0 for row in rows)
+
+
+def test_a_call_that_hangs_is_named_with_all_stacks(command):
+    run = command(*LONG, "controller.timeout_s=8")
+    run.wait_for("step 2/")
+    run.workers()[1].suspend()
+    try:
+        assert run.finish(timeout=60) == 1
+    finally:
+        for worker in run.workers():
+            worker.kill()
+    assert "controller.timeout_s" in run.output
+    assert "did not answer" in run.output and "--- host 0" in run.output
+
+
+def test_a_full_disk_is_a_sentence(command):
+    run = command(*LONG)
+    run.directory.mkdir(exist_ok=True)
+    metrics = run.directory / "metrics.jsonl"
+    if not metrics.exists():
+        metrics.symlink_to("/dev/full")
+    code = run.finish(timeout=90)
+    assert code == 1, run.output
+    assert "metrics.jsonl" in run.output and "Traceback" not in run.output

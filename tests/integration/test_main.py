@@ -1,0 +1,166 @@
+"""The command line, from start to the files it leaves."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import SHORT
+
+from hybridrl.data.tasks.arithmetic import problems
+
+INLINE = ["executor=inline", "rollout=transformers"]
+
+
+def without_times(path):
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    timed = ("time/", "share/", "throughput/")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
+
+
+@pytest.mark.ray
+@pytest.mark.vllm
+def test_a_run_leaves_everything_a_user_needs(command):
+    run = command(*SHORT, "observe.samples_every=1", "metrics=tensorboard")
+    assert run.finish() == 0, run.output
+    files = {path.name for path in run.directory.iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "samples", "logs", "model", "curves.png"} <= files
+    summary = json.loads((run.directory / "summary.json").read_text())
+    assert {
+        "accuracy_first",
+        "accuracy_last",
+        "reward_first",
+        "reward_last",
+        "steps",
+        "seconds_to_first_step",
+        "seconds_train",
+        "tokens_generated",
+    } <= summary.keys()
+    assert summary["steps"] == 2 and summary["tokens_generated"] > 0
+    logs = {path.name for path in (run.directory / "logs").iterdir()}
+    assert logs == {"actor-0.log", "actor-1.log", "reward-0.log", "reward-1.log"}
+    samples = pq.read_table(run.directory / "samples" / "step-000002.parquet")
+    assert samples.num_rows == 64
+    # 3 supervised steps and one GRPO update came before the second step's samples.
+    assert set(samples["policy_version"].to_pylist()) == {4}
+    assert str(run.directory) in run.output.strip().splitlines()[-1]
+    metrics = without_times(run.directory / "metrics.jsonl")
+    assert all(row["mismatch/k3"] < 1e-6 for row in metrics if "mismatch/k3" in row)
+
+
+@pytest.mark.ray
+@pytest.mark.vllm
+def test_equal_seeds_give_equal_rewards_with_vllm(command, tmp_path):
+    rewards = []
+    for name in ("first", "second"):
+        run = command(*SHORT, f"run.directory={tmp_path / name}")
+        assert run.finish() == 0, run.output
+        rewards.append(without_times(tmp_path / name / "metrics.jsonl"))
+    keys = ("reward/mean", "response/tokens", "accuracy")
+    assert [[row.get(k) for k in keys] for row in rewards[0]] == [
+        [row.get(k) for k in keys] for row in rewards[1]
+    ]
+
+
+@pytest.mark.ray
+def test_equal_seeds_give_equal_metrics_with_transformers(command, tmp_path):
+    metrics = []
+    for name in ("first", "second"):
+        run = command(*SHORT, "rollout=transformers", f"run.directory={tmp_path / name}")
+        assert run.finish() == 0, run.output
+        metrics.append(without_times(tmp_path / name / "metrics.jsonl"))
+    assert metrics[0] == metrics[1]
+
+
+def test_inline_needs_neither_ray_nor_vllm(command, tmp_path):
+    for package in ("ray", "vllm"):
+        (tmp_path / f"{package}.py").write_text("raise ImportError('hidden by the test')")
+    run = command(*SHORT, *INLINE, environment={"PYTHONPATH": str(tmp_path)})
+    assert run.finish() == 0, run.output
+
+
+def test_the_saved_model_is_an_ordinary_transformers_model(command):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = command(*SHORT, *INLINE, "warmup.steps=40")
+    assert run.finish() == 0, run.output
+    folder = run.directory / "model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    held_out = problems(count_held_out=16, seed=0)[1]
+    right = 0
+    for problem in held_out:
+        ids = torch.tensor([tokenizer(problem["prompt"])["input_ids"]])
+        answer = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+        right += tokenizer.decode(answer, skip_special_tokens=True) == problem["answer"]
+    summary = json.loads((run.directory / "summary.json").read_text())
+    assert right / 16 == summary["accuracy_last"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.step=3"], ["trainer.step", "Did you mean `trainer.steps`?"]),
+        (["data=jsonl", "data.path=missing.jsonl", "model.path=."], ["config.json"]),
+        (["actor.tokens_per_microbatch=10"], ["actor.tokens_per_microbatch=10", "14"]),
+        (["rollout.max_tokens=500"], ["rollout.max_tokens=500", "the model takes 128"]),
+        (["num_devices=400"], ["num_devices=400", "CPU cores"]),
+        (["reward.function=missing.py:score"], ["missing.py"]),
+        (["run.root=/proc/nowhere", "run.directory=null"], ["run.root"]),
+    ],
+)
+def test_wrong_settings_are_sentences(command, overrides, words):
+    run = command(*INLINE, *overrides)
+    assert run.finish() == 2
+    assert "Traceback" not in run.output
+    assert all(word in run.output for word in words), run.output
+
+
+def test_a_model_folder_without_weights(command, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    run = command(*INLINE, "data=jsonl", "data.path=prompts.jsonl", "model.path=empty")
+    assert run.finish() == 2
+    assert "no weights" in run.output
+
+
+def test_real_work_reads_files_and_functions_of_the_users(command, tmp_path):
+    first = command(*SHORT, *INLINE)
+    assert first.finish() == 0, first.output
+    rows = "".join(f'{{"question": "{i}+1=", "solution": "{i + 1}"}}\n' for i in range(40))
+    (tmp_path / "prompts.jsonl").write_text(rows)
+    (tmp_path / "rewards.py").write_text(
+        "async def digits(response, **row):\n    return sum(c.isdigit() for c in response) / 8\n"
+        "def right(response, answer):\n    return float(response == answer)\n"
+    )
+    run = command(
+        *SHORT,
+        *INLINE,
+        "warmup.steps=0",
+        f"run.directory={tmp_path / 'second'}",
+        f"model.path={first.directory / 'model'}",
+        "data=jsonl",
+        "data.path=prompts.jsonl",
+        "data.prompt_column=question",
+        "data.answer_column=solution",
+        "rollout.max_tokens=8",
+        "reward.function=[rewards.py:digits,rewards.py:right]",
+        "reward.weights=[1,0.5]",
+        "actor.updates_per_step=2",
+        "algorithm.kl_coefficient=0.01",
+        "observe.samples_every=1",
+    )
+    assert run.finish() == 0, run.output
+    metrics = without_times(tmp_path / "second" / "metrics.jsonl")
+    assert any(row.get("policy/kl", 0) > 0 for row in metrics)
+
+
+def test_a_row_without_the_column_is_named(command, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1", "answer": "2"}\n{"prompt": "3"}\n')
+    (tmp_path / "m").mkdir()
+    run = command(*INLINE, "data=jsonl", "data.path=prompts.jsonl", "model.path=m")
+    assert run.finish() == 2
+    assert "config.json" in run.output

@@ -1,0 +1,100 @@
+"""After training steps and a sync, vLLM's greedy tokens are transformers' greedy tokens."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridrl.algorithms import PolicyObjective, token_weights
+from hybridrl.config.schema import ActorConfig, OptimizerConfig, RolloutConfig
+from hybridrl.controller import WorkerGroup
+from hybridrl.core.batch import Batch
+from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.rollout import Sampling
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm]
+ARCHITECTURES = ("Qwen2", "Llama", "Qwen3")
+CASES = list(itertools.product(ARCHITECTURES, (True, False), (1, 2)))
+PROMPTS = [[5, 6, 14, 7, 8, 17], [9, 10], [11, 12, 13, 20]]
+
+
+def make_model(folder: Path, architecture: str, tied: bool) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{architecture}Config")(
+        vocab_size=49,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        initializer_range=0.15,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(1)
+    getattr(transformers, f"{architecture}ForCausalLM")(config).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+
+
+def supervised_batch() -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, 49, (6,), generator=generator) for _ in range(12)]
+    batch = Batch.from_columns({"prompt_ids": rows, "response_ids": rows})
+    ones = batch["response_ids"]._replace(values=torch.ones(72, dtype=torch.uint8))
+    weights = token_weights(torch.ones(12, 6, dtype=torch.bool), "token-mean").flatten()
+    return batch.with_columns(
+        {"response_mask": ones, "loss_weights": ones._replace(values=weights)}
+    )
+
+
+@pytest.mark.parametrize(("architecture", "tied", "tensor_parallel"), CASES)
+def test_greedy_tokens_agree_after_training(
+    executor, tmp_path, architecture, tied, tensor_parallel
+):
+    from transformers import AutoModelForCausalLM
+
+    from hybridrl.controller.ray_executor import RayExecutor
+    from hybridrl.workers.actor import ActorWorker
+    from hybridrl.workers.policy import ModelSource
+
+    make_model(tmp_path / "model", architecture, tied)
+    rollout = RolloutConfig(tensor_parallel=tensor_parallel, kv_cache_gib=0.05)
+    path = str(tmp_path / "model")
+    with RayExecutor("cpu", 2, timeout_s=120) as hosts:
+        actor = WorkerGroup(
+            hosts,
+            "actor",
+            ActorWorker,
+            [0, 1],
+            source=ModelSource(path, path, "float32", 64, (1,)),
+            config=ActorConfig(optimizer=OptimizerConfig(learning_rate=1e-2)),
+            rollout=rollout,
+            objective=PolicyObjective(),
+            updates=3,
+            seed=0,
+            job="hybridrl-test-sync",
+        )
+        prompts = Batch.from_columns({"prompt_ids": PROMPTS * 2})
+        greedy = Sampling(max_tokens=12, temperature=0.0)
+        before = actor.generate_sequences(prompts, greedy).collect(["response_ids"])
+        for _ in range(3):
+            actor.update_supervised(supervised_batch()).get()
+        after = actor.generate_sequences(prompts, greedy).collect()
+        actor.save_model(str(tmp_path / "trained")).get()
+    found = [row.tolist() for row in after["response_ids"].rows()]
+    assert found != [row.tolist() for row in before["response_ids"].rows()]
+    assert set(after["policy_version"].tolist()) == {3}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    expected = []
+    for prompt in PROMPTS * 2:
+        ids = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
+        tokens = ids[0, len(prompt) :].tolist()
+        expected.append(tokens[: tokens.index(1) + 1] if 1 in tokens else tokens)
+    assert found == expected

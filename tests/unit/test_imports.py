@@ -1,0 +1,144 @@
+"""Who may import whom, and that nothing brings Ray or vLLM along unasked."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import hybridrl
+
+ROOT = Path(hybridrl.__file__).parent
+EVERYBODY = {"errors", "config.schema"}
+EVERYTHING = {"*"}
+# A room is a package directly under hybridrl. It may import itself, `EVERYBODY`, and what stands
+# here: a room with all that is in it, or `=` and one module.
+MAY_IMPORT = {
+    "core": set(),
+    "algorithms": {"core"},
+    "data": {"core"},
+    "rewards": {"core"},
+    "observe": {"core"},
+    "models": {"core"},
+    "controller": {"core", "observe"},
+    "placement": {"core", "controller"},
+    "parallel": {"core", "models", "=controller", "=controller.worker"},
+    "rollout": {"core", "models"},
+    "engine": {"core", "algorithms", "models", "parallel", "rollout"},
+    "workers": {
+        *("core", "algorithms", "models", "parallel", "engine", "rollout", "rewards", "data"),
+        "controller",
+    },
+    "trainers": {
+        *("core", "algorithms", "controller", "data", "observe"),
+        *("=rollout", "=rollout.base"),
+    },
+    "config": EVERYTHING,
+    # Modules beside the rooms: they put the others together.
+    "": EVERYTHING,
+    "main": EVERYTHING,
+    "cli": EVERYTHING,
+    "job": EVERYTHING,
+    "roles": EVERYTHING,
+    "errors": set(),
+}
+
+
+def module_name(file):
+    """`core.batch` for core/batch.py, `core` for core/__init__.py, `` for hybridrl itself."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(file): file for file in sorted(ROOT.rglob("*.py"))}
+
+
+def imports(name, file):
+    """Every module that `file` imports when it runs, with the line, as a full dotted name.
+
+    What stands under `if TYPE_CHECKING:` is for readers and type checkers only.
+    """
+    package = ["hybridrl", *name.split(".")] if name else ["hybridrl"]
+    package = package if file.name == "__init__.py" else package[:-1]
+    nodes = [ast.parse(file.read_text())]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            nodes.extend(node.orelse)
+            continue
+        nodes.extend(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                is_module = inner.removeprefix("hybridrl.") in MODULES
+                yield (inner if is_module else base), node.lineno
+
+
+def allowed(name, target):
+    room, other = name.split(".")[0], target.split(".")[0]
+    rules = MAY_IMPORT[room]
+    return room == other or target in EVERYBODY or bool({"*", other, f"={target}"} & rules)
+
+
+def test_rooms_import_only_what_they_may():
+    rooms = {name.split(".")[0] for name in MODULES}
+    assert rooms <= MAY_IMPORT.keys(), f"give {rooms - MAY_IMPORT.keys()} a line in MAY_IMPORT"
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line} imports {target}"
+        for name, file in MODULES.items()
+        for target, line in imports(name, file)
+        if target.startswith("hybridrl.") and not allowed(name, target.removeprefix("hybridrl."))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_ray_and_vllm_have_their_places():
+    def has_its_place(name, top):
+        if top == "ray":
+            return name.split(".")[0] in ("controller", "placement", "main", "job")
+        return name.startswith("rollout.vllm")
+
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line} imports {target}"
+        for name, file in MODULES.items()
+        for target, line in imports(name, file)
+        if (top := target.split(".")[0]) in ("ray", "vllm") and not has_its_place(name, top)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_job_reaches_for_the_ray_executor():
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line}"
+        for name, file in MODULES.items()
+        for target, line in imports(name, file)
+        if target.startswith("hybridrl.controller.ray_")
+        and name.split(".")[0] not in ("controller", "placement", "main", "job", "cli")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_driver_side_needs_neither_ray_nor_vllm_nor_transformers():
+    """The other rooms load transformers, which takes seconds; the fixture in conftest.py watches
+    them while they are tested."""
+    rooms = ("core", "algorithms", "config", "controller", "observe", "placement", "trainers")
+    names = ["hybridrl"] + [
+        f"hybridrl.{name}"
+        for name in MODULES
+        if name.split(".")[0] in rooms and not name.startswith("controller.ray_")
+    ]
+    program = (
+        "import importlib, sys\n"
+        f"for name in {names}:\n"
+        "    importlib.import_module(name)\n"
+        "    brought = {'ray', 'vllm', 'transformers'} & sys.modules.keys()\n"
+        "    assert not brought, f'import {name} brings {brought}'\n"
+        "    assert name != 'hybridrl' or 'torch' not in sys.modules, 'hybridrl brings torch'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT.parent
+    )
+    assert done.returncode == 0, done.stderr
