@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from hybridrl.controller import BatchRef
     from hybridrl.core.batch import Batch
 
+HEAD_DIM_STEP = 32
+
 
 class Job:
     """A run: its folder, model, data, executor and worker groups. Use it in a `with`.
@@ -167,10 +169,11 @@ class Job:
         from hybridrl.models import make_tiny_model
 
         tiny = self.config.model.tiny
-        if tiny.hidden_size % (2 * tiny.heads):
+        if tiny.hidden_size % (HEAD_DIM_STEP * tiny.heads):
             raise ConfigError(
-                f"model.tiny.hidden_size={tiny.hidden_size} must be a multiple of twice "
-                f"model.tiny.heads={tiny.heads}: each head needs an even number of dimensions."
+                f"model.tiny.hidden_size={tiny.hidden_size} must be a multiple of "
+                f"{HEAD_DIM_STEP} x model.tiny.heads={tiny.heads}: vLLM's attention kernels take "
+                "heads of 32, 64, 96 ... dimensions."
             )
         return make_tiny_model(
             self.directory.path / "initial_model",

@@ -205,7 +205,7 @@ def part_rows(table: Node, part: Part, fetch: Fetch) -> Rows:
         edges = [count * i // part.parts for i in range(part.parts + 1)]
         return np.arange(edges[part.index], edges[part.index + 1])
     tokens = table.tokens(fetch).values()
-    costs = sum(tokens, start=np.zeros(count, np.int64))
+    costs = sum(tokens, start=np.ones(count, np.int64))  # 1: rows without tokens spread evenly
     return np.sort(np.asarray(partition(costs.tolist(), part.parts)[part.index], dtype=np.int64))
 
 

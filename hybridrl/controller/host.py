@@ -171,7 +171,8 @@ class Host:
                 raise DataError(f"The applied function made {len(result)} rows of {len(rows)}.")
             return result, None, ShardInfo.of(result, rows)
 
-        name = getattr(function, "__name__", None) or getattr(function, "func", function).__name__
+        inner = getattr(function, "func", function)  # of a functools.partial
+        name = getattr(inner, "__name__", type(inner).__name__)
         return self._run(Record("driver", 0, name), run)
 
     def status(self) -> Status:

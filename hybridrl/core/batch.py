@@ -152,6 +152,8 @@ class Batch:
     def take(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
         """The rows with these numbers, in this order. Consecutive rows are not copied."""
         rows = np.asarray(indices, dtype=np.int64)
+        if len(rows) and not 0 <= rows.min() <= rows.max() < len(self):
+            raise DataError(f"Rows {rows.min()} to {rows.max()} of a batch of {len(self)} rows.")
         if len(rows) and (np.diff(rows) == 1).all():
             return self.slice(int(rows[0]), int(rows[-1]) + 1)
         return Batch(self.table.take(pa.array(rows)).combine_chunks())

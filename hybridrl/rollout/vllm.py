@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from multiprocessing import shared_memory
 from typing import Any
 
 import torch
@@ -166,12 +167,16 @@ class VLLMRollout(RolloutEngine):
 
 
 def _name_shared_memory(job: str) -> None:
-    """Gives vLLM's shared-memory segments the job's own name.
+    """Gives vLLM's shared-memory segments the job's own name, so that they can be told from others'
+    and removed when their processes were killed.
 
-    vLLM takes it from what follows the last colon of the address to meet at, which with an external
-    launcher is the same in every job: the leftovers of a killed one would stop the next. The
-    address is not used otherwise, because the process group exists already.
+    The segments of its CPU collectives are named by what follows the last colon of the address to
+    meet at, which with an external launcher is the same in every job: the leftovers of a killed one
+    would stop the next. The address is not used otherwise, because the process group exists
+    already. Those of its message queues are named by Python, at random.
     """
+    shared_memory._SHM_NAME_PREFIX = f"/{job}-"
+    shared_memory._SHM_SAFE_NAME_LENGTH = len(job) + 2 + 8
 
     def distributed_args(self: ExecutorWithExternalLauncher) -> tuple[str, int, int]:
         rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-TINY = ["model.tiny.hidden_size=32", "model.tiny.layers=2", "model.tiny.heads=2"]
+TINY = ["model.tiny.hidden_size=64", "model.tiny.layers=2", "model.tiny.heads=2"]
 """A model on which a step takes a tenth of a second."""
 SHORT = [*TINY, "warmup.steps=3", "trainer.steps=2", "eval.prompts=16", "data.prompts_per_step=8"]
 """A job of seconds."""

@@ -14,6 +14,7 @@ from hybridrl.controller import WorkerGroup
 from hybridrl.core.batch import Batch
 from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.rollout import Sampling
+from hybridrl.rollout.shared_memory import remove_shared_memory
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 ARCHITECTURES = ("Qwen2", "Llama", "Qwen3")
@@ -26,12 +27,12 @@ def make_model(folder: Path, architecture: str, tied: bool) -> None:
 
     config = getattr(transformers, f"{architecture}Config")(
         vocab_size=49,
-        hidden_size=64,
+        hidden_size=128,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,
         max_position_embeddings=64,
         tie_word_embeddings=tied,
         initializer_range=0.15,
@@ -55,9 +56,7 @@ def supervised_batch() -> Batch:
 
 
 @pytest.mark.parametrize(("architecture", "tied", "tensor_parallel"), CASES)
-def test_greedy_tokens_agree_after_training(
-    executor, tmp_path, architecture, tied, tensor_parallel
-):
+def test_greedy_tokens_agree_after_training(ray, tmp_path, architecture, tied, tensor_parallel):
     from transformers import AutoModelForCausalLM
 
     from hybridrl.controller.ray_executor import RayExecutor
@@ -79,7 +78,7 @@ def test_greedy_tokens_agree_after_training(
             objective=PolicyObjective(),
             updates=3,
             seed=0,
-            job="hybridrl-test-sync",
+            job="hybridrl-0-0",
         )
         prompts = Batch.from_columns({"prompt_ids": PROMPTS * 2})
         greedy = Sampling(max_tokens=12, temperature=0.0)
@@ -88,6 +87,7 @@ def test_greedy_tokens_agree_after_training(
             actor.update_supervised(supervised_batch()).get()
         after = actor.generate_sequences(prompts, greedy).collect()
         actor.save_model(str(tmp_path / "trained")).get()
+    remove_shared_memory("hybridrl-0-0")
     found = [row.tolist() for row in after["response_ids"].rows()]
     assert found != [row.tolist() for row in before["response_ids"].rows()]
     assert set(after["policy_version"].tolist()) == {3}

@@ -53,9 +53,6 @@ def out_of_band(value):
     return data, buffers
 
 
-# --- columns in and out
-
-
 def test_every_kind_of_ragged_input_gives_the_same_column():
     rows = [[1, 2, 3], [], [4]]
     values, cu_seqlens = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 3, 3, 4])
@@ -154,9 +151,6 @@ def test_padded():
     assert batch.slice(0, 0).padded("ids")[0].shape == (0, 0)
 
 
-# --- rows
-
-
 @given(st.lists(ROWS, max_size=6), st.data())
 def test_rows_move_as_those_of_a_list(rows, data):
     batch = make(rows)
@@ -213,9 +207,6 @@ def test_an_empty_batch_keeps_its_types():
     assert Batch.concat([empty, numbered(4)]).to_pylist() == numbered(4).to_pylist()
 
 
-# --- transport
-
-
 def test_pickling_a_slice_sends_only_its_rows():
     batch = numbered(10_000)
     whole, part = pickle.dumps(batch), pickle.dumps(batch.slice(5000, 5010))
@@ -250,9 +241,6 @@ def test_parquet(rows, tmp_path):
     assert read["ids"].lengths.tolist() == batch["ids"].lengths.tolist()
 
 
-# --- errors
-
-
 def test_an_unknown_column_is_named_with_the_nearest():
     with pytest.raises(DataError, match=r"no column `idz`; it has ids, number, text\. .*`ids`\?"):
         numbered(2)["idz"]
@@ -276,3 +264,9 @@ def test_a_column_of_one_value_per_sample_is_not_ragged():
 def test_it_says_what_it_holds():
     assert "number" in numbered(2) and "other" not in numbered(2)
     assert repr(numbered(2)).startswith("Batch(2 rows; ids: large_list<")
+
+
+@pytest.mark.parametrize("rows", [[2], [1, 2], [0, 5, 1], [-1], [0, -2]])
+def test_rows_that_are_not_there_are_refused(rows):
+    with pytest.raises(DataError, match=r"Rows -?\d to -?\d of a batch of 2 rows"):
+        numbered(2).take(rows)

@@ -1,0 +1,209 @@
+"""BatchRef: tables in shards, read as if they were plain lists, and only what is needed fetched."""
+
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridrl.controller import BatchRef, InlineExecutor
+from hybridrl.controller.batch_ref import Part, Shard, ShardInfo, Table
+from hybridrl.controller.host import Reply
+from hybridrl.core.batch import Batch, Ragged
+from hybridrl.core.record import Record
+from hybridrl.errors import DataError
+
+WHOLE = Part(0, 1, "rows")
+
+
+class Store:
+    """Fetches a reference that is the object itself, and remembers which batches were asked for."""
+
+    def __init__(self):
+        self.fetched = []
+
+    def __call__(self, reference):
+        if isinstance(reference, Batch):
+            self.fetched.append(reference)
+        return reference
+
+
+def shard_table(batch, blocks):
+    """`batch` in shards; each block is the row numbers that one shard holds, in its order."""
+    parts = []
+    for block in blocks:
+        part = batch.take(block)
+        info = ShardInfo.of(part, np.asarray(block, dtype=np.int64))
+        parts.append(Shard(part, Reply(Record("actor", 0, "call"), info=info)))
+    return BatchRef(Table(tuple(parts)))
+
+
+def columns(lengths, prefix):
+    """One column of token ids of these lengths, one of numbers, one of text."""
+    return Batch.from_columns(
+        {
+            f"{prefix}_ids": Ragged(
+                torch.arange(sum(lengths)), torch.tensor([0, *itertools.accumulate(lengths)])
+            ),
+            f"{prefix}_number": torch.arange(len(lengths)),
+            f"{prefix}_text": [f"{prefix}{row}" for row in range(len(lengths))],
+        }
+    )
+
+
+@st.composite
+def tables(draw, rows, prefix):
+    """A table of `rows` rows in shards of any size, empty ones too, in any order; and its rows."""
+    lengths = draw(st.lists(st.integers(0, 9), min_size=rows, max_size=rows))
+    order = draw(st.permutations(range(rows)))
+    cuts = draw(st.lists(st.integers(0, rows), max_size=3))
+    edges = [0, *sorted(cuts), rows]
+    blocks = [order[start:stop] for start, stop in itertools.pairwise(edges)]
+    batch = columns(lengths, prefix)
+    return shard_table(batch, blocks), batch.to_pylist()
+
+
+def read(ref, part=WHOLE):
+    return ref.read(part, Store())[0].to_pylist()
+
+
+@given(st.data())
+def test_any_chain_of_operations_reads_as_that_of_lists(data):
+    count = data.draw(st.integers(1, 6))
+    ref, rows = data.draw(tables(count, "a"))
+    for step in range(data.draw(st.integers(0, 4))):
+        match data.draw(st.sampled_from(["take", "repeat", "split", "join"])):
+            case "take":
+                chosen = data.draw(
+                    st.lists(st.integers(0, len(rows) - 1), max_size=6) if rows else st.just([])
+                )
+                ref, rows = ref.take(chosen), [rows[row] for row in chosen]
+            case "repeat":
+                times = data.draw(st.integers(1, 3))
+                ref, rows = ref.repeat(times), [row for row in rows for _ in range(times)]
+            case "split":
+                parts = data.draw(st.integers(1, 3))
+                index = data.draw(st.integers(0, parts - 1))
+                ref = ref.split(parts, "rows")[index]
+                edges = [len(rows) * i // parts for i in range(parts + 1)]
+                rows = rows[edges[index] : edges[index + 1]]
+            case "join":
+                right, more = data.draw(tables(len(rows), f"b{step}"))
+                ref, rows = ref | right, [x | y for x, y in zip(rows, more, strict=True)]
+    assert read(ref) == rows
+    assert ref.node.num_rows(Store()) == len(rows)
+    tokens = ref.node.tokens(Store())
+    for name, counts in tokens.items():
+        assert counts.tolist() == [len(row[name]) for row in rows]
+    if rows:
+        assert tokens.keys() == {name for name in rows[0] if name.endswith("_ids")}
+
+
+@given(st.data(), st.integers(1, 5), st.sampled_from(["rows", "tokens"]))
+def test_the_parts_of_a_split_hold_every_row_once(data, parts, balance):
+    ref, rows = data.draw(tables(data.draw(st.integers(1, 7)), "a"))
+    ref, rows = ref.repeat(2), [row for row in rows for _ in range(2)]
+    numbers, costs = [], []
+    for index, piece in enumerate(ref.split(parts, balance)):
+        batch, of_part = ref.read(Part(index, parts, balance), Store())
+        assert read(piece) == batch.to_pylist() == [rows[row] for row in of_part]
+        assert of_part.tolist() == sorted(of_part)
+        numbers.extend(of_part.tolist())
+        costs.append(sum(len(rows[row]["a_ids"]) + 1 for row in of_part))
+    assert sorted(numbers) == list(range(len(rows)))
+    if balance == "tokens":
+        assert max(costs) - min(costs) <= max(len(row["a_ids"]) + 1 for row in rows)
+
+
+def test_shards_of_two_calls_hold_different_rows_in_different_order():
+    left = shard_table(columns([1, 2, 3, 4], "a"), [[2, 0], [3, 1]])
+    right = shard_table(columns([4, 3, 2, 1], "b"), [[1], [0, 3, 2]])
+    batch = (left | right).read(WHOLE, Store())[0]
+    assert batch["a_number"].tolist() == batch["b_number"].tolist() == [0, 1, 2, 3]
+    assert batch["a_ids"].lengths.tolist() == [1, 2, 3, 4]
+    assert batch["b_ids"].lengths.tolist() == [4, 3, 2, 1]
+
+
+def test_the_right_table_wins():
+    left = shard_table(columns([1, 1], "a"), [[0, 1]])
+    right = shard_table(columns([2, 2], "a"), [[1], [0]])
+    joined = left | right
+    assert joined.read(WHOLE, Store())[0]["a_ids"].lengths.tolist() == [2, 2]
+    assert joined.node.tokens(Store())["a_ids"].tolist() == [2, 2]
+
+
+def test_rows_without_token_columns_spread_over_the_parts():
+    ref = shard_table(Batch.from_columns({"x": torch.arange(8)}), [range(8)])
+    sizes = [len(read(part)) for part in ref.split(4, "tokens")]
+    assert sizes == [2, 2, 2, 2]
+
+
+def test_only_the_shards_with_wanted_columns_are_fetched():
+    left = shard_table(columns([1, 2, 3], "a"), [[2, 0], [1]])
+    right = shard_table(columns([3, 2, 1], "b"), [[0, 1], [2]])
+    store = Store()
+    batch, _ = (left | right).select("b_ids").read(WHOLE, store)
+    assert batch.columns == ["b_ids"]
+    assert {id(found) for found in store.fetched} == {
+        id(shard.data) for shard in right.node.shards()
+    }
+
+
+def test_only_the_shards_with_wanted_rows_are_fetched():
+    ref = shard_table(columns([1, 2, 3, 4], "a"), [[3], [0, 1], [2]])
+    shards = [shard.data for shard in ref.node.shards()]
+    for wanted, rows in (([shards[1]], [1, 0, 1]), ([shards[0], shards[2]], [2, 3])):
+        store = Store()
+        batch, _ = ref.take(rows).read(WHOLE, store)
+        assert batch["a_number"].tolist() == rows
+        assert all(x is y for x, y in zip(store.fetched, wanted, strict=True))
+    store = Store()
+    ref.read(Part(0, 2, "rows"), store)
+    assert len(store.fetched) == 1 and store.fetched[0] is shards[1]
+
+
+def test_counts_and_cuts_fetch_no_data():
+    ref = shard_table(columns([1, 2, 3, 4], "a"), [[3], [0, 1], [2]])
+    store = Store()
+    part = ref.repeat(3).split(2, "tokens")[1]
+    assert part.node.num_rows(store) == 6 and part.node.tokens(store)["a_ids"].sum() == 15
+    assert store.fetched == []
+
+
+def test_nothing_wanted_keeps_the_types():
+    ref = shard_table(columns([1, 2], "a"), [[1], [0]])
+    batch, rows = ref.take([]).read(WHOLE, Store())
+    assert len(batch) == len(rows) == 0
+    assert batch["a_ids"].values.dtype == torch.int64 and batch["a_text"] == []
+
+
+def test_on_the_driver():
+    executor = InlineExecutor("cpu")
+    ref = executor.put(columns([1, 2, 3], "a"))
+    assert len(ref) == 3 and len(ref.repeat(2)) == 6
+    assert ref.take([2, 0]).collect(["a_text"]).to_pylist() == [{"a_text": "a2"}, {"a_text": "a0"}]
+    assert ref.collect().columns == ["a_ids", "a_number", "a_text"]
+    joined = ref | executor.put(Batch.from_columns({"more": [5, 6, 7]}))
+    assert joined.collect(["more", "a_number"])["more"].tolist() == [5, 6, 7]
+
+
+def test_errors_are_sentences():
+    ref = shard_table(columns([1, 2], "a"), [[0, 1]])
+    longer = shard_table(columns([1, 2, 3], "b"), [[0, 1, 2]])
+    with pytest.raises(DataError, match=r"Tables of 2 and of 3 rows"):
+        read(ref | longer)
+    for left, right in ((ref.select("a_ids"), ref), (ref, ref.select("a_ids"))):
+        with pytest.raises(DataError, match="Join before `select`"):
+            left | right
+    with pytest.raises(DataError, match=r"column\(s\) advantages, scores yet"):
+        read(ref.select("a_ids", "scores", "advantages"))
+    with pytest.raises(DataError, match=r"column\(s\) scores yet"):
+        read(ref.select("scores"))
+    travelled = pickle.loads(pickle.dumps(InlineExecutor("cpu").put(columns([1], "a"))))
+    assert read(travelled)[0]["a_text"] == "a0"
+    for evaluate in (len, BatchRef.collect, lambda ref: ref.apply(lambda batch: batch, ["a_ids"])):
+        with pytest.raises(DataError, match="on the driver only"):
+            evaluate(travelled)

@@ -1,0 +1,222 @@
+"""A worker group on the inline executor: calls, handles, records and errors, all in one process."""
+
+import functools
+import pickle
+
+import pytest
+import torch
+
+from hybridrl.controller import (
+    DP,
+    ONE_TO_ALL,
+    THREE_D_ALL_MICRO_DP,
+    UPDATE,
+    BatchRef,
+    Handle,
+    InlineExecutor,
+    Worker,
+    WorkerGroup,
+    transfer,
+)
+from hybridrl.core.batch import Batch
+from hybridrl.core.mesh import Coordinate, Mesh
+from hybridrl.errors import ConfigError, DataError
+
+
+class BrokenError(Exception):
+    pass
+
+
+class Scaler(Worker):
+    """Multiplies; and does everything that a worker should not."""
+
+    closed = 0
+
+    def __init__(self, context, factor=2):
+        super().__init__(context)
+        self.factor = factor
+        self.report(built=1)
+
+    @transfer(DP)
+    def scale(self, batch: Batch, extra: int = 0) -> Batch:
+        with self.phase("score"):
+            pass
+        self.report(rows=len(batch), total=float(batch["x"].sum()))
+        return Batch.from_columns({"y": batch["x"] * self.factor + extra})
+
+    @transfer(DP)
+    def add(self, left: Batch, right: Batch) -> Batch:
+        return Batch.from_columns({"sum": left["x"] + right["y"]})
+
+    @transfer(THREE_D_ALL_MICRO_DP)
+    def lose_a_row(self, batch: Batch) -> Batch:
+        return batch.slice(1, len(batch))
+
+    @transfer(DP)
+    def forget_the_batch(self) -> Batch:
+        return Batch.from_columns({"x": [1]})
+
+    @transfer(UPDATE)
+    def update(self, batch: Batch) -> dict[str, float]:
+        return {"loss": float(batch["x"].sum()), "factor": self.factor}
+
+    @transfer(ONE_TO_ALL)
+    def set_factor(self, factor: int) -> int:
+        before, self.factor = self.factor, factor
+        return before
+
+    @transfer(DP)
+    def fail(self, batch: Batch) -> Batch:
+        raise BrokenError("as it was raised")
+
+    def private(self):
+        return "not for the driver"
+
+    def close(self):
+        Scaler.closed += 1
+
+
+class MeshWorker(Worker):
+    """Stands on two meshes."""
+
+    def coordinates(self):
+        mesh = Mesh({"dp": 1, "pp": 1})
+        return {**mesh.coordinates(self.context.rank), "rollout_dp": Coordinate(0, 1)}
+
+    @transfer(THREE_D_ALL_MICRO_DP)
+    def echo(self, batch: Batch) -> Batch:
+        return batch
+
+
+@pytest.fixture
+def executor():
+    with InlineExecutor("cpu") as executor:
+        yield executor
+
+
+@pytest.fixture
+def group(executor):
+    return WorkerGroup(executor, "scaler", Scaler, [0], factor=3).ready()
+
+
+@pytest.fixture
+def batch():
+    return Batch.from_columns({"x": torch.arange(4), "text": ["a", "b", "c", "d"]})
+
+
+def test_calls_take_batches_and_references(group, executor, batch):
+    scaled = group.scale(batch)
+    assert isinstance(scaled, BatchRef) and len(scaled) == 4
+    assert scaled.collect()["y"].tolist() == [0, 3, 6, 9]
+    ref = executor.put(batch)
+    assert group.scale(ref, 1).collect()["y"].tolist() == [1, 4, 7, 10]
+    assert group.scale(batch=ref, extra=2).collect()["y"].tolist() == [2, 5, 8, 11]
+    assert group.scale(ref.take([3, 1])).collect()["y"].tolist() == [9, 3]
+
+
+def test_columns_come_together_by_row(group, executor, batch):
+    ref = executor.put(batch)
+    ref |= group.scale(ref.select("x"))
+    ref |= group.add(ref, ref)
+    assert ref.collect(["sum", "text"]).to_pylist() == [
+        {"text": text, "sum": 4 * x} for x, text in enumerate("abcd")
+    ]
+
+
+def test_a_batch_without_rows(group, executor, batch):
+    nothing = group.scale(executor.put(batch).take([]))
+    assert len(nothing) == 0 and nothing.collect()["y"].dtype == torch.int64
+
+
+def test_other_results_come_in_handles(group, batch):
+    handle = group.update(batch)
+    assert isinstance(handle, Handle) and handle.done_within(0.0)
+    assert handle.get() == {"loss": 6.0, "factor": 3}
+    assert group.set_factor(5).get() == [3]
+    assert group.update(batch).get()["factor"] == 5
+
+
+def test_apply_runs_a_function_beside_the_data(executor, batch):
+    class Negate:
+        def __call__(self, batch):
+            return Batch.from_columns({"minus": -batch["x"]})
+
+    def shift(batch, by):
+        assert batch.columns == ["x"]
+        return Batch.from_columns({"shifted": batch["x"] + by})
+
+    ref = executor.put(batch)
+    ref |= ref.apply(lambda rows: Batch.from_columns({"double": 2 * rows["x"]}), ["x"])
+    ref |= ref.apply(functools.partial(shift, by=10), ["x"])
+    ref |= ref.apply(Negate(), ["x"])
+    row = ref.take([3]).collect().to_pylist()
+    assert row == [{"x": 3, "text": "d", "double": 6, "shifted": 13, "minus": -3}]
+    assert [record.method for record in executor.take_records()] == ["<lambda>", "shift", "Negate"]
+
+
+def test_apply_keeps_the_number_of_rows(executor, batch):
+    with pytest.raises(DataError, match="made 1 rows of 4"):
+        executor.put(batch).apply(lambda rows: rows.slice(0, 1), ["x"])
+
+
+def test_records_tell_who_did_what(group, executor, batch):
+    assert [(record.method, record.metrics) for record in executor.take_records()] == [
+        ("__init__", {"built": 1})
+    ]
+    group.scale(batch)
+    (record,) = executor.take_records()
+    assert (record.role, record.rank, record.method) == ("scaler", 0, "scale")
+    assert record.metrics == {"rows": 4, "total": 6.0}
+    assert list(record.phases) == ["score"] and 0 <= record.phases["score"] < 1
+    assert 0 < record.start <= record.end
+    assert pickle.loads(pickle.dumps(record)) == record
+    assert executor.take_records() == []
+    (record,) = group.update(batch).records()
+    assert record.method == "update" and record.phases == {} and record.metrics == {}
+
+
+def test_an_unknown_method_is_named_with_the_nearest(group):
+    with pytest.raises(AttributeError, match=r"group `scaler` has no method `scael`.*`scale`\?"):
+        group.scael(0)
+    for name in ("private", "close", "context"):
+        with pytest.raises(AttributeError, match=rf"no method `{name}` that the driver may call"):
+            getattr(group, name)
+
+
+def test_as_many_rows_go_out_as_went_in(group, batch):
+    with pytest.raises(DataError, match=r"`scaler\.lose_a_row` returned 3 rows for 4"):
+        group.lose_a_row(batch)
+    with pytest.raises(DataError, match=r"`scaler\.forget_the_batch` returned 1 rows for 0"):
+        group.forget_the_batch()
+
+
+def test_exceptions_reach_the_driver_as_they_are(group, batch):
+    with pytest.raises(BrokenError, match=r"^as it was raised$") as caught:
+        group.fail(batch)
+    assert caught.traceback[-1].name == "fail"
+    assert group.scale(batch).collect()["y"].tolist() == [0, 3, 6, 9]
+
+
+def test_an_exception_while_building_reaches_the_driver(executor):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        WorkerGroup(executor, "scaler", Scaler, [0], nonsense=1)
+
+
+def test_two_roles_live_on_one_host(executor, group, batch):
+    echo = WorkerGroup(executor, "echo", MeshWorker, [0])
+    assert echo.echo(group.scale(batch)).collect()["y"].tolist() == [0, 3, 6, 9]
+
+
+def test_workers_are_closed_once():
+    before = Scaler.closed
+    with InlineExecutor("cpu") as executor:
+        WorkerGroup(executor, "scaler", Scaler, [0])
+        assert Scaler.closed == before
+    assert Scaler.closed == before + 1
+
+
+def test_there_is_one_device():
+    assert [device.kind for device in InlineExecutor("cpu").cluster.devices] == ["cpu"]
+    if not torch.accelerator.device_count():
+        with pytest.raises(ConfigError, match="no GPU was found"):
+            InlineExecutor("cuda")

@@ -1,0 +1,272 @@
+"""The packed forward: every sample as if it were alone, and logits never held whole."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from hybridrl.core.batch import Batch
+from hybridrl.models import CausalPolicy, PackedSamples, Packing, log_probs, token_log_probs
+from hybridrl.models.attention import NAME
+from hybridrl.models.packing import WASTE
+
+CPU = torch.device("cpu")
+VOCABULARY = 29
+# (prompt, response) lengths: one long sample, several of middling length, very short ones, and
+# one without a response.
+UNEVEN = [(3, 2), (30, 31), (1, 1), (12, 5), (9, 9), (2, 0), (1, 16), (4, 1)]
+
+
+def make_config(kind, **settings):
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
+        "attention_dropout": 0.0,
+    }
+    return kind(**(shape | settings))
+
+
+def make_model(config, attention, seed=0):
+    """A random model; the same weights whatever the attention."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        for parameter in model.parameters():  # biases and norms too must matter
+            if parameter.ndim == 1:
+                parameter.data += 0.3 * torch.randn_like(parameter)
+    model.config.use_cache = False
+    return model
+
+
+def make_batch(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(n):
+        return torch.randint(VOCABULARY, (n,), generator=generator)
+
+    return Batch.from_columns(
+        {
+            "prompt_ids": [draw(prompt) for prompt, _ in lengths],
+            "response_ids": [draw(response) for _, response in lengths],
+        }
+    )
+
+
+def one_by_one(model, batch, temperature=1.0):
+    """Log-probabilities and entropy of the responses, each sample in a forward of its own."""
+    found = []
+    for prompt, response in zip(
+        batch["prompt_ids"].rows(), batch["response_ids"].rows(), strict=True
+    ):
+        logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0]
+        scores = logits[len(prompt) - 1 : -1].float() / temperature
+        logs = torch.log_softmax(scores, dim=-1)
+        chosen = logs.gather(1, response[:, None]).squeeze(1)
+        found.append((chosen, -(logs.exp() * logs).sum(1)))
+    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+
+def gradients(model, outputs):
+    """Gradients of a weighted sum of the outputs."""
+    generator = torch.Generator().manual_seed(1)
+    loss = sum((out * torch.randn(len(out), generator=generator)).sum() for out in outputs)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+
+
+def assert_same(found, expected, tolerance):
+    """Relative to the largest element: small elements are differences of large ones."""
+    scale = float(expected.detach().abs().max())
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * scale)
+
+
+def assert_packed_equals_alone(config, batch, temperature=1.0):
+    policy, alone = CausalPolicy(make_model(config, NAME)), make_model(config, "eager")
+    outputs = policy(PackedSamples.of(batch, CPU), temperature)
+    expected = one_by_one(alone, batch, temperature)
+    for found, wanted in zip(outputs, expected, strict=True):
+        assert found.dtype == torch.float32
+        assert_same(found, wanted, 1e-5)
+    found, wanted = gradients(policy.model, outputs), gradients(alone, expected)
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert_same(found[name], wanted[name], 1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("key_value_heads", [4, 2, 1])
+@pytest.mark.parametrize("kind", [Qwen2Config, LlamaConfig, Qwen3Config])
+def test_packed_equals_alone(kind, key_value_heads, tied):
+    config = make_config(kind, num_key_value_heads=key_value_heads, tie_word_embeddings=tied)
+    batch = make_batch(UNEVEN)
+    assert len(PackedSamples.of(batch, CPU).packing.buckets) >= 3
+    assert_packed_equals_alone(config, batch)
+
+
+@pytest.mark.parametrize("lengths", [[(5, 7)], [(4, 4)] * 3, [(1, 60), (1, 1)]])
+def test_one_sample_one_rectangle_and_far_apart(lengths):
+    assert_packed_equals_alone(make_config(Qwen2Config), make_batch(lengths))
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 60, 61])
+def test_sliding_windows(window):
+    config = make_config(
+        Qwen2Config, use_sliding_window=True, sliding_window=window, max_window_layers=1
+    )
+    assert config.layer_types == ["full_attention", "sliding_attention"]
+    assert_packed_equals_alone(config, make_batch(UNEVEN))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+def test_temperature(temperature):
+    assert_packed_equals_alone(make_config(Qwen2Config), make_batch(UNEVEN[:4]), temperature)
+
+
+def test_samples_do_not_see_each_other():
+    batch = make_batch(UNEVEN)
+    changed = make_batch(UNEVEN, seed=1)
+    policy = CausalPolicy(make_model(make_config(Qwen2Config), NAME))
+    bounds = batch["response_ids"].cu_seqlens.tolist()
+    before = policy(PackedSamples.of(batch, CPU))[0]
+    for row in range(len(batch)):
+        others = Batch.concat(
+            [changed.slice(0, row), batch.slice(row, row + 1), changed.slice(row + 1, len(batch))]
+        )
+        after = policy(PackedSamples.of(others, CPU))[0]
+        mine = slice(bounds[row], bounds[row + 1])
+        torch.testing.assert_close(after[mine], before[mine], rtol=1e-5, atol=1e-5)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    samples = PackedSamples.of(make_batch(UNEVEN), CPU)
+    calls, found = [], []
+    for checkpointing in (False, True):
+        policy = CausalPolicy(make_model(make_config(Qwen2Config), NAME)).train()
+        mlp = policy.model.base_model.layers[0].mlp
+        mlp.register_forward_pre_hook(lambda *_, kind=checkpointing: calls.append(kind))
+        if checkpointing:
+            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        found.append(gradients(policy.model, policy(samples)))
+    assert calls == [False, True, True], "a layer runs again in backward"
+    for name in found[0]:
+        assert torch.equal(found[0][name], found[1][name])
+
+
+def test_half_precision_gives_float32_log_probs_near_the_exact_ones():
+    config, batch = make_config(Qwen2Config), make_batch(UNEVEN)
+    model = make_model(config, NAME)
+    exact = CausalPolicy(model)(PackedSamples.of(batch, CPU))
+    rounded = CausalPolicy(model.bfloat16())(PackedSamples.of(batch, CPU))
+    for found, wanted in zip(rounded, exact, strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.2)
+
+
+@pytest.mark.parametrize("tokens_per_chunk", [1, 3, 7, 8, 100])
+def test_chunks_change_nothing_and_logits_never_exist_whole(tokens_per_chunk, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(n, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+        for n in (8, VOCABULARY)
+    )
+    targets = torch.randint(VOCABULARY, (8,), generator=generator)
+    logs = torch.log_softmax(hidden @ weight.T / 0.7, dim=1)
+    expected = (logs.gather(1, targets[:, None]).squeeze(1), -(logs.exp() * logs).sum(1))
+    coefficients = torch.randn(2, 8, generator=generator)
+    wanted = torch.autograd.grad(
+        sum((c * out).sum() for c, out in zip(coefficients, expected, strict=True)),
+        (hidden, weight),
+    )
+
+    seen = []
+    log_softmax = torch.log_softmax
+
+    def watched(logits, *args, **kwargs):
+        seen.append(tuple(logits.shape))
+        return log_softmax(logits, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "log_softmax", watched)
+    monkeypatch.setattr(log_probs, "CHUNK_ELEMENTS", tokens_per_chunk * VOCABULARY + 5)
+    outputs = token_log_probs(hidden, weight, targets, 0.7)
+    found = torch.autograd.grad(
+        sum((c * out).sum() for c, out in zip(coefficients, outputs, strict=True)),
+        (hidden, weight),
+    )
+    assert {rows for rows, _ in seen} <= set(range(1, tokens_per_chunk + 1))
+    assert sum(rows for rows, _ in seen) == 16, "each token once forward and once backward"
+    for out, value in zip(outputs, expected, strict=True):
+        assert_same(out, value.float(), 1e-6)
+    for gradient, value in zip(found, wanted, strict=True):
+        assert_same(gradient, value, 1e-6)
+
+
+def test_a_vocabulary_larger_than_a_chunk_goes_token_by_token(monkeypatch):
+    monkeypatch.setattr(log_probs, "CHUNK_ELEMENTS", 10)
+    found, _ = token_log_probs(torch.zeros(3, 2), torch.zeros(VOCABULARY, 2), torch.arange(3))
+    assert_same(found, -torch.full((3,), float(VOCABULARY)).log(), 1e-6)
+
+
+def test_no_response_tokens():
+    policy = CausalPolicy(make_model(make_config(Qwen2Config), NAME))
+    outputs = policy(PackedSamples.of(make_batch([(3, 0), (1, 0)]), CPU))
+    assert [out.shape for out in outputs] == [(0,), (0,)]
+    assert all((grad == 0).all() for grad in gradients(policy.model, outputs).values())
+
+
+def test_position_ids_begin_anew_in_each_sample():
+    packing = Packing.of(torch.tensor([0, 3, 4, 6]), CPU)
+    assert packing.position_ids().tolist() == [0, 1, 2, 0, 0, 1]
+    assert packing.longest == 3 and packing.cu_seqlens.dtype == torch.int32
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12))
+def test_buckets_hold_each_token_once_and_little_padding(lengths):
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)])
+    packing = Packing.of(bounds, CPU)
+    sources = torch.cat([bucket.source for bucket in packing.buckets])
+    assert sorted(sources.tolist()) == list(range(sum(lengths)))
+    assert sum(bucket.rows for bucket in packing.buckets) == len(lengths)
+    sample_of = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    for rows, longest, source, target in packing.buckets:
+        assert len(source) == len(target) == len(set(target.tolist()))
+        assert rows * longest <= max(longest, WASTE * len(source))
+        row, place = target // max(longest, 1), target % max(longest, 1)
+        starts = bounds[sample_of[source]]
+        assert torch.equal(place, source - starts), "left-aligned"
+        assert len(set(zip(row.tolist(), sample_of[source].tolist(), strict=True))) == len(
+            set(row.tolist())
+        ), "one sample a row"
+        assert not len(row) or int(row.max()) < rows
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=6),
+    st.integers(0, 3),
+)
+def test_packed_samples_know_where_each_token_is(lengths, seed):
+    batch = make_batch(lengths, seed)
+    samples = PackedSamples.of(batch, CPU)
+    rows = [
+        torch.cat(pair)
+        for pair in zip(batch["prompt_ids"].rows(), batch["response_ids"].rows(), strict=True)
+    ]
+    assert torch.equal(samples.input_ids, torch.cat(rows))
+    assert torch.equal(samples.targets, batch["response_ids"].values)
+    assert torch.equal(samples.input_ids[samples.predictors + 1], samples.targets)
+    expected = []
+    for (prompt, response), start in zip(
+        lengths, samples.packing.cu_seqlens.tolist(), strict=False
+    ):
+        expected.extend(range(start + prompt - 1, start + prompt - 1 + response))
+    assert samples.predictors.tolist() == expected
+    assert torch.equal(samples.response_bounds, batch["response_ids"].cu_seqlens)
