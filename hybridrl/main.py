@@ -26,7 +26,6 @@ WRONG_SETTING, FAILED, INTERRUPTED = 2, 1, 130
 def main() -> None:
     """The command line."""
     arguments = sys.argv[1:]
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
         if any(argument.startswith("-") for argument in arguments):
             sys.argv[1:] = expand(arguments)
@@ -64,6 +63,8 @@ def run(config: Config) -> dict[str, Any]:
     with make_console(config.trainer.steps, title) as view:
         summary: dict[str, Any] = {}
         with Job(config, view.phase) as job:
+            # Now, because Ray sets a handler of its own when it starts.
+            signal.signal(signal.SIGTERM, _interrupt)
             view.message(overview(job))
             loop = Loop(job, view)
             summary = loop.summary

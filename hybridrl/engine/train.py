@@ -76,7 +76,7 @@ class TrainEngine:
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         log_probs, entropy = (torch.empty(int(bounds[-1])) for _ in range(2))
         for rows in self._micro_batches(batch):
-            samples = PackedSamples.of(batch.take(rows or [0]), self.device)
+            samples = PackedSamples.of(batch.take(rows), self.device)
             found = [column.cpu() for column in self.policy(samples, temperature)]
             start = 0
             for row in rows:
@@ -108,17 +108,14 @@ class TrainEngine:
         for number, rows in enumerate(micro_batches):
             last = number == len(micro_batches) - 1
             self.policy.set_requires_gradient_sync(last or not self._reduce_once)
-            part = batch.take(rows or [0])
+            part = batch.take(rows)
             samples = PackedSamples.of(part, self.device)
             log_probs, entropy = self.policy(samples, temperature)
             columns = token_columns(part, self.device)
             mask = columns["response_mask"].bool()
-            weights = columns["loss_weights"]
-            if not rows:  # another rank has more micro-batches: take part, count nothing
-                mask, weights = torch.zeros_like(mask), torch.zeros_like(weights)
             segments = Segments.from_cu_seqlens(samples.response_bounds.to(self.device), mask)
             token_loss = loss(log_probs, entropy, columns, segments)
-            value = torch.where(mask, token_loss.loss * weights, 0.0).sum()
+            value = torch.where(mask, token_loss.loss * columns["loss_weights"], 0.0).sum()
             # FSDP averages gradients over ranks; the weights already are those of the global loss.
             (value * self.ranks).backward()
             gathered.add(value, token_loss.metrics, mask)

@@ -73,10 +73,15 @@ class PackedSamples:
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> PackedSamples:
-        """Packs all rows of `batch` (columns `prompt_ids` and `response_ids`)."""
+        """Packs all rows of `batch` (columns `prompt_ids` and `response_ids`).
+
+        A batch without rows gives one token that predicts nothing: no model runs on no tokens, and
+        a rank without rows still takes part in its peers' collectives.
+        """
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
         bounds = prompts.cu_seqlens + responses.cu_seqlens
-        tokens = torch.empty(int(bounds[-1]), dtype=torch.int64)
+        bounds = bounds if len(batch) else torch.tensor([0, 1])
+        tokens = torch.zeros(int(bounds[-1]), dtype=torch.int64)
         starts = bounds[:-1]
         prompt_places = _places(prompts, starts)
         response_places = _places(responses, starts + prompts.lengths)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -72,14 +73,17 @@ class Command:
         )
         self.lines: list[str] = []
 
-    def wait_for(self, text: str) -> str:
-        """Reads the output up to the line that holds `text`."""
+    def wait_for_step(self, step: int) -> None:
+        """Reads the output up to the line of this step."""
+        self._wait_for(rf"step +{step}/")
+
+    def _wait_for(self, pattern: str) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
-            if text in line:
-                return line
-        raise AssertionError(f"{text!r} never came:\n{''.join(self.lines)}")
+            if re.search(pattern, line):
+                return
+        raise AssertionError(f"{pattern!r} never came:\n{''.join(self.lines)}")
 
     def finish(self, timeout: float = 120) -> int:
         """Reads the rest; gives the exit code."""

@@ -10,13 +10,13 @@ import time
 import pytest
 from conftest import SHORT
 
-pytestmark = [pytest.mark.ray]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(150)]
 LONG = [*SHORT, "trainer.steps=100000", "rollout=transformers"]
 
 
 def test_a_killed_worker_is_named_and_ends_the_job(command):
     run = command(*LONG)
-    run.wait_for("step 2/")
+    run.wait_for_step(2)
     run.workers()[1].kill()
     begin = time.monotonic()
     assert run.finish(timeout=30) == 1
@@ -27,7 +27,7 @@ def test_a_killed_worker_is_named_and_ends_the_job(command):
 
 def test_a_killed_worker_with_vllm(command):
     run = command(*SHORT, "trainer.steps=100000")
-    run.wait_for("step 2/")
+    run.wait_for_step(2)
     run.workers()[0].send_signal(signal.SIGKILL)
     assert run.finish(timeout=30) == 1
     assert "died during" in run.output
@@ -36,7 +36,7 @@ def test_a_killed_worker_with_vllm(command):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_saves_what_there_is(command, number):
     run = command(*LONG)
-    run.wait_for("step 3/")
+    run.wait_for_step(3)
     begin = time.monotonic()
     if number == signal.SIGINT:
         os.killpg(run.process.pid, number)  # as a terminal does: every process of the job
@@ -53,7 +53,7 @@ def test_an_interrupt_saves_what_there_is(command, number):
 def test_a_killed_driver_leaves_nothing_that_stops_the_next_job(command, tmp_path):
     two = ["rollout=vllm", "rollout.tensor_parallel=2"]
     run = command(*LONG, *two)
-    run.wait_for("step 1/")
+    run.wait_for_step(1)
     run.process.kill()
     run.finish()
     again = command(*SHORT, *two, f"run.directory={tmp_path / 'again'}")
@@ -65,7 +65,7 @@ def test_a_reward_that_hangs(command, tmp_path, choice):
     (tmp_path / "slow.py").write_text(
         "import time\n"
         "def score(prompt, response, answer):\n"
-        "    if prompt.startswith(('1', '2', '3')):\n"
+        "    if prompt[0] in '13579':\n"
         "        time.sleep(1000)\n"
         "    return float(response == answer)\n"
     )
@@ -76,7 +76,6 @@ def test_a_reward_that_hangs(command, tmp_path, choice):
         "trainer.steps=1",
         "eval.prompts=1",
         "rollout.samples_per_prompt=2",
-        "data.prompts_per_step=4",
         "reward.function=slow.py:score",
         "reward.timeout_s=0.2",
         f"reward.on_error={choice}",
@@ -94,13 +93,11 @@ def test_a_reward_that_hangs(command, tmp_path, choice):
 
 def test_a_call_that_hangs_is_named_with_all_stacks(command):
     run = command(*LONG, "controller.timeout_s=8")
-    run.wait_for("step 2/")
-    run.workers()[1].suspend()
-    try:
-        assert run.finish(timeout=60) == 1
-    finally:
-        for worker in run.workers():
-            worker.kill()
+    run.wait_for_step(2)
+    stopped = run.workers()[1]
+    stopped.suspend()
+    assert run.finish(timeout=60) == 1, run.output
+    assert not stopped.is_running()
     assert "controller.timeout_s" in run.output
     assert "did not answer" in run.output and "--- host 0" in run.output
 
