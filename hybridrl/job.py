@@ -157,6 +157,7 @@ class Job:
             rollout.top_p,
             rollout.top_k,
             tuple(rollout.stop),
+            rollout.min_tokens,
         )
         kinds = [b for b in (self.prompts, self.held_out) if b is not None]
         self.longest_prompt = max(int(b.lengths("prompt_ids").max()) for b in kinds)

@@ -13,7 +13,7 @@ from hypothesis import settings
 
 # The same examples on every run: a failure is a change in the code, never luck.
 settings.register_profile(
-    "hybridrl", max_examples=50, deadline=None, derandomize=True, database=None
+    "hybridrl", max_examples=40, deadline=None, derandomize=True, database=None
 )
 settings.load_profile("hybridrl")
 

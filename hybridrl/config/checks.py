@@ -134,6 +134,11 @@ def _check_sizes(config: Config) -> None:
             "rollout.temperature=0: all samples of a prompt would be equal and nothing could be "
             "learned. Evaluation is greedy by itself."
         )
+    if not 0 <= config.rollout.min_tokens <= config.rollout.max_tokens:
+        raise ConfigError(
+            f"rollout.min_tokens={config.rollout.min_tokens}: must be between 0 and "
+            f"rollout.max_tokens={config.rollout.max_tokens}."
+        )
     if not 0 < config.rollout.top_p <= 1:
         raise ConfigError(f"rollout.top_p={config.rollout.top_p}: must be in (0, 1].")
     if not 0 < config.rollout.memory_share < 1:

@@ -150,6 +150,8 @@ class RolloutConfig:
     samples_per_prompt: int = 8
     max_tokens: int = 512
     """Longest response."""
+    min_tokens: int = 0
+    """Shortest response: the end-of-sequence token is not chosen before."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ class Sampling:
 
     Attributes:
         max_tokens: Longest response.
+        min_tokens: The end-of-sequence token is not chosen before this many.
         temperature: 0 is greedy.
         top_p, top_k: Nucleus and top-k; 1.0 and 0 switch them off.
         stop: Texts that end a response; the text itself stays in it.
@@ -28,10 +29,11 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     stop: tuple[str, ...] = field(default=())
+    min_tokens: int = 0
 
     def greedy(self) -> Sampling:
         """The same limits, always the likeliest token."""
-        return Sampling(self.max_tokens, temperature=0.0, stop=self.stop)
+        return replace(self, temperature=0.0, top_p=1.0, top_k=0)
 
 
 class RolloutEngine(ABC):

@@ -84,7 +84,7 @@ class TransformersRollout(RolloutEngine):
         samples = [_Sample() for _ in prompts]
         running = samples  # one for each row of the batch in the cache
         cache = None
-        for _ in range(sampling.max_tokens):
+        for position in range(sampling.max_tokens):
             output = self._model(
                 input_ids=ids,
                 attention_mask=mask,
@@ -94,7 +94,10 @@ class TransformersRollout(RolloutEngine):
                 logits_to_keep=1,
             )
             cache = output.past_key_values
-            log_probs = torch.log_softmax(warpers(ids, output.logits[:, -1].float()), dim=-1)
+            logits = output.logits[:, -1].float()
+            if position < sampling.min_tokens:
+                logits[:, self._eos] = -torch.inf
+            log_probs = torch.log_softmax(warpers(ids, logits), dim=-1)
             if sampling.temperature == 0:
                 tokens = log_probs.argmax(-1, keepdim=True)
             else:

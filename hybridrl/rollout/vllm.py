@@ -123,6 +123,7 @@ class VLLMRollout(RolloutEngine):
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
             stop=list(sampling.stop) or None,
             include_stop_str_in_output=True,
             stop_token_ids=self._eos_token_ids,

@@ -30,9 +30,9 @@ def warm_up(
     config, actor = job.config.warmup, job.groups["actor"]
     if not config.steps or job.examples is None:
         return
-    optimizer = OptimizerConfig(
-        learning_rate=config.learning_rate, warmup_steps=RATE_WARMUP_STEPS, schedule="cosine"
-    )
+    # At a constant rate: a model annealed into a sharp minimum is thrown out of it by the first
+    # steps of reinforcement.
+    optimizer = OptimizerConfig(learning_rate=config.learning_rate, warmup_steps=RATE_WARMUP_STEPS)
     actor.start_optimizer(optimizer, config.steps)
     loader = PromptLoader(job.examples, config.examples_per_step, job.config.run.seed)
     queue = []

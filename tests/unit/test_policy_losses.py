@@ -88,7 +88,7 @@ def batches(draw, dtype=torch.float64):
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 @given(case=batches())
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_elementwise_losses_equal_the_scalar_formulas(name, case):
     tensors, _ = case
     result = ELEMENTWISE[name](*tensors)
@@ -157,7 +157,7 @@ def test_gmpo_equals_a_product_over_the_answer(case):
 
 @pytest.mark.parametrize("name", [*ELEMENTWISE, *BY_SAMPLE])
 @given(case=batches(), poison=st.sampled_from(POISON), other=st.sampled_from(POISON))
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_off_the_mask_nothing_matters(name, case, poison, other):
     tensors, mask = case
     clean, dirty = (

@@ -41,7 +41,7 @@ def slow_mean(loss, mask, mode, length_norm):
 
 @pytest.mark.parametrize("mode", MODES)
 @given(mask=masks(), length_norm=st.sampled_from([None, 3, 100.0]), seed=st.integers(0, 1000))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_weights_give_the_average_of_their_name(mode, mask, length_norm, seed):
     generator = torch.Generator().manual_seed(seed)
     loss = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
@@ -54,7 +54,7 @@ def test_weights_give_the_average_of_their_name(mode, mask, length_norm, seed):
 
 @pytest.mark.parametrize("mode", MODES)
 @given(mask=masks())
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_packed_equals_padded(mode, mask):
     rows, time = mask.shape
     padded = token_weights(mask, mode, length_norm=7)

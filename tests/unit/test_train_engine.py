@@ -413,8 +413,8 @@ def test_learning_raises_the_likelihood_of_what_is_learned(mesh):
     def loss(log_probs, entropy, columns, segments):
         return negative_log_likelihood(log_probs)
 
-    losses = [engine.update(batch, loss)["loss"] for _ in range(20)]
-    assert losses[-1] < 0.3 * losses[0]
+    losses = [engine.update(batch, loss)["loss"] for _ in range(12)]
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_a_saved_model_is_the_model(mesh, tmp_path):
