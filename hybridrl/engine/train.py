@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from hybridrl.algorithms import Segments, TokenLoss
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
-from hybridrl.core.balance import pack, partition
+from hybridrl.core.balance import pack
 from hybridrl.core.batch import Batch, Ragged
 from hybridrl.engine.optimizer import make_optimizer
 from hybridrl.models import CausalPolicy, PackedSamples
@@ -145,15 +145,14 @@ class TrainEngine:
         """Rows of each micro-batch within the token budget; equally many on every rank, because
         each is a round of collectives. A rank that has too few rows gets empty ones."""
         lengths = (batch.lengths("prompt_ids") + batch.lengths("response_ids")).tolist()
-        packed = pack(lengths, self.config.tokens_per_microbatch)
+        packed = pack(lengths, self.config.tokens_per_microbatch) or [[]]
         count = torch.tensor([len(packed)])
         dist.all_reduce(count, dist.ReduceOp.MAX, group=self._group)
-        most = int(count)
-        if len(packed) == most:
-            return packed
-        if len(batch) >= most:
-            return [sorted(rows) for rows in partition(lengths, most)]
-        return packed + [[] for _ in range(most - len(packed))]
+        while len(packed) < int(count):
+            fullest = max(packed, key=len)
+            packed.remove(fullest)
+            packed += [fullest[::2], fullest[1::2]]
+        return packed
 
     def _step(self) -> float:
         """Clips, steps and clears the gradients; gives their norm before clipping. A step whose

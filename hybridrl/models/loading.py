@@ -22,6 +22,12 @@ from hybridrl.models.attention import NAME
 logging.disable_progress_bar()
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+UNKNOWN_ARITHMETIC = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+)
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -77,7 +83,23 @@ def load_model(path: str, dtype: str) -> PreTrainedModel:
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={path} could not be loaded: {_first_line(error)}") from error
     model.config.use_cache = False
+    _refuse_what_would_be_wrong(model, path)
     return model
+
+
+def _refuse_what_would_be_wrong(model: PreTrainedModel, path: str) -> None:
+    """Models that change attention scores or logits in ways that the packed forward does not know
+    would be trained on wrong log-probabilities without a word."""
+    text = model.config.get_text_config()
+    strange = [name for name in UNKNOWN_ARITHMETIC if getattr(text, name, None) not in (None, 1.0)]
+    strange += ["attention sinks"] if any("sinks" in n for n, _ in model.named_parameters()) else []
+    head = model.get_output_embeddings()
+    strange += ["a bias of lm_head"] if getattr(head, "bias", None) is not None else []
+    if strange:
+        raise ConfigError(
+            f"model.path={path} ({model.config.model_type}) uses {', '.join(strange)}, which "
+            "packed training does not support yet. Qwen2, Qwen3, Llama and Mistral work."
+        )
 
 
 def make_tiny_model(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import pyarrow as pa
 import torch
 from torch import Tensor
 
-from hybridrl.core.batch import Batch
+from hybridrl.core.batch import Batch, Ragged
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,14 @@ def responses(
     """The batch that `RolloutEngine.generate` returns."""
     return Batch.from_columns(
         {
-            "response_ids": [torch.tensor(row, dtype=torch.int64) for row in token_ids],
-            "rollout_log_probs": [torch.tensor(row, dtype=torch.float32) for row in log_probs],
-            "finish_reason": finish_reasons,
+            "response_ids": _ragged(token_ids, torch.int64),
+            "rollout_log_probs": _ragged(log_probs, torch.float32),
+            "finish_reason": pa.array(finish_reasons, pa.string()),
         }
     )
+
+
+def _ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Ragged:
+    """Typed even where there are no rows."""
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(len(row) for row in rows)])
+    return Ragged(torch.tensor([x for row in rows for x in row], dtype=dtype), cu_seqlens)
