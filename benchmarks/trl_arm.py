@@ -1,4 +1,4 @@
-"""The baseline arm of the training-step benchmark: TRL's GRPOTrainer, as fast as two cores run it.
+"""The baseline arm of `versus_trl.py`: TRL's GRPOTrainer.
 
     python trl_arm.py --model FOLDER --prompts FILE.jsonl --steps 3 --samples 8 --max-tokens 512
 
@@ -7,8 +7,8 @@ of JSON goes to standard output for every optimizer step, with the wall time of 
 and update together; the first step is warm-up. `--prompts` takes lines of `{"prompt": "..."}`, of
 which `--prompts-per-step` make a step, with `--samples` answers to each.
 
-Every core runs a process of its own, with one thread, and gloo averages the gradients: small
-matrices gain less from a second thread than from a second half of the batch.
+By default every core runs a process of its own, with one thread, and gloo averages the gradients;
+`--processes 1` runs one process with a thread for each core.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import time
 from pathlib import Path
 
 MALLOC = {
-    # glibc returns every tensor above 32 MiB to the system as it is freed, and the page faults of
-    # its next use cost more than what is computed in it.
+    # Or glibc returns every large tensor to the system as it is freed, and pays for it again.
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
 }

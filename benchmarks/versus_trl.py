@@ -59,7 +59,7 @@ def make_model(folder: Path, size: str) -> None:
         num_attention_heads=SIZES[size]["hidden_size"] // 32,
         num_key_value_heads=SIZES[size]["hidden_size"] // 64,
         max_position_embeddings=1024,
-        initializer_range=0.01,
+        initializer_range=0.002,
         tie_word_embeddings=False,
         eos_token_id=1,
         pad_token_id=0,

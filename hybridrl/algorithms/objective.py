@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from hybridrl.algorithms.sample_losses import gmpo, gspo
 from hybridrl.algorithms.segments import Segments
 from hybridrl.algorithms.token_loss import TokenLoss
 
-POLICY_LOSSES = {
+POLICY_LOSSES: dict[str, Callable[..., TokenLoss]] = {
     "ppo_clip": ppo_clip,
     "gspo": gspo,
     "cispo": cispo,

@@ -219,7 +219,7 @@ class Host:
         except BaseException as error:
             if self._raises:
                 raise
-            text = traceback.format_exc()
+            text = _traceback_of(error)
             logging.getLogger(__name__).error("%s.%s failed:\n%s", record.role, record.method, text)
             message = f"{type(error).__name__}: {error}"
             failure = Failure(record.role, record.rank, record.method, message, text, time.time())
@@ -245,3 +245,11 @@ class Host:
         sys.stderr.flush()
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
+
+
+def _traceback_of(error: BaseException) -> str:
+    """The traceback from the worker's own code on; the frames of this file tell nobody anything."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(error.with_traceback(trace)))

@@ -257,10 +257,13 @@ class RayExecutor(Executor):
     def _settle_one(self, reference: Any) -> None:
         """Takes a finished call off the list; raises if it failed."""
         host, name, _ = self._pending[reference]
+        death = None
         try:
             reply = ray.get(reference)
         except ray.exceptions.RayError as error:
-            self._fail(failures.Death(host, name, str(error)))
+            death = failures.Death(host, name, str(error))
+        if death is not None:  # outside the handler, so that Ray's own traceback is not chained
+            self._fail(death)
         del self._pending[reference]
         if reply.failure is not None:
             self._fail(reply.failure)

@@ -36,7 +36,7 @@ class Ragged(NamedTuple):
 
     def rows(self) -> list[torch.Tensor]:
         """One view per row."""
-        return list(self.values.split(self.lengths.tolist()))
+        return list(torch.split(self.values, self.lengths.tolist()))
 
 
 class Batch:

@@ -30,10 +30,10 @@ class Mesh:
         if not 0 <= rank < self.size:
             raise ConfigError(f"Rank {rank} is not on a mesh of {self.size} ranks ({self.axes}).")
         found: dict[str, Coordinate] = {}
-        for name, size in reversed(self.axes.items()):
+        for name, size in reversed(list(self.axes.items())):
             rank, index = divmod(rank, size)
             found[name] = Coordinate(index, size)
-        return dict(reversed(found.items()))
+        return dict(reversed(list(found.items())))
 
 
 @dataclass(frozen=True)
