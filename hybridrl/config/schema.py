@@ -47,7 +47,7 @@ class TinyModelConfig:
     """Shape of the model that is made from `run.seed` when `model.path` is null."""
 
     hidden_size: int = 128
-    layers: int = 4
+    layers: int = 2
     heads: int = 4
     context: int = 128
 
