@@ -6,6 +6,7 @@ given the same prompts and make the same choices. Importing this module needs vL
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from multiprocessing import shared_memory
@@ -118,7 +119,26 @@ class VLLMRollout(RolloutEngine):
             self.wake()
         if self._sleeps:
             self._llm.wake_up(tags=["kv_cache"])
-        parameters = SamplingParams(
+        # Samples of one prompt lie next to each other: vLLM takes them as one request.
+        prompts = [row.tolist() for row in batch["prompt_ids"].rows()]
+        groups = [(ids, len(list(copies))) for ids, copies in itertools.groupby(prompts)]
+        with torch.random.fork_rng(generators(self._device)):
+            torch.manual_seed(seed)
+            found = self._llm.generate(
+                [{"prompt_token_ids": ids} for ids, _ in groups],
+                [self._parameters(sampling, samples) for _, samples in groups],
+                use_tqdm=False,
+            )
+        outputs = [output for request in found for output in request.outputs]
+        return responses(
+            [list(output.token_ids) for output in outputs],
+            [list(output.logprobs.logprobs) for output in outputs],
+            [output.finish_reason for output in outputs],
+        )
+
+    def _parameters(self, sampling: Sampling, samples: int) -> SamplingParams:
+        return SamplingParams(
+            n=samples,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -130,16 +150,6 @@ class VLLMRollout(RolloutEngine):
             detokenize=bool(sampling.stop),
             logprobs=0,
             flat_logprobs=True,
-        )
-        prompts = [{"prompt_token_ids": row.tolist()} for row in batch["prompt_ids"].rows()]
-        with torch.random.fork_rng(generators(self._device)):
-            torch.manual_seed(seed)
-            found = self._llm.generate(prompts, parameters, use_tqdm=False) if prompts else []
-        outputs = [request.outputs[0] for request in found]
-        return responses(
-            [list(output.token_ids) for output in outputs],
-            [list(output.logprobs.logprobs) for output in outputs],
-            [output.finish_reason for output in outputs],
         )
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Adding two numbers of at most two digits: `17+58=` is answered by `75`."""
+"""Adding two numbers below 40: `17+38=` is answered by `55`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from hybridrl.errors import ConfigError
 
 CHARACTERS = "0123456789+="
 
-_OPERANDS = 100  # 0 to 99, so there are 10,000 problems in all
+_OPERANDS = 40  # 0 to 39, so there are 1,600 problems in all
 
 
 def problems(
     count_held_out: int = 256, seed: int = 0
 ) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """All 10,000 problems, shuffled from `seed` and cut into `(train, held_out)`.
+    """All 1,600 problems, shuffled from `seed` and cut into `(train, held_out)`.
 
     No problem is in both parts; `a+b=` and `b+a=` count as two problems.
 
