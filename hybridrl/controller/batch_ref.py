@@ -23,6 +23,9 @@ from hybridrl.errors import DataError
 if TYPE_CHECKING:
     from hybridrl.controller.executor import Executor
 
+EVEN_ENOUGH = 1.02
+"""Consecutive rows are dealt out if no part has more than this multiple of the mean; otherwise the
+rows of a part are picked one by one, which copies them."""
 Rows = npt.NDArray[np.int64]
 Fetch = Callable[[Any], Any]
 """Turns a reference that an executor handed out into the object behind it."""
@@ -206,6 +209,12 @@ def part_rows(table: Node, part: Part, fetch: Fetch) -> Rows:
         return np.arange(edges[part.index], edges[part.index + 1])
     tokens = table.tokens(fetch).values()
     costs = sum(tokens, start=np.ones(count, np.int64))  # 1: rows without tokens spread evenly
+    ends = np.cumsum(costs)
+    goals = ends[-1] * np.arange(1, part.parts) / part.parts if count else []
+    edges = np.concatenate([[0], np.searchsorted(ends, goals, side="left") + 1, [count]])
+    sizes = np.diff(np.concatenate([[0], ends])[np.minimum(edges, count)])
+    if len(sizes) and sizes.max() <= EVEN_ENOUGH * sizes.mean():
+        return np.arange(edges[part.index], edges[part.index + 1])  # read without copying
     return np.sort(np.asarray(partition(costs.tolist(), part.parts)[part.index], dtype=np.int64))
 
 

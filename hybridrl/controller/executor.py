@@ -42,8 +42,8 @@ class Executor(ABC):
         """Builds a worker on host `context.host`; returns a reference to the reply."""
 
     @abstractmethod
-    def submit(self, host: int, call: Call) -> Shard:
-        """Queues a call on a host."""
+    def submit(self, host: int, call: Call, returns_batch: bool) -> Shard:
+        """Queues a call on a host; the shard has data only if the method returns a batch."""
 
     @abstractmethod
     def submit_apply(self, host: int, function: Callable[[Batch], Batch], table: BatchRef) -> Shard:

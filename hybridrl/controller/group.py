@@ -112,7 +112,9 @@ class WorkerGroup:
         spread = self._spread(method, transfer.protocol)
         shards = [
             self._executor.submit(
-                device, Call(self.role, method, arguments, keywords, *spread[rank], transfer)
+                device,
+                Call(self.role, method, arguments, keywords, *spread[rank]),
+                transfer.returns_batch,
             )
             for rank, device in enumerate(self.devices)
         ]

@@ -66,7 +66,6 @@ class Call:
     keywords: Mapping[str, Any]
     part: tuple[int, int]
     speaks: bool
-    transfer: Transfer
 
 
 @dataclass(frozen=True)
@@ -127,6 +126,8 @@ class Host:
     def execute(self, call: Call) -> tuple[Batch | None, Reply]:
         """Runs one call on this rank; gives the batch it returned, if it speaks, and the reply."""
         worker = self._workers[call.role]
+        method = getattr(worker, call.method)
+        transfer: Transfer = method.__transfer__
 
         def run(record: Record) -> tuple[Batch | None, Any, ShardInfo | None]:
             rows = None
@@ -135,7 +136,7 @@ class Host:
                 nonlocal rows
                 if not isinstance(argument, BatchRef):
                     return argument
-                part = Part(*call.part, balance=call.transfer.protocol.balance)
+                part = Part(*call.part, balance=transfer.protocol.balance)
                 batch, rows = argument.read(part, self._fetch)
                 return batch
 
@@ -144,8 +145,8 @@ class Host:
             keywords = {name: resolve(argument) for name, argument in call.keywords.items()}
             self._waiting = False
             worker.record = record
-            value = getattr(worker, call.method)(*arguments, **keywords)
-            if not call.transfer.returns_batch:
+            value = method(*arguments, **keywords)
+            if not transfer.returns_batch:
                 return None, value if call.speaks else None, None
             if rows is None or len(value) != len(rows):
                 raise DataError(

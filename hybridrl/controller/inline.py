@@ -36,7 +36,7 @@ class InlineExecutor(Executor):
         self.records.append(reply.record)
         return reply
 
-    def submit(self, host: int, call: Call) -> Shard:
+    def submit(self, host: int, call: Call, returns_batch: bool) -> Shard:
         return self._done(*self._host.execute(call))
 
     def submit_apply(self, host: int, function: Callable[[Batch], Batch], table: BatchRef) -> Shard:

@@ -199,9 +199,9 @@ class RayExecutor(Executor):
         )
         return self._track(reply, context.host, f"{context.role}.__init__")
 
-    def submit(self, host: int, call: Call) -> Shard:
+    def submit(self, host: int, call: Call, returns_batch: bool) -> Shard:
         name = f"{call.role}.{call.method}"
-        if call.transfer.returns_batch:
+        if returns_batch:
             data, reply = self._hosts[host].execute.remote(call)
             return Shard(data, self._track(reply, host, name))
         return Shard(None, self._track(self._hosts[host].answer.remote(call), host, name))
@@ -222,16 +222,27 @@ class RayExecutor(Executor):
             raise WorkerError("The job has failed before; its workers take no more calls.")
         until = math.inf if limit is None else time.monotonic() + limit
         patience = min(5.0, self._timeout / 4)
+        checked = time.monotonic()
         while wanted:
             left = until - time.monotonic()
             if left <= 0:
                 return False
-            ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=min(patience, left))
-            for reply in ready:
-                self._settle_one(reply)
-                wanted.discard(reply)
-            if not ready:
+            # All at once, because each question costs; a failure among them is seen in a second.
+            try:
+                self._take(list(wanted), ray.get(list(wanted), timeout=min(1.0, patience, left)))
+                return True
+            except (ray.exceptions.GetTimeoutError, ray.exceptions.RayError):
+                pass  # some are late or lost: look at each
+            ready, _ = ray.wait(
+                list(self._pending),
+                num_returns=len(self._pending),
+                timeout=0,
+            )
+            self._settle(ready)
+            wanted.difference_update(ready)
+            if wanted and time.monotonic() - checked > patience:
                 self._check_deadlines()
+                checked = time.monotonic()
         return True
 
     def settle(self) -> None:
@@ -254,20 +265,29 @@ class RayExecutor(Executor):
         self._pending[reply] = (host, name, time.monotonic())
         return reply
 
-    def _settle_one(self, reference: Any) -> None:
-        """Takes a finished call off the list; raises if it failed."""
-        host, name, _ = self._pending[reference]
+    def _settle(self, finished: Sequence[Any]) -> None:
+        """Takes finished calls off the list; raises if one of them failed."""
         death = None
         try:
-            reply = ray.get(reference)
-        except ray.exceptions.RayError as error:
-            death = failures.Death(host, name, str(error))
+            replies = ray.get(finished)
+        except ray.exceptions.RayError:
+            replies = []
+            for reference in finished:
+                try:
+                    replies.append(ray.get(reference))
+                except ray.exceptions.RayError as error:
+                    host, name, _ = self._pending[reference]
+                    death = failures.Death(host, name, str(error))
         if death is not None:  # outside the handler, so that Ray's own traceback is not chained
             self._fail(death)
-        del self._pending[reference]
-        if reply.failure is not None:
-            self._fail(reply.failure)
-        self.records.append(reply.record)
+        self._take(finished, replies)
+
+    def _take(self, finished: Sequence[Any], replies: Sequence[Reply]) -> None:
+        for reference, reply in zip(finished, replies, strict=True):
+            del self._pending[reference]
+            if reply.failure is not None:
+                self._fail(reply.failure)
+            self.records.append(reply.record)
 
     def _fail(self, first: Failure | failures.Death) -> None:
         """Raises the error behind a failure. A rank that dies makes its peers fail in their
