@@ -106,7 +106,7 @@ def test_the_saved_model_is_an_ordinary_transformers_model(command):
         (["data=jsonl", "data.path=missing.jsonl", "model.path=."], ["config.json"]),
         (["actor.tokens_per_microbatch=10"], ["actor.tokens_per_microbatch=10", "14"]),
         (["rollout.max_tokens=500"], ["rollout.max_tokens=500", "the model takes 128"]),
-        (["num_devices=400"], ["num_devices=400", "CPU cores"]),
+        (["executor=ray", "num_devices=400"], ["num_devices=400", "CPU cores"]),
         (["reward.function=missing.py:score"], ["missing.py"]),
         (["run.root=/proc/nowhere", "run.directory=null"], ["run.root"]),
     ],
