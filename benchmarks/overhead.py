@@ -22,7 +22,6 @@ import torch
 from figures import interleave, report
 
 from hybridrl import Job, load_config
-from hybridrl.trainers import load_trainer
 from hybridrl.trainers.warmup import warm_up
 
 ROUNDS = 15
@@ -111,14 +110,14 @@ def main() -> None:
         with Job(load_config(overrides)) as job:
             warm_up(job)
             job.groups["actor"].save_model(f"{folder}/model").get()
-            trainer = load_trainer("grpo")(job.config, job.groups, job.sampling)
+            trainer = job.make_trainer()
             baseline = HandWritten(f"{folder}/model", job)
             prompts = next(job.loader)
             ids = [row.tolist() for row in prompts["prompt_ids"].rows()]
 
             def ours() -> float:
                 begin = time.perf_counter()
-                for handle in trainer.step(job.next_prompts())[1]:
+                for handle in trainer.step()[1]:
                     handle.get()
                 return time.perf_counter() - begin
 

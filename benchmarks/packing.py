@@ -67,7 +67,7 @@ def main() -> None:
 
         def packed(batch: Batch = batch) -> float:
             begin = time.perf_counter()
-            log_probs, _ = policy(PackedSamples.of(batch, torch.device("cpu")))
+            log_probs = policy(PackedSamples.of(batch, torch.device("cpu")))["log_probs"]
             log_probs.sum().backward()
             return time.perf_counter() - begin
 

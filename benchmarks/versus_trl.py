@@ -24,7 +24,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl import Job, load_config
 from hybridrl.data.tasks.character_tokenizer import CHARACTERS, build_tokenizer
-from hybridrl.trainers import load_trainer
 
 VOCABULARY = 128
 SIZES = {
@@ -99,12 +98,12 @@ def compare(size: str, python: Path, folder: Path, rounds: int) -> None:
         "rollout.kv_cache_gib=1",
     ]
     with Job(load_config(overrides)) as job:
-        trainer = load_trainer("grpo")(job.config, job.groups, job.sampling)
+        trainer = job.make_trainer()
         lengths = []
 
         def ours() -> float:
             begin = time.perf_counter()
-            batch, handles = trainer.step(job.next_prompts())
+            batch, handles = trainer.step()
             for handle in handles:
                 handle.get()
             seconds = time.perf_counter() - begin

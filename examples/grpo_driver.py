@@ -24,7 +24,7 @@ with Job(load_config(["run.name=driver", *sys.argv[1:]])) as job:
     warm_up(job)
     print(f"greedy accuracy {accuracy(job):.2f}")
     for step in range(job.config.trainer.steps):
-        batch = job.next_prompts().repeat(8)
+        batch = job.next_batch().repeat(8)
         batch |= actor.generate_sequences(batch, job.sampling)
         batch |= reward.compute_reward(batch)
         batch |= batch.apply(advantages, ["scores", "group_id", "response_mask"])

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hybridrl.config.load import load_config
     from hybridrl.core.batch import Batch
+    from hybridrl.core.turn import Episode, Turn
     from hybridrl.job import Job
 
 __version__ = "0.1.0"
-__all__ = ["Batch", "Job", "load_config"]
+__all__ = ["Batch", "Episode", "Job", "Turn", "load_config"]
 
 _HOMES = {
     "Batch": "hybridrl.core.batch",
+    "Episode": "hybridrl.core.turn",
     "Job": "hybridrl.job",
+    "Turn": "hybridrl.core.turn",
     "load_config": "hybridrl.config.load",
 }
 

@@ -26,6 +26,10 @@ class RewardError(HybridRLError):
     """A reward function could not be loaded, or failed while `reward.on_error` is `fail`."""
 
 
+class RolloutError(HybridRLError):
+    """Generation did not keep to the tokens of a sample. Names the tokens."""
+
+
 class WorkerError(HybridRLError):
     """A worker raised or died. Names role, rank and method, and carries the worker's traceback."""
 

@@ -23,10 +23,13 @@ from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.observe.metrics import open_writers
 from hybridrl.observe.run_directory import RunDirectory
+from hybridrl.trainers import load_trainer
 
 if TYPE_CHECKING:
     from hybridrl.controller import BatchRef
     from hybridrl.core.batch import Batch
+    from hybridrl.data.loader import PromptLoader
+    from hybridrl.trainers.base import Trainer
 
 HEAD_DIM_STEP = 32
 
@@ -43,8 +46,9 @@ class Job:
 
     Attributes:
         directory: The run's files.
-        prompts, held_out, examples: Tokenized data; see `hybridrl.data.sources.Prompts`.
-        loader: Endless iterator over batches of `data.prompts_per_step` prompts.
+        training, held_out: Tokenized data, of the kind that the trainer learns from.
+        examples: Prompts with right responses; None where the data has none.
+        loader: Endless iterator over batches of `data.prompts_per_step` rows of `training`.
         sampling: How samples are drawn while training.
         executor: The devices.
         groups: The worker groups, by role.
@@ -61,10 +65,13 @@ class Job:
         self.config = config
         self.name = f"hybridrl-{os.getpid()}-{int(time.time())}"
         check(config)
+        self.trainer_class = load_trainer(config.trainer.name)
         self.directory = _make_directory(config)
         self.directory.write_config(to_yaml(config))
         trackers = config.metrics or []
         trackers = [trackers] if isinstance(trackers, str) else list(trackers)
+        self._example_loader: PromptLoader | None = None
+        self._numbered = 0
         self._writers = open_writers(trackers, self.directory, config.run.name, asdict(config))
         progress("starting Ray and loading data" if config.executor == "ray" else "loading data")
         with ThreadPoolExecutor(1) as beside:
@@ -76,7 +83,7 @@ class Job:
             loading.result()
             devices = self.executor.cluster.devices
             self._check_devices(len(devices))
-            progress(f"starting {len(devices)} workers ({config.rollout.engine})")
+            progress(f"starting {len(devices)} workers")
             self._build_groups(roles)
         except BaseException:
             self.close()
@@ -92,10 +99,43 @@ class Job:
         """Hands a batch of the driver's to the workers; see `Executor.put`."""
         return self.executor.put(batch)
 
-    def next_prompts(self) -> BatchRef:
-        """The prompts of the next step, numbered in the column `group_id`."""
-        prompts = next(self.loader)
-        return self.put(prompts.with_columns({"group_id": np.arange(len(prompts))}))
+    def next_batch(self) -> BatchRef:
+        """What the next step learns from: prompts, numbered in the column `group_id`, or examples,
+        or pairs."""
+        from hybridrl.data.preferences import samples_of_pairs
+
+        batch = next(self.loader)
+        if self.trainer_class.DATA == "pairs":
+            return self.put(samples_of_pairs(batch))
+        numbers = np.arange(self._numbered, self._numbered + len(batch))
+        self._numbered += len(batch)
+        return self.put(batch.with_columns({"group_id": numbers}))
+
+    def make_trainer(self) -> Trainer:
+        """The driver program that `trainer.name` asks for."""
+        return self.trainer_class(
+            self.config, self.groups, self.sampling, self.next_batch, self.next_examples
+        )
+
+    def next_examples(self, coefficient: float = 1.0) -> BatchRef:
+        """Prompts with right responses, for one supervised update of this weight."""
+        from hybridrl.data.loader import PromptLoader
+        from hybridrl.trainers.shaping import loss_weights
+
+        if self.examples is None:
+            raise ConfigError(
+                f"algorithm.ptx_coefficient={self.config.algorithm.ptx_coefficient} needs right "
+                "responses, and only built-in tasks (data.task) bring them."
+            )
+        if self._example_loader is None:
+            config = self.config
+            self._example_loader = PromptLoader(
+                self.examples, config.data.prompts_per_step, config.run.seed
+            )
+        batch = next(self._example_loader)
+        weights = loss_weights(batch, "token-mean").ragged("loss_weights")
+        scaled = weights._replace(values=weights.values * coefficient)
+        return self.put(batch.with_columns({"loss_weights": scaled}))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds figures of a step to `metrics.jsonl` and the trackers."""
@@ -129,13 +169,21 @@ class Job:
             run_directory=self.directory.path,
             timeout_s=config.controller.timeout_s,
             start_timeout_s=config.ray.start_timeout_s,
-            preload=("hybridrl.workers.actor", f"hybridrl.rollout.{config.rollout.engine}"),
+            preload=self._modules_of_workers(),
         )
+
+    def _modules_of_workers(self) -> list[str]:
+        """What workers import anyway, while the driver prepares."""
+        modules = ["hybridrl.workers.actor"]
+        if self.trainer_class.GENERATES:
+            modules.append(f"hybridrl.rollout.{self.config.rollout.engine}")
+        return modules
 
     def _load(self) -> None:
         """Model folder, tokenizer and prompts, and what follows from their sizes."""
         from hybridrl.data.loader import PromptLoader
-        from hybridrl.data.sources import load_prompts
+        from hybridrl.data.preferences import samples_of_pairs
+        from hybridrl.data.sources import load_examples, load_pairs, load_prompts
         from hybridrl.models import check_model, load_config, load_tokenizer
         from hybridrl.rollout import Sampling
 
@@ -145,11 +193,19 @@ class Job:
         self.model_path = config.model.path or str(self._make_tiny_model())
         self.tokenizer_path = config.model.tokenizer or self.model_path
         self.tokenizer = load_tokenizer(self.tokenizer_path)
-        self.prompts, self.held_out, self.examples = load_prompts(
-            config.data, self.tokenizer, held_out=config.eval.prompts, seed=config.run.seed
-        )
+        settings = {"held_out": config.eval.prompts, "seed": config.run.seed}
+        self.examples = None
+        if self.trainer_class.DATA == "prompts":
+            self.training, self.held_out, self.examples = load_prompts(
+                config.data, self.tokenizer, **settings
+            )
+        elif self.trainer_class.DATA == "examples":
+            self.training, self.held_out = load_examples(config.data, self.tokenizer, **settings)
+        else:
+            self.training, held_out = load_pairs(config.data, self.tokenizer, **settings)
+            self.held_out = None if held_out is None else samples_of_pairs(held_out)
         self.loader = PromptLoader(
-            self.prompts, config.data.prompts_per_step, config.run.seed, config.data.shuffle
+            self.training, config.data.prompts_per_step, config.run.seed, config.data.shuffle
         )
         self.sampling = Sampling(
             rollout.max_tokens,
@@ -159,9 +215,14 @@ class Job:
             tuple(rollout.stop),
             rollout.min_tokens,
         )
-        kinds = [b for b in (self.prompts, self.held_out) if b is not None]
+        kinds = [b for b in (self.training, self.held_out) if b is not None]
         self.longest_prompt = max(int(b.lengths("prompt_ids").max()) for b in kinds)
-        self.context_length = self.longest_prompt + rollout.max_tokens
+        self.longest_response = rollout.max_tokens
+        if self.trainer_class.DATA != "prompts":
+            names = ("response_ids", "chosen_ids", "rejected_ids")
+            columns = [b.lengths(name) for b in kinds for name in names if name in b.columns]
+            self.longest_response = max(int(lengths.max()) for lengths in columns)
+        self.context_length = self.longest_prompt + self.longest_response
         self._check_lengths(load_config(self.model_path))
 
     def _make_tiny_model(self) -> Path:
@@ -185,21 +246,25 @@ class Job:
 
     def _check_lengths(self, model_config: Any) -> None:
         limit = getattr(model_config, "max_position_embeddings", None)
+        generated = self.trainer_class.DATA == "prompts"
+        setting = "rollout.max_tokens" if generated else "data.max_response_tokens"
+        response = f"{setting}={self.longest_response}" if generated else "its response"
         wanted = (
-            f"The longest sample has {self.context_length} tokens (a prompt of "
-            f"{self.longest_prompt} and rollout.max_tokens={self.config.rollout.max_tokens})"
+            f"The longest sample has {self.context_length} tokens (a prompt of up to "
+            f"{self.longest_prompt} and {response})"
         )
         if limit is not None and self.context_length > limit:
             raise ConfigError(
-                f"{wanted}, but the model takes {limit}. Lower rollout.max_tokens, or leave long "
-                "prompts out with data.max_prompt_tokens and data.too_long=drop."
+                f"{wanted}, but the model takes {limit}. Lower {setting}, or leave long rows out "
+                "with data.max_prompt_tokens and data.too_long=drop."
             )
         budget = self.config.actor.tokens_per_microbatch
-        if self.context_length > budget:
+        needed = self.context_length * (2 if self.trainer_class.DATA == "pairs" else 1)
+        if needed > budget:
             raise ConfigError(
-                f"{wanted}, but actor.tokens_per_microbatch={budget}: a sample is never cut. Raise "
-                f"actor.tokens_per_microbatch to {self.context_length} or more, or lower "
-                "rollout.max_tokens."
+                f"{wanted}, but actor.tokens_per_microbatch={budget}: a sample (or a pair) is "
+                f"never cut. Raise actor.tokens_per_microbatch to {needed} or more, or lower "
+                f"{setting}."
             )
 
     def _check_devices(self, devices: int) -> None:
@@ -213,10 +278,10 @@ class Job:
     def _build_groups(self, roles: Sequence[str] | None) -> None:
         from hybridrl.controller import WorkerGroup
         from hybridrl.placement import STRATEGIES
-        from hybridrl.roles import worker_of
-        from hybridrl.trainers import load_trainer
+        from hybridrl.roles import played_by, worker_of
 
-        roles = roles or load_trainer(self.config.trainer.name).roles(self.config)
+        wanted = list(roles or self.trainer_class.roles(self.config))
+        roles = list(dict.fromkeys(played_by(role, self.config) for role in wanted))
         self.placement = STRATEGIES[self.config.placement](roles, self.executor.cluster)
         self.groups = {}
         for role, devices in self.placement.items():
@@ -224,6 +289,8 @@ class Job:
             self.groups[role] = WorkerGroup(self.executor, role, worker_class, devices, **keywords)
         for group in self.groups.values():
             group.ready()
+        for role in wanted:
+            self.groups[role] = self.groups[played_by(role, self.config)]
 
 
 def _make_directory(config: Config) -> RunDirectory:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.algorithms import PolicyObjective
-from hybridrl.config.schema import AlgorithmConfig
+from hybridrl.algorithms import BradleyTerry, DirectPreference, PolicyObjective
+from hybridrl.config.schema import AlgorithmConfig, Config, LoraSettings, RewardConfig
 from hybridrl.controller import Worker
+from hybridrl.engine import Loss
+from hybridrl.trainers import load_trainer
 from hybridrl.workers.actor import ActorWorker
-from hybridrl.workers.policy import ModelSource
+from hybridrl.workers.critic import CriticWorker
+from hybridrl.workers.engines import ModelSource
 from hybridrl.workers.reference import ReferenceWorker
 from hybridrl.workers.reward import RewardWorker
+from hybridrl.workers.reward_model import RewardModelWorker
 
 if TYPE_CHECKING:
     from hybridrl.job import Job
@@ -26,7 +31,12 @@ def worker_of(role: str, job: Job) -> tuple[type[Worker], Keywords]:
     return worker_class, keywords(job)
 
 
-def _source(job: Job) -> ModelSource:
+def played_by(role: str, config: Config) -> str:
+    """The role whose workers play this one: with LoRA the actor is its own reference."""
+    return "actor" if role == "reference" and config.actor.lora.rank else role
+
+
+def _source(job: Job, path: str | None = None) -> ModelSource:
     from transformers import GenerationConfig
 
     try:
@@ -35,7 +45,7 @@ def _source(job: Job) -> ModelSource:
         eos = None
     found = set(eos if isinstance(eos, list) else [eos]) | {job.tokenizer.eos_token_id}
     return ModelSource(
-        path=job.model_path,
+        path=path or job.model_path,
         tokenizer=job.tokenizer_path,
         dtype=job.config.model.dtype,
         context_length=job.context_length,
@@ -49,10 +59,11 @@ def _actor(job: Job) -> Keywords:
         "source": _source(job),
         "config": config.actor,
         "rollout": config.rollout,
-        "objective": objective(config.algorithm),
-        "updates": config.trainer.steps * config.actor.updates_per_step,
+        "objective": objective(config),
+        "updates": _updates(config),
         "seed": config.run.seed,
         "job": job.name,
+        "generates": load_trainer(config.trainer.name).GENERATES,
     }
 
 
@@ -64,27 +75,72 @@ def _reference(job: Job) -> Keywords:
     }
 
 
-def _reward(job: Job) -> Keywords:
-    return {"config": job.config.reward, "tokenizer": job.tokenizer_path}
+def _critic(job: Job, prefix: str) -> Keywords:
+    critic, actor = job.config.critic, job.config.actor
+    rate = critic.learning_rate or actor.optimizer.learning_rate
+    return {
+        "source": _source(job, critic.path),
+        "config": replace(actor, optimizer=replace(actor.optimizer, learning_rate=rate)),
+        "value_clip": critic.value_clip,
+        "prefix": prefix,
+        "updates": _updates(job.config),
+    }
 
 
-def objective(config: AlgorithmConfig) -> PolicyObjective:
-    """The loss that the algorithm settings describe. A loss gets the options that it knows."""
+def _reward_model(job: Job) -> Keywords:
+    return {
+        "source": _source(job),
+        "config": job.config.actor,
+        "objective": BradleyTerry(job.config.preference.centre),
+        "updates": _updates(job.config),
+    }
+
+
+def _scores(job: Job, kind: str) -> Keywords:
+    config: RewardConfig = getattr(job.config, kind)
+    return {
+        "config": config,
+        "tokenizer": job.tokenizer_path,
+        "model": _source(job, config.model) if config.model else None,
+        "model_config": replace(job.config.actor, lora=LoraSettings()),
+        "kind": kind,
+    }
+
+
+def _updates(config: Config) -> int:
+    return config.trainer.steps * config.actor.updates_per_step
+
+
+def objective(config: Config) -> Loss:
+    """The loss of the policy that the settings describe."""
+    if config.preference is not None:
+        known = {f.name for f in fields(DirectPreference)}
+        settings = {f.name: getattr(config.preference, f.name) for f in fields(config.preference)}
+        return DirectPreference(**{k: v for k, v in settings.items() if k in known})
+    algorithm = config.algorithm
+    # A loss gets the options that it knows.
     options = {
         "ppo_clip": ("clip_low", "clip_high", "dual_clip"),
         "gspo": ("clip_low", "clip_high"),
         "cispo": ("clip_low", "clip_high"),
         "gmpo": ("clip_low", "clip_high"),
-    }.get(config.policy_loss, ())
+    }.get(algorithm.policy_loss, ())
     shared = {f.name for f in fields(PolicyObjective)} & {f.name for f in fields(AlgorithmConfig)}
+    settings = {name: getattr(algorithm, name) for name in sorted(shared)}
+    if algorithm.kl_in_reward:
+        settings["kl_coefficient"] = 0.0
     return PolicyObjective(
-        options={name: getattr(config, name) for name in options},
-        **{name: getattr(config, name) for name in sorted(shared)},
+        options={name: getattr(algorithm, name) for name in options} | algorithm.loss_options,
+        **settings,
     )
 
 
 ROLES: dict[str, tuple[type[Worker], Callable[[Job], Keywords]]] = {
     "actor": (ActorWorker, _actor),
+    "critic": (CriticWorker, partial(_critic, prefix="")),
+    "cost_critic": (CriticWorker, partial(_critic, prefix="cost_")),
     "reference": (ReferenceWorker, _reference),
-    "reward": (RewardWorker, _reward),
+    "reward": (RewardWorker, partial(_scores, kind="reward")),
+    "cost": (RewardWorker, partial(_scores, kind="cost")),
+    "reward_model": (RewardModelWorker, _reward_model),
 }

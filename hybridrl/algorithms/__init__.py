@@ -16,8 +16,10 @@ from hybridrl.algorithms.group_advantages import (
     reinforce_plus_plus_baseline,
 )
 from hybridrl.algorithms.kl import AdaptiveKL, FixedKL, kl
+from hybridrl.algorithms.lagrange import LagrangeMultiplier
 from hybridrl.algorithms.objective import PolicyObjective
 from hybridrl.algorithms.policy_losses import cispo, ppo_clip, reinforce, sapo
+from hybridrl.algorithms.preferences import BradleyTerry, DirectPreference
 from hybridrl.algorithms.rewards import overlong_penalty, shape_rewards
 from hybridrl.algorithms.sample_losses import gmpo, gspo
 from hybridrl.algorithms.segments import Segments
@@ -27,7 +29,10 @@ from hybridrl.algorithms.weights import token_weights
 
 __all__ = [
     "AdaptiveKL",
+    "BradleyTerry",
+    "DirectPreference",
     "FixedKL",
+    "LagrangeMultiplier",
     "PolicyObjective",
     "Segments",
     "TokenLoss",

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from hybridrl.algorithms.corrections import importance_weights
 from hybridrl.algorithms.kl import kl
-from hybridrl.algorithms.masking import require_known
+from hybridrl.algorithms.masking import on_mask, require_known
 from hybridrl.algorithms.policy_losses import cispo, ppo_clip, reinforce, sapo
 from hybridrl.algorithms.sample_losses import gmpo, gspo
 from hybridrl.algorithms.segments import Segments
@@ -23,13 +24,15 @@ POLICY_LOSSES: dict[str, Callable[..., TokenLoss]] = {
     "sapo": sapo,
     "gmpo": gmpo,
 }
+CORRECTIONS = ("none", "truncate", "mask")
 WHOLE_SAMPLE = ("gspo", "gmpo")
 """Losses whose ratio belongs to a whole sample."""
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """policy loss + kl_coefficient * KL(policy, reference) - entropy_coefficient * entropy.
+    """w * policy loss + kl_coefficient * KL(policy, reference) - entropy_coefficient * entropy,
+    where w corrects the gap between trainer and rollout engine, or is 1.
 
     Attributes:
         policy_loss: Name of a policy loss.
@@ -37,6 +40,8 @@ class PolicyObjective:
         kl_coefficient: With a value other than 0 the column `ref_log_probs` is needed.
         kl_estimator: See `kl`.
         entropy_coefficient: Weight of the entropy bonus.
+        correction: `none`, or the mode of `importance_weights`, of which `correction_level`, `_low`
+            and `_high` are the other arguments. Its column is `rollout_log_probs`.
     """
 
     policy_loss: str = "ppo_clip"
@@ -44,28 +49,33 @@ class PolicyObjective:
     kl_coefficient: float = 0.0
     kl_estimator: str = "k3"
     entropy_coefficient: float = 0.0
+    correction: str = "none"
+    correction_level: str = "token"
+    correction_low: float | None = None
+    correction_high: float | None = 2.0
 
     def __post_init__(self) -> None:
         require_known("algorithm.policy_loss", self.policy_loss, POLICY_LOSSES)
+        require_known("algorithm.correction", self.correction, CORRECTIONS)
 
     def __call__(
         self,
-        log_probs: Tensor,
-        entropy: Tensor,
+        outputs: Mapping[str, Tensor],
         columns: Mapping[str, Tensor],
         segments: Segments,
     ) -> TokenLoss:
         """Loss per token, `[tokens]`.
 
         Args:
-            log_probs: `[tokens]` of the policy being trained, with gradient.
-            entropy: `[tokens]` of its distributions.
+            outputs: `log_probs` of the policy being trained, with gradient, and `entropy` of its
+                distributions.
             columns: `response_mask`; `advantages`; `log_probs` of the policy at the beginning of
                 the step, which is the one being trained where the column is missing (the first
                 update of a step); `rollout_log_probs` for the mismatch metrics; `ref_log_probs`
                 for the KL.
             segments: The samples that the tokens belong to.
         """
+        log_probs, entropy = outputs["log_probs"], outputs["entropy"]
         old = columns.get("log_probs", log_probs.detach())
         mask = columns["response_mask"]
         scope = {"segments": segments} if self.policy_loss in WHOLE_SAMPLE else {"mask": mask}
@@ -73,14 +83,40 @@ class PolicyObjective:
             log_probs, old, columns["advantages"], **self.options, **scope
         )
         metrics = {**metrics, "entropy": entropy.detach()}
+        if "rollout_log_probs" in columns:
+            metrics |= self._mismatch(old.detach(), columns["rollout_log_probs"], segments)
+        if self.correction != "none":
+            weights = importance_weights(
+                old.detach(),
+                columns["rollout_log_probs"],
+                mask,
+                self.correction_level,
+                self.correction,
+                self.correction_low,
+                self.correction_high,
+                segments=segments,
+            )
+            loss = loss * weights
+            metrics["correction_weight"] = weights
         if self.entropy_coefficient:
             loss = loss - self.entropy_coefficient * entropy
-        if self.kl_coefficient:
+        if "ref_log_probs" in columns:
             divergence = kl(log_probs, columns["ref_log_probs"], self.kl_estimator, mask=mask)
-            loss = loss + self.kl_coefficient * divergence
+            if self.kl_coefficient:
+                loss = loss + self.kl_coefficient * divergence
             metrics["kl"] = divergence.detach()
-        if "rollout_log_probs" in columns:
-            rollout = columns["rollout_log_probs"]
-            metrics["mismatch_k3"] = kl(rollout, old.detach(), "k3", mask=mask)
-            metrics["mismatch_abs_max"] = (rollout - old.detach()).abs()
         return TokenLoss(loss, metrics)
+
+    @staticmethod
+    def _mismatch(old: Tensor, rollout: Tensor, segments: Segments) -> dict[str, Tensor]:
+        """Per token, what `mismatch` averages over a whole batch."""
+        gap = on_mask(rollout - old, segments.mask)
+        weight = gap.neg().clamp(-20.0, 20.0).exp()
+        return {
+            "mismatch_kl": gap,
+            "mismatch_k3": kl(rollout, old, "k3", mask=segments.mask),
+            "mismatch_abs_max": gap.abs(),
+            "mismatch_weight": weight,
+            "mismatch_weight_square": weight.square(),
+            "mismatch_ppl_ratio_by_row": segments.mean(gap).exp(),
+        }

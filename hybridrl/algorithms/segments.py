@@ -84,6 +84,16 @@ class Segments:
         """The mean of x over the tokens of each sample, ``[rows]``; 0 for an empty sample."""
         return self.sum(x) / self.lengths.clamp(min=1)
 
+    def last(self, x: Tensor) -> Tensor:
+        """x at the last token of each sample, ``[rows]``; 0 for an empty sample."""
+        (x,) = as_float(x)
+        places = torch.arange(x.numel(), device=x.device)
+        mask, row = self.mask.reshape(-1), self.row.reshape(-1)
+        ends = torch.full((self.rows,), -1, device=x.device)
+        ends = ends.scatter_reduce(0, row[mask], places[mask], "amax")
+        padded = torch.cat([x.reshape(-1), x.new_zeros(1)])  # of which an empty sample takes the 0
+        return padded[ends]
+
     def spread(self, values: Tensor) -> Tensor:
         """A per-sample value ``[rows]`` on each token of its sample; 0 off the mask."""
         (values,) = as_float(values)

@@ -14,7 +14,8 @@ class TokenLoss(NamedTuple):
     """A loss per token, to be minimised, and metrics per token.
 
     The loss of a mini-batch is ``(weights * loss).sum()`` with weights from `token_weights`;
-    metrics are detached and averaged under the same mask.
+    metrics are detached and averaged under the same mask. A metric named ``*_by_row`` has a value
+    for each sample instead, and is averaged over the samples.
     """
 
     loss: Tensor

@@ -7,6 +7,7 @@ import os
 import pkgutil
 from collections.abc import Iterable
 
+from hybridrl.config.algorithm_checks import check_algorithm
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, MissingPackageError, nearest
 
@@ -18,6 +19,8 @@ POSITIVE = (
     "rollout.tensor_parallel",
     "rollout.max_sequences",
     "rollout.kv_cache_gib",
+    "rollout.max_turns",
+    "rollout.tool_timeout_s",
     "actor.tokens_per_microbatch",
     "actor.updates_per_step",
     "actor.optimizer.learning_rate",
@@ -57,6 +60,8 @@ def check(config: Config) -> None:
     _check_names(config)
     _check_data(config)
     _check_sizes(config)
+    check_algorithm(config)
+    _check_episode(config)
     _check_rewards(config)
     _check_packages(config)
     _check_devices(config)
@@ -124,11 +129,6 @@ def _check_sizes(config: Config) -> None:
             f"actor.updates_per_step={config.actor.updates_per_step} is more than the {samples} "
             "samples of a step (data.prompts_per_step x rollout.samples_per_prompt)."
         )
-    if config.trainer.name == "grpo" and config.rollout.samples_per_prompt == 1:
-        raise ConfigError(
-            "rollout.samples_per_prompt=1: GRPO compares the samples of one prompt with each "
-            "other, so it needs at least 2."
-        )
     if config.rollout.temperature == 0:
         raise ConfigError(
             "rollout.temperature=0: all samples of a prompt would be equal and nothing could be "
@@ -155,15 +155,59 @@ def _check_sizes(config: Config) -> None:
         )
 
 
-def _check_rewards(config: Config) -> None:
-    from hybridrl.rewards import RewardPool, function_list
+def _check_episode(config: Config) -> None:
+    from hybridrl.rollout.episode_class import check_episode
 
-    RewardPool.check(function_list(config.reward.function), config.reward.weights)
+    rollout = config.rollout
+    if rollout.max_turn_tokens is not None and rollout.max_turn_tokens <= 0:
+        raise ConfigError(
+            f"rollout.max_turn_tokens={rollout.max_turn_tokens}: must be more than 0, or null for "
+            "turns as long as rollout.max_tokens allows."
+        )
+    if rollout.episode is None:
+        return
+    check_episode(rollout.episode)
+    if rollout.tensor_parallel > 1:
+        raise ConfigError(
+            f"rollout.tensor_parallel={rollout.tensor_parallel} with rollout.episode="
+            f"{rollout.episode}: the devices that share a model must generate the same tokens at "
+            "the same time, but each would see the tools answer at another moment. Set "
+            "rollout.tensor_parallel=1."
+        )
+
+
+def _check_rewards(config: Config) -> None:
+    from hybridrl.models import check_model
+    from hybridrl.rewards import RewardPool, function_list
+    from hybridrl.trainers import load_trainer
+
+    roles = load_trainer(config.trainer.name).roles(config)
+    for kind in ("reward", "cost"):
+        if kind not in roles:
+            continue
+        settings = getattr(config, kind)
+        functions = function_list(settings.function)
+        if settings.model:
+            check_model(settings.model)
+        # A model, or an episode, may give all the reward there is.
+        if functions or not (settings.model or config.rollout.episode):
+            RewardPool.check(functions, settings.weights, settings.options)
 
 
 def _check_packages(config: Config) -> None:
-    needed = {"ray": config.executor == "ray", "vllm": config.rollout.engine == "vllm"}
-    instead = {"ray": "executor=inline", "vllm": "rollout=transformers"}
+    from hybridrl.trainers import load_trainer
+
+    generates = load_trainer(config.trainer.name).GENERATES
+    needed = {
+        "ray": config.executor == "ray",
+        "vllm": generates and config.rollout.engine == "vllm",
+        "peft": config.actor.lora.rank is not None,
+    }
+    instead = {
+        "ray": "executor=inline",
+        "vllm": "rollout=transformers",
+        "peft": "actor.lora.rank=null",
+    }
     for package, wanted in needed.items():
         if wanted and importlib.util.find_spec(package) is None:
             raise MissingPackageError(

@@ -21,6 +21,8 @@ from hybridrl.errors import ConfigError, nearest
 
 FOLDER = Path(__file__).parent
 GROUPS = ("algorithm", "data", "rollout")
+OPEN = re.compile(r"(reward|cost)\.options[.=]")
+"""Settings below which the names are the user's, so that none is unknown."""
 
 ConfigStore.instance().store(name="schema", node=Config)
 
@@ -37,10 +39,11 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
             that has to be given.
     """
     overrides = expand(overrides)
+    added = [f"++{o}" if OPEN.match(o) and "=" in o else o for o in overrides]
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(FOLDER), version_base=None):
-            return to_config(compose("config", overrides=overrides))
+            return to_config(compose("config", overrides=added))
     except (HydraException, OmegaConfBaseException) as error:
         cause = f"{error}\n{error.__cause__ or ''}"
         raise ConfigError(_explain(cause, overrides)) from None
@@ -86,7 +89,7 @@ def _explain(text: str, overrides: Sequence[str]) -> str:
                     f"{override}: there is no `{key}` called `{choice}`; there are "
                     f"{', '.join(choices)}.{nearest(choice, choices)}"
                 )
-        elif key not in known and not key.startswith("hydra"):
+        elif key not in known and not key.startswith("hydra") and not OPEN.match(key):
             if any(name.startswith(f"{key}.") for name in known):
                 inner = [name for name in known if name.startswith(f"{key}.")]
                 return f"`{override}`: `{key}` is a group of settings; set {', '.join(inner)}."

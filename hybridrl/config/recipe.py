@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def _spell(value: Any) -> str:
         return f"[{','.join(_spell(item) for item in value)}]"
     if isinstance(value, str):
         plain = value.replace("_", "").isalnum() and not value[0].isdigit()
-        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+        # A backslash is one, except before a quote.
+        escaped = re.sub(r"(\\*)('|$)", lambda m: 2 * m[1] + "\\'" * len(m[2]), value)
         return value if plain else f"'{escaped}'"
     return {None: "null", True: "true", False: "false"}.get(value, str(value))

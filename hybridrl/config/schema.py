@@ -67,7 +67,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """The prompts."""
+    """The prompts, examples or preference pairs."""
 
     task: str | None = None
     """A built-in task, or null to read `path`."""
@@ -78,16 +78,31 @@ class DataConfig:
     eval_path: str | None = None
     """Held-out prompts; null holds out `eval.prompts` rows of `path`."""
     eval_split: str | None = None
-    prompt_column: str = "prompt"
-    """Text, or a list of chat messages."""
+    prompt_column: str | None = "prompt"
+    """Text, or a list of chat messages; null for preference pairs whose answers are conversations
+    that hold the prompt."""
     answer_column: str | None = "answer"
     """Passed to the reward function; null if there is none."""
+    response_column: str = "response"
+    """Supervised fine-tuning: what to answer, text or chat messages."""
+    messages_column: str | None = None
+    """Supervised fine-tuning: whole conversations, of which the assistant's turns are learned; null
+    reads `prompt_column` and `response_column`."""
+    chosen_column: str = "chosen"
+    """Preference pairs: the better answer, text or chat messages that end with it."""
+    rejected_column: str = "rejected"
+    """Preference pairs: the worse answer."""
+    margin_column: str | None = None
+    """Preference pairs: how much better the chosen answer is; null: 0 for all."""
     chat: bool | None = None
     """Whether prompts go through the chat template; null: when they are chat messages."""
     system_prompt: str | None = None
     max_prompt_tokens: int = 1024
+    max_response_tokens: int | None = None
+    """Longest response of the data, its end included (supervised fine-tuning, preference pairs);
+    null: any."""
     too_long: str = "error"
-    """What to do with longer prompts: `error` or `drop`."""
+    """What to do with longer rows: `error` or `drop`."""
     prompts_per_step: int = 64
     shuffle: bool = True
 
@@ -97,9 +112,16 @@ class RewardConfig:
     """What is reinforced."""
 
     function: Any = "exact"
-    """`exact`, `numeric`, `contains`, `path/to/file.py:name`, `package.module:name`; or a list."""
+    """A built-in one (`exact`, `numeric`, `contains`, `boxed`, `math`, `format`, `length`),
+    `path/to/file.py:name`, `package.module:name`; or a list."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the functions, by their names:
+    `reward.options.format.pattern='<think>.*</think>.*'`."""
     weights: list[float] | None = None
     """One per function; null weighs all 1."""
+    model: str | None = None
+    """A reward model (a sequence-classification folder or hub name), beside the functions."""
+    model_weight: float = 1.0
     processes: int = 1
     """Processes per device that run the functions."""
     timeout_s: float = 30.0
@@ -110,6 +132,18 @@ class RewardConfig:
     error_value: float = 0.0
     correct_at: float = 1.0
     """A sample counts as correct, for accuracy, from this score on."""
+
+
+@dataclass
+class CostConfig(RewardConfig):
+    """What is to stay below a limit, for `safe_rlhf`: scored as rewards are."""
+
+    limit: float = 0.0
+    """Mean cost that is allowed."""
+    multiplier: float = 1.0
+    """First weight of the cost against the reward."""
+    multiplier_rate: float = 0.1
+    """Learning rate of the logarithm of the multiplier."""
 
 
 @dataclass
@@ -127,19 +161,47 @@ class OptimizerConfig:
 
 
 @dataclass
+class LoraSettings:
+    """Low-rank adapters instead of the whole model; see `hybridrl.models.adapters`."""
+
+    rank: int | None = None
+    """null trains the whole model."""
+    alpha: float = 32.0
+    """Adapters are multiplied by alpha / rank."""
+    targets: Any = "all-linear"
+    """Modules that get one: `all-linear`, or a list of names such as `[q_proj, v_proj]`."""
+
+
+@dataclass
 class ActorConfig:
-    """How the policy is trained."""
+    """How the model is trained: the policy, or with trainer `reward_model` the reward model. A
+    critic is trained alike, but for what `critic` says."""
 
     tokens_per_microbatch: int = 16384
     """Tokens, prompts included, of one forward and backward on one device."""
     updates_per_step: int = 1
-    """Optimizer updates on the samples of one step."""
+    """Optimizer updates on the samples of one step, each on its own part of them."""
     gradient_checkpointing: bool = False
     offload_parameters: bool = False
     """Keep parameters, gradients and optimizer state on the CPU (GPUs only)."""
     offload_optimizer: bool = False
     """Keep the optimizer state on the CPU between updates (GPUs only)."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass
+class CriticConfig:
+    """The value model of `ppo` and `safe_rlhf`. What is not said here is as for the actor."""
+
+    path: str | None = None
+    """A reward model or language model to start from; null: the actor's."""
+    learning_rate: float | None = None
+    """null: the actor's."""
+    value_clip: float | None = None
+    """Farthest that an update may move a value; null does not clip."""
+    warmup_steps: int = 0
+    """First steps, in which only the critic learns."""
 
 
 @dataclass
@@ -158,6 +220,17 @@ class RolloutConfig:
     """0 switches it off."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a response; the tokenizer's end-of-sequence token always does."""
+    episode: str | None = None
+    """`path/to/file.py:Name` or `package.module:Name`: a class whose objects answer the model's
+    turns, see `hybridrl.Episode`. Then `max_tokens` and `min_tokens` are those of all turns
+    together, `stop` texts end a turn, and `reward.function=[]` leaves rewards to the episode."""
+    max_turns: int = 8
+    """Most turns of the model in an episode."""
+    max_turn_tokens: int | None = None
+    """Longest of these turns; null: as long as `max_tokens` allows. A turn that is cut short ends
+    its episode."""
+    tool_timeout_s: float = 30.0
+    """Longest time for one call of the episode's code; then that episode is over."""
     tensor_parallel: int = 1
     """Devices that share one copy of the model while generating."""
     max_sequences: int = 256
@@ -173,19 +246,66 @@ class RolloutConfig:
 class AlgorithmConfig:
     """The objective; names are those of `hybridrl.algorithms`."""
 
+    advantage: str = "group_relative"
+    """For `grpo`: `group_relative`, `leave_one_out`, `optimal_reward_baseline`, `pass_at_k`,
+    `reinforce_plus_plus` or `reinforce_plus_plus_baseline`."""
     advantage_scale: str = "std"
-    """`std`, `batch` or `none`."""
+    """`std`, `batch` or `none`, of the estimators that know it."""
+    gamma: float = 1.0
+    """Discount of later rewards."""
+    lam: float = 1.0
+    """Of generalised advantage estimation."""
     policy_loss: str = "ppo_clip"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
+    loss_options: dict[str, float] = field(default_factory=dict)
+    """Further options of the policy loss, such as `tau_positive` of `sapo`."""
     aggregation: str = "token-mean"
     """`token-mean`, `seq-mean-token-mean`, `seq-mean-token-sum`, `seq-mean-token-sum-norm`,
     `token-sum`."""
     kl_coefficient: float = 0.0
-    """Weight of the KL to the reference in the loss; 0 needs no reference model."""
+    """Weight of the KL to the reference; 0 needs no reference model."""
     kl_estimator: str = "k3"
+    kl_in_reward: bool = False
+    """Take the KL off the rewards instead of adding it to the loss."""
+    kl_target: float | None = None
+    """With `kl_in_reward`: adapt the coefficient until the KL is this; null keeps it."""
+    kl_horizon: float = 10000.0
+    """Samples over which the coefficient adapts."""
     entropy_coefficient: float = 0.0
+    correction: str = "none"
+    """For the gap between trainer and rollout engine: `truncate` or `mask` importance weights."""
+    correction_level: str = "token"
+    """`token` or `sequence`."""
+    correction_low: float | None = None
+    """Smallest weight that `mask` keeps."""
+    correction_high: float | None = 2.0
+    """Largest weight."""
+    dynamic_sampling: bool = False
+    """Replace prompts whose samples all score alike, which teach nothing, by others (DAPO)."""
+    max_refills: int = 4
+    """Generations that a step may add to its first for that."""
+    overlong_buffer: int = 0
+    """Tokens before `rollout.max_tokens` over which a penalty grows (DAPO); 0: no penalty."""
+    overlong_factor: float = 1.0
+    ptx_coefficient: float = 0.0
+    """Weight of a supervised loss on the data's own answers, in a step of its own (`ppo`,
+    `safe_rlhf`)."""
+
+
+@dataclass
+class PreferenceConfig:
+    """Learning from pairs: trainers `dpo` and `reward_model`."""
+
+    loss: str = "sigmoid"
+    """Of `dpo`: `sigmoid` or `ipo`."""
+    beta: float = 0.1
+    """Of `dpo`: how hard the policy is held to the reference."""
+    length_normalised: bool = False
+    """Of `dpo`: mean instead of sum over the tokens of an answer."""
+    centre: float = 0.0
+    """Of `reward_model`: weight of the square of a pair's scores, which keeps them around 0."""
 
 
 @dataclass
@@ -204,6 +324,10 @@ class EvalConfig:
     every: int = 20
     """Steps between evaluations; 0: only before the first step and after the last."""
     prompts: int = 256
+    samples: int = 1
+    """k of mean@k and pass@k, measured besides when it is more than 1."""
+    by_column: str | None = None
+    """A column of the data, such as `source`: accuracy is also shown for each of its values."""
 
 
 @dataclass
@@ -246,7 +370,12 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    preference: PreferenceConfig | None = None
+    """Set by `algorithm=dpo` and `algorithm=reward_model`."""
+    cost: CostConfig | None = None
+    """Set by `algorithm=safe_rlhf`."""
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -11,6 +11,7 @@ from hybridrl.controller.protocol import (
     THREE_D_ALL_MICRO_DP,
     THREE_D_PP_ONLY,
     UPDATE,
+    UPDATE_PAIRS,
     Protocol,
     transfer,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "THREE_D_ALL_MICRO_DP",
     "THREE_D_PP_ONLY",
     "UPDATE",
+    "UPDATE_PAIRS",
     "BatchRef",
     "Context",
     "Executor",

@@ -144,6 +144,36 @@ class Join(Node):
 
 
 @dataclass(frozen=True)
+class Concat(Node):
+    """Tables with the same columns, one below the other."""
+
+    tables: tuple[Node, ...]
+
+    def num_rows(self, fetch: Fetch) -> int:
+        return sum(table.num_rows(fetch) for table in self.tables)
+
+    def tokens(self, fetch: Fetch) -> dict[str, Rows]:
+        found = [table.tokens(fetch) for table in self.tables]
+        return {name: np.concatenate([tokens[name] for tokens in found]) for name in found[0]}
+
+    def read(self, rows: Rows, columns: frozenset[str] | None, fetch: Fetch) -> Batch | None:
+        pieces, order, start = [], [], 0
+        for table in self.tables:
+            end = start + table.num_rows(fetch)
+            wanted = np.flatnonzero((rows >= start) & (rows < end))
+            piece = table.read(rows[wanted] - start, columns, fetch)
+            if piece is None:
+                return None
+            pieces.append(piece)
+            order.append(wanted)
+            start = end
+        return Batch.concat(pieces).take(np.argsort(np.concatenate(order)))
+
+    def shards(self) -> list[Shard]:
+        return [shard for table in self.tables for shard in table.shards()]
+
+
+@dataclass(frozen=True)
 class Choose(Node):
     """Some rows of a table, in a new order, chosen by `choice`."""
 
@@ -189,11 +219,12 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Part:
-    """Part `index` of `parts`; see `part_rows`."""
+    """Part `index` of `parts`; see `part_rows`. `together` neighbouring rows are never parted."""
 
     index: int
     parts: int
     balance: Literal["rows", "tokens"]
+    together: int = 1
 
     def rows(self, table: Node, fetch: Fetch) -> Rows:
         return part_rows(table, self, fetch)
@@ -201,14 +232,26 @@ class Part:
 
 def part_rows(table: Node, part: Part, fetch: Fetch) -> Rows:
     """Row numbers of a part, ascending. Every rank computes the same cut from the same lengths."""
-    count = table.num_rows(fetch)
+    count, rest = divmod(table.num_rows(fetch), part.together)
+    if rest:
+        raise DataError(
+            f"{count * part.together + rest} rows cannot be dealt out {part.together} at a time."
+        )
     if part.parts == 1:
-        return np.arange(count)
-    if part.balance == "rows":
+        units = np.arange(count)
+    elif part.balance == "rows":
         edges = [count * i // part.parts for i in range(part.parts + 1)]
-        return np.arange(edges[part.index], edges[part.index + 1])
-    tokens = table.tokens(fetch).values()
-    costs = sum(tokens, start=np.ones(count, np.int64))  # 1: rows without tokens spread evenly
+        units = np.arange(edges[part.index], edges[part.index + 1])
+    else:
+        tokens = sum(table.tokens(fetch).values(), start=np.zeros(count * part.together, np.int64))
+        units = _balanced_part(tokens.reshape(count, part.together).sum(1), part)
+    return (units[:, None] * part.together + np.arange(part.together)).reshape(-1)
+
+
+def _balanced_part(tokens: Rows, part: Part) -> Rows:
+    """The units of a part that has its share of the tokens, ascending."""
+    count = len(tokens)
+    costs = tokens + 1  # so that rows without tokens spread evenly
     ends = np.cumsum(costs)
     goals = ends[-1] * np.arange(1, part.parts) / part.parts if count else []
     edges = np.concatenate([[0], np.searchsorted(ends, goals, side="left") + 1, [count]])
@@ -238,6 +281,15 @@ class BatchRef:
     def select(self, *columns: str) -> BatchRef:
         """Only these columns; a worker that gets the result fetches nothing else."""
         return replace(self, columns=frozenset(columns))
+
+    @staticmethod
+    def concat(parts: Sequence[BatchRef]) -> BatchRef:
+        """Tables with the same columns, one below the other: handles only, nothing moves."""
+        if any(part.columns is not None for part in parts):
+            raise DataError("Concatenate before `select`: it is the last thing done to a batch.")
+        if len(parts) == 1:
+            return parts[0]
+        return replace(parts[0], node=Concat(tuple(part.node for part in parts)))
 
     def take(self, rows: Sequence[int] | Rows) -> BatchRef:
         """The rows with these numbers, in this order."""

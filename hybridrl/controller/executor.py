@@ -58,8 +58,9 @@ class Executor(ABC):
         """The object behind a reference that has been waited for."""
 
     @abstractmethod
-    def wait(self, replies: Sequence[Any], limit: float | None = None) -> bool:
-        """Waits until these calls are done, for `limit` seconds at most; whether they are.
+    def wait(self, replies: Sequence[Any], limit: float | None = None) -> list[Reply] | None:
+        """Waits until these calls are done, for `limit` seconds at most: their replies, or None
+        if some are late.
 
         Raises:
             WorkerError: if any call failed or any host died meanwhile.

@@ -11,7 +11,6 @@ from hybridrl.controller.host import Call
 from hybridrl.controller.protocol import Protocol, Transfer
 from hybridrl.controller.worker import Context, Worker
 from hybridrl.core.batch import Batch
-from hybridrl.core.record import Record
 from hybridrl.errors import nearest
 
 
@@ -30,19 +29,14 @@ class Handle:
         Raises:
             WorkerError: if a rank failed or died; CallTimeoutError after the deadline.
         """
-        self._executor.wait(self._replies)
-        values = [self._executor.fetch(self._replies[rank]).value for rank in self._answers]
+        replies = self._executor.wait(self._replies)
+        values = [replies[rank].value for rank in self._answers]
         return values[0] if self._one else values
 
     def done_within(self, seconds: float | None) -> bool:
         """Waits for all ranks, at most so long (None: as long as it takes); whether they are done.
         Raises as `get` does."""
-        return self._executor.wait(self._replies, seconds)
-
-    def records(self) -> list[Record]:
-        """Waits for all ranks; what each of them did, and how long it took."""
-        self._executor.wait(self._replies)
-        return [self._executor.fetch(reply).record for reply in self._replies]
+        return self._executor.wait(self._replies, seconds) is not None
 
 
 class WorkerGroup:
@@ -128,8 +122,7 @@ class WorkerGroup:
     def _spread(self, method: str, protocol: Protocol) -> list[tuple[tuple[int, int], bool]]:
         """By rank: which part of how many it gets, and whether it answers. Worked out once."""
         if method not in self._spreads:
-            self._executor.wait(self._created)
-            places = [self._executor.fetch(reply).value for reply in self._created]
+            places = [reply.value for reply in self._executor.wait(self._created)]
             self._spreads[method] = [
                 (protocol.part(place), protocol.speaks(rank, places))
                 for rank, place in enumerate(places)

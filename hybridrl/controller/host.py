@@ -95,6 +95,7 @@ class Host:
         self._redirects = redirects
         self._workers: dict[str, Worker] = {}
         self._output: dict[str, int] = {}
+        self._output_of = ""
         self._listener: socket.socket | None = None
         self._current: tuple[Record, float] | None = None
         self._waiting = False
@@ -136,7 +137,8 @@ class Host:
                 nonlocal rows
                 if not isinstance(argument, BatchRef):
                     return argument
-                part = Part(*call.part, balance=transfer.protocol.balance)
+                protocol = transfer.protocol
+                part = Part(*call.part, protocol.balance, protocol.rows_together)
                 batch, rows = argument.read(part, self._fetch)
                 return batch
 
@@ -240,12 +242,14 @@ class Host:
 
     def _direct_output(self, role: str) -> None:
         """Points this process's stdout and stderr, C libraries included, at the role's log."""
-        if (descriptor := self._output.get(role)) is None:
+        descriptor = self._output.get(role)
+        if descriptor is None or role == self._output_of:
             return
         sys.stdout.flush()
         sys.stderr.flush()
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
+        self._output_of = role
 
 
 def _traceback_of(error: BaseException) -> str:

@@ -48,8 +48,8 @@ class InlineExecutor(Executor):
     def fetch(self, reference: Any) -> Any:
         return reference
 
-    def wait(self, replies: Sequence[Any], limit: float | None = None) -> bool:
-        return True  # every call is done when it returns
+    def wait(self, replies: Sequence[Any], limit: float | None = None) -> list[Reply] | None:
+        return list(replies)  # every call is done when it returns
 
     def settle(self) -> None:
         """Nothing to wait for: every call is done when it returns."""

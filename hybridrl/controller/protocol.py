@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from hybridrl.core.batch import Batch
@@ -32,12 +32,14 @@ class Protocol:
             the same, so the call returns the first speaker's result.
         balance: How rows are cut into parts: `rows` cuts consecutive blocks of equal count;
             `tokens` balances the number of tokens.
+        rows_together: So many neighbouring rows go to the same rank.
     """
 
     split: tuple[str, ...] = ()
     speakers: Mapping[str, int] = field(default_factory=dict)
     answers: Literal["all", "one"] = "all"
     balance: Literal["rows", "tokens"] = "rows"
+    rows_together: int = 1
 
     def part(self, coordinates: Mapping[str, Coordinate]) -> tuple[int, int]:
         """Which part of how many the rank at `coordinates` gets."""
@@ -80,6 +82,9 @@ THREE_D_ALL_MICRO_DP = Protocol(split=("rollout_dp",))
 """Rows split over all generation replicas of the hybrid engine."""
 UPDATE = Protocol(split=("dp",), speakers={"pp": -1}, answers="one", balance="tokens")
 """As `THREE_D` for an optimizer step, whose metrics are already global: one rank answers."""
+
+UPDATE_PAIRS = replace(UPDATE, rows_together=2)
+"""As `UPDATE`, for a loss that compares neighbouring rows: chosen and rejected."""
 
 
 @dataclass(frozen=True)

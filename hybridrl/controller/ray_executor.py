@@ -216,34 +216,36 @@ class RayExecutor(Executor):
     def fetch(self, reference: Any) -> Any:
         return ray.get(reference)
 
-    def wait(self, replies: Sequence[Any], limit: float | None = None) -> bool:
-        wanted = {reply for reply in replies if reply in self._pending}
-        if self._broken and wanted:
+    def wait(self, replies: Sequence[Any], limit: float | None = None) -> list[Reply] | None:
+        late = {reply for reply in replies if reply in self._pending}
+        if self._broken and late:
             raise WorkerError("The job has failed before; its workers take no more calls.")
         until = math.inf if limit is None else time.monotonic() + limit
         patience = min(5.0, self._timeout / 4)
         checked = time.monotonic()
-        while wanted:
+        while late:
             left = until - time.monotonic()
             if left <= 0:
-                return False
+                return None
             # All at once, because each question costs; a failure among them is seen in a second.
             try:
-                self._take(list(wanted), ray.get(list(wanted), timeout=min(1.0, patience, left)))
-                return True
+                found = ray.get(list(replies), timeout=min(1.0, patience, left))
             except (ray.exceptions.GetTimeoutError, ray.exceptions.RayError):
                 pass  # some are late or lost: look at each
+            else:
+                self._take(replies, found)
+                return found
             ready, _ = ray.wait(
                 list(self._pending),
                 num_returns=len(self._pending),
                 timeout=0,
             )
             self._settle(ready)
-            wanted.difference_update(ready)
-            if wanted and time.monotonic() - checked > patience:
+            late.difference_update(ready)
+            if late and time.monotonic() - checked > patience:
                 self._check_deadlines()
                 checked = time.monotonic()
-        return True
+        return ray.get(list(replies))
 
     def settle(self) -> None:
         self.wait(list(self._pending))
@@ -284,7 +286,8 @@ class RayExecutor(Executor):
 
     def _take(self, finished: Sequence[Any], replies: Sequence[Reply]) -> None:
         for reference, reply in zip(finished, replies, strict=True):
-            del self._pending[reference]
+            if self._pending.pop(reference, None) is None:
+                continue  # taken before
             if reply.failure is not None:
                 self._fail(reply.failure)
             self.records.append(reply.record)

@@ -21,6 +21,9 @@ import torch
 
 from hybridrl.errors import DataError, nearest
 
+_TOKENS = ("_ids", "_mask", "_log_probs")
+_TRAINERS = ("group_id", "policy_version")
+
 
 class Ragged(NamedTuple):
     """A column of lists: `values` `[tokens]`, and `cu_seqlens` `[rows + 1]` with row i at
@@ -173,6 +176,12 @@ class Batch:
     def to_pylist(self) -> list[dict[str, Any]]:
         """One dictionary per row."""
         return list(self.table.to_pylist())
+
+    def rows_for_users(self) -> list[dict[str, Any]]:
+        """One dictionary per row, of the columns that are the business of a user's function: not
+        those of tokens, nor the trainer's own."""
+        hidden = [name for name in self.columns if name.endswith(_TOKENS) or name in _TRAINERS]
+        return list(self.table.drop_columns(hidden).to_pylist())
 
     def write_parquet(self, path: Path) -> None:
         """Writes the rows as they are; pandas, polars and DuckDB read the file."""

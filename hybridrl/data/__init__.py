@@ -1,6 +1,7 @@
-"""Prompts and examples: reading rows, tokenizing them, handing them out step by step.
+"""Prompts, examples and preference pairs: reading rows, tokenizing them, handing them out.
 
-`files` reads rows, `prompts` and `supervised` turn them into a `Batch` of token ids, `loader` deals
-them out, and `tasks` holds the built-in problems that need no file. Nothing is imported here, so
-that a program that only needs one of them pays for that one.
+`files` reads rows, `prompts`, `supervised` and `preferences` turn them into a `Batch` of token ids
+(chats by `chat`), `loader` deals them out step by step, and `tasks` holds the built-in problems
+that need no file; `sources` puts this together by the settings. Nothing is imported here, so that a
+program that only needs one of them pays for that one.
 """

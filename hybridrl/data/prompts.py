@@ -1,29 +1,34 @@
-"""Turning rows into prompts: rendering chats, tokenizing, and checking lengths."""
+"""Turning rows of prompts and answers into the prompts of a training step."""
 
 from __future__ import annotations
 
 import json
-import logging
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from hybridrl.core.batch import Batch
-from hybridrl.errors import ConfigError, DataError, nearest
+from hybridrl.data.chat import (
+    check_cell,
+    check_chat,
+    check_system_prompt,
+    messages_of,
+    open_with,
+    render,
+)
+from hybridrl.data.encoding import TokenIds, encode_prompts
+from hybridrl.data.lengths import TooLong, rows_within
+from hybridrl.errors import DataError, nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_log = logging.getLogger(__name__)
 
 
 class RenderedPrompts(NamedTuple):
     """The prompts as the model sees them: their text, and their token ids, one array per row."""
 
     texts: list[str]
-    token_ids: list[npt.NDArray[np.int64]]
+    token_ids: list[TokenIds]
 
 
 def tokenize_prompts(
@@ -35,7 +40,7 @@ def tokenize_prompts(
     chat: bool | None = None,
     system_prompt: str | None = None,
     max_prompt_tokens: int,
-    too_long: Literal["error", "drop"] = "error",
+    too_long: TooLong = "error",
 ) -> Batch:
     """Tokenizes the prompts of `rows`.
 
@@ -54,35 +59,18 @@ def tokenize_prompts(
             row, counting from 1.
         ConfigError: if the settings contradict each other or the tokenizer.
     """
-    if too_long not in ("error", "drop"):
-        raise ConfigError(f"`data.too_long` is `{too_long}`, expected `error` or `drop`.")
     answers = _answers(rows, answer_column)
     prompts = render_prompts(
         rows, tokenizer, prompt_column=prompt_column, chat=chat, system_prompt=system_prompt
     )
-    lengths = np.array([len(ids) for ids in prompts.token_ids])
-    kept = np.flatnonzero(lengths <= max_prompt_tokens)
-    dropped = len(lengths) - len(kept)
-    if dropped and too_long == "error":
-        first = int(np.flatnonzero(lengths > max_prompt_tokens)[0])
-        raise DataError(
-            f"Row {first + 1} of the data has a prompt of {lengths[first]} tokens, more than "
-            f"`data.max_prompt_tokens` ({max_prompt_tokens}); {dropped} of {len(lengths)} rows are "
-            f"too long, the longest has {lengths.max()}. Raise `data.max_prompt_tokens`, or set "
-            f"`data.too_long=drop`. The prompt begins: {_excerpt(prompts.texts[first])}"
-        )
-    if not len(kept):
-        raise DataError(
-            f"`data.too_long=drop` dropped all {dropped} rows: the shortest prompt has "
-            f"{lengths.min()} tokens and `data.max_prompt_tokens` is {max_prompt_tokens}. Raise it."
-        )
-    if dropped:
-        _log.warning(
-            "Dropped %d of %d prompts that have more than %d tokens (`data.max_prompt_tokens`).",
-            dropped,
-            len(lengths),
-            max_prompt_tokens,
-        )
+    kept = rows_within(
+        prompts.token_ids,
+        max_prompt_tokens,
+        texts=prompts.texts,
+        setting="data.max_prompt_tokens",
+        what="prompt",
+        too_long=too_long,
+    )
     columns = {
         "prompt_ids": prompts.token_ids,
         "prompt": pa.array(prompts.texts, pa.large_string()),
@@ -90,7 +78,7 @@ def tokenize_prompts(
     }
     further = {name: rows.column(name) for name in rows.column_names if name not in columns}
     batch = Batch.from_columns(columns | further)
-    return batch.take(kept) if dropped else batch
+    return batch if len(kept) == len(batch) else batch.take(kept)
 
 
 def render_prompts(
@@ -108,39 +96,16 @@ def render_prompts(
     texts: list[str] = []
     is_chat: list[bool] = []
     for number, prompt in enumerate(prompts, start=1):
-        if not isinstance(prompt, str | list) or not prompt:
-            raise DataError(
-                f"Row {number} of the data has {prompt!r} in the column `{prompt_column}`, "
-                "expected a string or a list of chat messages, not empty."
-            )
+        check_cell(number, prompt, prompt_column, "data.prompt_column")
         is_chat.append(isinstance(prompt, list) or chat is True)
         if is_chat[-1]:
-            _check_chat(number, prompt, tokenizer, prompt_column, chat)
-            texts.append(_render_chat(number, prompt, tokenizer, system_prompt))
+            check_chat(number, prompt, tokenizer, prompt_column, chat)
+            messages = open_with(system_prompt, messages_of(number, prompt))
+            texts.append(render(number, messages, tokenizer, ask=True))
         else:
             texts.append(prompt)
-    if system_prompt is not None and not all(is_chat):
-        raise ConfigError(
-            "`data.system_prompt` is set, but the prompts are plain strings, which are taken as "
-            "they are. Set `data.chat=true` to wrap each as a user message, or unset the system "
-            "prompt."
-        )
-    # A chat template writes the special tokens itself; a plain string gets the tokenizer's own.
-    encoded: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)] * len(texts)
-    for kind in (False, True):
-        chosen = [number for number, chatty in enumerate(is_chat) if chatty is kind]
-        if chosen:
-            ids = tokenizer([texts[number] for number in chosen], add_special_tokens=not kind)
-            for number, row in zip(chosen, ids["input_ids"], strict=True):
-                encoded[number] = np.asarray(row, dtype=np.int64)
-    for number, row in enumerate(encoded, start=1):
-        if not len(row):
-            raise DataError(
-                f"Row {number} of the data has a prompt that the tokenizer turns into no tokens: "
-                f"{_excerpt(texts[number - 1])}"
-            )
-    _warn_of_unknown_tokens(encoded, tokenizer)
-    return RenderedPrompts(texts, encoded)
+    check_system_prompt(system_prompt, is_chat)
+    return RenderedPrompts(texts, encode_prompts(texts, is_chat, tokenizer))
 
 
 def column_of(rows: pa.Table, name: str, setting: str) -> pa.ChunkedArray:
@@ -165,72 +130,3 @@ def _as_text(value: Any) -> str:
     if isinstance(value, list | dict):
         return json.dumps(value, default=str)
     return str(value)
-
-
-def _check_chat(
-    number: int,
-    prompt: str | list[Any],
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_column: str,
-    chat: bool | None,
-) -> None:
-    if chat is False:
-        raise DataError(
-            f"Row {number} of the data has chat messages in the column `{prompt_column}`, but "
-            "`data.chat` is false, which allows strings only. Set `data.chat` to null or true."
-        )
-    if not tokenizer.chat_template:
-        cause = "`data.chat` is true" if chat else f"the column `{prompt_column}` holds messages"
-        raise ConfigError(
-            f"{cause[0].upper()}{cause[1:]}, but the tokenizer `{tokenizer.name_or_path}` has no "
-            "chat template. Use the tokenizer of an instruction-tuned model, set its "
-            "`chat_template`, or give prompts as plain strings with `data.chat=false`."
-        )
-
-
-def _render_chat(
-    number: int,
-    prompt: str | list[Any],
-    tokenizer: PreTrainedTokenizerBase,
-    system_prompt: str | None,
-) -> str:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    for message in messages:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise DataError(
-                f"Row {number} of the data has a chat message that is no object with `role` and "
-                f"`content`: {message!r}."
-            )
-    # Arrow gives every message the keys of all messages; a template must not see the empty ones.
-    messages = [{key: v for key, v in m.items() if v is not None} for m in messages]
-    if system_prompt is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system_prompt}, *messages]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates raise jinja2 errors, among them their own complaints
-        raise DataError(
-            f"The chat template of `{tokenizer.name_or_path}` refuses row {number} of the data: "
-            f"{error}"
-        ) from error
-    return str(text)
-
-
-def _warn_of_unknown_tokens(
-    encoded: list[npt.NDArray[np.int64]], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    if tokenizer.unk_token_id is None or tokenizer.unk_token_id == tokenizer.eos_token_id:
-        return
-    count = sum(bool((ids == tokenizer.unk_token_id).any()) for ids in encoded)
-    if count:
-        _log.warning(
-            "%d of %d prompts hold text that the tokenizer `%s` does not know; the model sees `%s` "
-            "in its place.",
-            count,
-            len(encoded),
-            tokenizer.name_or_path,
-            tokenizer.unk_token,
-        )
-
-
-def _excerpt(text: str, length: int = 80) -> str:
-    return repr(text if len(text) <= length else text[:length] + "...")

@@ -1,18 +1,36 @@
-"""Turning rows of prompts and responses into the token ids that supervised training reads."""
+"""Turning prompts with responses, or whole conversations, into what supervised training reads."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from hybridrl.core.batch import Batch
-from hybridrl.data.prompts import column_of, render_prompts
+from hybridrl.data.chat import (
+    Message,
+    check_cell,
+    check_chat,
+    check_system_prompt,
+    cut_at_answers,
+    messages_of,
+    open_with,
+)
+from hybridrl.data.encoding import encode_prompts, encode_turns, end_token, ended
+from hybridrl.data.lengths import TooLong, rows_within
+from hybridrl.data.prompts import column_of
 from hybridrl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class _Example(NamedTuple):
+    """Texts in turn: the prompt, an answer, what comes before the next answer, that answer, ..."""
+
+    texts: list[str]
+    is_chat: bool
 
 
 def tokenize_examples(
@@ -23,41 +41,170 @@ def tokenize_examples(
     *,
     chat: bool | None = None,
     system_prompt: str | None = None,
+    max_prompt_tokens: int | None = None,
+    max_response_tokens: int | None = None,
+    too_long: TooLong = "error",
 ) -> Batch:
     """Tokenizes each prompt, and each response followed by the end-of-sequence token.
 
-    `chat` and `system_prompt` mean what they mean in `tokenize_prompts`.
+    `chat` and `system_prompt` mean what they mean in `tokenize_prompts`. The response to a chat is
+    an assistant's message and goes through the template as well; it may be a list of messages, of
+    which the assistant's are learned. Other responses are taken as they are.
 
     Returns:
-        A batch with the token-level columns `prompt_ids`, `response_ids` and `response_mask` (all
-        ones: every response token is learned, the end included).
+        A batch with the token-level columns `prompt_ids`, `response_ids` (everything after the
+        prompt) and `response_mask` (uint8; 1 for the tokens to learn, the end included). Rows
+        dropped as too long are counted in a log message.
 
     Raises:
         DataError: if a column is missing, a prompt or response is not usable, or the tokenizer has
             no end-of-sequence token; names the row.
+        ConfigError: if the settings contradict each other or the tokenizer.
     """
-    if tokenizer.eos_token_id is None:
-        raise DataError(
-            f"The tokenizer `{tokenizer.name_or_path}` has no end-of-sequence token, so a model "
-            "trained with it would never stop. Set `eos_token` in its tokenizer_config.json."
-        )
+    prompts = column_of(rows, prompt_column, "data.prompt_column").to_pylist()
     responses = column_of(rows, response_column, "data.response_column").to_pylist()
-    for number, response in enumerate(responses, start=1):
-        if not isinstance(response, str):
+    examples = []
+    for number, (prompt, response) in enumerate(zip(prompts, responses, strict=True), start=1):
+        check_cell(number, response, response_column, "data.response_column", may_be_empty=True)
+        check_cell(number, prompt, prompt_column, "data.prompt_column")
+        chats = {prompt_column: prompt, response_column: response}
+        chats = {name: cell for name, cell in chats.items() if isinstance(cell, list) or chat}
+        for name, cell in chats.items():
+            check_chat(number, cell, tokenizer, name, chat)
+        if chats:
+            asked = open_with(system_prompt, messages_of(number, prompt))
+            messages = asked + messages_of(number, response, "assistant")
+            examples.append(_example_of(number, messages, len(asked), tokenizer, response_column))
+        else:
+            examples.append(_Example([prompt, response], is_chat=False))
+    check_system_prompt(system_prompt, [example.is_chat for example in examples])
+    return _tokenize(examples, tokenizer, max_prompt_tokens, max_response_tokens, too_long)
+
+
+def tokenize_conversations(
+    rows: pa.Table,
+    tokenizer: PreTrainedTokenizerBase,
+    messages_column: str,
+    *,
+    system_prompt: str | None = None,
+    max_prompt_tokens: int | None = None,
+    max_response_tokens: int | None = None,
+    too_long: TooLong = "error",
+) -> Batch:
+    """Tokenizes whole conversations, of which the assistant's turns are learned.
+
+    What precedes the assistant's first turn is the prompt, everything from there to its last turn
+    the response; the turns of others in between have a `response_mask` of 0.
+
+    Returns:
+        The columns of `tokenize_examples`.
+
+    Raises:
+        DataError: if the column is missing, a conversation is malformed, begins with the
+            assistant or never comes to it, or the template does not let the turns be told apart
+            (see `cut_at_answers`); names the row.
+        ConfigError: if the tokenizer has no chat template.
+    """
+    examples = []
+    conversations = column_of(rows, messages_column, "data.messages_column").to_pylist()
+    for number, cell in enumerate(conversations, start=1):
+        if not isinstance(cell, list) or not cell:
             raise DataError(
-                f"Row {number} of the data has {response!r} in the column `{response_column}` "
-                "(`data.response_column`), expected a string."
+                f"Row {number} of the data has {cell!r} in the column `{messages_column}` "
+                "(`data.messages_column`), expected a list of chat messages."
             )
-    prompts = render_prompts(
-        rows, tokenizer, prompt_column=prompt_column, chat=chat, system_prompt=system_prompt
+        check_chat(number, cell, tokenizer, messages_column, None)
+        messages = open_with(system_prompt, messages_of(number, cell))
+        examples.append(_example_of(number, messages, 0, tokenizer, messages_column))
+    return _tokenize(examples, tokenizer, max_prompt_tokens, max_response_tokens, too_long)
+
+
+def tokenize_turns(rows: pa.Table, tokenizer: PreTrainedTokenizerBase) -> Batch:
+    """Tokenizes the examples of a built-in task whose answers take several turns.
+
+    The column `turns` holds what the model writes, what a tool says, what the model writes then,
+    and so on. Each is tokenized by itself, as in a rollout; the model's are learned.
+
+    Returns:
+        The columns of `tokenize_examples`.
+    """
+    prompts, turns = rows.column("prompt").to_pylist(), rows.column("turns").to_pylist()
+    examples = [_Example([p, *t], is_chat=False) for p, t in zip(prompts, turns, strict=True)]
+    return _tokenize(examples, tokenizer, None, None, "error")
+
+
+def _example_of(
+    number: int,
+    messages: list[Message],
+    start: int,
+    tokenizer: PreTrainedTokenizerBase,
+    column: str,
+) -> _Example:
+    """The assistant's messages from number `start` on are learned."""
+    places = range(start, len(messages))
+    answers = [place for place in places if messages[place]["role"] == "assistant"]
+    if not answers:
+        raise DataError(
+            f"Row {number} of the data has no message of the role `assistant` in the column "
+            f"`{column}`, so there is nothing to learn from it. Leave the row out."
+        )
+    if answers[0] == 0:
+        raise DataError(
+            f"Row {number} of the data begins with the assistant's message in the column "
+            f"`{column}`, expected a message that it answers. Leave that message out."
+        )
+    return _Example(cut_at_answers(number, messages, answers, tokenizer), is_chat=True)
+
+
+def _tokenize(
+    examples: list[_Example],
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int | None,
+    max_response_tokens: int | None,
+    too_long: TooLong,
+) -> Batch:
+    if not examples:
+        raise DataError("There is nothing to tokenize: the data set has no rows.")
+    end = end_token(tokenizer)
+    prompts = [example.texts[0] for example in examples]
+    prompt_ids = encode_prompts(prompts, [example.is_chat for example in examples], tokenizer)
+    encoded = iter(encode_turns([text for e in examples for text in e.texts[1:]], tokenizer))
+    response_ids, masks = [], []
+    for example in examples:
+        turns = [next(encoded) for _ in example.texts[1:]]
+        turns[-1] = ended(turns[-1], end)
+        is_answer = [place % 2 == 0 for place in range(len(turns))]
+        response_ids.append(np.concatenate(turns))
+        masks.append(np.repeat(np.array(is_answer, np.uint8), [len(turn) for turn in turns]))
+    columns: dict[str, Any] = {
+        "prompt_ids": prompt_ids,
+        "response_ids": response_ids,
+        "response_mask": masks,
+    }
+    short = rows_within(
+        prompt_ids,
+        max_prompt_tokens,
+        texts=prompts,
+        setting="data.max_prompt_tokens",
+        what="prompt",
+        too_long=too_long,
     )
-    encoded = tokenizer(responses, add_special_tokens=False)["input_ids"]
-    end = [tokenizer.eos_token_id]
-    response_ids = [np.asarray(ids + end, dtype=np.int64) for ids in encoded]
-    return Batch.from_columns(
-        {
-            "prompt_ids": prompts.token_ids,
-            "response_ids": response_ids,
-            "response_mask": [np.ones(len(ids), dtype=np.uint8) for ids in response_ids],
-        }
+    kept = np.intersect1d(
+        short,
+        rows_within(
+            response_ids,
+            max_response_tokens,
+            texts=[example.texts[1] for example in examples],
+            setting="data.max_response_tokens",
+            what="response",
+            too_long=too_long,
+        ),
     )
+    if not len(kept):
+        raise DataError(
+            "`data.too_long=drop` dropped all rows: each has a prompt longer than "
+            f"`data.max_prompt_tokens` ({max_prompt_tokens}) or a response longer than "
+            f"`data.max_response_tokens` ({max_response_tokens}). Raise them."
+        )
+    batch = Batch.from_columns(columns)
+    return batch if len(kept) == len(batch) else batch.take(kept)

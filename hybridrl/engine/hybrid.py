@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -20,14 +21,14 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 
 class HybridEngine:
-    """Trains with `train`, generates with `rollout`.
+    """Trains with `train`, generates with `rollout`, which may be missing.
 
     Attributes:
         policy_version: Number of optimizer steps so far. Every sample carries the version that
             made it.
     """
 
-    def __init__(self, train: TrainEngine, rollout: RolloutEngine, phase: Phase) -> None:
+    def __init__(self, train: TrainEngine, rollout: RolloutEngine | None, phase: Phase) -> None:
         self.train = train
         self.rollout = rollout
         self.policy_version = 0
@@ -35,27 +36,26 @@ class HybridEngine:
         self._phase = phase
 
     def generate(self, batch: Batch, sampling: Sampling, seed: int) -> Batch:
-        """One response per prompt, from the newest weights."""
+        """One response per prompt, from the newest weights. Where the engine does not say which of
+        its tokens were sampled, all were: `response_mask` is 1."""
         if self._loaded_version != self.policy_version:
             with self._phase("sync"):
                 self._synchronise()
         with self._phase("generate"):
             samples = self.rollout.generate(batch, sampling, seed)
-        lengths = torch.from_numpy(samples.lengths("response_ids"))
         self.rollout.sleep()
         free_cached_memory(self.train.device)
-        ones = torch.ones(int(lengths.sum()), dtype=torch.uint8)
-        return samples.with_columns(
-            {
-                "response_mask": samples.ragged("response_ids")._replace(values=ones),
-                "policy_version": torch.full((len(batch),), self.policy_version),
-            }
-        )
+        columns = {"policy_version": torch.full((len(batch),), self.policy_version)}
+        if "response_mask" not in samples:
+            tokens = samples.ragged("response_ids")
+            ones = torch.ones(len(tokens.values), dtype=torch.uint8)
+            columns["response_mask"] = tokens._replace(values=ones)
+        return samples.with_columns(columns)
 
-    def update(self, batch: Batch, loss: Loss, temperature: float) -> dict[str, float]:
-        """One optimizer step."""
+    def update(self, batch: Batch, loss: Loss, **options: Any) -> dict[str, float]:
+        """One optimizer step; see `TrainEngine.update`."""
         with self._phase("train"):
-            metrics = self.train.update(batch, loss, temperature)
+            metrics = self.train.update(batch, loss, **options)
             synchronize(self.train.device)
         self.policy_version += 1
         return metrics
@@ -63,6 +63,6 @@ class HybridEngine:
     def _synchronise(self) -> None:
         self.rollout.wake()
         with torch.no_grad():
-            self.rollout.load(self.train.full_parameters())
+            self.rollout.load(self.train.full_weights())
         synchronize(self.train.device)
         self._loaded_version = self.policy_version

@@ -4,20 +4,24 @@ from hybridrl.models.loading import (
     check_model,
     load_config,
     load_model,
+    load_scalar_model,
     load_tokenizer,
     make_tiny_model,
 )
 from hybridrl.models.log_probs import token_log_probs
+from hybridrl.models.packed_models import CausalPolicy, PackedModel, ScalarModel
 from hybridrl.models.packing import PackedSamples, Packing
-from hybridrl.models.policy import CausalPolicy
 
 __all__ = [
     "CausalPolicy",
+    "PackedModel",
     "PackedSamples",
     "Packing",
+    "ScalarModel",
     "check_model",
     "load_config",
     "load_model",
+    "load_scalar_model",
     "load_tokenizer",
     "make_tiny_model",
     "token_log_probs",

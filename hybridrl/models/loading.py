@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -87,6 +90,38 @@ def load_model(path: str, dtype: str) -> PreTrainedModel:
     return model
 
 
+def load_scalar_model(path: str, dtype: str) -> PreTrainedModel:
+    """The model at `path` with a scalar head, on the CPU, with packed attention.
+
+    A sequence-classification folder with one label keeps its head. A causal language model gets a
+    new one of zeros: it says 0 of everything until it has learned.
+    """
+    config = load_config(path)
+    classifies = any("Classification" in name for name in config.architectures or ())
+    if classifies and config.num_labels != 1:
+        raise ConfigError(
+            f"model path {path} classifies into {config.num_labels} labels; a critic or a reward "
+            "model has one (num_labels=1)."
+        )
+    try:
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            path,
+            num_labels=1,
+            dtype=DTYPES[dtype],
+            attn_implementation=NAME,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} could not be loaded with a scalar head: {_first_line(error)}"
+        ) from error
+    if any(name.startswith("score.") for name in found["missing_keys"]):
+        torch.nn.init.zeros_(model.score.weight)
+    model.config.use_cache = False
+    _refuse_what_would_be_wrong(model, path)
+    return model
+
+
 def _refuse_what_would_be_wrong(model: PreTrainedModel, path: str) -> None:
     """Models that change attention scores or logits in ways that the packed forward does not know
     would be trained on wrong log-probabilities without a word."""
@@ -100,6 +135,14 @@ def _refuse_what_would_be_wrong(model: PreTrainedModel, path: str) -> None:
             f"model.path={path} ({model.config.model_type}) uses {', '.join(strange)}, which "
             "packed training does not support yet. Qwen2, Qwen3, Llama and Mistral work."
         )
+
+
+def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a folder's safetensors files, under its name, one at a time."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dictionary)
+                yield name, file.get_tensor(name)
 
 
 def make_tiny_model(

@@ -12,14 +12,21 @@ def overview(job: Job) -> str:
     """A few lines: the derived sizes and the table of roles and devices."""
     config, cluster = job.config, job.executor.cluster
     prompts, per_prompt = config.data.prompts_per_step, config.rollout.samples_per_prompt
+    held_out = len(job.held_out) if job.held_out is not None else 0
+    held_out //= 2 if job.trainer_class.DATA == "pairs" else 1
+    samples = f"{prompts} prompts x {per_prompt} samples = {prompts * per_prompt} samples"
+    of_step = {
+        "prompts": samples,
+        "examples": f"{prompts} examples",
+        "pairs": f"{prompts} pairs",
+    }[job.trainer_class.DATA]
     lines = [
         f"run         {job.directory.path}",
         f"model       {config.model.path or 'tiny, made from the seed'}, {config.model.dtype}",
-        f"data        {len(job.prompts):,} prompts, "
-        f"{len(job.held_out) if job.held_out is not None else 0:,} held out",
-        f"step        {prompts} prompts x {per_prompt} samples = {prompts * per_prompt} samples, "
-        f"{config.actor.updates_per_step} update(s)",
-        f"sample      up to {job.longest_prompt} + {config.rollout.max_tokens} tokens",
+        f"data        {len(job.training):,} {job.trainer_class.DATA}, "
+        f"{held_out:,} held out",
+        f"step        {of_step}, {config.actor.updates_per_step} update(s)",
+        f"sample      up to {job.longest_prompt} + {job.longest_response} tokens",
         f"devices     {len(cluster.devices)} x {cluster.kind}, placement {config.placement}",
     ]
     width = max(len(role) for role in job.placement)

@@ -12,20 +12,20 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from hybridrl.models.policy import CausalPolicy
+from hybridrl.models import PackedModel
 
 SMALL_MODEL_BYTES = 256 << 20
 """Below this a model is gathered in one piece: many small collectives cost more than its memory."""
 
 
-def is_small(policy: nn.Module) -> bool:
+def is_small(model: nn.Module) -> bool:
     """Whether the float32 model is small enough to be gathered whole."""
-    return sum(p.numel() for p in policy.parameters()) * 4 < SMALL_MODEL_BYTES
+    return sum(p.numel() for p in model.parameters()) * 4 < SMALL_MODEL_BYTES
 
 
 def shard(
-    policy: CausalPolicy, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool
-) -> CausalPolicy:
+    model: PackedModel, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool
+) -> PackedModel:
     """Shards the float32 parameters over `mesh`, in place.
 
     Each transformer layer is a unit that is gathered for its own computation and freed after it;
@@ -40,12 +40,12 @@ def shard(
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
     }
-    if not is_small(policy):
-        kinds = set(policy.model._no_split_modules or ())
-        for module in list(policy.model.modules()):
+    if not is_small(model):
+        kinds = set(model.inner._no_split_modules or ())
+        for module in list(model.inner.modules()):
             if type(module).__name__ in kinds:
                 fully_shard(module, **settings)
-    fully_shard(policy, **settings)
+    fully_shard(model, **settings)
     # The weights of the global loss already divide by all ranks' tokens: sum, do not average.
     # (gloo has no scaled sum, so the factor 1 is undone in `TrainEngine` for both back ends.)
-    return policy
+    return model

@@ -1,10 +1,29 @@
 """Reward functions: plain Python functions of the user, run in processes of their own.
 
 A reward function is `def score(prompt, response, answer, **row)`, or `async def`, that returns a
-number, or a dictionary with a number under `score` and any further numbers to keep beside it.
+number, or a dictionary with a number under `score` and any further numbers to keep beside it. The
+settings under `reward.options.<function>` are further keyword arguments.
+
+Nothing is imported before it is asked for: a reward process has no use for the pool.
 """
 
-from hybridrl.rewards.loading import function_list
-from hybridrl.rewards.pool import RewardPool, RewardResult
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybridrl.rewards.loading import function_list
+    from hybridrl.rewards.pool import RewardPool, RewardResult
 
 __all__ = ["RewardPool", "RewardResult", "function_list"]
+
+_HOMES = {
+    "RewardPool": "hybridrl.rewards.pool",
+    "RewardResult": "hybridrl.rewards.pool",
+    "function_list": "hybridrl.rewards.loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hybridrl.rewards' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)

@@ -25,7 +25,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hybridrl.errors import HybridRLError
-from hybridrl.rewards.loading import RewardFunction, load_function
+from hybridrl.rewards.loading import RewardFunction, load_function, short_names
+from hybridrl.rewards.options import check_options, parameters_of
 from hybridrl.rewards.wire import Unpacker, pack
 
 _READ_SIZE = 1 << 16
@@ -40,24 +41,27 @@ class Setup(NamedTuple):
     functions: list[str]
     search_path: list[str]
     timeout_s: float
+    options: list[dict[str, Any]]
 
 
 class Function:
     """A reward function with what is known about calling it."""
 
-    def __init__(self, function: RewardFunction) -> None:
+    def __init__(self, function: RewardFunction, options: dict[str, Any]) -> None:
         self.call = function
+        self._options = options
         target = function if inspect.isroutine(function) else type(function).__call__
         self.is_async = inspect.iscoroutinefunction(target)
-        parameters = _parameters(function)
+        parameters = parameters_of(function)
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._accepted = None if takes_all else {p.name for p in parameters}
 
     def arguments(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The entries of the row that the function takes: all of them if it has a `**row`."""
-        if self._accepted is None:
-            return row
-        return {name: value for name, value in row.items() if name in self._accepted}
+        """The entries of the row that the function takes, all of them if it has a `**row`, and its
+        options, which win."""
+        if self._accepted is not None:
+            row = {name: value for name, value in row.items() if name in self._accepted}
+        return row | self._options
 
 
 def main() -> None:
@@ -79,7 +83,7 @@ def main() -> None:
     setup = Setup(*inbox.pop(0))
     sys.path += [place for place in setup.search_path if place not in sys.path]
     try:
-        functions = [Function(load_function(spec)) for spec in setup.functions]
+        functions = _load(setup)
     except HybridRLError as error:
         send(("error", type(error).__name__, str(error)))
         return
@@ -92,6 +96,16 @@ def main() -> None:
         for tasks in unpacker.feed(_read(source)):
             for task, function, row in tasks:
                 send((task, *_score(functions[function], row)))
+
+
+def _load(setup: Setup) -> list[Function]:
+    functions = []
+    names = short_names(setup.functions)
+    for spec, name, options in zip(setup.functions, names, setup.options, strict=True):
+        function = load_function(spec)
+        check_options(name, function, options)
+        functions.append(Function(function, options))
+    return functions
 
 
 def _die_with(parent: int) -> None:
@@ -205,13 +219,6 @@ def _number(value: Any) -> float | None:
 def _shown(value: Any) -> str:
     text = repr(value)
     return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"
-
-
-def _parameters(function: RewardFunction) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except ValueError:  # written in C; call it with all there is
-        return [inspect.Parameter("row", inspect.Parameter.VAR_KEYWORD)]
 
 
 def _traceback(error: BaseException) -> str:

@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
 from hybridrl.errors import ConfigError, RewardError
-from hybridrl.rewards.loading import check_function, short_names
+from hybridrl.rewards.loading import check_functions, short_names
+from hybridrl.rewards.options import options_of
 from hybridrl.rewards.process import ChildProcess
 from hybridrl.rewards.round import RewardResult, Round
 
@@ -39,6 +40,8 @@ class RewardPool:
     Args:
         functions: `path/to/file.py:score`, `package.module:score` or a built-in name, each.
         weights: of the functions in the sum; all 1 if None.
+        options: keyword arguments for functions, by their short names (`score` of
+            `path/to/file.py:score`).
         processes: number of child processes.
         timeout_s: seconds that one function may take for one row.
         on_error: what a failed call does: `fail` raises, `drop` scores the row NaN, `value` takes
@@ -53,6 +56,7 @@ class RewardPool:
         self,
         functions: Sequence[str],
         weights: Sequence[float] | None = None,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
         processes: int = 1,
         timeout_s: float = 30.0,
         on_error: Literal["fail", "drop", "value"] = "fail",
@@ -60,7 +64,7 @@ class RewardPool:
     ) -> None:
         functions = list(functions)
         self._weights = [1.0] * len(functions) if weights is None else list(weights)
-        self.check(functions, self._weights)
+        self.check(functions, self._weights, options)
         if processes < 1:
             raise ConfigError(f"`reward.processes` is {processes}, expected 1 or more.")
         if not timeout_s > 0:
@@ -73,33 +77,14 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._on_error = on_error
         self._error_value = error_value
-        self._setup = (functions, sys.path, timeout_s)
+        self._setup = (functions, sys.path, timeout_s, options_of(self._names, options))
         self._is_async: list[bool] = []  # of each function; known when a process is ready
         self._seconds_per_row = math.inf
         self._lock = threading.Lock()
         self._children = [ChildProcess(self._setup) for _ in range(processes)]
         self._finalizer = weakref.finalize(self, _close_all, self._children, os.getpid())
 
-    @staticmethod
-    def check(functions: Sequence[str], weights: Sequence[float] | None = None) -> None:
-        """Finds what is wrong with these settings without importing anything of the user's.
-
-        Raises:
-            ConfigError: if a file, module or function does not exist, or the numbers differ.
-        """
-        if not functions:
-            raise ConfigError(
-                "`reward.function` is empty; name a reward function, for instance `exact`."
-            )
-        for function in functions:
-            check_function(function)
-        if weights is not None and len(weights) != len(functions):
-            raise ConfigError(
-                f"`reward.weights` has {len(weights)} entries and `reward.function` has "
-                f"{len(functions)}; give one weight per function."
-            )
-        if weights is not None and not all(math.isfinite(weight) for weight in weights):
-            raise ConfigError(f"`reward.weights` is {list(weights)}, expected finite numbers.")
+    check = staticmethod(check_functions)
 
     def start(self) -> None:
         """Waits until every process has imported the functions. `score` does this too.

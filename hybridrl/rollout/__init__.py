@@ -1,4 +1,5 @@
-"""Generation: one interface, vLLM or transformers behind it."""
+"""Generation: one interface, vLLM or transformers behind it; episodes of several turns around
+either."""
 
 from hybridrl.rollout.base import RolloutEngine, Sampling
 

@@ -6,6 +6,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar, NamedTuple
 
 import pyarrow as pa
 import torch
@@ -38,12 +39,50 @@ class Sampling:
         return replace(self, temperature=0.0, top_p=1.0, top_k=0)
 
 
+class Request(NamedTuple):
+    """A turn of the model to generate.
+
+    Attributes:
+        key: Of the caller's choice; no two requests under way may share one.
+        prompt_ids: All tokens so far.
+        sampling: Limits and distribution of this turn.
+        seed: Of this request, so that what it samples does not depend on what runs beside it. An
+            engine that draws for a whole batch at once takes the seed of the batch's first row.
+    """
+
+    key: int
+    prompt_ids: list[int]
+    sampling: Sampling
+    seed: int
+
+
+class Finished(NamedTuple):
+    """A generated turn: the `key` of its request, the tokens that the engine continued, and what
+    `RolloutEngine.generate` gives for a row."""
+
+    key: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str
+
+
 class RolloutEngine(ABC):
     """Generates with its own copy of the weights.
 
     The order of calls is `wake` (memory for weights), `load`, `generate`, `sleep`; an engine that
-    cannot give memory back ignores `wake` and `sleep`.
+    cannot give memory back ignores `wake` and `sleep`. In place of one `generate` there may be any
+    number of `start` and `poll`: requests one by one, for samples of several turns.
+
+    Attributes:
+        continuous: Whether requests that start while others are under way run beside them. If not,
+            `poll` generates all that wait as one batch, and more of them are worth waiting for.
     """
+
+    continuous: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._waiting: list[Request] = []
 
     @abstractmethod
     def generate(self, batch: Batch, sampling: Sampling, seed: int) -> Batch:
@@ -53,6 +92,49 @@ class RolloutEngine(ABC):
             Columns `response_ids`, `rollout_log_probs` (of the distribution sampled from) and
             `finish_reason` (`stop` or `length`).
         """
+
+    def start(self, request: Request) -> None:
+        """Takes a request; `poll` will give its outcome."""
+        self._waiting.append(request)
+
+    def poll(self) -> list[Finished]:
+        """Works for a while on the requests under way, and gives those that it finished."""
+        waiting, self._waiting = sorted(self._waiting, key=lambda request: request.key), []
+        batches: dict[Sampling, list[Request]] = {}
+        for request in waiting:
+            batches.setdefault(replace(request.sampling, max_tokens=0), []).append(request)
+        return [finished for batch in batches.values() for finished in self._finish(batch)]
+
+    def cancel(self) -> None:
+        """Drops all requests under way."""
+        self._waiting = []
+
+    def _finish(self, requests: list[Request]) -> Iterator[Finished]:
+        """Requests that differ in `max_tokens` only, as one batch: what was sampled beyond a
+        request's own limit is cut off, which leaves the distribution of the rest as it was."""
+        longest = max(request.sampling.max_tokens for request in requests)
+        prompts = [torch.tensor(request.prompt_ids) for request in requests]
+        samples = self.generate(
+            Batch.from_columns({"prompt_ids": prompts}),
+            replace(requests[0].sampling, max_tokens=longest),
+            requests[0].seed,
+        )
+        rows = zip(
+            requests,
+            samples["response_ids"].rows(),
+            samples["rollout_log_probs"].rows(),
+            samples["finish_reason"],
+            strict=True,
+        )
+        for request, token_ids, log_probs, finish_reason in rows:
+            limit = request.sampling.max_tokens
+            yield Finished(
+                request.key,
+                request.prompt_ids,
+                token_ids[:limit].tolist(),
+                log_probs[:limit].tolist(),
+                "length" if len(token_ids) > limit else finish_reason,
+            )
 
     @abstractmethod
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -74,14 +156,14 @@ def responses(
     """The batch that `RolloutEngine.generate` returns."""
     return Batch.from_columns(
         {
-            "response_ids": _ragged(token_ids, torch.int64),
-            "rollout_log_probs": _ragged(log_probs, torch.float32),
+            "response_ids": ragged(token_ids, torch.int64),
+            "rollout_log_probs": ragged(log_probs, torch.float32),
             "finish_reason": pa.array(finish_reasons, pa.string()),
         }
     )
 
 
-def _ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Ragged:
-    """Typed even where there are no rows."""
+def ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Ragged:
+    """A token-level column of these rows, typed even where there are none."""
     cu_seqlens = torch.tensor([0, *itertools.accumulate(len(row) for row in rows)])
     return Ragged(torch.tensor([x for row in rows for x in row], dtype=dtype), cu_seqlens)

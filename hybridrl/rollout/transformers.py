@@ -37,6 +37,7 @@ class TransformersRollout(RolloutEngine):
         eos_token_ids: list[int],
         device: torch.device,
     ) -> None:
+        super().__init__()
         self._device = device
         self._tokenizer = tokenizer
         self._max_sequences = max_sequences

@@ -19,7 +19,7 @@ from hybridrl.config.schema import RolloutConfig
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import generators
 from hybridrl.errors import ConfigError, MissingPackageError
-from hybridrl.rollout.base import RolloutEngine, Sampling, responses
+from hybridrl.rollout.base import Finished, Request, RolloutEngine, Sampling, responses
 
 # Read by vLLM when it is imported.
 os.environ.update(
@@ -37,6 +37,7 @@ if not torch.accelerator.is_available():
 
 try:
     from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 except ImportError as error:
     raise MissingPackageError(
@@ -47,7 +48,7 @@ except ImportError as error:
 
 
 class VLLMRollout(RolloutEngine):
-    """One rank of a vLLM engine.
+    """One rank of a vLLM engine. Requests of several turns need `rollout.tensor_parallel=1`.
 
     Args:
         path: Model folder or hub name.
@@ -59,6 +60,8 @@ class VLLMRollout(RolloutEngine):
         seed: Of the engine; each `generate` brings its own.
         job: Name that no other job on this machine has, for shared memory.
     """
+
+    continuous = True
 
     def __init__(
         self,
@@ -73,10 +76,13 @@ class VLLMRollout(RolloutEngine):
         seed: int,
         job: str,
     ) -> None:
+        super().__init__()
         self._device = device
         self._eos_token_ids = eos_token_ids
         self._sleeps = device.type != "cpu"
         self._asleep = False
+        self._has_cache = True
+        self._running: set[str] = set()
         if self._sleeps:
             memory: dict[str, Any] = {
                 "gpu_memory_utilization": config.memory_share,
@@ -115,10 +121,7 @@ class VLLMRollout(RolloutEngine):
             torch.set_num_threads(threads)
 
     def generate(self, batch: Batch, sampling: Sampling, seed: int) -> Batch:
-        if self._asleep:
-            self.wake()
-        if self._sleeps:
-            self._llm.wake_up(tags=["kv_cache"])
+        self._take_cache()
         # Samples of one prompt lie next to each other: vLLM takes them as one request.
         prompts = [row.tolist() for row in batch["prompt_ids"].rows()]
         groups = [(ids, len(list(copies))) for ids, copies in itertools.groupby(prompts)]
@@ -135,6 +138,42 @@ class VLLMRollout(RolloutEngine):
             [list(output.logprobs.logprobs) for output in outputs],
             [output.finish_reason for output in outputs],
         )
+
+    def start(self, request: Request) -> None:
+        self._take_cache()
+        parameters = self._parameters(request.sampling, 1)
+        parameters.seed = request.seed
+        parameters.output_kind = RequestOutputKind.FINAL_ONLY
+        key = str(request.key)
+        prompt = {"type": "token", "prompt_token_ids": request.prompt_ids}
+        self._llm.llm_engine.add_request(key, prompt, parameters)
+        self._running.add(key)
+
+    def poll(self) -> list[Finished]:
+        """One step of the engine: one more token for each sample that runs."""
+        found = [output for output in self._llm.llm_engine.step() if output.finished]
+        self._running -= {output.request_id for output in found}
+        return [
+            Finished(
+                int(output.request_id),
+                list(output.prompt_token_ids),
+                list(output.outputs[0].token_ids),
+                list(output.outputs[0].logprobs.logprobs),
+                output.outputs[0].finish_reason,
+            )
+            for output in found
+        ]
+
+    def cancel(self) -> None:
+        self._llm.llm_engine.abort_request(list(self._running))
+        self._running.clear()
+
+    def _take_cache(self) -> None:
+        if self._asleep:
+            self.wake()
+        if not self._has_cache:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._has_cache = True
 
     def _parameters(self, sampling: Sampling, samples: int) -> SamplingParams:
         return SamplingParams(
@@ -171,7 +210,7 @@ class VLLMRollout(RolloutEngine):
     def sleep(self) -> None:
         if self._sleeps and not self._asleep:
             self._llm.sleep(level=2)  # drops weights too: they come anew with each update
-            self._asleep = True
+            self._asleep, self._has_cache = True, False
 
     def close(self) -> None:
         self._llm.llm_engine.model_executor.shutdown()

@@ -5,7 +5,7 @@
 
 import importlib
 
-PARTS = ("evaluation", "loop", "step_metrics", "warmup")
+PARTS = ("adaptive_kl", "base", "evaluation", "loop", "shaping", "step_metrics", "warmup")
 """Modules here that are not driver programs."""
 
 

@@ -1,17 +1,70 @@
-"""Greedy answers to held-out prompts."""
+"""Figures of the held-out data: answers to its prompts, likelihoods of its responses, pairs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
+from hybridrl.config.schema import Config
+from hybridrl.controller import BatchRef, WorkerGroup
+from hybridrl.core.batch import Batch
 from hybridrl.errors import DataError
+from hybridrl.rollout import Sampling
 
 if TYPE_CHECKING:
     from hybridrl.job import Job
 
 
+def evaluate_answers(
+    actor: WorkerGroup, reward: WorkerGroup, prompts: BatchRef, sampling: Sampling, config: Config
+) -> dict[str, float]:
+    """`accuracy`: the share of greedy answers that score `reward.correct_at` or more.
+
+    With `eval.samples` = k above 1 also `eval/mean@k` and `eval/pass@k`, of k samples drawn as in
+    training: the share that is right, and the share of prompts with a right one. With
+    `eval.by_column` the same figures for each value of that column, as `accuracy/<value>`.
+    """
+    by = [config.eval.by_column] if config.eval.by_column else []
+
+    def correct(repeated: BatchRef, how: Sampling) -> tuple[torch.Tensor, list[str]]:
+        answers = repeated | actor.generate_sequences(repeated, how)
+        answers |= reward.compute_reward(answers)
+        found = answers.collect(["scores", *by])
+        sources = [str(value) for value in found.table.column(by[0]).to_pylist()] if by else []
+        return found["scores"] >= config.reward.correct_at, sources
+
+    greedy, sources = correct(prompts, sampling.greedy())
+    figures = _means("accuracy", greedy, sources)
+    if (k := config.eval.samples) > 1:
+        right, _ = correct(prompts.repeat(k), sampling)
+        right = right.view(-1, k)
+        figures |= _means(f"eval/mean@{k}", right.float().mean(1), sources)
+        figures |= _means(f"eval/pass@{k}", right.any(1), sources)
+    return figures
+
+
+def row_sums(batch: Batch, column: str) -> Batch:
+    """`total` of a token column and number of `tokens`, of each row under its mask."""
+    values = batch.padded(column)[0]
+    mask = batch.padded("response_mask")[0].bool()
+    return Batch.from_columns(
+        {"total": torch.where(mask, values, 0.0).sum(1), "tokens": mask.sum(1)}
+    )
+
+
+def pair_figures(scores: torch.Tensor) -> dict[str, float]:
+    """Of `[rows]` scores, the chosen answer of a pair before the rejected one: how often it scores
+    more, and by how much."""
+    margin = scores[0::2] - scores[1::2]
+    return {
+        "eval/pair_accuracy": float((margin > 0).float().mean()),
+        "eval/pair_margin": float(margin.mean()),
+    }
+
+
 def accuracy(job: Job) -> float:
-    """Share of the held-out prompts whose greedy answer scores `reward.correct_at` or more.
+    """Share of the held-out prompts whose greedy answer is right.
 
     Raises:
         DataError: if the job has no held-out prompts.
@@ -21,8 +74,14 @@ def accuracy(job: Job) -> float:
             "There are no held-out prompts: the data is too small to spare any. Set data.eval_path."
         )
     actor, reward = job.groups["actor"], job.groups["reward"]
-    batch = job.put(job.held_out)
-    batch |= actor.generate_sequences(batch, job.sampling.greedy())
-    batch |= reward.compute_reward(batch)
-    scores = batch.collect(["scores"])["scores"]
-    return float((scores >= job.config.reward.correct_at).float().mean())
+    held_out = job.put(job.held_out)
+    return evaluate_answers(actor, reward, held_out, job.sampling, job.config)["accuracy"]
+
+
+def _means(name: str, values: torch.Tensor, sources: list[str]) -> dict[str, float]:
+    """The mean of all rows, and of the rows of each source."""
+    figures = {name: float(values.float().mean())}
+    for source in sorted(set(sources)):
+        rows = torch.tensor([s == source for s in sources])
+        figures[f"{name}/{source}"] = float(values[rows].float().mean())
+    return figures

@@ -1,86 +1,83 @@
 """GRPO: rewards of a prompt's samples, compared with each other, reinforce the policy.
 
-Shao et al. 2024, arXiv:2402.03300. This page is the whole dataflow; nothing below it knows GRPO.
+Shao et al. 2024, arXiv:2402.03300. By its settings it is also Dr. GRPO, DAPO, GSPO, CISPO, SAPO,
+GMPO, RLOO, REINFORCE++, OPO and pass@k training: `algorithm=<name>`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
-import torch
+import numpy as np
 
-from hybridrl.algorithms import group_relative, token_weights
+from hybridrl.algorithms import keep_informative
 from hybridrl.config.schema import Config
-from hybridrl.controller import BatchRef, Handle, WorkerGroup
-from hybridrl.core.batch import Batch
-from hybridrl.rollout import Sampling
+from hybridrl.controller import BatchRef, Handle
+from hybridrl.trainers import base
+from hybridrl.trainers.base import LEARNED_FROM, SAMPLE
+from hybridrl.trainers.shaping import GROUP_COLUMNS, group_advantages, loss_weights
 
-LEARNED_FROM = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "advantages")
 
-
-class Trainer:
+class Trainer(base.Trainer):
     """The driver program of GRPO."""
 
     @staticmethod
     def roles(config: Config) -> list[str]:
-        """Worker groups that it needs."""
         reference = ["reference"] if config.algorithm.kl_coefficient else []
         return ["actor", "reward", *reference]
 
-    def __init__(self, config: Config, groups: Mapping[str, WorkerGroup], sampling: Sampling):
-        self.actor, self.reward = groups["actor"], groups["reward"]
-        self.reference = groups.get("reference")
-        self.sampling = sampling
-        self.samples_per_prompt = config.rollout.samples_per_prompt
-        self.updates = config.actor.updates_per_step
-        self.advantages = partial(group_advantages, scale=config.algorithm.advantage_scale)
-        self.weights = partial(
-            loss_weights,
-            mode=config.algorithm.aggregation,
-            longest=config.rollout.max_tokens,
-        )
+    def step(self) -> tuple[BatchRef, list[Handle]]:
+        config, longest = self.config.algorithm, self.config.rollout.max_tokens
+        actor, reference = self.groups["actor"], self.groups.get("reference")
+        updates = self.config.actor.updates_per_step
+        columns = [*LEARNED_FROM, "rollout_log_probs", "advantages"]
 
-    def step(self, prompts: BatchRef) -> tuple[BatchRef, list[Handle]]:
-        """One step: the samples it made, and a handle on the metrics of each update."""
-        batch = prompts.repeat(self.samples_per_prompt)
-        batch |= self.actor.generate_sequences(batch, self.sampling)
-        batch |= self.reward.compute_reward(batch)
-        columns = [*LEARNED_FROM, "loss_weights"]
-        if self.reference is not None:
-            batch |= self.reference.compute_ref_log_prob(batch.select(*LEARNED_FROM[:2]))
+        batch = self._informative_samples() if config.dynamic_sampling else self._samples()
+        if reference is not None:
+            batch |= reference.compute_ref_log_prob(batch.select(*SAMPLE))
             columns.append("ref_log_probs")
-        if self.updates > 1:  # otherwise the policy of the update is the one that sampled
-            batch |= self.actor.compute_log_prob(batch.select(*LEARNED_FROM[:2]))
+        if updates > 1 or config.kl_in_reward:  # else the policy that sampled is the one updated
+            batch |= actor.compute_log_prob(batch.select(*SAMPLE))
             columns.append("log_probs")
-        batch |= batch.apply(self.advantages, ["scores", "group_id", "response_mask"])
+        compare = partial(group_advantages, config=config, longest=longest)
+        shaped = [*GROUP_COLUMNS, *(("log_probs", "ref_log_probs") if config.kl_in_reward else ())]
+        batch |= batch.apply(compare, shaped)
+
+        weigh = partial(loss_weights, mode=config.aggregation, longest=longest)
         metrics = []
-        for mini_batch in batch.split(self.updates):
-            mini_batch |= mini_batch.apply(self.weights, ["response_mask"])
-            metrics.append(self.actor.update_actor(mini_batch.select(*columns)))
+        for mini_batch in batch.split(updates):
+            mini_batch |= mini_batch.apply(weigh, ["response_mask"])
+            metrics.append(actor.update_actor(mini_batch.select(*columns)))
         return batch, metrics
 
+    def _samples(self) -> BatchRef:
+        batch = self.next_batch().repeat(self.config.rollout.samples_per_prompt)
+        batch |= self.groups["actor"].generate_sequences(batch, self.sampling)
+        return batch | self.groups["reward"].compute_reward(batch)
 
-def group_advantages(batch: Batch, scale: str) -> Batch:
-    """`advantages`, one per sample, and the `response_mask` without the samples whose reward was
-    dropped (NaN): they are compared with nothing and learned from not at all."""
-    scores, groups = batch["scores"], batch["group_id"]
-    mask = batch.ragged("response_mask")
-    dropped = torch.isnan(scores)
-    # Each dropped sample becomes a group of its own, whose advantage is 0.
-    alone = groups.max() + 1 + torch.arange(len(groups))
-    advantages = group_relative(
-        scores.nan_to_num(), torch.where(dropped, alone, groups), scale=scale
-    )
-    kept = mask.values * (~dropped).repeat_interleave(mask.lengths)
-    return Batch.from_columns(
-        {"advantages": advantages, "response_mask": mask._replace(values=kept)}
-    )
-
-
-def loss_weights(batch: Batch, mode: str, longest: int) -> Batch:
-    """`loss_weights`: the weight of each token in the loss of this whole mini-batch."""
-    mask = batch.ragged("response_mask")
-    dense, real = batch.padded("response_mask")
-    weights = token_weights(dense.bool(), mode, length_norm=longest)
-    return Batch.from_columns({"loss_weights": mask._replace(values=weights[real])})
+    def _informative_samples(self) -> BatchRef:
+        """DAPO's dynamic sampling: samples of prompts whose scores differ, as many prompts as a
+        step has, from up to `algorithm.max_refills` further generations."""
+        rounds = 1 + self.config.algorithm.max_refills
+        per_prompt = self.config.rollout.samples_per_prompt
+        wanted = self.config.data.prompts_per_step * per_prompt
+        kept: list[BatchRef] = []
+        count, prompts = 0, 0
+        for _ in range(rounds):
+            batch = self._samples()
+            known = batch.collect(["scores", "group_id"])  # two numbers a sample
+            rows = np.flatnonzero(keep_informative(known["scores"].nan_to_num(), known["group_id"]))
+            prompts += len(known) // per_prompt
+            if len(rows):
+                kept.append(batch.take(rows[: wanted - count]))
+                count += min(len(rows), wanted - count)
+            if count >= wanted:
+                break
+        self.figures["dynamic/informative"] = count / per_prompt / prompts
+        self.figures["dynamic/generations"] = prompts * per_prompt / wanted
+        if count < wanted:
+            self.notices.append(
+                f"Only {count // per_prompt} of {prompts} prompts had samples of different scores, "
+                f"after {rounds} generations (algorithm.max_refills); the step learns from those."
+            )
+        return BatchRef.concat(kept) if kept else batch

@@ -10,8 +10,6 @@ from hybridrl.controller import BatchRef
 from hybridrl.observe.curves import draw_curves
 from hybridrl.observe.step_view import StepView
 from hybridrl.observe.storage import explain_write_errors
-from hybridrl.trainers import load_trainer
-from hybridrl.trainers.evaluation import accuracy
 from hybridrl.trainers.step_metrics import step_metrics
 from hybridrl.trainers.warmup import warm_up
 
@@ -20,6 +18,9 @@ if TYPE_CHECKING:
 
 SAVE_SECONDS_AFTER_INTERRUPT = 6.0
 """After Ctrl-C: how long the workers may take to finish the call in hand and save the model."""
+GAINS = {"reward": "reward/mean", "cost": "cost/mean", "loss": "policy/loss"}
+"""What the summary keeps of the first and the last step, and the metrics that it is taken from."""
+SPOKEN = {"accuracy": "greedy accuracy"}
 KEPT = ("prompt", "answer", "response", "scores", "advantages", "finish_reason", "policy_version")
 
 
@@ -35,18 +36,19 @@ class Loop:
         self.job = job
         self.view = view
         self.config = job.config
-        self.trainer = load_trainer(self.config.trainer.name)(self.config, job.groups, job.sampling)
+        self.trainer = job.make_trainer()
         self.summary: dict[str, Any] = {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
 
     def run(self) -> dict[str, Any]:
         """Trains. Ctrl-C saves what there is and raises KeyboardInterrupt again."""
+        steps = self.config.trainer.steps if self.trainer.TRAINS else 0
         try:
             self._warm_up()
             self._evaluate(0)
-            for step in range(1, self.config.trainer.steps + 1):
+            for step in range(1, steps + 1):
                 self._step(step)
                 every = self.config.eval.every
-                if step == self.config.trainer.steps or (every and step % every == 0):
+                if step == steps or (every and step % every == 0):
                     self._evaluate(step)
         except KeyboardInterrupt:
             self.view.message("Interrupted: saving the model.")
@@ -58,7 +60,7 @@ class Loop:
 
     def _warm_up(self) -> None:
         steps = self.config.warmup.steps
-        if not steps:
+        if not steps or self.job.examples is None or not self.trainer.TRAINS:
             return
         self.view.phase("supervised warm-up")
         begin = time.perf_counter()
@@ -76,30 +78,38 @@ class Loop:
         if self.job.held_out is None:
             return
         self.view.phase("evaluating")
-        score = accuracy(self.job)
+        figures = self.trainer.evaluate(self.job.put(self.job.held_out))
         self.job.executor.take_records()
-        self.summary.setdefault("accuracy_first", score)
-        self.summary["accuracy_last"] = score
-        self.job.write(step, {"accuracy": score})
-        self.view.message(f"step {step}: greedy accuracy {score:.3f}")
+        for name, value in figures.items():
+            self._note(name.removeprefix("eval/"), value)
+        self.job.write(step, figures)
+        shown = [f"{SPOKEN.get(name, name)} {value:.3f}" for name, value in figures.items()]
+        self.view.message(f"step {step}: {', '.join(shown)}")
 
     def _step(self, step: int) -> None:
         begin = time.perf_counter()
-        batch, handles = self.trainer.step(self.job.next_prompts())
+        batch, handles = self.trainer.step()
         updates = [handle.get() for handle in handles]
         seconds = time.perf_counter() - begin
         metrics = step_metrics(self.job.executor.take_records(), updates, seconds)
+        metrics |= self.trainer.figures
         self._note_first_step()
+        for notice in self.trainer.notices:
+            self.view.message(f"step {step}: {notice}")
+        self.trainer.notices.clear()
         self._keep(step, metrics, batch)
 
     def _keep(self, step: int, metrics: dict[str, float], batch: BatchRef) -> None:
         self.summary["steps"] = step
-        self.summary["tokens_generated"] += int(metrics["response/tokens"])
+        self.summary["tokens_generated"] += int(metrics.get("response/tokens", 0))
         self.summary["seconds_train"] += metrics["time/step"]
-        self.summary.setdefault("reward_first", metrics["reward/mean"])
-        self.summary["reward_last"] = metrics["reward/mean"]
+        for name, metric in GAINS.items():
+            if metric in metrics:
+                self._note(name, metrics[metric])
         self.job.write(step, metrics)
         self.view.step(step, metrics)
+        if self.trainer.DATA != "prompts":
+            return
         observe = self.config.observe
         if observe.samples_every and (step == 1 or step % observe.samples_every == 0):
             rows = batch.collect(KEPT)
@@ -108,6 +118,10 @@ class Loop:
             row = batch.take([0]).collect(KEPT).to_pylist()[0]
             self.view.sample(row["prompt"], row["response"], row["scores"])
 
+    def _note(self, name: str, value: float) -> None:
+        self.summary.setdefault(f"{name}_first", value)
+        self.summary[f"{name}_last"] = value
+
     def _note_first_step(self) -> None:
         self.summary.setdefault("seconds_to_first_step", time.time() - self.job.started)
 
@@ -115,11 +129,14 @@ class Loop:
         """Saves the model, the curves and the summary."""
         self.view.phase("saving")
         directory = self.job.directory
-        with explain_write_errors(directory.model):
-            saved = self.job.groups["actor"].save_model(str(directory.model.absolute()))
-            if not saved.done_within(limit):
-                self.view.message(
-                    f"The workers were busy for more than {limit:g} s; the model was not saved."
-                )
+        for role, name in self.trainer.SAVED.items():
+            folder = directory.path / name
+            with explain_write_errors(folder):
+                saved = self.job.groups[role].save_model(str(folder.absolute()))
+                if not saved.done_within(limit):
+                    self.view.message(
+                        f"The workers were busy for more than {limit:g} s; the {role} was not "
+                        "saved."
+                    )
         directory.write_summary(self.summary)
         draw_curves(directory.metrics_file, directory.curves_file)

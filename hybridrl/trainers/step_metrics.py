@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from hybridrl.core.record import Record
 from hybridrl.observe.step_clock import phase_shares
 
-POLICY = {
+UPDATE = {
     "loss": "policy/loss",
     "entropy": "policy/entropy",
     "kl": "policy/kl",
@@ -17,11 +17,23 @@ POLICY = {
     "clip_fraction": "policy/clip_fraction",
     "grad_norm": "policy/grad_norm",
     "learning_rate": "policy/learning_rate",
-    "mismatch_k3": "mismatch/k3",
-    "mismatch_abs_max": "mismatch/max_abs",
     "tokens": "policy/tokens",
+    "correction_weight": "policy/correction_weight",
+    "pair_accuracy": "pairs/accuracy",
+    "pair_margin": "pairs/margin",
+    "critic_loss": "critic/loss",
+    "critic_grad_norm": "critic/grad_norm",
+    "critic_value": "critic/value_mean",
+    "cost_critic_loss": "cost_critic/loss",
+    "cost_critic_value": "cost_critic/value_mean",
 }
 """Metrics of an update, and the names under which they are written."""
+MISMATCH = {
+    "mismatch_kl": "mismatch/kl",
+    "mismatch_k3": "mismatch/k3",
+    "mismatch_ppl_ratio": "mismatch/ppl_ratio",
+    "mismatch_abs_max": "mismatch/max_abs",
+}
 
 
 def step_metrics(
@@ -38,25 +50,61 @@ def step_metrics(
     for record in records:
         for name, value in record.metrics.items():
             total[name] += value
-    samples, scored = max(1.0, total["samples"]), max(1.0, total["scored"])
-    mean = total["reward_sum"] / scored
-    variance = max(0.0, total["reward_square_sum"] / scored - mean * mean)
-    metrics = {
-        "reward/mean": mean,
-        "reward/std": math.sqrt(variance),
-        "reward/correct": total["correct"] / scored,
-        "reward/failures": total["reward_failures"],
-        "reward/timeouts": total["reward_timeouts"],
+    metrics = _scores("reward", total) | _scores("cost", total) | _responses(total, seconds)
+    for name, written in UPDATE.items():
+        found = [update[name] for update in updates if name in update]
+        if found:
+            metrics[written] = sum(found) / len(found)
+    # A step with several updates begins at the policy that sampled: there mismatch counts.
+    first = next((update for update in updates if "mismatch_k3" in update), None)
+    if first is not None:
+        metrics |= {written: first[name] for name, written in MISMATCH.items()}
+        square = first["mismatch_weight_square"]
+        metrics["mismatch/ess"] = first["mismatch_weight"] ** 2 / square if square else 1.0
+    if any("critic_return" in update for update in updates):
+        metrics["critic/explained_variance"] = _explained_variance(updates)
+    return metrics | {"time/step": seconds} | phase_shares(records, seconds)
+
+
+def _scores(kind: str, total: Mapping[str, float]) -> dict[str, float]:
+    """Of rewards, or costs, if there are any."""
+    if f"{kind}_count" not in total:
+        return {}
+    count = max(1.0, total[f"{kind}_count"])
+    mean = total[f"{kind}_sum"] / count
+    variance = max(0.0, total[f"{kind}_square_sum"] / count - mean * mean)
+    figures = {f"{kind}/mean": mean, f"{kind}/std": math.sqrt(variance)}
+    if kind == "reward":
+        figures["reward/correct"] = total["reward_correct"] / count
+    for name in ("failures", "timeouts"):
+        figures[f"{kind}/{name}"] = total[f"{kind}_{name}"]
+    return figures
+
+
+def _responses(total: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """Of what was generated, if anything was."""
+    if "samples" not in total:
+        return {}
+    samples = max(1.0, total["samples"])
+    figures = {
         "response/length_mean": total["response_tokens"] / samples,
         "response/truncated": total["truncated"] / samples,
         "response/tokens": total["response_tokens"],
         "throughput/tokens_per_second": total["response_tokens"] / seconds,
-        "time/step": seconds,
     }
-    for name, written in POLICY.items():
-        found = [update[name] for update in updates if name in update]
-        if found:
-            # A step with several updates begins at the policy that sampled: there mismatch counts.
-            first = written.startswith("mismatch/")
-            metrics[written] = found[0] if first else sum(found) / len(found)
-    return metrics | phase_shares(records, seconds)
+    if "turns" in total:
+        figures["response/turns"] = total["turns"] / samples
+        figures["tools/timeouts"] = total["tool_timeouts"]
+        figures["tools/errors"] = total["tool_errors"]
+    return figures
+
+
+def _explained_variance(updates: Sequence[Mapping[str, float]]) -> float:
+    """Share of the variance of the returns that the values explain, 1 at best."""
+    found = [update for update in updates if "critic_return" in update]
+
+    def mean(name: str) -> float:
+        return sum(update[f"critic_{name}"] for update in found) / len(found)
+
+    variance = mean("return_square") - mean("return") ** 2
+    return 1.0 - mean("error_square") / variance if variance > 1e-12 else 0.0

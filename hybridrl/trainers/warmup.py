@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from hybridrl.algorithms import token_weights
 from hybridrl.config.schema import OptimizerConfig
-from hybridrl.core.batch import Batch
 from hybridrl.data.loader import PromptLoader
+from hybridrl.trainers.shaping import loss_weights
 
 if TYPE_CHECKING:
     from hybridrl.job import Job
@@ -16,13 +15,15 @@ if TYPE_CHECKING:
 AHEAD = 4
 """Steps queued ahead of the one that is waited for, so that workers never wait for the driver."""
 RATE_WARMUP_STEPS = 10
+CRITICS = ["critic", "cost_critic"]
 
 
 def warm_up(
     job: Job, progress: Callable[[int, Mapping[str, float]], None] = lambda *_: None
 ) -> None:
     """Runs `warmup.steps` supervised steps on a built-in task's own answers, with an optimizer of
-    their own; the actor's starts afresh after them.
+    their own; the actor's starts afresh after them, and the models that begin as copies of the
+    actor begin as copies of what it is then.
 
     Args:
         progress: Called after each step with its number (from 1) and metrics.
@@ -39,15 +40,14 @@ def warm_up(
     for step in range(config.steps + AHEAD):
         if step < config.steps:
             batch = next(loader)
-            queue.append(actor.update_supervised(job.put(batch | _weights(batch))))
+            weighted = batch | loss_weights(batch, "token-mean")
+            queue.append(actor.update_supervised(job.put(weighted)))
         if step >= AHEAD and queue:
             progress(step - AHEAD + 1, queue.pop(0).get())
     actor.start_optimizer(None, 0)
-
-
-def _weights(batch: Batch) -> Batch:
-    mask, real = batch.padded("response_mask")
-    weights = token_weights(mask.bool(), "token-mean")[real]
-    return Batch.from_columns(
-        {"loss_weights": batch.ragged("response_mask")._replace(values=weights)}
-    )
+    begins_as_actor = ["reference"] + (CRITICS if job.config.critic.path is None else [])
+    if copies := [job.groups[role] for role in begins_as_actor if role in job.groups]:
+        folder = str((job.directory.path / "warm_model").absolute())
+        actor.save_model(folder).get()
+        for group in copies:
+            group.load_weights(folder)

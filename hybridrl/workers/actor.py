@@ -6,23 +6,24 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from hybridrl.algorithms import PolicyObjective, TokenLoss, negative_log_likelihood
+from hybridrl.algorithms import TokenLoss, negative_log_likelihood
 from hybridrl.config.schema import ActorConfig, OptimizerConfig, RolloutConfig
 from hybridrl.controller import (
     DP,
     ONE_TO_ALL,
     THREE_D_ALL_MICRO_DP,
     UPDATE,
+    UPDATE_PAIRS,
     Context,
     Worker,
     transfer,
 )
 from hybridrl.core.batch import Batch
 from hybridrl.core.mesh import Coordinate, Mesh
-from hybridrl.engine import HybridEngine
+from hybridrl.engine import HybridEngine, Loss
 from hybridrl.models import load_tokenizer
 from hybridrl.rollout import RolloutEngine, Sampling
-from hybridrl.workers.policy import ModelSource, build_engine
+from hybridrl.workers.engines import ModelSource, policy_engine
 
 
 class ActorWorker(Worker):
@@ -32,10 +33,11 @@ class ActorWorker(Worker):
         source: The model.
         config: Training.
         rollout: Generation.
-        objective: The loss of `update_actor`.
+        objective: The loss of `update_actor` or `update_preference`.
         updates: Optimizer steps of the whole job, for the schedule.
         seed: Of all sampling.
         job: A name that no other job on this machine has.
+        generates: Whether a rollout engine is needed.
     """
 
     def __init__(
@@ -44,10 +46,11 @@ class ActorWorker(Worker):
         source: ModelSource,
         config: ActorConfig,
         rollout: RolloutConfig,
-        objective: PolicyObjective,
+        objective: Loss,
         updates: int,
         seed: int,
         job: str,
+        generates: bool = True,
     ) -> None:
         super().__init__(context)
         self._source = source
@@ -62,9 +65,9 @@ class ActorWorker(Worker):
         self._rollout_mesh = Mesh(
             {"rollout_dp": ranks // rollout.tensor_parallel, "rollout_tp": rollout.tensor_parallel}
         )
-        train = build_engine(context, source, config)
+        train = policy_engine(context, source, config)
         train.start_optimizer(config.optimizer, updates)
-        engine = _rollout_engine(source, rollout, train.device, seed, job)
+        engine = _rollout_engine(source, rollout, train.device, seed, job) if generates else None
         self._engine = HybridEngine(train, engine, self.phase)
 
     def coordinates(self) -> Mapping[str, Coordinate]:
@@ -74,35 +77,57 @@ class ActorWorker(Worker):
     @transfer(THREE_D_ALL_MICRO_DP)
     def generate_sequences(self, batch: Batch, sampling: Sampling) -> Batch:
         """One response for each row: `response_ids`, `response_mask`, `rollout_log_probs`,
-        `finish_reason`, `policy_version`."""
+        `finish_reason`, `policy_version`; of episodes also `turns`, `turn_rewards` and
+        `episode_rewards`."""
         replica = self.coordinates()["rollout_dp"].index
         seed = hash((self._seed, self._generations, replica)) % 2**63
         self._generations += 1
         samples = self._engine.generate(batch, sampling, seed)
         if self.coordinates()["rollout_tp"].index == 0:
-            lengths = samples.lengths("response_ids")
+            lengths, reasons = samples.lengths("response_ids"), samples["finish_reason"]
             self.report(
                 samples=len(samples),
                 response_tokens=int(lengths.sum()),
-                truncated=samples["finish_reason"].count("length"),
+                truncated=reasons.count("length"),
             )
+            if "turns" in samples:
+                self.report(
+                    turns=int(samples["turns"].sum()),
+                    tool_timeouts=reasons.count("tool_timeout"),
+                    tool_errors=reasons.count("tool_error"),
+                )
         return samples
 
     @transfer(DP)
     def compute_log_prob(self, batch: Batch) -> Batch:
         """`log_probs` of the responses under the policy as it is now, and `entropy`."""
         with self.phase("score"):
-            return self._engine.train.forward(batch, self._temperature)
+            return self._engine.train.forward(batch, temperature=self._temperature)
+
+    @transfer(DP)
+    def compute_ref_log_prob(self, batch: Batch) -> Batch:
+        """`ref_log_probs` of the responses under the model without its adapters: with LoRA the
+        actor is its own reference."""
+        with self.phase("score"), self._engine.train.without_adapters():
+            scored = self._engine.train.forward(batch, temperature=self._temperature)
+        return Batch.from_columns({"ref_log_probs": scored.ragged("log_probs")})
 
     @transfer(UPDATE)
     def update_actor(self, batch: Batch) -> dict[str, float]:
         """One optimizer step on the objective; the metrics of the whole mini-batch."""
-        return self._engine.update(batch, self._objective, self._temperature)
+        return self._engine.update(batch, self._objective, temperature=self._temperature)
+
+    @transfer(UPDATE_PAIRS)
+    def update_preference(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step on pairs of rows, the chosen one first."""
+        return self._engine.update(
+            batch, self._objective, rows_together=2, temperature=self._temperature
+        )
 
     @transfer(UPDATE)
     def update_supervised(self, batch: Batch) -> dict[str, float]:
         """One optimizer step that makes the given responses likelier."""
-        return self._engine.update(batch, _supervised, temperature=1.0)
+        return self._engine.update(batch, _supervised)
 
     @transfer(ONE_TO_ALL)
     def start_optimizer(self, config: OptimizerConfig | None, updates: int) -> None:
@@ -128,14 +153,32 @@ class ActorWorker(Worker):
         return os.getpid()
 
     def close(self) -> None:
-        self._engine.rollout.close()
+        if self._engine.rollout is not None:
+            self._engine.rollout.close()
 
 
-def _supervised(log_probs, entropy, columns, segments) -> TokenLoss:  # type: ignore[no-untyped-def]
-    return negative_log_likelihood(log_probs)
+def _supervised(outputs, columns, segments) -> TokenLoss:  # type: ignore[no-untyped-def]
+    return negative_log_likelihood(outputs["log_probs"])
 
 
 def _rollout_engine(source, config: RolloutConfig, device, seed: int, job: str) -> RolloutEngine:  # type: ignore[no-untyped-def]
+    if config.episode is None:
+        return _turn_engine(source, config, device, seed, job)
+    from hybridrl.rollout.episode_class import load_episode
+    from hybridrl.rollout.episodes import EpisodeRollout
+
+    episode = load_episode(config.episode)  # first: it is what may be wrong
+    return EpisodeRollout(
+        _turn_engine(source, config, device, seed, job),
+        episode,
+        load_tokenizer(source.tokenizer),
+        max_turns=config.max_turns,
+        max_turn_tokens=config.max_turn_tokens,
+        tool_timeout_s=config.tool_timeout_s,
+    )
+
+
+def _turn_engine(source, config: RolloutConfig, device, seed: int, job: str) -> RolloutEngine:  # type: ignore[no-untyped-def]
     if config.engine == "transformers":
         from hybridrl.rollout.transformers import TransformersRollout
 

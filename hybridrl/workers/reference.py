@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hybridrl.config.schema import ActorConfig
-from hybridrl.controller import DP, Context, Worker, transfer
+from hybridrl.controller import DP, ONE_TO_ALL, Context, Worker, transfer
 from hybridrl.core.batch import Batch
-from hybridrl.workers.policy import ModelSource, build_engine
+from hybridrl.workers.engines import ModelSource, policy_engine
 
 
 class ReferenceWorker(Worker):
@@ -22,12 +24,16 @@ class ReferenceWorker(Worker):
     ) -> None:
         super().__init__(context)
         self._temperature = temperature
-        self._engine = build_engine(context, source, config)
-        self._engine.policy.requires_grad_(False)
+        self._engine = policy_engine(context, source, config, trains=False)
+
+    @transfer(ONE_TO_ALL)
+    def load_weights(self, folder: str) -> None:
+        """Takes the weights of a model folder, those that this model has too."""
+        self._engine.load(Path(folder))
 
     @transfer(DP)
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
         """`ref_log_probs` of the responses."""
         with self.phase("score"):
-            scored = self._engine.forward(batch, self._temperature)
+            scored = self._engine.forward(batch, temperature=self._temperature)
         return Batch.from_columns({"ref_log_probs": scored.ragged("log_probs")})

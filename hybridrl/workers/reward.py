@@ -1,70 +1,113 @@
-"""RewardWorker: turns responses into text and scores them with the user's functions."""
+"""RewardWorker: scores samples by the user's functions, and by a reward model."""
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 
-from hybridrl.config.schema import RewardConfig
+from hybridrl.config.schema import ActorConfig, RewardConfig
 from hybridrl.controller import THREE_D_ALL_MICRO_DP, Context, Worker, transfer
 from hybridrl.core.batch import Batch
 from hybridrl.models import load_tokenizer
 from hybridrl.rewards import RewardPool, function_list
+from hybridrl.workers.engines import ModelSource, scalar_engine
+from hybridrl.workers.reward_model import sample_scores
+
+COLUMN = {"reward": "scores", "cost": "costs"}
+"""Column of what is reinforced, and of what is to stay below a limit."""
 
 
 class RewardWorker(Worker):
-    """Scores the rows of its rank in child processes, so that no function can stop the job.
+    """Scores the rows of its rank: by functions, in child processes so that none can stop the job,
+    and by a model, if there is one.
 
     Args:
         config: Functions, weights, time-outs.
         tokenizer: Folder or hub name.
+        model: The reward model.
+        model_config: Its micro-batch budget and offload.
+        kind: What the score is: a reward or a cost.
     """
 
-    def __init__(self, context: Context, config: RewardConfig, tokenizer: str) -> None:
+    def __init__(
+        self,
+        context: Context,
+        config: RewardConfig,
+        tokenizer: str,
+        model: ModelSource | None,
+        model_config: ActorConfig,
+        kind: Literal["reward", "cost"],
+    ) -> None:
         super().__init__(context)
-        self._correct_at = config.correct_at
-        self._pool = RewardPool(
-            function_list(config.function),
-            config.weights,
-            processes=config.processes,
-            timeout_s=config.timeout_s,
-            on_error=config.on_error,
-            error_value=config.error_value,
-        )
+        self._config = config
+        self._kind = kind
+        functions = function_list(config.function)
+        self._pool = None
+        if functions:
+            self._pool = RewardPool(
+                functions,
+                config.weights,
+                options=config.options,
+                processes=config.processes,
+                timeout_s=config.timeout_s,
+                on_error=config.on_error,
+                error_value=config.error_value,
+            )
         self._tokenizer = load_tokenizer(tokenizer)
-        self._pool.start()
+        self._engine = None
+        if model is not None:
+            self._engine = scalar_engine(context, model, model_config, "after", trains=False)
+        if self._pool is not None:
+            self._pool.start()
 
     @transfer(THREE_D_ALL_MICRO_DP)
     def compute_reward(self, batch: Batch) -> Batch:
-        """`scores` (NaN: dropped), the `response` as text, and a column for each function."""
+        """`scores`, or `costs` (NaN: dropped), the `response` as text, and a column for each
+        function and the model."""
         with self.phase("score"):
             ids = [row.tolist() for row in batch["response_ids"].rows()]
             texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
-            hidden = [name for name in batch.columns if not _is_for_users(name)]
-            rows = batch.table.drop_columns(hidden).to_pylist()
-            for row, text in zip(rows, texts, strict=True):
-                row["response"] = text
-            found = self._pool.score(rows)
-        counted = [score for score in found.scores if not math.isnan(score)]
-        self.report(
-            scored=len(counted),
-            reward_sum=sum(counted),
-            reward_square_sum=sum(score * score for score in counted),
-            correct=sum(score >= self._correct_at for score in counted),
-            reward_failures=found.failures,
-            reward_timeouts=found.timeouts,
-        )
-        scores = torch.tensor(found.scores, dtype=torch.float32)
-        return Batch.from_columns({"response": texts, "scores": scores, **found.columns})
+            scores, columns = torch.zeros(len(batch), dtype=torch.float32), {}
+            if self._pool is not None:
+                scores, columns = self._by_functions(batch, texts)
+            if self._engine is not None:
+                columns[f"{self._kind}/model"] = sample_scores(self._engine, batch)
+                scores = scores + self._config.model_weight * columns[f"{self._kind}/model"]
+            if self._kind == "reward" and "episode_rewards" in batch.columns:
+                scores = scores + batch["episode_rewards"]
+        self._report(scores)
+        return Batch.from_columns({"response": texts, COLUMN[self._kind]: scores, **columns})
 
     def close(self) -> None:
-        self._pool.close()
+        if self._pool is not None:
+            self._pool.close()
 
+    def _by_functions(self, batch: Batch, texts: list[str]) -> tuple[torch.Tensor, dict]:  # type: ignore[type-arg]
+        rows = batch.rows_for_users()
+        for row, text in zip(rows, texts, strict=True):
+            row["response"] = text
+        found = self._pool.score(rows)  # type: ignore[union-attr]
+        self.report(
+            **{
+                f"{self._kind}_failures": found.failures,
+                f"{self._kind}_timeouts": found.timeouts,
+            }
+        )
+        columns = {
+            name.replace("reward/", f"{self._kind}/", 1): column
+            for name, column in found.columns.items()
+        }
+        return torch.tensor(found.scores, dtype=torch.float32), columns
 
-def _is_for_users(column: str) -> bool:
-    """Token columns and the trainer's own are no business of a reward function."""
-    return not column.endswith(("_ids", "_mask", "_log_probs")) and column not in (
-        "group_id",
-        "policy_version",
-    )
+    def _report(self, scores: torch.Tensor) -> None:
+        counted = [score for score in scores.tolist() if not math.isnan(score)]
+        self.report(
+            **{
+                f"{self._kind}_count": len(counted),
+                f"{self._kind}_sum": sum(counted),
+                f"{self._kind}_square_sum": sum(score * score for score in counted),
+                f"{self._kind}_correct": sum(s >= self._config.correct_at for s in counted),
+            }
+        )

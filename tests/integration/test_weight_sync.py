@@ -61,7 +61,7 @@ def test_greedy_tokens_agree_after_training(ray, tmp_path, architecture, tied, t
 
     from hybridrl.controller.ray_executor import RayExecutor
     from hybridrl.workers.actor import ActorWorker
-    from hybridrl.workers.policy import ModelSource
+    from hybridrl.workers.engines import ModelSource
 
     make_model(tmp_path / "model", architecture, tied)
     rollout = RolloutConfig(tensor_parallel=tensor_parallel, kv_cache_gib=0.05)

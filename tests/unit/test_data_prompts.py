@@ -4,7 +4,6 @@ import pyarrow as pa
 import pytest
 
 from hybridrl.data.prompts import tokenize_prompts
-from hybridrl.data.supervised import tokenize_examples
 from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError, DataError
 
@@ -114,23 +113,3 @@ def test_text_the_tokenizer_does_not_know_is_reported(tokenizer, caplog):
     with caplog.at_level(logging.WARNING):
         tokenize([{"prompt": "ok"}, {"prompt": "NO"}], tokenizer)
     assert "1 of 2 prompts" in caplog.text
-
-
-def test_examples_end_with_the_end_token(tokenizer):
-    rows = pa.table({"prompt": ["1+1=", "2+2="], "answer": ["2", "14"]})
-    batch = tokenize_examples(rows, tokenizer, "prompt", "answer")
-    assert batch.columns == ["prompt_ids", "response_ids", "response_mask"]
-    assert [tokenizer.decode(r) for r in batch["prompt_ids"].rows()] == ["1+1=", "2+2="]
-    assert [tokenizer.decode(r) for r in batch["response_ids"].rows()] == ["2<eos>", "14<eos>"]
-    assert batch["response_mask"].values.tolist() == [1] * 5
-    with pytest.raises(DataError, match=r"`data.response_column`.*Did you mean `answer`"):
-        tokenize_examples(rows, tokenizer, "prompt", "answr")
-    with pytest.raises(DataError, match=r"Row 1 .*expected a string"):
-        tokenize_examples(pa.table({"p": ["a"], "r": [1]}), tokenizer, "p", "r")
-
-
-def test_a_tokenizer_without_end_token_cannot_teach(tokenizer):
-    endless = build_tokenizer()
-    endless.eos_token = None
-    with pytest.raises(DataError, match="no end-of-sequence token"):
-        tokenize_examples(pa.table({"p": ["a"], "r": ["b"]}), endless, "p", "r")

@@ -24,10 +24,25 @@ def test_arithmetic_refuses_to_hold_out_everything():
         load_task("arithmetic").problems(count_held_out=1_600)
 
 
+def test_arithmetic_pairs_are_right_and_plausibly_wrong():
+    arithmetic = load_task("arithmetic")
+    parts = arithmetic.pairs(100, seed=1)
+    assert parts == arithmetic.pairs(100, seed=1)
+    prompts = [{row["prompt"] for row in part} for part in parts]
+    assert (len(prompts[0]), len(prompts[1]), len(parts[1])) == (1500, 100, 100)
+    assert not prompts[0] & prompts[1]
+    for row in parts[0] + parts[1]:
+        left, right = row["prompt"].rstrip("=").split("+")
+        chosen, rejected = int(row["chosen"]), int(row["rejected"])
+        assert chosen == int(left) + int(right) != rejected
+        assert str(rejected) == row["rejected"]
+        assert abs(chosen - rejected) in (1, 10) or row["chosen"] == row["rejected"][::-1]
+
+
 def test_unknown_task_names_the_nearest():
     with pytest.raises(ConfigError, match=r"`arithmetics`.*Did you mean `arithmetic`"):
         load_task("arithmetics")
-    assert task_names() == ["arithmetic"]
+    assert task_names() == ["arithmetic", "calculator"]
 
 
 def test_a_task_may_be_any_importable_module(tmp_path, monkeypatch):

@@ -171,7 +171,8 @@ def test_records_tell_who_did_what(group, executor, batch):
     assert 0 < record.start <= record.end
     assert pickle.loads(pickle.dumps(record)) == record
     assert executor.take_records() == []
-    (record,) = group.update(batch).records()
+    group.update(batch).get()
+    (record,) = executor.take_records()
     assert record.method == "update" and record.phases == {} and record.metrics == {}
 
 

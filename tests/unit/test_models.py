@@ -21,6 +21,12 @@ VOCABULARY = 29
 UNEVEN = [(3, 2), (30, 31), (1, 1), (12, 5), (9, 9), (2, 0), (1, 16), (4, 1)]
 
 
+
+def both(outputs):
+    """Log-probabilities and entropy."""
+    return outputs["log_probs"], outputs["entropy"]
+
+
 def make_config(kind, **settings):
     shape = {
         "vocab_size": VOCABULARY,
@@ -96,13 +102,13 @@ def assert_same(found, expected, tolerance):
 
 def assert_packed_equals_alone(config, batch, temperature=1.0):
     policy, alone = CausalPolicy(make_model(config, NAME)), make_model(config, "eager")
-    assert policy.model.config._attn_implementation == NAME
-    outputs = policy(PackedSamples.of(batch, CPU), temperature)
+    assert policy.inner.config._attn_implementation == NAME
+    outputs = both(policy(PackedSamples.of(batch, CPU), temperature))
     expected = one_by_one(alone, batch, temperature)
     for found, wanted in zip(outputs, expected, strict=True):
         assert found.dtype == torch.float32
         assert_same(found, wanted, 1e-5)
-    found, wanted = gradients(policy.model, outputs), gradients(alone, expected)
+    found, wanted = gradients(policy.inner, outputs), gradients(alone, expected)
     assert found.keys() == wanted.keys()
     for name in wanted:
         assert_same(found[name], wanted[name], 1e-4)
@@ -142,12 +148,12 @@ def test_samples_do_not_see_each_other():
     changed = make_batch(UNEVEN, seed=1)
     policy = CausalPolicy(make_model(make_config(Qwen2Config), NAME))
     bounds = batch["response_ids"].cu_seqlens.tolist()
-    before = policy(PackedSamples.of(batch, CPU))[0]
+    before = policy(PackedSamples.of(batch, CPU))["log_probs"]
     for row in range(len(batch)):
         others = Batch.concat(
             [changed.slice(0, row), batch.slice(row, row + 1), changed.slice(row + 1, len(batch))]
         )
-        after = policy(PackedSamples.of(others, CPU))[0]
+        after = policy(PackedSamples.of(others, CPU))["log_probs"]
         mine = slice(bounds[row], bounds[row + 1])
         torch.testing.assert_close(after[mine], before[mine], rtol=1e-5, atol=1e-5)
 
@@ -157,11 +163,11 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     calls, found = [], []
     for checkpointing in (False, True):
         policy = CausalPolicy(make_model(make_config(Qwen2Config), NAME)).train()
-        mlp = policy.model.base_model.layers[0].mlp
+        mlp = policy.inner.base_model.layers[0].mlp
         mlp.register_forward_pre_hook(lambda *_, kind=checkpointing: calls.append(kind))
         if checkpointing:
-            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-        found.append(gradients(policy.model, policy(samples)))
+            policy.inner.gradient_checkpointing_enable({"use_reentrant": False})
+        found.append(gradients(policy.inner, both(policy(samples))))
     assert calls == [False, True, True], "a layer runs again in backward"
     for name in found[0]:
         assert torch.equal(found[0][name], found[1][name])
@@ -170,8 +176,8 @@ def test_gradient_checkpointing_gives_the_same_gradients():
 def test_half_precision_gives_float32_log_probs_near_the_exact_ones():
     config, batch = make_config(Qwen2Config), make_batch(UNEVEN)
     model = make_model(config, NAME)
-    exact = CausalPolicy(model)(PackedSamples.of(batch, CPU))
-    rounded = CausalPolicy(model.bfloat16())(PackedSamples.of(batch, CPU))
+    exact = both(CausalPolicy(model)(PackedSamples.of(batch, CPU)))
+    rounded = both(CausalPolicy(model.bfloat16())(PackedSamples.of(batch, CPU)))
     for found, wanted in zip(rounded, exact, strict=True):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.2)
@@ -223,18 +229,18 @@ def test_a_vocabulary_larger_than_a_chunk_goes_token_by_token(monkeypatch):
 
 def test_no_response_tokens():
     policy = CausalPolicy(make_model(make_config(Qwen2Config), NAME))
-    outputs = policy(PackedSamples.of(make_batch([(3, 0), (1, 0)]), CPU))
+    outputs = both(policy(PackedSamples.of(make_batch([(3, 0), (1, 0)]), CPU)))
     assert [out.shape for out in outputs] == [(0,), (0,)]
-    assert all((grad == 0).all() for grad in gradients(policy.model, outputs).values())
+    assert all((grad == 0).all() for grad in gradients(policy.inner, outputs).values())
 
 
 def test_no_samples():
     policy = CausalPolicy(make_model(make_config(Qwen2Config), NAME))
     samples = PackedSamples.of(make_batch(UNEVEN).slice(0, 0), CPU)
-    outputs = policy(samples)
+    outputs = both(policy(samples))
     assert [out.shape for out in outputs] == [(0,), (0,)]
     assert samples.response_bounds.tolist() == [0]
-    assert all((grad == 0).all() for grad in gradients(policy.model, outputs).values())
+    assert all((grad == 0).all() for grad in gradients(policy.inner, outputs).values())
 
 
 def test_position_ids_begin_anew_in_each_sample():

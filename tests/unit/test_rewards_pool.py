@@ -64,6 +64,9 @@ async def all_together(count, **row):
 def narrow(response, level):
     return level
 
+def tuned(response, *, factor, words=(), **row):
+    return factor * len(words)
+
 def forgetful(response, **row):
     return score_async(response)
 
@@ -94,6 +97,18 @@ def make_pool(functions_file):
         yield make
 
 
+@pytest.fixture(scope="module")
+def shared(functions_file):
+    """A pool for each function that tests may share, because none of them ends it."""
+    with contextlib.ExitStack() as pools:
+        yield {
+            name: pools.enter_context(
+                RewardPool([f"{functions_file}:{name}"], timeout_s=TIMEOUT_S, on_error="drop")
+            )
+            for name in ("score", "score_async")
+        }
+
+
 def rows(*responses, **further):
     return [{"prompt": "p", "response": r, "answer": "a", **further} for r in responses]
 
@@ -115,8 +130,8 @@ def wait_until_dead(pid):
 
 @pytest.mark.parametrize("processes", [1, 3])
 @pytest.mark.parametrize("name", ["score", "score_async"])
-def test_scores_come_back_in_order(make_pool, name, processes):
-    pool = make_pool(name, processes=processes)
+def test_scores_come_back_in_order(shared, make_pool, name, processes):
+    pool = shared[name] if processes == 1 else make_pool(name, processes=processes)
     for _ in range(2):
         result = pool.score(rows(*map(str, range(300))))
         assert result.scores == list(range(300))
@@ -124,12 +139,12 @@ def test_scores_come_back_in_order(make_pool, name, processes):
         assert (result.failures, result.timeouts, result.first_failure) == (0, 0, None)
 
 
-def test_no_rows(make_pool):
-    assert make_pool("score").score([]).scores == []
+def test_no_rows(shared):
+    assert shared["score"].score([]).scores == []
 
 
-def test_dictionaries_bring_further_columns(make_pool):
-    result = make_pool("score").score(rows("1", "dict"))
+def test_dictionaries_bring_further_columns(shared):
+    result = shared["score"].score(rows("1", "dict"))
     assert result.scores == [1.0, 2.0]
     assert list(result.columns) == ["reward/score", "reward/score/length"]
     assert math.isnan(result.columns["reward/score/length"][0])
@@ -160,16 +175,16 @@ def test_weighted_sum_of_several_functions(make_pool):
         ("float('inf')", "inf, and a score must be finite"),
         ("'high'", "'high' (str), which is no number"),
         ("None", "None (NoneType), which is no number"),
-        ("[1.0]", "[1.0] (list), which is no number"),
+        ("[1.0, 2.0]", "[1.0, 2.0] (list), which is no number"),
         ("{'reward': 1}", "without the key 'score'; its keys are: 'reward'"),
         ("{'score': 'x'}", "a dictionary whose 'score' is 'x' (str)"),
     ],
 )
 @pytest.mark.parametrize("name", ["score", "score_async"])
-def test_one_bad_row_costs_one_row(make_pool, name, response, explanation):
+def test_one_bad_row_costs_one_row(shared, name, response, explanation):
     if name == "score_async" and response in ("die", "segfault"):
         pytest.skip("has a test of its own")
-    result = make_pool(name).score(rows("1", "2", response, "4", "5"))
+    result = shared[name].score(rows("1", "2", response, "4", "5"))
     assert [s for s in result.scores if not math.isnan(s)] == [1.0, 2.0, 4.0, 5.0]
     assert math.isnan(result.scores[2])
     assert result.failures == 1
@@ -179,8 +194,9 @@ def test_one_bad_row_costs_one_row(make_pool, name, response, explanation):
 
 
 @pytest.mark.parametrize("response", ["die", "block"])
-def test_the_guilty_one_of_concurrent_rows_is_found(make_pool, response):
-    result = make_pool("score_async").score(rows("1", "2", response, "4"))
+def test_the_guilty_one_of_concurrent_rows_is_found(shared, monkeypatch, response):
+    monkeypatch.setattr("hybridrl.rewards.pool._ASYNC_GRACE_S", 0.1)
+    result = shared["score_async"].score(rows("1", "2", response, "4"))
     assert result.failures == 1
     assert math.isnan(result.scores[2])
     assert [s for s in result.scores if not math.isnan(s)] == [1.0, 2.0, 4.0]
@@ -196,16 +212,34 @@ def test_many_bad_rows_and_several_processes(make_pool):
 
 
 def test_a_failing_function_spares_the_others(make_pool):
-    result = make_pool("score", "narrow").score(rows("hang", "2", level=3))
+    result = make_pool("score", "narrow").score(rows("die", "2", level=3))
     assert math.isnan(result.scores[0])
     assert result.columns["reward/narrow"] == [3.0, 3.0]
 
 
-def test_a_value_can_stand_for_a_failure(make_pool):
+BAD = ["raise", "die", "hang", "float('nan')", "'high'", "[1.0, 2.0]"]
+
+
+def test_a_value_can_stand_for_any_failure(make_pool):
     pool = make_pool("score", "narrow", on_error="value", error_value=-1.0)
-    result = pool.score(rows("raise", "2", level=3))
-    assert result.scores == [2.0, 5.0]
-    assert result.columns["reward/score"] == [-1.0, 2.0]
+    result = pool.score(rows(*BAD, "2", level=3))
+    assert result.scores == [2.0] * len(BAD) + [5.0]
+    assert result.columns["reward/score"] == [-1.0] * len(BAD) + [2.0]
+    assert (result.failures, result.timeouts) == (len(BAD), 1)
+
+
+def test_any_failure_can_end_the_round(make_pool):
+    pool = make_pool("score", on_error="fail")
+    for response in BAD:
+        with pytest.raises(RewardError, match=r"(?s)`score` failed on row 2 of 2.*on_error"):
+            pool.score(rows("1", response))
+    assert pool.score(rows("1")).scores == [1.0]
+
+
+def test_every_function_that_fails_is_counted(make_pool):
+    result = make_pool("score", "narrow").score(rows("raise", "2"))
+    assert result.failures == 3  # `narrow` misses its `level` in both rows
+    assert all(map(math.isnan, result.scores))
 
 
 def test_on_error_fail_tells_everything_and_the_pool_lives_on(make_pool):
@@ -234,8 +268,8 @@ def test_asynchronous_rows_run_concurrently(make_pool):
     assert result.scores == [1.0] * 40
 
 
-def test_a_timeout_error_of_the_function_is_no_time_out(make_pool):
-    result = make_pool("score_async").score(rows("own"))
+def test_a_timeout_error_of_the_function_is_no_time_out(shared):
+    result = shared["score_async"].score(rows("own"))
     assert (result.failures, result.timeouts) == (1, 0)
     assert "TimeoutError: mine" in result.first_failure
 
@@ -269,8 +303,8 @@ def test_a_forgotten_pool_leaves_no_process(functions_file):
     assert wait_until_dead(pid)
 
 
-def test_an_idle_process_that_died_is_replaced(make_pool):
-    pool = make_pool("score")
+def test_an_idle_process_that_died_is_replaced(shared):
+    pool = shared["score"]
     pid = int(pool.score(rows("pid")).scores[0])
     os.kill(pid, signal.SIGKILL)
     assert wait_until_dead(pid)
@@ -302,8 +336,8 @@ sys.stdin.read()
     assert wait_until_dead(pid)
 
 
-def test_ctrl_c_is_for_the_parent(make_pool):
-    pool = make_pool("score")
+def test_ctrl_c_is_for_the_parent(shared):
+    pool = shared["score"]
     pid = int(pool.score(rows("pid")).scores[0])
     os.kill(pid, signal.SIGINT)
     assert pool.score(rows("pid")).scores == [pid]
@@ -320,6 +354,32 @@ def test_import_errors_come_with_the_start(tmp_path):
         pool.start()
 
 
+def test_options_reach_their_functions(make_pool):
+    options = {"narrow": {"level": 7}, "tuned": {"factor": 3, "words": ["a", "b"]}}
+    pool = make_pool("narrow", "tuned", "score", options=options)
+    result = pool.score(rows("1", level=3))  # an option wins over a column of the data
+    assert {name: column[0] for name, column in result.columns.items()} == {
+        "reward/narrow": 7.0,
+        "reward/tuned": 6.0,
+        "reward/score": 1.0,
+    }
+
+
+def test_options_of_builtin_functions():
+    options = {"length": {"limit": 2, "ramp": 4}, "format": {"pattern": "<.*>"}}
+    with RewardPool(["length", "format"], options=options) as pool:
+        assert pool.score(rows("<b>", "c")).columns == {
+            "reward/length": [-0.25, 0.0],
+            "reward/format": [1.0, 0.0],
+        }
+
+
+def test_an_option_that_the_function_does_not_take_ends_the_start(make_pool):
+    pool = make_pool("tuned", options={"tuned": {"factr": 3}})
+    with pytest.raises(ConfigError, match=r"no parameter `factr`.*Did you mean `factor`"):
+        pool.start()
+
+
 def test_start_waits_for_every_process(make_pool):
     pool = make_pool("score", processes=2)
     pool.start()
@@ -331,13 +391,19 @@ def test_start_waits_for_every_process(make_pool):
     [
         ({"functions": []}, "`reward.function` is empty"),
         ({"functions": ["exactly"]}, "Did you mean `exact`"),
+        ({"options": {"exac": {}}}, "`reward.options.exac` .* names no `exac`.*mean `exact`"),
+        ({"options": {"exact": 3}}, "`reward.options.exact` is 3, expected a keyword argument"),
+        ({"options": {"exact": {"answer": "x"}}}, "has no parameter `answer`"),
+        ({"functions": ["format"]}, "`format` needs .*reward.options.format.pattern=<value>"),
+        ({"functions": ["format"], "options": {"format": {"patern": "x"}}},
+         "no parameter `patern` .*Did you mean `pattern`"),
         ({"weights": [1, 2]}, "`reward.weights` has 2 entries"),
         ({"weights": [math.nan]}, "`reward.weights`.*finite"),
         ({"processes": 0}, "`reward.processes` is 0"),
         ({"timeout_s": 0}, "`reward.timeout_s` is 0"),
         ({"on_error": "ignore"}, "`reward.on_error` is `ignore`"),
     ],
-)
+)  # fmt: skip
 def test_wrong_settings_are_named(settings, message):
     with pytest.raises(ConfigError, match=message):
         RewardPool(**({"functions": ["exact"]} | settings))

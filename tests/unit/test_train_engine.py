@@ -114,23 +114,30 @@ def deal(batch, counts):
     return [order[start:stop] for start, stop in itertools.pairwise(edges)]
 
 
+def reduced(name, values, mask, rows):
+    if name.endswith("_max"):
+        return float(values[mask].max())
+    return float(values[rows if name.endswith("_by_row") else mask].mean())
+
+
 def plain_update(batch, objective):
     """Gradient and metrics of the whole mini-batch at once: no engine, no shards, no split."""
     policy = CausalPolicy(make_model())
     samples = PackedSamples.of(batch, CPU)
-    log_probs, entropy = policy(samples, TEMPERATURE)
+    outputs = policy(samples, TEMPERATURE)
     columns = token_columns(batch, CPU)
     mask = columns["response_mask"].bool()
     segments = Segments.from_cu_seqlens(samples.response_bounds, mask)
-    loss, metrics = objective(log_probs, entropy, columns, segments)
+    loss, metrics = objective(outputs, columns, segments)
     value = (loss * columns["loss_weights"])[mask].sum()
     value.backward()
     found = {
-        name: float(values[mask].max() if name.endswith("_max") else values[mask].mean())
+        name.removesuffix("_by_row"): reduced(name, values, mask, segments.lengths > 0)
         for name, values in metrics.items()
     }
     gradient = flat(parameter.grad for parameter in policy.parameters())
     found |= {"loss": float(value.detach()), "tokens": float(mask.sum())}
+    found["rows"] = float((segments.lengths > 0).sum())
     found["grad_norm"] = float(gradient.norm())
     return gradient, found
 
@@ -145,7 +152,7 @@ def make_engine(mesh, dtype="float32", optimizer=None, **settings):
     engine.gradients = []
     engine.optimizer.register_step_pre_hook(
         lambda *_: engine.gradients.append(
-            flat(whole(parameter.grad) for parameter in engine.policy.parameters())
+            flat(whole(parameter.grad) for parameter in engine.model.parameters())
         )
     )
     return engine
@@ -154,7 +161,7 @@ def make_engine(mesh, dtype="float32", optimizer=None, **settings):
 def update(engine, batch, objective=CLIPPED):
     """Gradient and metrics of one update."""
     engine.gradients.clear()
-    metrics = engine.update(batch, objective, TEMPERATURE)
+    metrics = engine.update(batch, objective, temperature=TEMPERATURE)
     (gradient,) = engine.gradients
     return gradient, metrics
 
@@ -210,7 +217,7 @@ def rank_program(rank, address, port, listener, folder):
         mine = batch.take(deal(batch, counts)[rank])
         found["updates"][str(case)] = update(engine, mine, objective)
         if mode == MODES[0]:
-            scored = engine.forward(mine, TEMPERATURE)
+            scored = engine.forward(mine, temperature=TEMPERATURE)
             found["forwards"][str(case)] = scored.to_pylist()
     if rank < 2:
         found["spoiled"] = spoil(make_engine(meshes[2], optimizer=LEARNING), rank)
@@ -284,7 +291,7 @@ def test_forward_gives_each_rank_its_rows_in_order(ranks, four_ranks):
             scored = four_ranks[rank]["forwards"][str(case)]
             assert len(scored) == len(rows)
             for row, found in zip(rows, scored, strict=True):
-                for name, column in zip(("log_probs", "entropy"), exact, strict=True):
+                for name, column in exact.items():
                     wanted = column[bounds[row] : bounds[row + 1]].tolist()
                     assert found[name] == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
@@ -326,16 +333,17 @@ def test_forward_equals_the_log_probs_of_update(engine):
     batch = make_batch()
     seen = []
 
-    def spy(log_probs, entropy, columns, segments):
-        seen.append((columns["prompt_numbers"], log_probs.detach(), entropy.detach()))
-        return negative_log_likelihood(log_probs)
+    def spy(outputs, columns, segments):
+        found = (outputs["log_probs"].detach(), outputs["entropy"].detach())
+        seen.append((columns["prompt_numbers"], *found))
+        return negative_log_likelihood(outputs["log_probs"])
 
     numbered = batch.with_columns({"prompt_numbers": torch.arange(len(batch))})
-    engine.update(numbered, spy, TEMPERATURE)
+    engine.update(numbered, spy, temperature=TEMPERATURE)
     assert len(seen) > 1
     numbers, *columns = (torch.cat(parts) for parts in zip(*seen, strict=True))
     order = numbers.argsort(stable=True)
-    scored = engine.forward(batch, TEMPERATURE)
+    scored = engine.forward(batch, temperature=TEMPERATURE)
     assert scored.columns == ["log_probs", "entropy"]
     for name, column in zip(scored.columns, columns, strict=True):
         assert torch.equal(scored[name].cu_seqlens, batch["response_ids"].cu_seqlens)
@@ -410,8 +418,8 @@ def test_learning_raises_the_likelihood_of_what_is_learned(mesh):
     engine = make_engine(mesh, optimizer=LEARNING, tokens_per_microbatch=60)
     batch = make_batch()
 
-    def loss(log_probs, entropy, columns, segments):
-        return negative_log_likelihood(log_probs)
+    def loss(outputs, columns, segments):
+        return negative_log_likelihood(outputs["log_probs"])
 
     losses = [engine.update(batch, loss)["loss"] for _ in range(12)]
     assert losses[-1] < 0.5 * losses[0]

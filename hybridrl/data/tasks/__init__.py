@@ -2,8 +2,12 @@
 
 A task is a module with a string `CHARACTERS`, all characters its prompts and answers use, and a
 function `problems(count_held_out, seed)` that returns the training and the held-out problems as
-dictionaries with the keys `prompt` and `answer`. A module put into this folder is a task, and so is
-any importable module whose dotted name is given.
+dictionaries with the keys `prompt` and `answer`. For preference training it also has a function
+`pairs(count_held_out, seed)`, whose rows have the keys `prompt`, `chosen` and `rejected`. Where a
+right answer takes several turns it has a function `examples(count_held_out, seed)` for supervised
+training, whose rows have the keys `prompt` and `turns`: what the model writes, what a tool says,
+what the model writes then, and so on. A module put into this folder is a task, and so is any
+importable module whose dotted name is given.
 """
 
 from __future__ import annotations

@@ -32,5 +32,39 @@ def problems(
     return rows[count_held_out:], rows[:count_held_out]
 
 
+def pairs(
+    count_held_out: int = 256, seed: int = 0
+) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """The right sum and a wrong one for the problems of `problems(count_held_out, seed)`.
+
+    A problem to train on comes with each of its mistakes (off by one or by ten, the digits
+    swapped), a held-out one with one of them, drawn from `seed`.
+    """
+    training, held_out = problems(count_held_out, seed)
+    random = np.random.default_rng([seed, 1])
+    return (
+        [_pair(problem, wrong) for problem in training for wrong in _mistakes(problem["answer"])],
+        [_pair(problem, str(random.choice(_mistakes(problem["answer"])))) for problem in held_out],
+    )
+
+
+def odd(prompt: str, response: str, **row: object) -> float:
+    """1 for an answer that ends on an odd digit: a cost that half of the right answers have, so
+    that it is at odds with the reward."""
+    return float(response[-1:] in tuple("13579"))
+
+
 def _problem(left: int, right: int) -> dict[str, str]:
     return {"prompt": f"{left}+{right}=", "answer": str(left + right)}
+
+
+def _pair(problem: dict[str, str], wrong: str) -> dict[str, str]:
+    return {"prompt": problem["prompt"], "chosen": problem["answer"], "rejected": wrong}
+
+
+def _mistakes(answer: str) -> list[str]:
+    """Plausible wrong answers, as a number is written: not negative, no zero in front."""
+    right = int(answer)
+    near = {str(right + off) for off in (-10, -1, 1, 10) if right + off >= 0}
+    swapped = {answer[::-1]} if not answer.endswith("0") else set()
+    return sorted((near | swapped) - {answer})

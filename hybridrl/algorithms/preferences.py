@@ -1,0 +1,86 @@
+"""Losses of pairs: of two answers to one prompt, the first is preferred.
+
+Rows come in pairs, the chosen one first. The loss of a pair lies on every token of both its
+answers, so with weights of mode `seq-mean-token-mean` the loss of a mini-batch is the mean over its
+pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridrl.algorithms.masking import require_known
+from hybridrl.algorithms.segments import Segments
+from hybridrl.algorithms.token_loss import TokenLoss
+
+PREFERENCE_LOSSES = ("sigmoid", "ipo")
+
+
+@dataclass(frozen=True)
+class DirectPreference:
+    """DPO: the policy's own log-ratios to the reference are its scores of two answers.
+
+    With h = chosen - rejected log-ratio: `sigmoid` is -log sigmoid(beta h) (Rafailov 2023,
+    arXiv:2305.18290); `ipo` is (h - 1 / (2 beta))^2 (Azar 2023, arXiv:2310.12036).
+
+    Attributes:
+        beta: How hard the policy is held to the reference.
+        loss: `sigmoid` or `ipo`.
+        length_normalised: A log-ratio is the mean over an answer's tokens, not the sum.
+    """
+
+    beta: float = 0.1
+    loss: str = "sigmoid"
+    length_normalised: bool = False
+
+    def __post_init__(self) -> None:
+        require_known("preference.loss", self.loss, PREFERENCE_LOSSES)
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor], segments: Segments
+    ) -> TokenLoss:
+        """Loss per token, `[tokens]`, of the output `log_probs` and the column `ref_log_probs`."""
+        differences = outputs["log_probs"] - columns["ref_log_probs"]
+        reduce = segments.mean if self.length_normalised else segments.sum
+        chosen, rejected = reduce(differences).view(-1, 2).unbind(1)
+        h = chosen - rejected
+        if self.loss == "ipo":
+            loss = (h - 1 / (2 * self.beta)).square()
+        else:
+            loss = -F.logsigmoid(self.beta * h)
+        return _on_both(loss, h * self.beta, segments)
+
+
+@dataclass(frozen=True)
+class BradleyTerry:
+    """The reward model's loss, -log sigmoid(chosen - rejected - margin) + centre (chosen +
+    rejected)^2 (Ouyang 2022, arXiv:2203.02155; Eisenstein 2023, arXiv:2312.09244).
+
+    Attributes:
+        centre: Keeps the scores around 0, which the first term leaves open.
+    """
+
+    centre: float = 0.0
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor], segments: Segments
+    ) -> TokenLoss:
+        """Loss per token, `[tokens]`, of the output `values`, of which the last of a row is its
+        score, and the column `margin`, if there is one."""
+        chosen, rejected = segments.last(outputs["values"]).view(-1, 2).unbind(1)
+        margin = segments.mean(columns["margin"]).view(-1, 2)[:, 0] if "margin" in columns else 0.0
+        loss = -F.logsigmoid(chosen - rejected - margin)
+        if self.centre:
+            loss = loss + self.centre * (chosen + rejected).square()
+        return _on_both(loss, chosen - rejected, segments)
+
+
+def _on_both(loss: Tensor, margin: Tensor, segments: Segments) -> TokenLoss:
+    margin = margin.detach()
+    metrics = {"pair_margin": margin, "pair_accuracy": (margin > 0).to(margin.dtype)}
+    spread = {f"{name}_by_row": x.repeat_interleave(2) for name, x in metrics.items()}
+    return TokenLoss(segments.spread(loss.repeat_interleave(2)), spread)

@@ -1,0 +1,184 @@
+"""Settings that make no sense together: an algorithm asked for what it does not have."""
+
+from __future__ import annotations
+
+import inspect
+
+from hybridrl.config.schema import Config, CriticConfig
+from hybridrl.errors import ConfigError, nearest
+
+WITH_CRITIC = ("ppo", "safe_rlhf")
+WITH_PAIRS = ("dpo", "reward_model")
+WITH_REWARD_PER_TOKEN = ("ppo", "safe_rlhf", "remax")
+GENERATING = ("grpo", *WITH_REWARD_PER_TOKEN)
+
+
+def check_algorithm(config: Config) -> None:
+    """Raises a sentence for the first contradiction.
+
+    Raises:
+        ConfigError: names the settings and the cure.
+    """
+    _check_parts(config)
+    _check_lora(config)
+    if config.trainer.name not in GENERATING:
+        return
+    _check_advantages(config)
+    _check_kl(config)
+    _check_loss(config)
+
+
+def _check_parts(config: Config) -> None:
+    name = config.trainer.name
+    if name not in WITH_CRITIC and config.critic != CriticConfig():
+        raise ConfigError(
+            f"`critic` is set, but trainer.name={name} has no critic. Use algorithm=ppo, or leave "
+            "the critic's settings out."
+        )
+    if (config.cost is not None) != (name == "safe_rlhf"):
+        raise ConfigError(
+            f"trainer.name={name} with cost={'null' if config.cost is None else '...'}: a cost "
+            "belongs to Safe-RLHF and Safe-RLHF needs one. Use algorithm=safe_rlhf, which sets "
+            "both."
+        )
+    if (config.preference is not None) != (name in WITH_PAIRS):
+        raise ConfigError(
+            f"trainer.name={name} with preference="
+            f"{'null' if config.preference is None else '...'}: `preference` belongs to learning "
+            "from pairs. Use algorithm=dpo or algorithm=reward_model, which set both."
+        )
+    if name in WITH_PAIRS and config.actor.updates_per_step > 1:
+        raise ConfigError(
+            f"actor.updates_per_step={config.actor.updates_per_step}: trainer.name={name} makes "
+            "one update of each step's pairs. Lower data.prompts_per_step for more updates."
+        )
+    if config.algorithm.dynamic_sampling and name != "grpo":
+        raise ConfigError(
+            f"algorithm.dynamic_sampling=true compares the samples of a prompt, which "
+            f"trainer.name={name} does not. Use algorithm=dapo, or leave it out."
+        )
+
+
+def _check_lora(config: Config) -> None:
+    lora, warmup = config.actor.lora, config.warmup.steps
+    if lora.rank is None:
+        return
+    if lora.rank <= 0:
+        raise ConfigError(
+            f"actor.lora.rank={lora.rank}: must be 1 or more; null trains the whole model."
+        )
+    if config.model.path is None:
+        raise ConfigError(
+            f"actor.lora.rank={lora.rank} adapts a model that knows something, and the tiny one is "
+            "made from a seed. Train it first, then set model.path=runs/latest/model "
+            "warmup.steps=0."
+        )
+    if warmup and config.trainer.name in GENERATING:
+        raise ConfigError(
+            f"warmup.steps={warmup} with actor.lora.rank={lora.rank}: the reference is the model "
+            "without its adapters, so warm-up would leave it behind. Set warmup.steps=0."
+        )
+
+
+def _check_advantages(config: Config) -> None:
+    from hybridrl.trainers.shaping import ESTIMATORS, SCALED
+
+    algorithm, name = config.algorithm, config.trainer.name
+    per_prompt = config.rollout.samples_per_prompt
+    if algorithm.advantage not in ESTIMATORS:
+        raise ConfigError(
+            f"algorithm.advantage={algorithm.advantage}: must be one of {', '.join(ESTIMATORS)}."
+            f"{nearest(algorithm.advantage, ESTIMATORS)}"
+        )
+    if name != "grpo":
+        if algorithm.advantage != "group_relative":
+            raise ConfigError(
+                f"algorithm.advantage={algorithm.advantage} is for trainer.name=grpo; "
+                f"trainer.name={name} has its own way. Leave it out."
+            )
+        return
+    if per_prompt == 1 and algorithm.advantage != "reinforce_plus_plus":
+        raise ConfigError(
+            f"rollout.samples_per_prompt=1: algorithm.advantage={algorithm.advantage} compares the "
+            "samples of one prompt with each other, so it needs at least 2."
+        )
+    if per_prompt == 1 and algorithm.dynamic_sampling:
+        raise ConfigError(
+            "algorithm.dynamic_sampling=true with rollout.samples_per_prompt=1: a single sample "
+            "never differs from itself, so every prompt would be thrown away. Draw 2 or more."
+        )
+    if algorithm.advantage_scale != "std" and algorithm.advantage not in SCALED:
+        raise ConfigError(
+            f"algorithm.advantage_scale={algorithm.advantage_scale}: "
+            f"algorithm.advantage={algorithm.advantage} has no scale of its own; only "
+            f"{' and '.join(SCALED)} have. Leave it out."
+        )
+
+
+def _check_kl(config: Config) -> None:
+    algorithm = config.algorithm
+    per_token = config.trainer.name in WITH_REWARD_PER_TOKEN
+    if algorithm.kl_in_reward and not algorithm.kl_coefficient:
+        raise ConfigError(
+            "algorithm.kl_in_reward=true with algorithm.kl_coefficient=0: there is no KL to take "
+            "off. Set algorithm.kl_coefficient."
+        )
+    if algorithm.kl_in_reward and not per_token and algorithm.advantage != "reinforce_plus_plus":
+        raise ConfigError(
+            f"algorithm.kl_in_reward=true: algorithm.advantage={algorithm.advantage} knows one "
+            "score a sample, not a reward a token. Leave it out, and the KL is part of the loss."
+        )
+    if algorithm.kl_target is not None and not (algorithm.kl_in_reward and per_token):
+        raise ConfigError(
+            f"algorithm.kl_target={algorithm.kl_target} adapts the KL in the rewards of ppo, remax "
+            "and safe_rlhf. Set algorithm.kl_in_reward=true there, or leave the target out."
+        )
+    samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
+    if algorithm.kl_target is not None and algorithm.kl_horizon <= samples:
+        raise ConfigError(
+            f"algorithm.kl_horizon={algorithm.kl_horizon:g} is not more than the {samples} samples "
+            "of a step; the coefficient would jump."
+        )
+
+
+def _check_loss(config: Config) -> None:
+    from hybridrl.algorithms.objective import CORRECTIONS, POLICY_LOSSES
+
+    algorithm = config.algorithm
+    if algorithm.correction not in CORRECTIONS:
+        raise ConfigError(
+            f"algorithm.correction={algorithm.correction}: must be one of {', '.join(CORRECTIONS)}."
+            f"{nearest(algorithm.correction, CORRECTIONS)}"
+        )
+    if algorithm.correction_level not in ("token", "sequence"):
+        raise ConfigError(
+            f"algorithm.correction_level={algorithm.correction_level}: must be token or sequence."
+        )
+    bounds = {"truncate": [algorithm.correction_high]}.get(
+        algorithm.correction, [algorithm.correction_low, algorithm.correction_high]
+    )
+    if algorithm.correction != "none" and bounds.count(None) == len(bounds):
+        raise ConfigError(
+            f"algorithm.correction={algorithm.correction} has no bound. Set "
+            "algorithm.correction_high."
+        )
+    known = inspect.signature(POLICY_LOSSES[algorithm.policy_loss]).parameters.values()
+    options = [p.name for p in known if p.default is not p.empty and p.name != "mask"]
+    for option in algorithm.loss_options:
+        if option not in options:
+            raise ConfigError(
+                f"algorithm.loss_options has `{option}`, which algorithm.policy_loss="
+                f"{algorithm.policy_loss} does not take; it takes {', '.join(options) or 'none'}."
+                f"{nearest(option, options)}"
+            )
+    longest = config.rollout.max_tokens
+    if not 0 <= algorithm.overlong_buffer <= longest:
+        raise ConfigError(
+            f"algorithm.overlong_buffer={algorithm.overlong_buffer}: must be from 0 to "
+            f"rollout.max_tokens={longest}."
+        )
+    if config.critic.value_clip is not None and config.critic.value_clip <= 0:
+        raise ConfigError(
+            f"critic.value_clip={config.critic.value_clip}: must be more than 0; null does not "
+            "clip."
+        )

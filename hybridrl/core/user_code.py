@@ -1,0 +1,166 @@
+"""The user's own code by name: `path/to/file.py:name` or `package.module:name`.
+
+`check` finds what can be found wrong without importing anything, which takes no time and has no
+side effect; `load` imports it. Both name the setting that the name comes from.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hybridrl.errors import ConfigError, HybridRLError, nearest
+
+
+def split(spec: str) -> tuple[str, str] | None:
+    """The place and the name in `place:name`; None if `spec` is not of that form."""
+    place, colon, name = spec.rpartition(":")
+    return (place, name) if colon and place and name.isidentifier() else None
+
+
+def is_file(place: str) -> bool:
+    """Whether a place is a path rather than a dotted module name."""
+    return place.endswith(".py") or "/" in place
+
+
+def check(setting: str, spec: str) -> None:
+    """Looks for the file or module and for the name in it, without importing them.
+
+    Raises:
+        ConfigError: if one of them does not exist, or the file is no valid Python; names the
+            nearest.
+    """
+    place, name = _split(setting, spec)
+    find = _find_file if is_file(place) else _find_module
+    source = find(setting, spec, place, name)
+    if source is None or source.suffix != ".py":
+        return
+    try:
+        tree = ast.parse(source.read_bytes(), filename=str(source))
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(
+            f"`{setting}` names `{spec}`, but {source} is no valid Python: {error}"
+        ) from error
+    defined = list(_defined_names(tree.body))
+    if name not in defined and not {"*", "__getattr__"} & set(defined):
+        raise _no_such_name(setting, spec, name, defined)
+
+
+def load(setting: str, spec: str, failure: type[HybridRLError] = ConfigError) -> Any:
+    """Imports the file or module and gives what stands under the name.
+
+    Args:
+        failure: The error to raise if importing raises.
+
+    Raises:
+        ConfigError: as `check` does.
+    """
+    check(setting, spec)
+    place, name = _split(setting, spec)
+    try:
+        module = _load_file(Path(place)) if is_file(place) else importlib.import_module(place)
+    except BaseException as error:  # a user's module may even call sys.exit
+        lines = traceback.format_exception(error)
+        raise failure(
+            f"`{setting}` names `{spec}`, and importing it raised "
+            f"{type(error).__name__}: {error}\n{''.join(lines)}"
+        ) from error
+    if not hasattr(module, name):
+        known = [known for known in vars(module) if not known.startswith("_")]
+        raise _no_such_name(setting, spec, name, known)
+    return getattr(module, name)
+
+
+def _split(setting: str, spec: str) -> tuple[str, str]:
+    found = split(spec)
+    if found is None:
+        raise ConfigError(
+            f"`{setting}` is `{spec}`; write `path/to/file.py:Name` or `package.module:Name`."
+        )
+    return found
+
+
+def _find_file(setting: str, spec: str, place: str, name: str) -> Path:
+    file = Path(place).expanduser()
+    if not file.is_file():
+        siblings = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        raise ConfigError(
+            f"`{setting}` names `{spec}`, but there is no file `{place}` (seen from "
+            f"{Path.cwd()})." + nearest(file.name, siblings)
+        )
+    return file
+
+
+def _find_module(setting: str, spec: str, place: str, name: str) -> Path | None:
+    """The module's file, found without importing its packages; None if it cannot be told."""
+    search: list[str] | None = None
+    parts = place.split(".")
+    for depth in range(len(parts)):
+        found = PathFinder.find_spec(".".join(parts[: depth + 1]), search)
+        if found is None:
+            if importlib.util.find_spec(parts[0]) is not None and depth == 0:
+                return None  # found by another finder: an editable install, a zip file
+            raise ConfigError(
+                f"`{setting}` names `{spec}`, but there is no module "
+                f"`{'.'.join(parts[: depth + 1])}`. Install it, run where it can be imported, or "
+                f"give the path of its file: `path/to/file.py:{name}`."
+            )
+        search = list(found.submodule_search_locations or [])
+    return Path(found.origin) if found is not None and found.origin else None
+
+
+def _load_file(file: Path) -> ModuleType:
+    file = file.expanduser().resolve()
+    # Like a script, the file may import its neighbours; they come last, so they shadow nothing.
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    name = f"user file {file}"
+    if name in sys.modules:
+        return sys.modules[name]
+    found = importlib.util.spec_from_file_location(name, file)
+    if found is None or found.loader is None:
+        raise ImportError(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module
+    try:
+        found.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _no_such_name(setting: str, spec: str, name: str, known: list[str]) -> ConfigError:
+    return ConfigError(
+        f"`{setting}` names `{spec}`, but that file defines no `{name}`; it defines "
+        f"{', '.join(sorted(set(known))) or 'nothing'}." + nearest(name, known)
+    )
+
+
+def _defined_names(body: list[ast.stmt]) -> Iterator[str]:
+    """Names bound at module level, also inside `if`, `try` and `with`."""
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield statement.name
+            continue
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.split(".")[0] for alias in statement.names)
+            continue
+        for node in ast.iter_child_nodes(statement):
+            yield from (
+                n.id
+                for n in ast.walk(node)
+                if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            )
+        for block in ("body", "orelse", "finalbody"):
+            yield from _defined_names(getattr(statement, block, []))
+        for handler in getattr(statement, "handlers", []):
+            yield from _defined_names(handler.body)

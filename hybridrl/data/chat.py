@@ -1,0 +1,165 @@
+"""Chats: checking messages, rendering them with the tokenizer's template, finding the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+
+
+def check_cell(
+    number: int, cell: object, column: str, setting: str, *, may_be_empty: bool = False
+) -> None:
+    """Refuses what is neither text nor a list of messages in `column`, which `setting` names.
+
+    Raises:
+        DataError: naming the row; also for an empty list, and an empty text if none may be.
+    """
+    if isinstance(cell, str | list) and (cell or (may_be_empty and cell == "")):
+        return
+    raise DataError(
+        f"Row {number} of the data has {cell!r} in the column `{column}` (`{setting}`), expected a "
+        f"string or a list of chat messages{'' if may_be_empty else ', not empty'}."
+    )
+
+
+def check_chat(
+    number: int,
+    cell: str | list[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    column: str,
+    chat: bool | None,
+) -> None:
+    """Refuses a chat that the settings or the tokenizer rule out; `chat` is `data.chat`.
+
+    Raises:
+        DataError: if row `number` has messages in `column` and only strings are allowed.
+        ConfigError: if the tokenizer has no chat template.
+    """
+    if chat is False:
+        raise DataError(
+            f"Row {number} of the data has chat messages in the column `{column}`, but "
+            "`data.chat` is false, which allows strings only. Set `data.chat` to null or true."
+        )
+    if not tokenizer.chat_template:
+        cause = "`data.chat` is true" if chat else f"the column `{column}` holds messages"
+        raise ConfigError(
+            f"{cause[0].upper()}{cause[1:]}, but the tokenizer `{tokenizer.name_or_path}` has no "
+            "chat template. Use the tokenizer of an instruction-tuned model, set its "
+            "`chat_template`, or give prompts as plain strings with `data.chat=false`."
+        )
+
+
+def check_system_prompt(system_prompt: str | None, is_chat: Sequence[bool]) -> None:
+    """Refuses a system prompt for rows that are no chats: there is no place to put it."""
+    if system_prompt is not None and not all(is_chat):
+        raise ConfigError(
+            "`data.system_prompt` is set, but the prompts are plain strings, which are taken as "
+            "they are. Set `data.chat=true` to wrap each as a user message, or unset the system "
+            "prompt."
+        )
+
+
+def messages_of(number: int, cell: str | list[Any], role: str = "user") -> list[Message]:
+    """The cell as chat messages; a string is one message of `role`.
+
+    Raises:
+        DataError: naming the row, if a message lacks `role` or `content`.
+    """
+    messages = [{"role": role, "content": cell}] if isinstance(cell, str) else cell
+    for message in messages:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise DataError(
+                f"Row {number} of the data has a chat message that is no object with `role` and "
+                f"`content`: {message!r}."
+            )
+    # Arrow gives every message the keys of all messages; a template must not see the empty ones.
+    return [{key: v for key, v in m.items() if v is not None} for m in messages]
+
+
+def open_with(system_prompt: str | None, messages: list[Message]) -> list[Message]:
+    """The messages, after the system prompt if they bring none of their own."""
+    if system_prompt is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def render(
+    number: int, messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, ask: bool
+) -> str:
+    """The chat as text; with `ask`, followed by what opens the assistant's next turn."""
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
+    except Exception as error:  # templates raise jinja2 errors, among them their own complaints
+        raise DataError(
+            f"The chat template of `{tokenizer.name_or_path}` refuses row {number} of the data: "
+            f"{error}"
+        ) from error
+    return str(text)
+
+
+def cut_at_answers(
+    number: int,
+    messages: list[Message],
+    answers: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[str]:
+    """Renders a chat and cuts it where the messages with the numbers `answers` begin and end.
+
+    The chat ends with the last of the answers. An answer is what the model has to write after the
+    template has opened its turn; it reaches up to the end-of-sequence token if the template closes
+    a turn with it, and the space that the template leaves behind that token belongs to what
+    follows.
+
+    Returns:
+        The pieces in turn: what precedes the first answer, that answer, what stands between it and
+        the next one, and so on to the last answer.
+
+    Raises:
+        DataError: naming the row, if the template renders a turn in another way when the chat goes
+            on after it, so that no piece of the text is the answer as the model would write it.
+    """
+    messages = messages[: answers[-1] + 1]
+    whole = render(number, messages, tokenizer, ask=False)
+    pieces: list[str] = []
+    position = 0
+    for place in answers:
+        before = render(number, messages[:place], tokenizer, ask=True)
+        upto = messages[: place + 1]
+        after = whole if upto == messages else render(number, upto, tokenizer, ask=False)
+        fits = whole.startswith(before) and whole.startswith(after)
+        if not fits or not position <= len(before) < len(after):
+            raise DataError(_does_not_fit(number, place, messages, tokenizer))
+        answer = _up_to_end(after[len(before) :], tokenizer)
+        pieces += [whole[position : len(before)], answer]
+        position = len(before) + len(answer)
+    return pieces
+
+
+def _up_to_end(answer: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    stripped = answer.rstrip()
+    end = tokenizer.eos_token
+    return stripped if isinstance(end, str) and stripped.endswith(end) else answer
+
+
+def _does_not_fit(
+    number: int, place: int, messages: list[Message], tokenizer: PreTrainedTokenizerBase
+) -> str:
+    cure = (
+        "Give the answer as a string and the prompt as rendered text, with `data.chat=false`."
+        if place == len(messages) - 1
+        else "Make one row of each answer instead: the messages before it as the prompt, and the "
+        "answer as the response."
+    )
+    return (
+        f"The chat template of `{tokenizer.name_or_path}` renders message {place + 1} of row "
+        f"{number} of the data in another way when the chat ends there than when it goes on, so "
+        "the tokens of the assistant's turn cannot be told from the others (templates that leave "
+        f"out earlier reasoning do this). {cure}"
+    )

@@ -1,0 +1,97 @@
+"""From texts to token ids: prompts, answers, and the token that ends an answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridrl.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
+
+TokenIds = npt.NDArray[np.int64]
+
+
+def encode_prompts(
+    texts: Sequence[str], is_chat: Sequence[bool], tokenizer: PreTrainedTokenizerBase
+) -> list[TokenIds]:
+    """Token ids of each prompt. A chat template writes the special tokens itself; a plain string
+    gets the tokenizer's own.
+
+    Raises:
+        DataError: naming the row, if a prompt has no tokens.
+    """
+    encoded: list[TokenIds] = [np.empty(0, np.int64)] * len(texts)
+    for kind in (False, True):
+        chosen = [number for number, chatty in enumerate(is_chat) if chatty is kind]
+        if chosen:
+            ids = tokenizer([texts[number] for number in chosen], add_special_tokens=not kind)
+            for number, row in zip(chosen, ids["input_ids"], strict=True):
+                encoded[number] = np.asarray(row, dtype=np.int64)
+    for number, row in enumerate(encoded, start=1):
+        if not len(row):
+            raise DataError(
+                f"Row {number} of the data has a prompt that the tokenizer turns into no tokens: "
+                f"{excerpt(texts[number - 1])}"
+            )
+    _warn_of_unknown_tokens(encoded, tokenizer, "prompts")
+    return encoded
+
+
+def encode_turns(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[TokenIds]:
+    """Token ids of each text as they stand, without any special token of the tokenizer's."""
+    if not texts:
+        return []
+    encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    rows = [np.asarray(row, dtype=np.int64) for row in encoded]
+    _warn_of_unknown_tokens(rows, tokenizer, "answers")
+    return rows
+
+
+def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id of the token that ends an answer.
+
+    Raises:
+        DataError: if the tokenizer has none.
+    """
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"The tokenizer `{tokenizer.name_or_path}` has no end-of-sequence token, so a model "
+            "trained with it would never stop. Set `eos_token` in its tokenizer_config.json."
+        )
+    return int(tokenizer.eos_token_id)
+
+
+def ended(ids: TokenIds, end: int) -> TokenIds:
+    """The ids with `end` behind them, unless it is there already."""
+    return ids if len(ids) and ids[-1] == end else np.append(ids, end)
+
+
+def excerpt(text: str, length: int = 80) -> str:
+    """The beginning of a text, quoted, for a message."""
+    return repr(text if len(text) <= length else text[:length] + "...")
+
+
+def _warn_of_unknown_tokens(
+    encoded: Sequence[TokenIds], tokenizer: PreTrainedTokenizerBase, what: str
+) -> None:
+    if tokenizer.unk_token_id is None or tokenizer.unk_token_id == tokenizer.eos_token_id:
+        return
+    count = sum(bool((ids == tokenizer.unk_token_id).any()) for ids in encoded)
+    if count:
+        _log.warning(
+            "%d of %d %s hold text that the tokenizer `%s` does not know; the model sees `%s` in "
+            "its place.",
+            count,
+            len(encoded),
+            what,
+            tokenizer.name_or_path,
+            tokenizer.unk_token,
+        )

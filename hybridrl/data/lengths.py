@@ -1,0 +1,71 @@
+"""What to do with rows that are too long: refuse them, or leave them out and say so."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridrl.data.encoding import TokenIds, excerpt
+from hybridrl.errors import ConfigError, DataError
+
+_log = logging.getLogger(__name__)
+
+TooLong = Literal["error", "drop"]
+
+
+def rows_within(
+    encoded: Sequence[TokenIds],
+    limit: int | None,
+    *,
+    texts: Sequence[str],
+    setting: str,
+    what: str,
+    too_long: TooLong,
+) -> npt.NDArray[np.int64]:
+    """The numbers (from 0) of the rows with at most `limit` tokens, in order.
+
+    Args:
+        limit: None keeps all rows.
+        texts: Of the rows, for messages.
+        setting: Where `limit` comes from, for messages; for instance `data.max_prompt_tokens`.
+        what: Is limited: `prompt` or `response`.
+        too_long: `error` refuses a longer row, `drop` leaves it out and logs how many it were.
+
+    Raises:
+        DataError: if a row is too long and `too_long` is `error`, or no row is left.
+        ConfigError: if `too_long` is neither.
+    """
+    if too_long not in ("error", "drop"):
+        raise ConfigError(f"`data.too_long` is `{too_long}`, expected `error` or `drop`.")
+    lengths = np.array([len(ids) for ids in encoded])
+    if limit is None:
+        return np.arange(len(lengths))
+    kept = np.flatnonzero(lengths <= limit)
+    dropped = len(lengths) - len(kept)
+    if dropped and too_long == "error":
+        first = int(np.flatnonzero(lengths > limit)[0])
+        raise DataError(
+            f"Row {first + 1} of the data has a {what} of {lengths[first]} "
+            f"tokens, more than `{setting}` ({limit}); {dropped} of "
+            f"{len(lengths)} rows are too long, the longest has {lengths.max()}. Raise "
+            f"`{setting}`, or set `data.too_long=drop`. The {what} begins: {excerpt(texts[first])}"
+        )
+    if not len(kept):
+        raise DataError(
+            f"`data.too_long=drop` dropped all {dropped} rows: the shortest {what} has "
+            f"{lengths.min()} tokens and `{setting}` is {limit}. Raise it."
+        )
+    if dropped:
+        _log.warning(
+            "Dropped %d of %d %ss that have more than %d tokens (`%s`).",
+            dropped,
+            len(lengths),
+            what,
+            limit,
+            setting,
+        )
+    return kept

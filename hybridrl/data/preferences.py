@@ -1,0 +1,256 @@
+"""Turning pairs of a better and a worse answer into what preference training reads."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from hybridrl.core.batch import Batch, Ragged
+from hybridrl.data.chat import (
+    Message,
+    check_cell,
+    check_chat,
+    check_system_prompt,
+    cut_at_answers,
+    messages_of,
+    open_with,
+)
+from hybridrl.data.encoding import encode_prompts, encode_turns, end_token, ended
+from hybridrl.data.lengths import TooLong, rows_within
+from hybridrl.data.prompts import column_of
+from hybridrl.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
+
+
+class _Pair(NamedTuple):
+    """The texts of a pair as the model sees them."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+    is_chat: bool
+
+
+def tokenize_pairs(
+    rows: pa.Table,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_column: str | None,
+    chosen_column: str,
+    rejected_column: str,
+    *,
+    margin_column: str | None = None,
+    chat: bool | None = None,
+    system_prompt: str | None = None,
+    max_prompt_tokens: int | None = None,
+    max_response_tokens: int | None = None,
+    too_long: TooLong = "error",
+) -> Batch:
+    """Tokenizes pairs of answers to one prompt, the better one and the worse one.
+
+    An answer is a string, or a list of chat messages that ends with the assistant's. Such a list
+    may hold the prompt too, as data sets of the hub often do; then `prompt_column` may be None or
+    absent, and if it is there it must say the same. `chat` and `system_prompt` mean what they mean
+    in `tokenize_prompts`; the answers to a chat go through the chat template as well.
+
+    Args:
+        margin_column: How much better the chosen answer is, a finite number; None: 0 for all.
+
+    Returns:
+        A batch with one row per pair: the token-level columns `prompt_ids`, `chosen_ids` and
+        `rejected_ids`, both answers with the end-of-sequence token at their end, and `margin`
+        (float32). Pairs of two equal answers, and rows dropped as too long, are counted in a log
+        message.
+
+    Raises:
+        DataError: if a column is missing, a row is malformed or too long (names the row, counting
+            from 1), or no pair is left.
+        ConfigError: if the settings contradict each other or the tokenizer.
+    """
+    chosen = column_of(rows, chosen_column, "data.chosen_column").to_pylist()
+    rejected = column_of(rows, rejected_column, "data.rejected_column").to_pylist()
+    margins = _margins(rows, margin_column)
+    if not chosen:
+        raise DataError("There is nothing to tokenize: the data set has no rows.")
+    columns = _Columns(prompt_column, chosen_column, rejected_column)
+    if prompt_column is not None and prompt_column in rows.column_names:
+        prompts = rows.column(prompt_column).to_pylist()
+    elif prompt_column is not None and any(isinstance(answer, str) for answer in chosen):
+        prompts = column_of(rows, prompt_column, "data.prompt_column").to_pylist()  # raises
+    else:
+        prompts = [None] * len(chosen)
+        columns = columns._replace(prompt=None)
+    pairs = [
+        _pair_of(number, cells, columns, tokenizer, chat, system_prompt)
+        for number, cells in enumerate(zip(prompts, chosen, rejected, strict=True), start=1)
+    ]
+    check_system_prompt(system_prompt, [pair.is_chat for pair in pairs])
+
+    end = end_token(tokenizer)
+    texts = [pair.prompt for pair in pairs]
+    prompt_ids = encode_prompts(texts, [pair.is_chat for pair in pairs], tokenizer)
+    answers = [pair.chosen for pair in pairs], [pair.rejected for pair in pairs]
+    chosen_ids, rejected_ids = (
+        [ended(ids, end) for ids in encode_turns(side, tokenizer)] for side in answers
+    )
+    kept = np.flatnonzero([pair.chosen != pair.rejected for pair in pairs])
+    if len(kept) < len(pairs):
+        _log.warning(
+            "Dropped %d of %d pairs whose chosen and rejected answers are the same.",
+            len(pairs) - len(kept),
+            len(pairs),
+        )
+    limits = [("prompt", prompt_ids, texts, max_prompt_tokens)]
+    limits += [
+        ("response", ids, side, max_response_tokens)
+        for ids, side in zip((chosen_ids, rejected_ids), answers, strict=True)
+    ]
+    for what, ids, side, limit in limits:
+        setting = f"data.max_{what}_tokens"
+        short = rows_within(ids, limit, texts=side, setting=setting, what=what, too_long=too_long)
+        kept = np.intersect1d(kept, short)
+    if not len(kept):
+        raise DataError(
+            f"None of the {len(pairs)} pairs is left: in each, the answers in `{chosen_column}` "
+            f"(`data.chosen_column`) and `{rejected_column}` (`data.rejected_column`) are the "
+            "same, or `data.too_long=drop` dropped it."
+        )
+    batch = Batch.from_columns(
+        {
+            "prompt_ids": prompt_ids,
+            "chosen_ids": chosen_ids,
+            "rejected_ids": rejected_ids,
+            "margin": margins,
+        }
+    )
+    return batch if len(kept) == len(batch) else batch.take(kept)
+
+
+def samples_of_pairs(pairs: Batch) -> Batch:
+    """Two neighbouring rows for each pair, the chosen answer first.
+
+    Returns:
+        `response_ids` (the answer), `response_mask` (uint8, all ones) and, twice each, the pair's
+        further columns, among them `prompt_ids` and `margin`.
+    """
+    sides = ("chosen_ids", "rejected_ids")
+    shared = Batch(pairs.table.drop_columns(list(sides)))
+    both = [shared.with_columns({"response_ids": pairs.array(side)}) for side in sides]
+    in_turn = np.arange(2 * len(pairs)).reshape(2, -1).T.ravel()
+    samples = Batch.concat(both).take(in_turn)
+    ids, cu_seqlens = samples.ragged("response_ids")
+    mask = Ragged(torch.ones(len(ids), dtype=torch.uint8), cu_seqlens)
+    return samples.with_columns({"response_mask": mask})
+
+
+class _Columns(NamedTuple):
+    prompt: str | None  # None: the prompts stand in the answers
+    chosen: str
+    rejected: str
+
+
+def _pair_of(
+    number: int,
+    cells: tuple[Any, Any, Any],
+    columns: _Columns,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: bool | None,
+    system_prompt: str | None,
+) -> _Pair:
+    prompt, chosen, rejected = cells
+    check_cell(number, chosen, columns.chosen, "data.chosen_column", may_be_empty=True)
+    check_cell(number, rejected, columns.rejected, "data.rejected_column", may_be_empty=True)
+    if type(chosen) is not type(rejected):
+        raise DataError(
+            f"Row {number} of the data has a string in one of the columns `{columns.chosen}` and "
+            f"`{columns.rejected}` and a list of chat messages in the other; write both alike."
+        )
+    if columns.prompt is not None:
+        check_cell(number, prompt, columns.prompt, "data.prompt_column")
+    elif isinstance(chosen, str):
+        raise DataError(
+            f"Row {number} of the data has its answers as strings, which do not tell where the "
+            "prompt ends, and `data.prompt_column` is null. Set it to the column of the prompts."
+        )
+    chats = dict(zip(columns, cells, strict=True))
+    chats = {name: cell for name, cell in chats.items() if isinstance(cell, list) or chat}
+    for name, cell in chats.items():
+        if name is not None:
+            check_chat(number, cell, tokenizer, name, chat)
+    if not chats:
+        return _Pair(prompt, chosen, rejected, is_chat=False)
+    better, worse = (messages_of(number, cell, "assistant") for cell in (chosen, rejected))
+    asked = open_with(system_prompt, _prompt_of(number, prompt, better, worse, columns))
+    texts = [
+        cut_at_answers(number, [*asked, answer], [len(asked)], tokenizer)
+        for answer in (better[-1], worse[-1])
+    ]
+    return _Pair(texts[0][0], texts[0][1], texts[1][1], is_chat=True)
+
+
+def _prompt_of(
+    number: int,
+    prompt: Any,
+    better: list[Message],
+    worse: list[Message],
+    columns: _Columns,
+) -> list[Message]:
+    """The messages that both answers follow."""
+    for name, messages in ((columns.chosen, better), (columns.rejected, worse)):
+        if messages[-1]["role"] != "assistant":
+            raise DataError(
+                f"Row {number} of the data has a last message of the role "
+                f"`{messages[-1]['role']}` in the column `{name}`, expected `assistant`: the last "
+                "message is the answer."
+            )
+    before = better[:-1]
+    if before != worse[:-1]:
+        raise DataError(
+            f"Row {number} of the data has messages in `{columns.chosen}` and "
+            f"`{columns.rejected}` that differ before their last ones, expected two answers to "
+            "one and the same prompt."
+        )
+    if columns.prompt is None:
+        if not before:
+            raise DataError(
+                f"Row {number} of the data has no prompt: `{columns.chosen}` holds the answer only "
+                "and `data.prompt_column` is null or names no column. Set it to the prompts' one."
+            )
+        return before
+    given = messages_of(number, prompt)
+    if not before:
+        return given
+    if _contents(given) != _contents(before[-len(given) :]):
+        raise DataError(
+            f"Row {number} of the data has one prompt in the column `{columns.prompt}` and another "
+            f"before the answer in `{columns.chosen}`. To take the latter, set "
+            "`data.prompt_column=null`."
+        )
+    return before
+
+
+def _contents(messages: list[Message]) -> list[Any]:
+    contents = [message.get("content") for message in messages]
+    return [text.strip() if isinstance(text, str) else text for text in contents]
+
+
+def _margins(rows: pa.Table, margin_column: str | None) -> np.ndarray:
+    if margin_column is None:
+        return np.zeros(rows.num_rows, dtype=np.float32)
+    values = column_of(rows, margin_column, "data.margin_column").to_pylist()
+    for number, value in enumerate(values, start=1):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
+            raise DataError(
+                f"Row {number} of the data has {value!r} in the column `{margin_column}` "
+                "(`data.margin_column`), expected a finite number."
+            )
+    return np.array(values, dtype=np.float32)

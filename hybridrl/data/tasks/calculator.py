@@ -1,0 +1,82 @@
+"""Multiplying with a tool: `47*86=` is answered by `<47*86>`, what the calculator says, `4042`.
+
+Two-digit products are more than a tiny model can do in its head; copying is not. Few of the
+examples use the calculator, so that after supervised training the model guesses as a rule, and
+reinforcement has to find out that asking pays.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hybridrl.core.turn import Turn
+from hybridrl.errors import ConfigError
+
+CHARACTERS = "0123456789*=<>"
+TOOL_SHARE = 0.2
+"""Of the examples that use the calculator; the others give the answer at once."""
+
+_SMALLEST, _LARGEST = 32, 99  # so that every product has four digits
+_OPERANDS = _LARGEST - _SMALLEST + 1
+_CALL = re.compile(r"<(\d+)\*(\d+)>$")
+
+
+class Calculator:
+    """The episode of a problem: `<a*b>` is answered by the product and `=`, anything else is taken
+    for the answer. A right one earns 1."""
+
+    async def reset(self, row: Mapping[str, Any]) -> None:
+        self._answer = row["answer"]
+
+    async def step(self, response_text: str, response_ids: list[int]) -> Turn:
+        call = _CALL.search(response_text)
+        if call is None:
+            return Turn(reward=float(response_text == self._answer), done=True)
+        return Turn(text=f"{int(call[1]) * int(call[2])}=")
+
+
+def problems(
+    count_held_out: int = 256, seed: int = 0
+) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """All 4,624 problems, shuffled from `seed` and cut into `(train, held_out)`.
+
+    Raises:
+        ConfigError: if `count_held_out` leaves nothing to train on.
+    """
+    total = _OPERANDS**2
+    if not 0 <= count_held_out < total:
+        raise ConfigError(
+            f"`eval.prompts` is {count_held_out}, but `calculator` has {total} problems and "
+            f"at least one must be left for training: give a number from 0 to {total - 1}."
+        )
+    order = np.random.default_rng(seed).permutation(total).tolist()
+    rows = [_problem(*divmod(number, _OPERANDS)) for number in order]
+    return rows[count_held_out:], rows[:count_held_out]
+
+
+def examples(
+    count_held_out: int = 256, seed: int = 0
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The problems of `problems(count_held_out, seed)`, each answered in turns: at once, or with
+    the calculator in a share of `TOOL_SHARE`, drawn from `seed`."""
+    random = np.random.default_rng([seed, 1])
+    training, held_out = (
+        [_example(problem, random.random() < TOOL_SHARE) for problem in part]
+        for part in problems(count_held_out, seed)
+    )
+    return training, held_out
+
+
+def _problem(left: int, right: int) -> dict[str, str]:
+    left, right = left + _SMALLEST, right + _SMALLEST
+    return {"prompt": f"{left}*{right}=", "answer": str(left * right)}
+
+
+def _example(problem: dict[str, str], with_tool: bool) -> dict[str, Any]:
+    prompt, answer = problem["prompt"], problem["answer"]
+    turns = [f"<{prompt[:-1]}>", f"{answer}=", answer] if with_tool else [answer]
+    return {"prompt": prompt, "turns": turns}

@@ -1,0 +1,91 @@
+"""LoRA: small trainable adapters beside frozen weights (Hu et al. 2021, arXiv:2106.09685), by peft.
+
+The model stays a plain transformers model: `save_pretrained` writes the adapter alone, and
+`merged` shows its weights as if the adapters had been multiplied in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hybridrl.config.schema import LoraSettings
+from hybridrl.errors import ConfigError, MissingPackageError
+
+ADAPTER = "default"
+"""The one adapter that a model has here."""
+HEAD = "score"
+"""The scalar head of a critic is new, so it is trained whole."""
+
+
+def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
+    """Freezes `model` and puts an adapter beside its linear layers, in place.
+
+    Raises:
+        MissingPackageError: without peft.
+        ConfigError: if `lora.targets` names no module of the model.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise MissingPackageError(
+            f"actor.lora.rank={settings.rank} needs peft, which could not be imported ({error}): "
+            "pip install 'hybridrl[lora]'."
+        ) from error
+    scalar = hasattr(model, HEAD)
+    try:
+        model.add_adapter(
+            LoraConfig(
+                r=settings.rank,
+                lora_alpha=settings.alpha,
+                target_modules=settings.targets
+                if isinstance(settings.targets, str)
+                else list(settings.targets),
+                task_type="SEQ_CLS" if scalar else "CAUSAL_LM",
+                modules_to_save=[HEAD] if scalar else None,
+            ),
+            ADAPTER,
+        )
+    except ValueError as error:
+        raise ConfigError(f"actor.lora.targets={settings.targets}: {error}") from error
+
+
+def has_adapters(model: PreTrainedModel) -> bool:
+    """Whether `add_adapters` was called."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def merged(
+    model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights under their checkpoint names, each with its adapter multiplied in: W + s B A.
+
+    Args:
+        parameters: The model's parameters whole, in the order of `named_parameters`.
+    """
+    scaling = {
+        name: module.scaling[ADAPTER]
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A")
+    }
+    base: dict[str, tuple[str, Tensor]] = {}
+    down: dict[str, Tensor] = {}
+    for name, tensor in parameters:
+        module, _, leaf = name.partition(".base_layer.")
+        if leaf:
+            if leaf == "weight" and module in scaling:
+                base[module] = (f"{module}.weight", tensor)
+            else:
+                yield f"{module}.{leaf}", tensor
+            continue
+        module, _, leaf = name.partition(".lora_")
+        if leaf.startswith("A."):
+            down[module] = tensor
+        elif leaf.startswith("B."):
+            # peft makes a layer's weight, A and B in this order, so all three are here.
+            checkpoint_name, weight = base.pop(module)
+            yield checkpoint_name, weight + scaling[module] * (tensor @ down.pop(module))
+        else:
+            yield name, tensor

@@ -1,0 +1,73 @@
+"""Models over packed samples: what the engine trains. Each wraps a transformers model and answers
+with a number, or a few, for every response token."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hybridrl.models.log_probs import token_log_probs
+from hybridrl.models.packing import PackedSamples
+
+
+class PackedModel(nn.Module):
+    """Wraps `inner`, whose attention is ours.
+
+    The head is applied inside this module's forward, so that a sharded model has gathered it.
+
+    Attributes:
+        OUTPUTS: Names of what `forward` gives, each `[response tokens]` in float32.
+    """
+
+    OUTPUTS: ClassVar[tuple[str, ...]]
+
+    def __init__(self, inner: PreTrainedModel) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def hidden(self, samples: PackedSamples) -> torch.Tensor:
+        """The last hidden states, `[tokens, hidden]`."""
+        return self.inner.base_model(
+            input_ids=samples.input_ids[None],
+            position_ids=samples.packing.position_ids()[None],
+            packing=samples.packing,
+            use_cache=False,
+        ).last_hidden_state.squeeze(0)
+
+
+class CausalPolicy(PackedModel):
+    """A causal language model that answers with log-probabilities. The output embedding is applied
+    in chunks: `[tokens, vocabulary]` logits never exist."""
+
+    OUTPUTS = ("log_probs", "entropy")
+
+    def forward(self, samples: PackedSamples, temperature: float = 1.0) -> dict[str, torch.Tensor]:
+        """`log_probs` of the response tokens and `entropy`, of the distribution sampled from."""
+        hidden = self.hidden(samples).index_select(0, samples.predictors)
+        head = self.inner.get_output_embeddings()
+        log_probs, entropy = token_log_probs(hidden, head.weight, samples.targets, temperature)
+        return {"log_probs": log_probs, "entropy": entropy}
+
+
+class ScalarModel(PackedModel):
+    """A model with a scalar head, as transformers' sequence classification with one label has it.
+
+    Args:
+        reads: `before`: a token's value is read where it is about to be chosen, which is what a
+            critic estimates. `after`: where it stands, so that the value of the last token has
+            seen the whole sample, which is what a reward model scores.
+    """
+
+    OUTPUTS = ("values",)
+
+    def __init__(self, inner: PreTrainedModel, reads: Literal["before", "after"]) -> None:
+        super().__init__(inner)
+        self._shift = 1 if reads == "after" else 0
+
+    def forward(self, samples: PackedSamples) -> dict[str, torch.Tensor]:
+        """`values` of the response tokens."""
+        hidden = self.hidden(samples).index_select(0, samples.predictors + self._shift)
+        return {"values": self.inner.score(hidden).sum(1).float()}  # one column; FSDP wants no view

@@ -1,0 +1,283 @@
+"""The supervisor of one program, and the program's own process before it runs the program.
+
+The supervisor is a bare interpreter, started for one program with the two arguments of `main`.
+It reads a `Job` from its standard input, moves into namespaces, forks the program's process, waits
+for its end or the end of its time, and reports. Its standard input stays open: that it is closed
+means that the parent is gone or has had enough, and ends the program.
+
+The processes, with namespaces:
+
+    supervisor --+-- init      process 1 of the PID namespace; all in there dies with it
+                 +-- program   process 2, a fork of the supervisor that has given up every right
+"""
+
+# Importing pathlib would take as long as all the rest.
+# ruff: noqa: PTH123
+from __future__ import annotations
+
+import fcntl
+import gc
+import marshal
+import os
+import resource
+import select
+import sys
+import time
+
+from . import kernel, landlock, namespaces, scratch_folder, seccomp
+
+TYPE_CHECKING = False  # importing `typing` would take as long as all the rest
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+_MIB = 1 << 20
+_KILL = 9
+_F_ADD_SEALS, _SEAL_EVERYTHING = 1033, 0xF
+_HIGHEST_USER = 0x70000000  # that no system gives to anybody
+_NOBODY = 65534
+
+
+class Job:
+    """What the supervisor is told, in this order.
+
+    Attributes:
+        source, stdin: the program and what it reads.
+        level: `root` (namespaces by right), `user` (in a user namespace) or `none`.
+        limits: by the names in `hybridrl.rewards.sandbox.Limits`.
+        libraries: folders that the program may read.
+        search_path: folders beside the standard library that it imports from.
+        temporary: where to make its scratch folder if it has no root folder of its own.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        stdin: bytes,
+        level: str,
+        limits: dict[str, Any],
+        libraries: list[str],
+        search_path: list[str],
+        temporary: str,
+    ) -> None:
+        self.source = source
+        self.stdin = stdin
+        self.level = level
+        self.limits = limits
+        self.libraries = libraries
+        self.search_path = search_path
+        self.temporary = temporary
+
+
+def main(report_to: int) -> None:
+    """Returns only in the program's process, when the program has ended.
+
+    Args:
+        report_to: the descriptor to write the report to: a marshalled dictionary with `failure`, a
+            text, if the program could not be confined, else with what `_watch` returns.
+    """
+    size = int.from_bytes(_read_exactly(8), "little")
+    job = Job(*marshal.loads(_read_exactly(size)))
+    try:
+        report = _supervise(job, report_to)
+        if report is None:
+            return
+    except OSError as error:
+        report = {"failure": f"{error.strerror or error} {error.filename or ''}".strip()}
+    os.write(report_to, marshal.dumps(report))
+    os._exit(0)
+
+
+def _supervise(job: Job, report_to: int) -> dict[str, Any] | None:
+    """Runs the program in a child; returns None in that child."""
+    _be_the_first_to_go()
+    user = _unused_user() if os.geteuid() == 0 else None
+    if user is not None and job.level != "root":
+        _become(user)
+        user = None
+    if job.level == "none":
+        scratch = scratch_folder.make(job.temporary)
+    else:
+        scratch = namespaces.SCRATCH
+        namespaces.enter(with_user=job.level == "user")
+        namespaces.change_root(job.libraries, job.limits["scratch_mib"] * _MIB)
+    alive_read, alive_write = os.pipe()
+    started_read, started_write = os.pipe()
+    stdin = _sealed_file(job.stdin)
+    gc.freeze()  # the program's interpreter need not go through our objects when it ends
+    init = os.fork() if job.level != "none" else None
+    if init == 0:
+        _be_init(alive_read, (0, 1, 2, report_to, alive_write, started_read, started_write, stdin))
+    supervisor = os.getpid()
+    program = os.fork()
+    if program == 0:
+        os.dup2(stdin, 0)
+        for descriptor in (stdin, report_to, alive_read, alive_write, started_read):
+            os.close(descriptor)
+        _be_the_program(job, user, scratch, supervisor, started_write)
+        return None
+    os.close(started_write)
+    report = _watch(program, started_read, job.limits["wall_s"])
+    if init is not None:
+        os.kill(init, _KILL)
+        os.waitpid(init, 0)
+    if job.level == "none":
+        scratch_folder.remove(scratch)
+    return report
+
+
+def _watch(program: int, started: int, wall_s: float) -> dict[str, Any]:
+    """Waits for the program's end and brings it about if need be.
+
+    Returns:
+        `status` as of `wait`, `cpu_s` and `seconds` used, `stopped` (`wall`, `parent` or None) and
+        `landlock`, the version of it.
+    """
+    ended = os.pidfd_open(program)
+    failure = _read_all(started)
+    begin = time.monotonic()
+    poll = select.poll()
+    poll.register(0, 0)  # reports the closing of the pipe, asked or not
+    poll.register(ended, select.POLLIN)
+    events = {descriptor for descriptor, _ in poll.poll(wall_s * 1000)}
+    os.kill(program, _KILL)  # it is not reaped yet, so the id is still its own
+    _, status, usage = os.wait4(program, 0)
+    if failure:
+        return {"failure": failure.decode()}
+    by_us = ended not in events and os.WIFSIGNALED(status) and os.WTERMSIG(status) == _KILL
+    return {
+        "status": status,
+        "cpu_s": usage.ru_utime + usage.ru_stime,
+        "seconds": time.monotonic() - begin,
+        "stopped": ("parent" if events else "wall") if by_us else None,
+        "landlock": landlock.version(),
+    }
+
+
+def _be_init(alive: int, others: tuple[int, ...]) -> NoReturn:
+    """Process 1 of the PID namespace ends when the supervisor does, however that happens."""
+    for descriptor in others:
+        os.close(descriptor)
+    os.read(alive, 1)
+    os._exit(0)
+
+
+def _be_the_program(
+    job: Job, user: int | None, scratch: str, supervisor: int, started: int
+) -> None:
+    """Gives up every right, says so by closing `started`, and runs the program."""
+    try:
+        if user is not None:
+            _become(user)
+        kernel.give_up_privileges()
+        kernel.die_with_parent()
+        if job.level == "none" and os.getppid() != supervisor:  # it died before the request
+            os._exit(1)
+        if job.level == "none" and landlock.version() == 0:
+            raise OSError("the kernel has no Landlock, or it is not in use")
+        if landlock.version():
+            landlock.restrict(job.libraries, scratch)
+        os.chdir(scratch)
+        for library in job.libraries:
+            os.scandir(library).close()
+        _set_limits(job.limits)
+        seccomp.install(os.getpid())
+    except OSError as error:
+        os.write(started, f"{error.strerror or error} {error.filename or ''}".encode())
+        os._exit(1)
+    os.close(started)
+    _run(job.source, job.search_path)
+
+
+def _run(source: str, search_path: list[str]) -> None:
+    """Runs the program as `python program.py` would; the interpreter's end is up to the caller."""
+    sys.path += search_path
+    sys.argv = ["program.py"]
+    sys.dont_write_bytecode = True
+    os.environ.clear()
+    builtins = sys.modules["builtins"]
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[attr-defined]  # as `site` has them
+    main = type(sys)("__main__")
+    sys.modules["__main__"] = main
+    try:
+        exec(compile(source, "program.py", "exec", dont_inherit=True), vars(main))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        own_frame = error.__traceback__
+        error.__traceback__ = own_frame and own_frame.tb_next
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
+def _set_limits(limits: dict[str, Any]) -> None:
+    cpu_s = limits["cpu_s"]
+    for what, soft, hard in (
+        # A program that ignores the signal of the first limit is killed at the second.
+        (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
+        (resource.RLIMIT_AS, limits["memory_mib"] * _MIB, None),
+        (resource.RLIMIT_NPROC, limits["threads"] + 2, None),  # with supervisor and init
+        (resource.RLIMIT_FSIZE, limits["file_mib"] * _MIB, None),
+        (resource.RLIMIT_NOFILE, limits["open_files"], None),
+        (resource.RLIMIT_CORE, 0, None),
+        (resource.RLIMIT_MEMLOCK, 0, None),
+    ):
+        # An ordinary user cannot raise a limit that already is lower than ours.
+        bound = resource.getrlimit(what)[1]
+        pair = [
+            value if bound == resource.RLIM_INFINITY else min(value, bound)
+            for value in (soft, soft if hard is None else hard)
+        ]
+        resource.setrlimit(what, (pair[0], pair[1]))
+
+
+def _become(user: int) -> None:
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    kernel.allow_own_proc_files()
+
+
+def _unused_user() -> int:
+    """A user that nobody else is, so that limits per user count this program alone; `nobody` in a
+    container that does not have so many users."""
+    with open("/proc/self/uid_map") as file:
+        ranges = [[int(number) for number in line.split()] for line in file]
+    user = _HIGHEST_USER + os.getpid()
+    return user if any(start <= user < start + count for start, _, count in ranges) else _NOBODY
+
+
+def _be_the_first_to_go() -> None:
+    """Should the machine run out of memory, it is the program that the kernel kills."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:
+        pass  # a courtesy, no more
+
+
+def _sealed_file(content: bytes) -> int:
+    """A file in memory that nobody can change, at its beginning."""
+    file = os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    view = memoryview(content)
+    while view:
+        view = view[os.write(file, view) :]
+    os.lseek(file, 0, os.SEEK_SET)
+    fcntl.fcntl(file, _F_ADD_SEALS, _SEAL_EVERYTHING)
+    return file
+
+
+def _read_exactly(size: int) -> bytes:
+    pieces = bytearray()
+    while len(pieces) < size:
+        piece = os.read(0, size - len(pieces))
+        if not piece:  # the parent is gone
+            os._exit(1)
+        pieces += piece
+    return bytes(pieces)
+
+
+def _read_all(descriptor: int) -> bytes:
+    pieces = bytearray()
+    while piece := os.read(descriptor, 4096):
+        pieces += piece
+    return bytes(pieces)

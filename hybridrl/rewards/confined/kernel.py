@@ -1,0 +1,77 @@
+"""Calls to the Linux kernel that Python's standard library does not offer."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+TYPE_CHECKING = False  # importing `typing` would take as long as all the rest
+if TYPE_CHECKING:
+    from typing import Any
+
+_MACHINES = ("x86_64", "aarch64")
+_NUMBERS = {  # of the system calls that libc has no function for, by machine
+    "pivot_root": (155, 41),
+    "capset": (126, 91),
+    "seccomp": (317, 277),
+    "mount_setattr": (442, 442),
+    "landlock_create_ruleset": (444, 444),
+    "landlock_add_rule": (445, 445),
+    "landlock_restrict_self": (446, 446),
+}
+_CAPABILITY_VERSION_3 = 0x20080522
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def machine_index() -> int:
+    """0 on x86-64, 1 on aarch64: the column of this machine in tables of numbers.
+
+    Raises:
+        OSError: on other machines.
+    """
+    machine = os.uname().machine
+    if machine not in _MACHINES:
+        raise OSError(f"{machine} is no machine that the sandbox knows ({', '.join(_MACHINES)})")
+    return _MACHINES.index(machine)
+
+
+def syscall(name: str, *arguments: Any) -> int:
+    """Calls the kernel. Integers are passed as C longs.
+
+    Raises:
+        OSError: if the kernel refuses; names the call.
+    """
+    plain = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    return checked(name, libc.syscall(ctypes.c_long(_NUMBERS[name][machine_index()]), *plain))
+
+
+def checked(name: str, result: int) -> int:
+    """The result of a C function, or an OSError that names the function if it is negative."""
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}: {os.strerror(error)}")
+    return result
+
+
+def give_up_privileges() -> None:
+    """Drops all capabilities, for good: no program that is started can bring any back.
+
+    It also closes this process to `ptrace` and to readers of its memory, and keeps it from leaving
+    core dumps.
+    """
+    checked("prctl", libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    syscall("capset", header, (ctypes.c_uint32 * 6)())
+    checked("prctl", libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0))
+
+
+def allow_own_proc_files() -> None:
+    """Gives this process its files in /proc back after a change of user."""
+    checked("prctl", libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0))
+
+
+def die_with_parent() -> None:
+    """Has the kernel kill this process when its parent ends. Changing the user undoes it."""
+    checked("prctl", libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0))

@@ -1,0 +1,42 @@
+"""From the setting `rollout.episode` to the user's class."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+from hybridrl.core import user_code
+from hybridrl.core.turn import Episode
+from hybridrl.errors import ConfigError
+
+SETTING = "rollout.episode"
+
+
+def check_episode(spec: str) -> None:
+    """Refuses a file, module or class that does not exist, without importing it.
+
+    Raises:
+        ConfigError: names the nearest that exists.
+    """
+    user_code.check(SETTING, spec)
+
+
+def load_episode(spec: str) -> Callable[[], Episode]:
+    """Imports the class, which is built without arguments for each sample.
+
+    Raises:
+        ConfigError: if it cannot be imported, or lacks `async def reset` or `async def step`.
+    """
+    found = user_code.load(SETTING, spec)
+    if not inspect.isclass(found):
+        raise ConfigError(
+            f"`{SETTING}` names `{spec}`, which is a {type(found).__name__}; it must be a class."
+        )
+    for name in ("reset", "step"):
+        if not inspect.iscoroutinefunction(getattr(found, name, None)):
+            raise ConfigError(
+                f"`{SETTING}` names `{spec}`, which has no `async def {name}`. An episode has "
+                "`async def reset(self, row)` and `async def step(self, response_text, "
+                "response_ids)`; see hybridrl.Episode."
+            )
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,74 @@
+"""Transcript: a sample of several turns, token by token as it came to be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridrl.errors import RolloutError
+
+
+class Transcript:
+    """Token ids in, token ids out: it only ever grows at its end.
+
+    Text of earlier turns is never tokenized again. What the model samples need not be what a
+    tokenizer makes of the same text, and a policy trained on other tokens than it sampled learns
+    from log-probabilities that were never its own.
+
+    Attributes:
+        response_ids: Everything after the prompt: sampled tokens, and those given to the model.
+        mask: For each of them 1 if it was sampled, 0 if it was given.
+        log_probs: Of the sampled tokens; 0.0 for the others.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self.prompt_ids = list(prompt_ids)
+        self.response_ids: list[int] = []
+        self.mask: list[int] = []
+        self.log_probs: list[float] = []
+
+    def __len__(self) -> int:
+        """Tokens of the response so far."""
+        return len(self.response_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and response so far: exactly what the next request consists of."""
+        return self.prompt_ids + self.response_ids
+
+    @property
+    def sampled(self) -> int:
+        """How many tokens of the response were sampled."""
+        return sum(self.mask)
+
+    def add_sampled(
+        self, continued_ids: Sequence[int], token_ids: Sequence[int], log_probs: Sequence[float]
+    ) -> None:
+        """Appends a turn of the model.
+
+        Args:
+            continued_ids: The tokens that the engine says it continued.
+
+        Raises:
+            RolloutError: if these are not exactly the tokens so far.
+        """
+        expected, found = self.token_ids, list(continued_ids)
+        if found != expected:
+            pairs = enumerate(zip(found, expected, strict=False))
+            shorter = min(len(found), len(expected))
+            first = next((place for place, (a, b) in pairs if a != b), shorter)
+            raise RolloutError(
+                f"The engine continued {len(found)} tokens that are not the {len(expected)} of the "
+                f"sample so far; they differ from token {first} on: {found[first : first + 8]} "
+                f"instead of {expected[first : first + 8]}. Earlier turns must be passed on as "
+                "token ids, never as text that is tokenized again."
+            )
+        self._append(token_ids, 1, log_probs)
+
+    def add_given(self, token_ids: Sequence[int]) -> None:
+        """Appends a turn of the environment or tool."""
+        self._append(token_ids, 0, [0.0] * len(token_ids))
+
+    def _append(self, token_ids: Sequence[int], mask: int, log_probs: Sequence[float]) -> None:
+        self.response_ids += token_ids
+        self.mask += [mask] * len(token_ids)
+        self.log_probs += log_probs

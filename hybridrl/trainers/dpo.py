@@ -1,0 +1,46 @@
+"""DPO: learns from pairs directly, without a reward model and without generating.
+
+Rafailov et al. 2023, arXiv:2305.18290; with `preference.loss=ipo` Azar et al. 2023.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from hybridrl.config.schema import Config
+from hybridrl.controller import BatchRef, Handle
+from hybridrl.trainers import base
+from hybridrl.trainers.base import LEARNED_FROM, SAMPLE
+from hybridrl.trainers.evaluation import pair_figures, row_sums
+from hybridrl.trainers.shaping import loss_weights
+
+
+class Trainer(base.Trainer):
+    """The driver program of DPO."""
+
+    DATA = "pairs"
+    GENERATES = False
+
+    @staticmethod
+    def roles(config: Config) -> list[str]:
+        return ["actor", "reference"]
+
+    def step(self) -> tuple[BatchRef, list[Handle]]:
+        actor, reference = self.groups["actor"], self.groups["reference"]
+        weigh = partial(loss_weights, mode="seq-mean-token-mean")
+        batch = self.next_batch()
+        batch |= batch.apply(weigh, ["response_mask"])
+        batch |= reference.compute_ref_log_prob(batch.select(*SAMPLE))
+        return batch, [actor.update_preference(batch.select(*LEARNED_FROM, "ref_log_probs"))]
+
+    def evaluate(self, held_out: BatchRef) -> dict[str, float]:
+        """`eval/pair_accuracy` and `eval/pair_margin` of the implicit reward, beta times the
+        log-ratio to the reference."""
+        sample, columns = held_out.select(*SAMPLE), ["log_probs", "ref_log_probs"]
+        batch = held_out | self.groups["actor"].compute_log_prob(sample)
+        batch |= self.groups["reference"].compute_ref_log_prob(sample)
+        policy, reference = (
+            batch.apply(partial(row_sums, column=column), [column, "response_mask"]).collect()
+            for column in columns
+        )
+        return pair_figures(self.config.preference.beta * (policy["total"] - reference["total"]))

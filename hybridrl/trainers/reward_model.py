@@ -1,0 +1,41 @@
+"""Reward model: a scalar head learns to score the better answer of a pair higher.
+
+Bradley & Terry 1952; for language models Ouyang et al. 2022, arXiv:2203.02155. A cost model for
+`safe_rlhf` is trained the same way, on pairs whose first answer is the more harmful one.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import ClassVar
+
+from hybridrl.config.schema import Config
+from hybridrl.controller import BatchRef, Handle
+from hybridrl.trainers import base
+from hybridrl.trainers.base import LEARNED_FROM, SAMPLE
+from hybridrl.trainers.evaluation import pair_figures
+from hybridrl.trainers.shaping import loss_weights
+
+
+class Trainer(base.Trainer):
+    """The driver program of reward modelling."""
+
+    DATA = "pairs"
+    GENERATES = False
+    SAVED: ClassVar = {"reward_model": "model"}
+
+    @staticmethod
+    def roles(config: Config) -> list[str]:
+        return ["reward_model"]
+
+    def step(self) -> tuple[BatchRef, list[Handle]]:
+        weigh = partial(loss_weights, mode="seq-mean-token-mean")
+        batch = self.next_batch()
+        batch |= batch.apply(weigh, ["response_mask"])
+        update = self.groups["reward_model"].update_reward_model
+        return batch, [update(batch.select(*LEARNED_FROM, "margin"))]
+
+    def evaluate(self, held_out: BatchRef) -> dict[str, float]:
+        """`eval/pair_accuracy` and `eval/pair_margin` of the held-out pairs."""
+        scored = self.groups["reward_model"].compute_score(held_out.select(*SAMPLE))
+        return pair_figures(scored.collect(["scores"])["scores"])

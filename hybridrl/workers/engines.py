@@ -1,0 +1,67 @@
+"""What every worker that holds a model needs: its engine, built from settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hybridrl.config.schema import ActorConfig
+from hybridrl.controller import Context
+from hybridrl.engine import TrainEngine
+from hybridrl.models import CausalPolicy, PackedModel, ScalarModel, load_model, load_scalar_model
+from hybridrl.models.adapters import add_adapters
+from hybridrl.parallel.process_group import data_parallel_mesh, join
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from.
+
+    Attributes:
+        path: Model folder or hub name.
+        tokenizer: Tokenizer folder or hub name.
+        dtype: Precision of computation.
+        context_length: Longest prompt and response together, in tokens.
+        eos_token_ids: Tokens that end a response.
+    """
+
+    path: str
+    tokenizer: str
+    dtype: str
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+
+
+def policy_engine(
+    context: Context, source: ModelSource, config: ActorConfig, *, trains: bool = True
+) -> TrainEngine:
+    """Joins the process group, loads the language model and shards it. Collective."""
+    model = load_model(source.path, "float32")
+    if trains and config.lora.rank:
+        add_adapters(model, config.lora)
+    return _engine(context, source, config, CausalPolicy(model), trains)
+
+
+def scalar_engine(
+    context: Context,
+    source: ModelSource,
+    config: ActorConfig,
+    reads: Literal["before", "after"],
+    *,
+    trains: bool = True,
+) -> TrainEngine:
+    """As `policy_engine`, for a model with a scalar head; see `ScalarModel`."""
+    model = load_scalar_model(source.path, "float32")
+    if trains and config.lora.rank:
+        add_adapters(model, config.lora)
+    return _engine(context, source, config, ScalarModel(model, reads), trains)
+
+
+def _engine(
+    context: Context, source: ModelSource, config: ActorConfig, model: PackedModel, trains: bool
+) -> TrainEngine:
+    device = join(context)
+    if not trains:
+        model.requires_grad_(False)
+    mesh = data_parallel_mesh(device, context.world_size)
+    return TrainEngine(model, mesh, device, source.dtype, config)

@@ -1,0 +1,68 @@
+"""RewardModelWorker: a model that learns from pairs which of two answers people prefer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from hybridrl.algorithms import BradleyTerry, Segments
+from hybridrl.config.schema import ActorConfig
+from hybridrl.controller import DP, ONE_TO_ALL, UPDATE_PAIRS, Context, Worker, transfer
+from hybridrl.core.batch import Batch
+from hybridrl.core.device import synchronize
+from hybridrl.engine import TrainEngine
+from hybridrl.models import load_tokenizer
+from hybridrl.workers.engines import ModelSource, scalar_engine
+
+
+class RewardModelWorker(Worker):
+    """One rank of the model.
+
+    Args:
+        source: A language model that gets a new head, or a reward model to train on.
+        config: Training.
+        objective: The loss of a pair.
+        updates: Optimizer steps of the whole job, for the schedule.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        source: ModelSource,
+        config: ActorConfig,
+        objective: BradleyTerry,
+        updates: int,
+    ) -> None:
+        super().__init__(context)
+        self._source = source
+        self._objective = objective
+        self._engine = scalar_engine(context, source, config, reads="after")
+        self._engine.start_optimizer(config.optimizer, updates)
+
+    @transfer(DP)
+    def compute_score(self, batch: Batch) -> Batch:
+        """`scores`, one for each row."""
+        with self.phase("score"):
+            return Batch.from_columns({"scores": sample_scores(self._engine, batch)})
+
+    @transfer(UPDATE_PAIRS)
+    def update_reward_model(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step on pairs of rows, the chosen one first."""
+        with self.phase("train"):
+            metrics = self._engine.update(batch, self._objective, rows_together=2)
+            synchronize(self._engine.device)
+        return metrics
+
+    @transfer(ONE_TO_ALL)
+    def save_model(self, folder: str) -> None:
+        """Writes model and tokenizer as a Hugging Face sequence-classification folder."""
+        self._engine.save(Path(folder))
+        if self.context.rank == 0:
+            load_tokenizer(self._source.tokenizer).save_pretrained(folder)
+
+
+def sample_scores(engine: TrainEngine, batch: Batch) -> torch.Tensor:
+    """What a reward model says of each row, `[rows]`: its value at the last token."""
+    values = engine.forward(batch).ragged("values")
+    return Segments.from_cu_seqlens(values.cu_seqlens).last(values.values)

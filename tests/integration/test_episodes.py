@@ -1,0 +1,168 @@
+"""Episodes with real engines: tokens, log-probabilities and limits of several turns."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import SHORT
+
+TOOL = """
+import asyncio
+from hybridrl import Turn
+
+class Tool:
+    async def reset(self, row):
+        self.turns = 0
+
+    async def step(self, response_text, response_ids):
+        self.turns += 1
+        await asyncio.sleep(0.002 * (response_ids[0] % 5))
+        return Turn("12*", reward=0.5, done=self.turns == 3)
+"""
+PROMPTS = ["1=", "27=", "3", "44*"]
+
+
+def write_model(folder):
+    from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+    from hybridrl.models import make_tiny_model
+
+    tokenizer = build_tokenizer()
+    make_tiny_model(folder, tokenizer, seed=3, hidden_size=64, layers=2, heads=2, context=64)
+    return tokenizer
+
+
+def check_against_transformers(folder, prompts, samples):
+    """Every sampled token was the likeliest and has the log-probability that a model gives it when
+    it reads the whole sample at once."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    columns = ("response_ids", "response_mask", "rollout_log_probs")
+    for prompt, *rows in zip(prompts, *(samples[name].rows() for name in columns), strict=True):
+        response, mask, log_probs = rows
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + response.tolist()])).logits[0, len(prompt) - 1 :]
+        expected = logits.log_softmax(-1)[:-1]
+        sampled = mask.bool()
+        assert torch.equal(expected.argmax(-1)[sampled], response[sampled])
+        found = expected.gather(1, response[:, None])[:, 0]
+        assert torch.allclose(found[sampled], log_probs[sampled], atol=1e-4)
+        assert not log_probs[~sampled].any()
+
+
+@pytest.mark.vllm
+def test_vllm_plays_episodes(tmp_path):
+    """In a process of its own, because vLLM wants a process group."""
+    done = subprocess.run(
+        [sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def play_with_vllm(tmp_path):
+    from hybridrl.config.schema import RolloutConfig
+    from hybridrl.controller.worker import Context
+    from hybridrl.core.batch import Batch
+    from hybridrl.parallel.process_group import join
+    from hybridrl.rollout import Sampling
+    from hybridrl.rollout.episode_class import load_episode
+    from hybridrl.rollout.episodes import EpisodeRollout
+    from hybridrl.rollout.shared_memory import remove_shared_memory
+    from hybridrl.rollout.vllm import VLLMRollout
+
+    folder = tmp_path / "model"
+    tokenizer = write_model(folder)
+    (tmp_path / "tool.py").write_text(TOOL)
+    device = join(Context("actor", 0, 1))
+    config = RolloutConfig(kv_cache_gib=0.05, max_sequences=16, stop=["9"])
+    engine = VLLMRollout(
+        str(folder),
+        str(folder),
+        "float32",
+        config,
+        context_length=48,
+        eos_token_ids=[tokenizer.eos_token_id],
+        device=device,
+        seed=0,
+        job="hybridrl-0-1",
+    )
+    rollout = EpisodeRollout(
+        engine,
+        load_episode(f"{tmp_path / 'tool.py'}:Tool"),
+        tokenizer,
+        max_turns=5,
+        max_turn_tokens=None,
+        tool_timeout_s=20.0,
+    )
+    prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
+    batch = Batch.from_columns({"prompt_ids": prompts * 4, "prompt": PROMPTS * 4})
+    try:
+        drawn = rollout.generate(batch, Sampling(24, stop=("9",)), seed=1)
+        again = rollout.generate(batch, Sampling(24, stop=("9",)), seed=1)
+        other = rollout.generate(batch, Sampling(24, stop=("9",)), seed=2)
+        greedy = rollout.generate(batch, Sampling(24, 0.0, stop=("9",)), seed=1)
+    finally:
+        rollout.close()
+        remove_shared_memory("hybridrl-0-1")
+    assert drawn["response_ids"].values.tolist() == again["response_ids"].values.tolist()
+    assert drawn["response_ids"].values.tolist() != other["response_ids"].values.tolist()
+    check_against_transformers(folder, prompts * 4, greedy)
+    given = tokenizer("12*")["input_ids"]
+    for samples in (drawn, other, greedy):
+        assert samples.lengths("response_ids").max() <= 24
+        for response, mask, turns, reason, rewards in zip(
+            samples["response_ids"].rows(),
+            samples["response_mask"].rows(),
+            samples["turns"].tolist(),
+            samples["finish_reason"],
+            samples["turn_rewards"].rows(),
+            strict=True,
+        ):
+            runs = [
+                (kind, [token for _, token in run])
+                for kind, run in itertools.groupby(
+                    zip(mask.tolist(), response.tolist(), strict=True), key=lambda pair: pair[0]
+                )
+            ]
+            assert all(run == given for kind, run in runs if not kind)
+            assert sum(kind for kind, _ in runs) == turns == len(rewards)
+            assert reason in ("stop", "length") and (reason == "length" or turns == 3)
+    assert len(set(drawn["turns"].tolist())) > 1
+
+
+def test_a_job_learns_from_episodes_alone(command):
+    run = command(
+        *SHORT,
+        "executor=inline",
+        "rollout=transformers",
+        "data=calculator",
+        "data.prompts_per_step=8",
+        "warmup.steps=20",
+        "observe.samples_every=1",
+    )
+    assert run.finish() == 0, run.output
+    rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "response/turns" in row]
+    assert len(steps) == 2 and all(row["response/turns"] >= 1 for row in steps)
+    assert all(row["tools/errors"] == row["tools/timeouts"] == 0 for row in steps)
+    assert all(row["mismatch/k3"] < 1e-6 for row in steps)
+    samples = pq.read_table(run.directory / "samples" / "step-000001.parquet").to_pylist()
+    assert any("<" in row["response"] for row in samples)
+
+
+def test_a_missing_class_is_a_sentence(command):
+    run = command("executor=inline", "rollout=transformers", "rollout.episode=absent.py:Tool")
+    assert run.finish() == 2
+    assert "rollout.episode" in run.output and "absent.py" in run.output
+    assert "Traceback" not in run.output
+
+
+if __name__ == "__main__":
+    play_with_vllm(Path(sys.argv[1]))

@@ -1,0 +1,131 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from hybridrl.config.schema import DataConfig
+from hybridrl.data.sources import load_examples, load_pairs, load_prompts
+from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.errors import ConfigError, DataError
+
+TASK = DataConfig(task="arithmetic")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}-{{ m.content }}<eos> {% endfor %}"
+        "{% if add_generation_prompt %}a-{% endif %}"
+    )
+    return tokenizer
+
+
+def config_of(folder, rows, **settings):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataConfig(path=str(path), **settings)
+
+
+def texts(batch, column, tokenizer):
+    return [tokenizer.decode(ids) for ids in batch[column].rows()]
+
+
+def load(function, config, tokenizer, held_out=100):
+    return function(config, tokenizer, held_out=held_out, seed=0)
+
+
+def test_the_task_gives_all_three_kinds(tokenizer):
+    prompts = load(load_prompts, TASK, tokenizer)
+    examples = load(load_examples, TASK, tokenizer)
+    pairs = load(load_pairs, TASK, tokenizer)
+    assert [len(part) for part in prompts[:2]] == [len(part) for part in examples] == [1500, 100]
+    assert len(pairs.training) > len(pairs.held_out) == 100
+    for part in ("training", "held_out"):
+        asked = texts(getattr(prompts, part), "prompt_ids", tokenizer)
+        assert texts(getattr(examples, part), "prompt_ids", tokenizer) == asked
+        assert set(texts(getattr(pairs, part), "prompt_ids", tokenizer)) == set(asked)
+    answers = [f"{answer}<eos>" for answer in prompts.training["answer"]]
+    assert texts(examples.training, "response_ids", tokenizer) == answers
+    assert prompts.examples.to_pylist() == examples.training.to_pylist()
+
+
+def test_a_task_without_pairs_says_so(tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "pairless.py").write_text("CHARACTERS = 'a'\ndef problems(**settings): ...\n")
+    (tmp_path / "task_folder").mkdir()
+    (tmp_path / "pairless.py").rename(tmp_path / "task_folder" / "pairless.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"`task_folder.pairless`.*no preference pairs.*arithm"):
+        load(load_pairs, DataConfig(task="task_folder.pairless"), tokenizer)
+
+
+def test_rows_are_held_out_from_the_end_of_a_file(tokenizer, tmp_path):
+    rows = [{"q": f"{n}", "good": "1", "bad": "2"} for n in range(10)]
+    config = config_of(
+        tmp_path,
+        rows,
+        prompt_column="q",
+        answer_column=None,
+        response_column="good",
+        chosen_column="good",
+        rejected_column="bad",
+    )
+    for function in (load_prompts, load_examples, load_pairs):
+        loaded = load(function, config, tokenizer)
+        assert texts(loaded.training, "prompt_ids", tokenizer) == [str(n) for n in range(8)]
+        assert texts(loaded.held_out, "prompt_ids", tokenizer) == ["8", "9"]
+        assert len(load(function, config, tokenizer, held_out=1).held_out) == 1
+        other = replace(config, eval_path=config.path)
+        loaded = load(function, other, tokenizer, held_out=3)
+        assert texts(loaded.held_out, "prompt_ids", tokenizer) == ["0", "1", "2"]
+        assert len(loaded.training) == 10
+
+
+def test_a_file_too_small_to_spare_rows(tokenizer, tmp_path):
+    config = config_of(tmp_path, [{"prompt": "a", "response": "b"}] * 4)
+    assert load(load_examples, config, tokenizer).held_out is None
+
+
+def test_conversations_are_read_from_their_column(tokenizer, tmp_path):
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    config = config_of(tmp_path, [{"talk": talk}], messages_column="talk", system_prompt="be")
+    loaded = load(load_examples, config, tokenizer).training
+    assert texts(loaded, "prompt_ids", tokenizer) == ["s-be<eos> u-hi<eos> a-"]
+    assert texts(loaded, "response_ids", tokenizer) == ["yes<eos>"]
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "message"),
+    [
+        (load_prompts, {}, "rows.jsonl, line 1, has no column `answer` .`data.answer_column`"),
+        (load_examples, {}, "rows.jsonl, line 1, has no column `response` .`data.response_column`"),
+        (load_examples, {"messages_column": "talk"}, "no column `talk` .`data.messages_column`"),
+        (load_pairs, {}, "rows.jsonl, line 1, has no column `chosen` .`data.chosen_column`"),
+        (load_pairs, {"chosen_column": "prompt"}, "no column `rejected` .`data.rejected_column`"),
+        (load_pairs, {"chosen_column": "prompt", "rejected_column": "prompt",
+                      "margin_column": "by"}, "no column `by` .`data.margin_column`"),
+    ],
+)  # fmt: skip
+def test_missing_columns_name_file_and_setting(tokenizer, tmp_path, function, settings, message):
+    config = config_of(tmp_path, [{"prompt": "a"}], **settings)
+    with pytest.raises(DataError, match=message):
+        load(function, config, tokenizer)
+
+
+def test_only_pairs_do_without_a_prompt_column(tokenizer, tmp_path):
+    config = config_of(tmp_path, [{"prompt": "a"}], prompt_column=None)
+    for function in (load_prompts, load_examples):
+        with pytest.raises(ConfigError, match=r"`data.prompt_column` is null"):
+            load(function, config, tokenizer)
+
+
+def test_the_length_limits_are_those_of_the_settings(tokenizer, tmp_path):
+    rows = [{"prompt": "abc", "response": "b", "chosen": "b", "rejected": "cde"}]
+    config = config_of(tmp_path, rows, max_prompt_tokens=2)
+    for function in (load_examples, load_pairs):
+        with pytest.raises(DataError, match=r"more than `data.max_prompt_tokens` .2"):
+            load(function, config, tokenizer)
+    config = replace(config, max_prompt_tokens=9, max_response_tokens=3)
+    assert len(load(load_examples, config, tokenizer).training) == 1
+    with pytest.raises(DataError, match=r"more than `data.max_response_tokens` .3"):
+        load(load_pairs, config, tokenizer)

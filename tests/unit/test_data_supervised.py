@@ -1,0 +1,175 @@
+import pyarrow as pa
+import pytest
+
+from hybridrl.data.supervised import tokenize_conversations, tokenize_examples
+from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.errors import ConfigError, DataError
+
+# A template that closes a turn with the end token and a space, as ChatML does with a line break.
+CLOSING = (
+    "{% for m in messages %}{{ m.role[0] }}-{{ m.content }}<eos> {% endfor %}"
+    "{% if add_generation_prompt %}a-{% endif %}"
+)
+OPEN_ENDED = CLOSING.replace("<eos> ", "/")
+# As reasoning models have it: what was thought is shown in the last turn only.
+FORGETFUL = CLOSING.replace(
+    "{{ m.content", "{% if loop.last and m.role == 'assistant' %}=={% endif %}{{ m.content"
+)
+OTHER_OPENING = CLOSING.replace("a-{% endif", "a-=={% endif")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+def with_template(template):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def say(role, content, **further):
+    return {"role": role, "content": content, **further}
+
+
+TALK = [
+    say("user", "hi"),
+    say("assistant", "yes"),
+    say("user", "so"),
+    say("assistant", "no"),
+]
+
+
+def conversations(rows, template, **settings):
+    rows = pa.Table.from_pylist([{"messages": messages} for messages in rows])
+    return tokenize_conversations(rows, with_template(template), "messages", **settings)
+
+
+def examples(rows, tokenizer, **settings):
+    return tokenize_examples(
+        pa.Table.from_pylist(rows), tokenizer, "prompt", "response", **settings
+    )
+
+
+def shown(batch, tokenizer):
+    """Each row as its prompt and its response, with the tokens that are not learned in brackets."""
+    columns = [batch[n].rows() for n in ("prompt_ids", "response_ids", "response_mask")]
+    rows = []
+    for prompt, response, mask in zip(*columns, strict=True):
+        marks = [
+            tokenizer.decode([token]) if learned else f"[{tokenizer.decode([token])}]"
+            for token, learned in zip(response.tolist(), mask.tolist(), strict=True)
+        ]
+        rows.append((tokenizer.decode(prompt), "".join(marks).replace("][", "")))
+    return rows
+
+
+def test_examples_end_with_the_end_token(tokenizer):
+    rows = pa.table({"prompt": ["1+1=", "2+2="], "answer": ["2", "14<eos>"]})
+    batch = tokenize_examples(rows, tokenizer, "prompt", "answer")
+    assert batch.columns == ["prompt_ids", "response_ids", "response_mask"]
+    assert shown(batch, tokenizer) == [("1+1=", "2<eos>"), ("2+2=", "14<eos>")]
+    assert str(batch["response_mask"].values.dtype) == "torch.uint8"
+    with pytest.raises(DataError, match=r"`data.response_column`.*Did you mean `answer`"):
+        tokenize_examples(rows, tokenizer, "prompt", "answr")
+    with pytest.raises(DataError, match=r"Row 1 .*expected a string"):
+        tokenize_examples(pa.table({"p": ["a"], "r": [1]}), tokenizer, "p", "r")
+
+
+def test_a_tokenizer_without_end_token_cannot_teach():
+    endless = build_tokenizer()
+    endless.eos_token = None
+    with pytest.raises(DataError, match="no end-of-sequence token"):
+        tokenize_examples(pa.table({"p": ["a"], "r": ["b"]}), endless, "p", "r")
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [(CLOSING, ("u-hi<eos> a-", "yes<eos>")), (OPEN_ENDED, ("u-hi/a-", "yes/<eos>"))],
+)
+def test_a_response_to_a_chat_goes_through_the_template(template, expected):
+    tokenizer = with_template(template)
+    user, assistant = TALK[:2]
+    for row, chat in [
+        ({"prompt": [user], "response": "yes"}, None),
+        ({"prompt": [user], "response": [assistant]}, None),
+        ({"prompt": "hi", "response": [assistant]}, None),
+        ({"prompt": "hi", "response": "yes"}, True),
+    ]:
+        assert shown(examples([row], tokenizer, chat=chat), tokenizer) == [expected]
+
+
+def test_the_prompts_own_answers_are_not_learned():
+    tokenizer = with_template(CLOSING)
+    batch = examples([{"prompt": TALK[:3], "response": TALK[3:]}], tokenizer, system_prompt="be")
+    assert shown(batch, tokenizer) == [
+        ("s-be<eos> u-hi<eos> a-yes<eos> u-so<eos> a-", "no<eos>"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "response"),
+    [(CLOSING, "yes<eos>[ u-so<eos> a-]no<eos>"), (OPEN_ENDED, "yes/[u-so/a-]no/<eos>")],
+)
+def test_only_the_assistants_turns_of_a_conversation_are_learned(template, response):
+    rows = [TALK, [*TALK, say("user", "ignored")], [say("system", "be", name="x"), *TALK[:2]]]
+    batch = conversations(rows, template)
+    close = template[template.index("}}<") + 2 :].split("{%")[0] if "<eos>" in template else "/"
+    found = shown(batch, build_tokenizer())
+    assert found[0] == found[1] == (f"u-hi{close}a-", response)
+    assert found[2][0] == f"s-be{close}u-hi{close}a-"
+
+
+def test_turns_that_follow_each_other_and_other_roles():
+    talk = [TALK[0], TALK[1], say("tool", "1+1"), say("assistant", "2"), say("assistant", "3")]
+    batch = conversations([talk], CLOSING)
+    assert shown(batch, build_tokenizer())[0][1] == "yes<eos>[ t-1+1<eos> a-]2<eos>[ a-]3<eos>"
+
+
+def test_a_template_that_rewrites_turns_is_refused_with_a_cure():
+    with pytest.raises(DataError, match=r"message 2 of row 1 .*Make one row of each answer"):
+        conversations([TALK], FORGETFUL)
+    tokenizer = with_template(FORGETFUL)
+    batch = examples([{"prompt": TALK[:3], "response": "no"}], tokenizer)
+    assert shown(batch, tokenizer) == [("u-hi<eos> a-yes<eos> u-so<eos> a-", "==no<eos>")]
+    with pytest.raises(DataError, match=r"message 2 of row 1 .*`data.chat=false`"):
+        conversations([TALK[:2]], OTHER_OPENING)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (TALK[:1], "Row 1 .* no message of the role `assistant`"),
+        (TALK[1:], "Row 1 .* begins with the assistant's message"),
+        ([{"role": "user"}], "`role` and `content`"),
+        ("text", "Row 1 .* expected a list of chat messages"),
+        ([], "Row 1 .* expected a list of chat messages"),
+    ],
+)
+def test_malformed_conversations_are_named(messages, message):
+    with pytest.raises(DataError, match=message):
+        conversations([messages], CLOSING)
+
+
+def test_contradictions_are_named(tokenizer):
+    with pytest.raises(ConfigError, match="has no chat template"):
+        tokenize_conversations(pa.table({"messages": [TALK]}), tokenizer, "messages")
+    with pytest.raises(DataError, match=r"`response`, but `data.chat` is false"):
+        examples([{"prompt": "a", "response": TALK[1:2]}], with_template(CLOSING), chat=False)
+    with pytest.raises(ConfigError, match=r"`data.system_prompt` is set"):
+        examples([{"prompt": "a", "response": "b"}], tokenizer, system_prompt="be")
+
+
+def test_lengths_are_limited(tokenizer, caplog):
+    rows = [{"prompt": "abcde", "response": "a"}, {"prompt": "ab", "response": "abcd"}]
+    rows += [{"prompt": "abc", "response": "abc"}]
+    with pytest.raises(DataError, match=r"Row 1 .* 5 tokens, more than `data.max_prompt_tokens`"):
+        examples(rows, tokenizer, max_prompt_tokens=4)
+    with pytest.raises(DataError, match=r"Row 2 .* a response of 5 tokens.*max_response_tokens"):
+        examples(rows, tokenizer, max_response_tokens=4)
+    limits = {"max_prompt_tokens": 4, "max_response_tokens": 4, "too_long": "drop"}
+    assert shown(examples(rows, tokenizer, **limits), tokenizer) == [("abc", "abc<eos>")]
+    assert "Dropped 1 of 3 responses" in caplog.text
+    with pytest.raises(DataError, match="dropped all rows"):
+        examples(rows[:2], tokenizer, **limits)
