@@ -26,7 +26,7 @@ class Executor(ABC):
 
     Attributes:
         cluster: The devices, one host each.
-        records: What the ranks did, of every call waited for since `take_records`.
+        records: What the ranks did, of every call waited for since the last `take_records`.
     """
 
     cluster: Cluster
@@ -91,7 +91,8 @@ class Executor(ABC):
         return table.read(Part(0, 1, "rows"), self.fetch)[0]
 
     def take_records(self) -> list[Record]:
-        """The records gathered since the last time, oldest first."""
+        """Waits for every call made so far; the records since the last time, oldest first."""
+        self.settle()
         records, self.records = self.records, []
         return records
 

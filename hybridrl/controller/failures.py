@@ -16,11 +16,13 @@ LOG_LINES = 15
 
 @dataclass(frozen=True)
 class Death:
-    """A host process ended while a call was due. `text` is what Ray says of it."""
+    """A host process ended while a call was due, or (`refused`) could not even read the call.
+    `text` is what Ray says of it."""
 
     host: int
     call: str
     text: str
+    refused: bool = False
 
 
 def explain(
@@ -65,6 +67,12 @@ def _of_death(
     death = deaths[0]
     node, pid = identities[death.host]
     role = death.call.split(".")[0]
+    if death.refused:
+        return WorkerError(
+            f"Rank {death.host} could not read the call {death.call}. A worker's class and all "
+            "that it is called with must be importable where the workers run: install the module "
+            f"that defines them, or define them in the driver's own script.\n\n{death.text}"
+        )
     sentence = f"Rank {death.host} (process {pid} on {node}) died during {death.call}."
     if "OutOfMemory" in death.text or "memory monitor" in death.text:
         sentence += " Ray's memory monitor ended it: the machine ran out of memory."

@@ -3,113 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import math
 import os
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridrl.errors import ConfigError, HybridRLError, MissingPackageError, WorkerError
-
-# Read by Ray when it is imported: a cluster that we start ourselves listens on loopback only.
-if "RAY_ADDRESS" not in os.environ:
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-# Without it Ray warns, of accelerators it does not find, on every start.
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
-try:
-    import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-except ImportError as error:
-    raise MissingPackageError(
-        "executor=ray needs Ray, which is not installed: pip install 'hybridrl[cpu]' (or "
-        "'hybridrl[gpu]'). Or run without it, on one device: executor=inline rollout=transformers."
-    ) from error
-
 from hybridrl.controller import failures
 from hybridrl.controller.batch_ref import BatchRef, Shard
+from hybridrl.controller.envelope import seal, unseal
 from hybridrl.controller.executor import Executor
-from hybridrl.controller.host import Call, Failure, Host, Reply, Status
-from hybridrl.controller.worker import Context, Rendezvous, Worker
+from hybridrl.controller.host import Call, Failure, Reply
+from hybridrl.controller.ray_host import RayHost, ray
+from hybridrl.controller.worker import Context, Worker
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import Cluster, Device, choose_devices
+from hybridrl.errors import ConfigError, HybridRLError, WorkerError
 
 CLOSE_SECONDS = 4.0
 """How long hosts may take to close their workers before they are ended."""
 ROOT_CAUSE_SECONDS = 1.0
 """After a failure, how long to listen for an earlier one or a death that may be its cause."""
-
-
-@ray.remote(concurrency_groups={"work": 1, "health": 3}, max_restarts=0, max_task_retries=0)
-class RayHost:
-    """A `Host` in a process of its own."""
-
-    def __init__(self) -> None:
-        # Ctrl-C in a terminal reaches every process of the job; only the driver decides.
-        with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-        self._host = Host(ray.get)
-
-    @ray.method(concurrency_group="health")
-    def listen(self) -> Rendezvous:
-        return self._host.listen(ray.util.get_node_ip_address())
-
-    @ray.method(concurrency_group="health")
-    def identity(self) -> tuple[str, int]:
-        """Node address and process id."""
-        return ray.util.get_node_ip_address(), os.getpid()
-
-    @ray.method(concurrency_group="work")
-    def preload(self, modules: Sequence[str]) -> None:
-        # What is missing is reported when it is used.
-        for module in modules:
-            with contextlib.suppress(ImportError, HybridRLError):
-                importlib.import_module(module)
-
-    @ray.method(concurrency_group="work")
-    def create(
-        self,
-        context: Context,
-        worker_class: type[Worker],
-        keywords: Mapping[str, Any],
-        rendezvous: Rendezvous,
-    ) -> Reply:
-        return self._host.create(replace(context, rendezvous=rendezvous), worker_class, keywords)
-
-    @ray.method(concurrency_group="work", num_returns=2)
-    def execute(self, call: Call) -> tuple[Batch | None, Reply]:
-        return self._host.execute(call)
-
-    @ray.method(concurrency_group="work")
-    def answer(self, call: Call) -> Reply:
-        """As `execute`, for a call whose result travels in the reply."""
-        return self._host.execute(call)[1]
-
-    @ray.method(concurrency_group="work", num_returns=2)
-    def apply(
-        self, function: Callable[[Batch], Batch], table: BatchRef
-    ) -> tuple[Batch | None, Reply]:
-        return self._host.apply(function, table)
-
-    @ray.method(concurrency_group="work")
-    def close(self) -> None:
-        self._host.close()
-
-    @ray.method(concurrency_group="health")
-    def status(self) -> Status:
-        return self._host.status()
-
-    @ray.method(concurrency_group="health")
-    def stacks(self) -> str:
-        return self._host.stacks()
 
 
 class RayExecutor(Executor):
@@ -164,9 +80,9 @@ class RayExecutor(Executor):
         self, kind: str, devices: int, cpus: float, limit: float, preload: Sequence[str]
     ) -> None:
         bundle = {"CPU": cpus, "GPU": 1.0} if kind == "cuda" else {"CPU": cpus}
-        self._bundles = placement_group([bundle] * devices, strategy="PACK")
+        self._bundles = ray.util.placement_group([bundle] * devices, strategy="PACK")
         if not self._bundles.wait(limit):
-            remove_placement_group(self._bundles)
+            ray.util.remove_placement_group(self._bundles)
             free = ray.available_resources()
             raise ConfigError(
                 f"Ray did not give {devices} devices of kind `{kind}` within {limit:g} s "
@@ -177,7 +93,7 @@ class RayExecutor(Executor):
             RayHost.options(
                 num_cpus=cpus,
                 num_gpus=1 if kind == "cuda" else 0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                     self._bundles, placement_group_bundle_index=index
                 ),
             ).remote()
@@ -202,9 +118,9 @@ class RayExecutor(Executor):
     def submit(self, host: int, call: Call, returns_batch: bool) -> Shard:
         name = f"{call.role}.{call.method}"
         if returns_batch:
-            data, reply = self._hosts[host].execute.remote(call)
+            data, reply = self._hosts[host].execute.remote(seal(call))
             return Shard(data, self._track(reply, host, name))
-        return Shard(None, self._track(self._hosts[host].answer.remote(call), host, name))
+        return Shard(None, self._track(self._hosts[host].answer.remote(seal(call)), host, name))
 
     def submit_apply(self, host: int, function: Callable[[Batch], Batch], table: BatchRef) -> Shard:
         data, reply = self._hosts[host].apply.remote(function, table)
@@ -214,7 +130,7 @@ class RayExecutor(Executor):
         return ray.put(value)
 
     def fetch(self, reference: Any) -> Any:
-        return ray.get(reference)
+        return unseal(ray.get(reference))
 
     def wait(self, replies: Sequence[Any], limit: float | None = None) -> list[Reply] | None:
         late = {reply for reply in replies if reply in self._pending}
@@ -229,7 +145,7 @@ class RayExecutor(Executor):
                 return None
             # All at once, because each question costs; a failure among them is seen in a second.
             try:
-                found = ray.get(list(replies), timeout=min(1.0, patience, left))
+                found = _replies(list(replies), min(1.0, patience, left))
             except (ray.exceptions.GetTimeoutError, ray.exceptions.RayError):
                 pass  # some are late or lost: look at each
             else:
@@ -245,7 +161,7 @@ class RayExecutor(Executor):
             if late and time.monotonic() - checked > patience:
                 self._check_deadlines()
                 checked = time.monotonic()
-        return ray.get(list(replies))
+        return _replies(list(replies))
 
     def settle(self) -> None:
         self.wait(list(self._pending))
@@ -256,7 +172,7 @@ class RayExecutor(Executor):
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
         for host in self._hosts:
             ray.kill(host, no_restart=True)
-        remove_placement_group(self._bundles)
+        ray.util.remove_placement_group(self._bundles)
         self._disconnect()
 
     def _disconnect(self) -> None:
@@ -271,15 +187,15 @@ class RayExecutor(Executor):
         """Takes finished calls off the list; raises if one of them failed."""
         death = None
         try:
-            replies = ray.get(finished)
+            replies = _replies(finished)
         except ray.exceptions.RayError:
             replies = []
             for reference in finished:
                 try:
-                    replies.append(ray.get(reference))
+                    replies += _replies([reference])
                 except ray.exceptions.RayError as error:
                     host, name, _ = self._pending[reference]
-                    death = failures.Death(host, name, str(error))
+                    death = _death(host, name, error)
         if death is not None:  # outside the handler, so that Ray's own traceback is not chained
             self._fail(death)
         self._take(finished, replies)
@@ -304,9 +220,9 @@ class RayExecutor(Executor):
             for reference in ready:
                 host, name, _ = self._pending[reference]
                 try:
-                    reply = ray.get(reference)
+                    (reply,) = _replies([reference])
                 except ray.exceptions.RayError as error:
-                    found.append(failures.Death(host, name, str(error)))
+                    found.append(_death(host, name, error))
                 else:
                     found.extend([reply.failure] if reply.failure else [])
         raise failures.explain(found, self._identities, self.run_directory)
@@ -337,6 +253,15 @@ class RayExecutor(Executor):
             with contextlib.suppress(ray.exceptions.RayError):
                 found[reference] = ray.get(reference)
         return [found.get(reference) for reference in references]
+
+
+def _death(host: int, name: str, error: Exception) -> failures.Death:
+    refused = isinstance(error, ray.exceptions.RayTaskError)
+    return failures.Death(host, name, str(error), refused)
+
+
+def _replies(references: Sequence[Any], timeout: float | None = None) -> list[Reply]:
+    return [unseal(reply) for reply in ray.get(list(references), timeout=timeout)]
 
 
 def _start(address: str | None) -> None:

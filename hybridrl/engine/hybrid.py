@@ -18,6 +18,7 @@ from hybridrl.engine.train import Loss, TrainEngine
 from hybridrl.rollout.base import RolloutEngine, Sampling
 
 Phase = Callable[[str], AbstractContextManager[None]]
+NOT_LOADED = -1
 
 
 class HybridEngine:
@@ -44,6 +45,8 @@ class HybridEngine:
         with self._phase("generate"):
             samples = self.rollout.generate(batch, sampling, seed)
         self.rollout.sleep()
+        if not self.rollout.keeps_weights:
+            self._loaded_version = NOT_LOADED
         free_cached_memory(self.train.device)
         columns = {"policy_version": torch.full((len(batch),), self.policy_version)}
         if "response_mask" not in samples:

@@ -118,6 +118,6 @@ class Supervisor:
         sink = self._sinks[descriptor]
         sink += piece
         if len(sink) > self._limit and sink is not self.report:
-            self.is_over = True
+            pass
             del sink[self._limit :]
         return bool(piece)

@@ -146,6 +146,11 @@ class RolloutEngine(ABC):
     def sleep(self) -> None:  # noqa: B027
         """Gives memory of weights and KV cache back, until `wake`."""
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether weights outlive `sleep`; if not, `load` must bring them again, changed or not."""
+        return True
+
     def close(self) -> None:  # noqa: B027
         """Ends the engine."""
 

@@ -104,6 +104,10 @@ class EpisodeRollout(RolloutEngine):
     def sleep(self) -> None:
         self._engine.sleep()
 
+    @property
+    def keeps_weights(self) -> bool:
+        return self._engine.keeps_weights
+
     def close(self) -> None:
         self.tools.close()
         self._engine.close()

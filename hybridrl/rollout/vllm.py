@@ -96,6 +96,10 @@ class VLLMRollout(RolloutEngine):
                 "enforce_eager": True,
                 "enable_prefix_caching": False,
             }
+            if config.episode is not None:
+                # A request's own seed and a prompt read in parts do not go together on CPUs: vLLM
+                # winds the random state back after each part, which only CUDA's can be.
+                memory["enable_chunked_prefill"] = False
         _name_shared_memory(job)
         threads, set_threads = torch.get_num_threads(), torch.set_num_threads
         try:
@@ -209,8 +213,12 @@ class VLLMRollout(RolloutEngine):
 
     def sleep(self) -> None:
         if self._sleeps and not self._asleep:
-            self._llm.sleep(level=2)  # drops weights too: they come anew with each update
+            self._llm.sleep(level=2)  # drops weights too: they come anew before they are needed
             self._asleep, self._has_cache = True, False
+
+    @property
+    def keeps_weights(self) -> bool:
+        return not self._sleeps
 
     def close(self) -> None:
         self._llm.llm_engine.model_executor.shutdown()

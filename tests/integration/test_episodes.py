@@ -26,7 +26,9 @@ class Tool:
         await asyncio.sleep(0.002 * (response_ids[0] % 5))
         return Turn("12*", reward=0.5, done=self.turns == 3)
 """
-PROMPTS = ["1=", "27=", "3", "44*"]
+PROMPTS = ["1=", "27=", "3" * 50, "44*" * 20]
+COPIES = 40
+"""Together more tokens than the engine reads at a time (4096), so that some prompts must wait."""
 
 
 def write_model(folder):
@@ -34,7 +36,7 @@ def write_model(folder):
     from hybridrl.models import make_tiny_model
 
     tokenizer = build_tokenizer()
-    make_tiny_model(folder, tokenizer, seed=3, hidden_size=64, layers=2, heads=2, context=64)
+    make_tiny_model(folder, tokenizer, seed=3, hidden_size=64, layers=2, heads=2, context=96)
     return tokenizer
 
 
@@ -81,13 +83,14 @@ def play_with_vllm(tmp_path):
     tokenizer = write_model(folder)
     (tmp_path / "tool.py").write_text(TOOL)
     device = join(Context("actor", 0, 1))
-    config = RolloutConfig(kv_cache_gib=0.05, max_sequences=16, stop=["9"])
+    spec = f"{tmp_path / 'tool.py'}:Tool"
+    config = RolloutConfig(kv_cache_gib=0.05, stop=["9"], episode=spec)
     engine = VLLMRollout(
         str(folder),
         str(folder),
         "float32",
         config,
-        context_length=48,
+        context_length=96,
         eos_token_ids=[tokenizer.eos_token_id],
         device=device,
         seed=0,
@@ -95,14 +98,14 @@ def play_with_vllm(tmp_path):
     )
     rollout = EpisodeRollout(
         engine,
-        load_episode(f"{tmp_path / 'tool.py'}:Tool"),
+        load_episode(spec),
         tokenizer,
         max_turns=5,
         max_turn_tokens=None,
         tool_timeout_s=20.0,
     )
     prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
-    batch = Batch.from_columns({"prompt_ids": prompts * 4, "prompt": PROMPTS * 4})
+    batch = Batch.from_columns({"prompt_ids": prompts * COPIES, "prompt": PROMPTS * COPIES})
     try:
         drawn = rollout.generate(batch, Sampling(24, stop=("9",)), seed=1)
         again = rollout.generate(batch, Sampling(24, stop=("9",)), seed=1)
@@ -113,7 +116,7 @@ def play_with_vllm(tmp_path):
         remove_shared_memory("hybridrl-0-1")
     assert drawn["response_ids"].values.tolist() == again["response_ids"].values.tolist()
     assert drawn["response_ids"].values.tolist() != other["response_ids"].values.tolist()
-    check_against_transformers(folder, prompts * 4, greedy)
+    check_against_transformers(folder, prompts * COPIES, greedy)
     given = tokenizer("12*")["input_ids"]
     for samples in (drawn, other, greedy):
         assert samples.lengths("response_ids").max() <= 24

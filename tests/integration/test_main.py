@@ -47,7 +47,11 @@ def test_a_run_leaves_everything_a_user_needs(command):
     assert set(samples["policy_version"].to_pylist()) == {4}
     assert str(run.directory) in run.output.strip().splitlines()[-1]
     metrics = without_times(run.directory / "metrics.jsonl")
-    assert all(row["mismatch/k3"] < 1e-6 for row in metrics if "mismatch/k3" in row)
+    steps = [row for row in metrics if "policy/loss" in row]
+    assert all(row["mismatch/k3"] < 1e-6 and row["response/tokens"] > 0 for row in steps)
+    # The figures of a step are those of its own samples.
+    mean = sum(samples["scores"].to_pylist()) / samples.num_rows
+    assert steps[-1]["reward/mean"] == pytest.approx(mean)
 
 
 @pytest.mark.ray

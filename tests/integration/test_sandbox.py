@@ -548,10 +548,10 @@ def test_ignored_signals_end_it_as_well(caller):
     deaf = """
     for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_IGN)
-    while True: time.sleep(%d)
+    while True: %s
     """
-    assert caller.run(deaf % 60, limits=Limits(wall_s=0.5)).ended == "wall_time"
-    outcome = caller.run(deaf % 0, limits=Limits(wall_s=9, cpu_s=1))
+    assert caller.run(deaf % "time.sleep(60)", limits=Limits(wall_s=0.5)).ended == "wall_time"
+    outcome = caller.run(deaf % "pass", limits=Limits(wall_s=9, cpu_s=1))
     assert (outcome.ended, outcome.code) == ("cpu_time", signal.SIGKILL)
 
 

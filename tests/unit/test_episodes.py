@@ -26,7 +26,8 @@ from hybridrl.rollout.transcript import Transcript
 
 TOKENIZER = build_tokenizer()
 EOS = TOKENIZER.eos_token_id
-TIMEOUT_S = 0.2
+PATIENCE_S, TIMEOUT_S = 20.0, 0.5
+"""For tools that answer, and for those that hang."""
 
 
 def ids(text):
@@ -100,7 +101,7 @@ def play():
             kind.pop("tokenizer", TOKENIZER),
             max_turns=max_turns,
             max_turn_tokens=max_turn_tokens,
-            tool_timeout_s=kind.pop("tool_timeout_s", TIMEOUT_S),
+            tool_timeout_s=kind.pop("tool_timeout_s", PATIENCE_S),
         )
         built.append(rollout)
         prompts = [f"{row + 1}=" for row in range(rows)]
@@ -282,7 +283,7 @@ def test_the_engine_goes_on_while_a_tool_runs(play):
             others_done.set()
         return "end" if turn == 3 else "a"
 
-    samples, _ = play(Slow, write, rows=3, tool_timeout_s=20.0)
+    samples, _ = play(Slow, write, rows=3)
     assert samples["finish_reason"] == ["stop"] * 3 and samples["turns"].tolist() == [4] * 3
 
 
@@ -326,22 +327,21 @@ def test_a_batch_is_cut_at_the_limit_of_each_request(play):
 
 
 async def _waits():
-    await asyncio.sleep(60)
+    await asyncio.sleep(1000)
 
 
 async def _blocks():
-    time.sleep(3)
+    time.sleep(1000)
 
 
 async def _blocks_a_thread():
-    await asyncio.to_thread(time.sleep, 60)
+    await asyncio.to_thread(time.sleep, 1000)
 
 
 async def _will_not_be_cancelled():
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
+    while True:
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(60)
+            await asyncio.sleep(1000)
 
 
 @pytest.mark.parametrize("hang", [_waits, _blocks, _blocks_a_thread, _will_not_be_cancelled])
@@ -357,21 +357,19 @@ def test_a_tool_that_hangs_ends_its_own_episode(play, hang, caplog):
     def write(row, turn):
         return "a" if row == 1 and turn == 1 else "bc" if turn == 0 and row == 1 else "end"
 
-    begin = time.monotonic()
-    samples, _ = play(Hangs, write, rows=3)
-    assert time.monotonic() - begin < 2.5
+    samples, _ = play(Hangs, write, rows=3, tool_timeout_s=TIMEOUT_S)
     assert samples["finish_reason"] == ["stop", "tool_timeout", "stop"]
     assert samples["turns"].tolist() == [1, 2, 1]
     assert samples["turn_rewards"].rows()[1].tolist() == [0.25, 0.0]
     assert ("blocks the asyncio loop" in caplog.text) is (hang is _blocks)
-    assert hang is not _blocks or "time.sleep(3)" in caplog.text
+    assert hang is not _blocks or "time.sleep(1000)" in caplog.text
 
 
 def test_a_blocked_loop_is_replaced(play):
     class Blocks(Echo):
         async def step(self, response_text, response_ids):
             if response_text == "a":
-                time.sleep(3)
+                time.sleep(1000)
             return await super().step(response_text, response_ids)
 
     engine = ScriptedEngine(lambda row, turn: "a")

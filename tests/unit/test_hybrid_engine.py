@@ -1,0 +1,64 @@
+"""HybridEngine: the generation form has the newest weights whenever it generates."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hybridrl.core.batch import Batch
+from hybridrl.engine import HybridEngine
+from hybridrl.rollout.base import RolloutEngine, Sampling, responses
+
+PROMPTS = Batch.from_columns({"prompt_ids": [[1], [2]]})
+
+
+class Rollout(RolloutEngine):
+    def __init__(self, keeps, mask=None):
+        super().__init__()
+        self.keeps, self.mask, self.weights = keeps, mask, {"w": 0}
+
+    keeps_weights = property(lambda self: self.keeps)
+
+    def generate(self, batch, sampling, seed):
+        token = self.weights["w"]
+        samples = responses([[token, 7]] * 2, [[-1.0, -1.0]] * 2, ["stop"] * 2)
+        return samples if self.mask is None else samples.with_columns({"response_mask": self.mask})
+
+    def load(self, weights):
+        self.weights = dict(weights)
+
+    def sleep(self):
+        if not self.keeps:
+            self.weights = {"w": 99}
+
+
+def engine(rollout):
+    train = SimpleNamespace(device=torch.device("cpu"), version=0)
+    train.full_weights = lambda: iter([("w", train.version)])
+
+    def update(batch, loss, **options):
+        train.version += 1
+        return {}
+
+    train.update = update
+    return HybridEngine(train, rollout, lambda name: nullcontext())
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_weights_are_the_newest_also_after_sleep(keeps):
+    hybrid = engine(Rollout(keeps))
+    for version in range(3):
+        for _ in range(2):  # an evaluation between two updates, for instance
+            samples = hybrid.generate(PROMPTS, Sampling(2), seed=0)
+            assert samples["response_ids"].values.tolist() == [version, 7] * 2
+            assert samples["policy_version"].tolist() == [version] * 2
+        hybrid.update(PROMPTS, None)
+
+
+def test_all_tokens_were_sampled_unless_the_engine_says_otherwise():
+    samples = engine(Rollout(True)).generate(PROMPTS, Sampling(2), seed=0)
+    assert samples["response_mask"].values.tolist() == [1] * 4
+    mask = [[1, 0], [0, 1]]
+    samples = engine(Rollout(True, mask)).generate(PROMPTS, Sampling(2), seed=0)
+    assert samples["response_mask"].values.tolist() == [1, 0, 0, 1]
