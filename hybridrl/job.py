@@ -193,6 +193,7 @@ class Job:
         self.model_path = config.model.path or str(self._make_tiny_model())
         self.tokenizer_path = config.model.tokenizer or self.model_path
         self.tokenizer = load_tokenizer(self.tokenizer_path)
+        self._check_reward_tokenizers()
         settings = {"held_out": config.eval.prompts, "seed": config.run.seed}
         self.examples = None
         if self.trainer_class.DATA == "prompts":
@@ -243,6 +244,21 @@ class Job:
             seed=self.config.run.seed,
             **asdict(tiny),
         )
+
+    def _check_reward_tokenizers(self) -> None:
+        """A reward model reads the policy's own token ids."""
+        from hybridrl.models import load_tokenizer
+
+        for kind, config in (("reward", self.config.reward), ("cost", self.config.cost)):
+            if config is None or not config.model:
+                continue
+            if load_tokenizer(config.model).get_vocab() != self.tokenizer.get_vocab():
+                raise ConfigError(
+                    f"{kind}.model={config.model} has another vocabulary than the policy's "
+                    f"tokenizer ({self.tokenizer_path}): it would read other words than were "
+                    "written. Take a reward model of the same family, or a judge "
+                    f"({kind}.judge.path), which reads text."
+                )
 
     def _check_lengths(self, model_config: Any) -> None:
         limit = getattr(model_config, "max_position_embeddings", None)

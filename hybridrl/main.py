@@ -57,10 +57,12 @@ def run(config: Config) -> dict[str, Any]:
     from hybridrl.observe.console import make_console
     from hybridrl.observe.overview import overview
     from hybridrl.observe.summary import final_sentence
+    from hybridrl.trainers import load_trainer
     from hybridrl.trainers.loop import Loop
 
     title = f"HybridRL {config.trainer.name}: {config.run.name}"
-    with make_console(config.trainer.steps, title) as view:
+    steps = config.trainer.steps if load_trainer(config.trainer.name).TRAINS else 0
+    with make_console(steps, title) as view:
         summary: dict[str, Any] = {}
         with Job(config, view.phase) as job:
             # Now, because Ray sets a handler of its own when it starts.

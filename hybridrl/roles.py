@@ -8,9 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.algorithms import BradleyTerry, DirectPreference, PolicyObjective
-from hybridrl.config.schema import AlgorithmConfig, Config, LoraSettings, RewardConfig
+from hybridrl.config.schema import AlgorithmConfig, Config, JudgeConfig, LoraSettings, RewardConfig
 from hybridrl.controller import Worker
 from hybridrl.engine import Loss
+from hybridrl.models import load_tokenizer
 from hybridrl.trainers import load_trainer
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
@@ -37,20 +38,25 @@ def played_by(role: str, config: Config) -> str:
 
 
 def _source(job: Job, path: str | None = None) -> ModelSource:
-    from transformers import GenerationConfig
-
-    try:
-        eos = GenerationConfig.from_pretrained(job.model_path).eos_token_id
-    except OSError:  # a folder without generation_config.json
-        eos = None
-    found = set(eos if isinstance(eos, list) else [eos]) | {job.tokenizer.eos_token_id}
     return ModelSource(
         path=path or job.model_path,
         tokenizer=job.tokenizer_path,
         dtype=job.config.model.dtype,
         context_length=job.context_length,
-        eos_token_ids=tuple(sorted(found - {None})),
+        eos_token_ids=_ends(job.model_path, job.tokenizer),
     )
+
+
+def _ends(path: str, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a response."""
+    from transformers import GenerationConfig
+
+    try:
+        eos = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # a folder without generation_config.json
+        eos = None
+    found = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
+    return tuple(sorted(found - {None}))
 
 
 def _actor(job: Job) -> Keywords:
@@ -103,8 +109,21 @@ def _scores(job: Job, kind: str) -> Keywords:
         "tokenizer": job.tokenizer_path,
         "model": _source(job, config.model) if config.model else None,
         "model_config": replace(job.config.actor, lora=LoraSettings()),
+        "judge": _judge(job, config.judge) if config.judge.path else None,
+        "rollout": job.config.rollout,
         "kind": kind,
+        "job": job.name,
     }
+
+
+def _judge(job: Job, config: JudgeConfig) -> ModelSource:
+    source = _source(job, config.path)
+    return replace(
+        source,
+        tokenizer=config.path,
+        context_length=config.context,
+        eos_token_ids=_ends(config.path, load_tokenizer(config.path)),
+    )
 
 
 def _updates(config: Config) -> int:

@@ -20,6 +20,7 @@ def check_algorithm(config: Config) -> None:
         ConfigError: names the settings and the cure.
     """
     _check_parts(config)
+    _check_preference_and_cost(config)
     _check_lora(config)
     if config.trainer.name not in GENERATING:
         return
@@ -56,6 +57,24 @@ def _check_parts(config: Config) -> None:
         raise ConfigError(
             f"algorithm.dynamic_sampling=true compares the samples of a prompt, which "
             f"trainer.name={name} does not. Use algorithm=dapo, or leave it out."
+        )
+
+
+def _check_preference_and_cost(config: Config) -> None:
+    from hybridrl.algorithms.preferences import PREFERENCE_LOSSES
+
+    preference, cost = config.preference, config.cost
+    if preference is not None and preference.loss not in PREFERENCE_LOSSES:
+        raise ConfigError(
+            f"preference.loss={preference.loss}: must be one of {', '.join(PREFERENCE_LOSSES)}."
+            f"{nearest(preference.loss, PREFERENCE_LOSSES)}"
+        )
+    if preference is not None and preference.beta <= 0:
+        raise ConfigError(f"preference.beta={preference.beta}: must be more than 0.")
+    if cost is not None and cost.multiplier <= 0:
+        raise ConfigError(
+            f"cost.multiplier={cost.multiplier}: must be more than 0, because it learns in its "
+            "logarithm."
         )
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import pkgutil
 from collections.abc import Iterable
+from pathlib import Path
 
 from hybridrl.config.algorithm_checks import check_algorithm
 from hybridrl.config.schema import Config
@@ -39,6 +40,7 @@ NOT_NEGATIVE = (
     "actor.optimizer.warmup_steps",
     "actor.optimizer.max_grad_norm",
     "algorithm.kl_coefficient",
+    "algorithm.max_refills",
     "observe.samples_every",
     "observe.show_every",
 )
@@ -64,7 +66,8 @@ def check(config: Config) -> None:
     _check_episode(config)
     _check_rewards(config)
     _check_packages(config)
-    _check_devices(config)
+    if not config.run.dry:  # a recipe for other machines can be looked at on this one
+        _check_devices(config)
 
 
 def _check_names(config: Config) -> None:
@@ -187,10 +190,19 @@ def _check_rewards(config: Config) -> None:
             continue
         settings = getattr(config, kind)
         functions = function_list(settings.function)
-        if settings.model:
-            check_model(settings.model)
-        # A model, or an episode, may give all the reward there is.
-        if functions or not (settings.model or config.rollout.episode):
+        judge = settings.judge
+        for path, name in ((settings.model, "model"), (judge.path, "judge.path")):
+            if path:
+                check_model(path, f"{kind}.{name}")
+        if judge.template and not Path(judge.template).is_file():
+            raise ConfigError(f"{kind}.judge.template={judge.template}: there is no such file.")
+        if judge.path and judge.context <= judge.max_tokens:
+            raise ConfigError(
+                f"{kind}.judge.context={judge.context} leaves no room beside "
+                f"{kind}.judge.max_tokens={judge.max_tokens}."
+            )
+        # A model, a judge or an episode may give all the reward there is.
+        if functions or not (settings.model or judge.path or config.rollout.episode):
             RewardPool.check(functions, settings.weights, settings.options)
 
 

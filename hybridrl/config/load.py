@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -21,8 +22,8 @@ from hybridrl.errors import ConfigError, nearest
 
 FOLDER = Path(__file__).parent
 GROUPS = ("algorithm", "data", "rollout")
-OPEN = re.compile(r"(reward|cost)\.options[.=]")
-"""Settings below which the names are the user's, so that none is unknown."""
+OPEN = re.compile(r"((reward|cost)\.options|algorithm\.loss_options)[.=]")
+"""Settings below which any name may stand: the user's, or those of a loss, checked with it."""
 
 ConfigStore.instance().store(name="schema", node=Config)
 
@@ -39,6 +40,7 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
             that has to be given.
     """
     overrides = expand(overrides)
+    _check_preset_groups(overrides)
     added = [f"++{o}" if OPEN.match(o) and "=" in o else o for o in overrides]
     GlobalHydra.instance().clear()
     try:
@@ -63,19 +65,56 @@ def to_yaml(config: Config) -> str:
 
 
 def leaves(schema: Any, prefix: str = "") -> list[str]:
-    """The dotted names of all settings."""
+    """The dotted names of all settings, of groups too that are null until a preset sets them."""
     names: list[str] = []
+    unset = _preset_groups(schema)
     for field in fields(schema):
-        value = getattr(schema, field.name)
+        value = unset.get(field.name, getattr(schema, field.name))
         name = f"{prefix}{field.name}"
         names += leaves(value, f"{name}.") if is_dataclass(value) else [name]
     return names
 
 
+def _preset_groups(schema: Any) -> dict[str, Any]:
+    """The groups of settings that are null in `schema`, with their defaults."""
+    kinds = get_type_hints(type(schema))
+    return {
+        field.name: kind()
+        for field in fields(schema)
+        if getattr(schema, field.name) is None
+        for kind in get_args(kinds[field.name])
+        if is_dataclass(kind)
+    }
+
+
+def _check_preset_groups(overrides: Sequence[str]) -> None:
+    """Refuses settings of a group that no override creates: Hydra would fail without a sentence."""
+    for group in _preset_groups(Config()):
+        mine = [o for o in overrides if re.match(rf"\+*{group}[.=]", o) and o != f"{group}=null"]
+        presets = [f"algorithm={name}" for name in _presets_with(group)] if mine else []
+        if not mine or any(preset in overrides for preset in presets):
+            continue
+        key = mine[0].split("=", 1)[0].lstrip("+")
+        known = [group, *(name for name in leaves(Config()) if name.startswith(f"{group}."))]
+        if key not in known and not OPEN.match(key):
+            raise ConfigError(f"There is no setting `{key}`.{_nearest_setting(key, known)}")
+        raise ConfigError(
+            f"{mine[0]}: `{group}` is set by {' or '.join(presets)}; choose that, or leave {key} "
+            "out."
+        )
+
+
+def _presets_with(group: str) -> list[str]:
+    """The algorithm files that set something in `group`."""
+    paths = sorted((FOLDER / "algorithm").glob("*.yaml"))
+    return [path.stem for path in paths if group in (yaml.safe_load(path.read_text()) or {})]
+
+
 def _explain(text: str, overrides: Sequence[str]) -> str:
     """Hydra's words, as a sentence of ours that names the setting and the nearest known one."""
     known = leaves(Config())
-    for override in overrides:
+    null = [f"{group}=null" for group in _preset_groups(Config())]
+    for override in (o for o in overrides if o not in null):
         key = override.split("=", 1)[0].lstrip("+~").split("@")[0]
         if "=" not in override:
             return (
@@ -94,7 +133,7 @@ def _explain(text: str, overrides: Sequence[str]) -> str:
                 inner = [name for name in known if name.startswith(f"{key}.")]
                 return f"`{override}`: `{key}` is a group of settings; set {', '.join(inner)}."
             return f"There is no setting `{key}`.{_nearest_setting(key, known)}"
-        elif "," in override.split("=", 1)[1] and "[" not in override:
+        elif "sweep" in text.lower() and "," in override.split("=", 1)[1] and "[" not in override:
             value = override.split("=", 1)[1]
             return f"{override}: write a list in brackets, as in '{key}=[{value}]'."
     lines = text.strip().splitlines()

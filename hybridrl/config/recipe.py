@@ -56,4 +56,6 @@ def _spell(value: Any) -> str:
         # A backslash is one, except before a quote.
         escaped = re.sub(r"(\\*)('|$)", lambda m: 2 * m[1] + "\\'" * len(m[2]), value)
         return value if plain else f"'{escaped}'"
-    return {None: "null", True: "true", False: "false"}.get(value, str(value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)

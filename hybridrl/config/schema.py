@@ -108,6 +108,25 @@ class DataConfig:
 
 
 @dataclass
+class JudgeConfig:
+    """A language model that grades answers, beside the functions."""
+
+    path: str | None = None
+    """Folder or hub name; null: no judge."""
+    template: str | None = None
+    """A text file in which `{prompt}`, `{response}`, `{answer}` and any other column of the data
+    stand for their values; null: a general one."""
+    pattern: str = r"[Ss]core:\s*(-?[0-9.]+)"
+    """Where the grade stands in what the judge writes: the regex's group, at its last match."""
+    scale: float = 10.0
+    """The best grade; grades are divided by it."""
+    max_tokens: int = 256
+    context: int = 4096
+    """Longest template with its values, and what the judge writes, in tokens."""
+    weight: float = 1.0
+
+
+@dataclass
 class RewardConfig:
     """What is reinforced."""
 
@@ -122,6 +141,7 @@ class RewardConfig:
     model: str | None = None
     """A reward model (a sequence-classification folder or hub name), beside the functions."""
     model_weight: float = 1.0
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
     processes: int = 1
     """Processes per device that run the functions."""
     timeout_s: float = 30.0

@@ -34,26 +34,26 @@ UNKNOWN_ARITHMETIC = (
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
-def check_model(path: str) -> None:
+def check_model(path: str, setting: str = "model.path") -> None:
     """Refuses a model folder that cannot be loaded, before anything starts.
 
     A path that is no folder here is taken for a hub name.
 
     Raises:
-        ConfigError: naming `model.path` and what the folder lacks.
+        ConfigError: naming `setting` and what the folder lacks.
     """
     folder = Path(path).expanduser()
     if not folder.exists():
         if path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise ConfigError(f"model.path={path}: there is no such folder.")
+            raise ConfigError(f"{setting}={path}: there is no such folder.")
         return
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"model.path={path} has no config.json, so it is not a Hugging Face model folder."
+            f"{setting}={path} has no config.json, so it is not a Hugging Face model folder."
         )
     if not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
         raise ConfigError(
-            f"model.path={path} has a config.json but no weights "
+            f"{setting}={path} has a config.json but no weights "
             f"({' or '.join(WEIGHT_FILES)}). Was the download cut short?"
         )
 

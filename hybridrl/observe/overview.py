@@ -23,8 +23,7 @@ def overview(job: Job) -> str:
     lines = [
         f"run         {job.directory.path}",
         f"model       {config.model.path or 'tiny, made from the seed'}, {config.model.dtype}",
-        f"data        {len(job.training):,} {job.trainer_class.DATA}, "
-        f"{held_out:,} held out",
+        f"data        {len(job.training):,} {job.trainer_class.DATA}, {held_out:,} held out",
         f"step        {of_step}, {config.actor.updates_per_step} update(s)",
         f"sample      up to {job.longest_prompt} + {job.longest_response} tokens",
         f"devices     {len(cluster.devices)} x {cluster.kind}, placement {config.placement}",

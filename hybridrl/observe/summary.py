@@ -6,23 +6,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+GAINS = {
+    "accuracy": "greedy accuracy",
+    "reward": "reward",
+    "cost": "cost",
+    "pair_accuracy": "pair accuracy",
+    "loss": "held-out loss",
+}
+"""What a run may gain, and how it is called."""
+
 
 def final_sentence(summary: Mapping[str, Any], directory: Path) -> str:
     """Such as: greedy accuracy 0.53 -> 0.86, reward 0.48 -> 0.84 in 60 steps (41 s); model, ...
 
     Args:
-        summary: any of `accuracy_first`, `accuracy_last`, `reward_first`, `reward_last`, `steps`
-            and `seconds`; what is missing or None is left out of the sentence.
+        summary: `<name>_first` and `<name>_last` of any of `GAINS`, `steps` and `seconds`; what is
+            missing or None is left out of the sentence.
         directory: the run's folder.
     """
-    gains = [
-        text
-        for text in (
-            _gain("greedy accuracy", "accuracy", summary),
-            _gain("reward", "reward", summary),
-        )
-        if text
-    ]
+    gains = [text for name, label in GAINS.items() if (text := _gain(label, name, summary))]
     steps = summary.get("steps")
     seconds = summary.get("seconds")
     sentence = ", ".join(gains) or "finished"

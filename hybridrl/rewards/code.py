@@ -1,5 +1,7 @@
 """`passes_tests`: the share of a problem's tests that the program in a response passes.
 
+Set `reward.function` to `hybridrl.rewards.code:passes_tests`.
+
 The program runs in the sandbox, so it does no harm; whether it also cannot cheat is another
 question. With tests of inputs and outputs it cannot: what is expected never reaches its process.
 

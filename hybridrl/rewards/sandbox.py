@@ -58,6 +58,12 @@ _log = logging.getLogger(__name__)
 
 _SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
 
+_LEVELS = {
+    "root": "namespaces",
+    "user": "namespaces of an ordinary user",
+    "none": "no namespaces",
+}
+
 _probing = threading.Lock()
 
 
@@ -182,13 +188,6 @@ def _probe() -> Confinement:
         "every user may read, and either user namespaces or Landlock; in a container, the "
         "container's own seccomp profile must allow one of them."
     )
-
-
-_LEVELS = {
-    "root": "namespaces",
-    "user": "namespaces of an ordinary user",
-    "none": "no namespaces",
-}
 
 
 class _RefusedError(Exception):

@@ -14,8 +14,9 @@ _PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); from confined.child import main; "
     "sys.path.remove(sys.argv[1]); main(int(sys.argv[2]))"
 )
-# Nothing of the caller's. Numerical libraries otherwise start a thread per core.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"}
+# Nothing of the caller's. Numerical libraries otherwise start a thread per core, and the C library
+# reserves address space for every thread.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 _SUPERVISOR_S = 30.0  # what the supervisor may need beside the program
 _PIECE = 1 << 16
 
@@ -118,6 +119,6 @@ class Supervisor:
         sink = self._sinks[descriptor]
         sink += piece
         if len(sink) > self._limit and sink is not self.report:
-            pass
+            self.is_over = True
             del sink[self._limit :]
         return bool(piece)

@@ -129,14 +129,19 @@ class VLLMRollout(RolloutEngine):
         # Samples of one prompt lie next to each other: vLLM takes them as one request.
         prompts = [row.tolist() for row in batch["prompt_ids"].rows()]
         groups = [(ids, len(list(copies))) for ids, copies in itertools.groupby(prompts)]
+        greedy = sampling.temperature == 0  # then all copies are alike, and vLLM allows one only
         with torch.random.fork_rng(generators(self._device)):
             torch.manual_seed(seed)
             found = self._llm.generate(
                 [{"prompt_token_ids": ids} for ids, _ in groups],
-                [self._parameters(sampling, samples) for _, samples in groups],
+                [self._parameters(sampling, 1 if greedy else samples) for _, samples in groups],
                 use_tqdm=False,
             )
-        outputs = [output for request in found for output in request.outputs]
+        outputs = [
+            output
+            for request, (_, samples) in zip(found, groups, strict=True)
+            for output in request.outputs * (samples if greedy else 1)
+        ]
         return responses(
             [list(output.token_ids) for output in outputs],
             [list(output.logprobs.logprobs) for output in outputs],

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SAVE_SECONDS_AFTER_INTERRUPT = 6.0
 """After Ctrl-C: how long the workers may take to finish the call in hand and save the model."""
-GAINS = {"reward": "reward/mean", "cost": "cost/mean", "loss": "policy/loss"}
+GAINS = {"reward": "reward/mean", "cost": "cost/mean"}
 """What the summary keeps of the first and the last step, and the metrics that it is taken from."""
 SPOKEN = {"accuracy": "greedy accuracy"}
 KEPT = ("prompt", "answer", "response", "scores", "advantages", "finish_reason", "policy_version")

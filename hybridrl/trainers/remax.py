@@ -9,11 +9,10 @@ from functools import partial
 
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Handle
-from hybridrl.core.batch import Batch
 from hybridrl.trainers import base
 from hybridrl.trainers.adaptive_kl import KLCoefficient
 from hybridrl.trainers.base import LEARNED_FROM, SAMPLE
-from hybridrl.trainers.shaping import TOKEN_COLUMNS, greedy_advantages, loss_weights
+from hybridrl.trainers.shaping import TOKEN_COLUMNS, as_baseline, greedy_advantages, loss_weights
 
 ACTOR_COLUMNS = (*LEARNED_FROM, "rollout_log_probs", "log_probs", "advantages")
 
@@ -60,8 +59,3 @@ class Trainer(base.Trainer):
             metrics.append(self.kl.watch(updated))
         self.figures["policy/kl_coefficient"] = self.kl.coefficient
         return batch, metrics
-
-
-def as_baseline(batch: Batch) -> Batch:
-    """`greedy_scores`: the scores under their new name."""
-    return Batch.from_columns({"greedy_scores": batch["scores"]})

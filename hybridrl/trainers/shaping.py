@@ -52,27 +52,20 @@ def group_advantages(batch: Batch, config: AlgorithmConfig, longest: int) -> Bat
     """`advantages` from comparing the samples of a prompt, or of the batch, with each other, and
     the `response_mask` without dropped samples."""
     scores, mask, real = _kept(batch, config, longest)
-    # Each dropped sample becomes a group of its own: it is compared with nothing.
-    groups = batch["group_id"]
-    alone = groups.max() + 1 + torch.arange(len(groups))
-    groups = torch.where(torch.isnan(batch["scores"]), alone, groups)
-    lengths = mask.sum(1)
-    scale = {"scale": config.advantage_scale}
     name = config.advantage
     if name == "reinforce_plus_plus":
         rewards = _token_rewards(batch, scores, mask, config, config.kl_coefficient)
         advantages, _ = reinforce_plus_plus(rewards, mask, config.gamma)
-    elif name == "reinforce_plus_plus_baseline":
-        advantages = reinforce_plus_plus_baseline(scores, groups, mask)
     else:
-        of_rows = {
-            "group_relative": lambda: group_relative(scores, groups, **scale),
-            "leave_one_out": lambda: leave_one_out(scores, groups),
-            "optimal_reward_baseline": lambda: optimal_reward_baseline(scores, lengths, groups),
-            "pass_at_k": lambda: pass_at_k(scores, groups, **scale),
-        }
-        advantages = of_rows[name]().unsqueeze(1).expand(mask.shape)
+        advantages = torch.zeros(mask.shape)
+        kept = ~torch.isnan(batch["scores"])  # a dropped sample is compared with nothing
+        advantages[kept] = _compared(scores[kept], batch["group_id"][kept], mask[kept], config)
     return _columns(batch, real, advantages=advantages, response_mask=mask.to(torch.uint8))
+
+
+def as_baseline(batch: Batch) -> Batch:
+    """`greedy_scores`: the scores under their new name."""
+    return Batch.from_columns({"greedy_scores": batch["scores"]})
 
 
 def greedy_advantages(
@@ -121,6 +114,20 @@ def constrained_advantages(
         cost_returns=cost_returns,
         response_mask=mask.to(torch.uint8),
     )
+
+
+def _compared(scores: Tensor, groups: Tensor, mask: Tensor, config: AlgorithmConfig) -> Tensor:
+    """Advantages of samples by the scores of the others of their group, `[rows, time]`."""
+    name, scale = config.advantage, {"scale": config.advantage_scale}
+    if name == "reinforce_plus_plus_baseline":
+        return reinforce_plus_plus_baseline(scores, groups, mask)
+    of_rows = {
+        "group_relative": lambda: group_relative(scores, groups, **scale),
+        "leave_one_out": lambda: leave_one_out(scores, groups),
+        "optimal_reward_baseline": lambda: optimal_reward_baseline(scores, mask.sum(1), groups),
+        "pass_at_k": lambda: pass_at_k(scores, groups, **scale),
+    }
+    return of_rows[name]().unsqueeze(1).expand(mask.shape)
 
 
 def _kept(batch: Batch, config: AlgorithmConfig, longest: int) -> tuple[Tensor, Tensor, Tensor]:

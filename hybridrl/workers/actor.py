@@ -22,8 +22,9 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.mesh import Coordinate, Mesh
 from hybridrl.engine import HybridEngine, Loss
 from hybridrl.models import load_tokenizer
-from hybridrl.rollout import RolloutEngine, Sampling
+from hybridrl.rollout import Sampling
 from hybridrl.workers.engines import ModelSource, policy_engine
+from hybridrl.workers.rollout_engines import build_rollout
 
 
 class ActorWorker(Worker):
@@ -67,7 +68,7 @@ class ActorWorker(Worker):
         )
         train = policy_engine(context, source, config)
         train.start_optimizer(config.optimizer, updates)
-        engine = _rollout_engine(source, rollout, train.device, seed, job) if generates else None
+        engine = build_rollout(source, rollout, train.device, seed, job) if generates else None
         self._engine = HybridEngine(train, engine, self.phase)
 
     def coordinates(self) -> Mapping[str, Coordinate]:
@@ -159,47 +160,3 @@ class ActorWorker(Worker):
 
 def _supervised(outputs, columns, segments) -> TokenLoss:  # type: ignore[no-untyped-def]
     return negative_log_likelihood(outputs["log_probs"])
-
-
-def _rollout_engine(source, config: RolloutConfig, device, seed: int, job: str) -> RolloutEngine:  # type: ignore[no-untyped-def]
-    if config.episode is None:
-        return _turn_engine(source, config, device, seed, job)
-    from hybridrl.rollout.episode_class import load_episode
-    from hybridrl.rollout.episodes import EpisodeRollout
-
-    episode = load_episode(config.episode)  # first: it is what may be wrong
-    return EpisodeRollout(
-        _turn_engine(source, config, device, seed, job),
-        episode,
-        load_tokenizer(source.tokenizer),
-        max_turns=config.max_turns,
-        max_turn_tokens=config.max_turn_tokens,
-        tool_timeout_s=config.tool_timeout_s,
-    )
-
-
-def _turn_engine(source, config: RolloutConfig, device, seed: int, job: str) -> RolloutEngine:  # type: ignore[no-untyped-def]
-    if config.engine == "transformers":
-        from hybridrl.rollout.transformers import TransformersRollout
-
-        return TransformersRollout(
-            source.path,
-            load_tokenizer(source.tokenizer),
-            source.dtype,
-            max_sequences=config.max_sequences,
-            eos_token_ids=list(source.eos_token_ids),
-            device=device,
-        )
-    from hybridrl.rollout.vllm import VLLMRollout
-
-    return VLLMRollout(
-        source.path,
-        source.tokenizer,
-        source.dtype,
-        config,
-        context_length=source.context_length,
-        eos_token_ids=list(source.eos_token_ids),
-        device=device,
-        seed=seed,
-        job=job,
-    )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from hybridrl.config.schema import ActorConfig, RewardConfig
+from hybridrl.config.schema import ActorConfig, RewardConfig, RolloutConfig
 from hybridrl.controller import THREE_D_ALL_MICRO_DP, Context, Worker, transfer
 from hybridrl.core.batch import Batch
+from hybridrl.errors import RewardError
 from hybridrl.models import load_tokenizer
 from hybridrl.rewards import RewardPool, function_list
 from hybridrl.workers.engines import ModelSource, scalar_engine
+from hybridrl.workers.judge import Judge
 from hybridrl.workers.reward_model import sample_scores
 
 COLUMN = {"reward": "scores", "cost": "costs"}
@@ -21,14 +23,17 @@ COLUMN = {"reward": "scores", "cost": "costs"}
 
 class RewardWorker(Worker):
     """Scores the rows of its rank: by functions, in child processes so that none can stop the job,
-    and by a model, if there is one.
+    by a judge and by a model, if there are any.
 
     Args:
         config: Functions, weights, time-outs.
         tokenizer: Folder or hub name.
         model: The reward model.
         model_config: Its micro-batch budget and offload.
+        judge: The model that grades in words.
+        rollout: How the judge generates.
         kind: What the score is: a reward or a cost.
+        job: A name that no other job on this machine has.
     """
 
     def __init__(
@@ -38,7 +43,10 @@ class RewardWorker(Worker):
         tokenizer: str,
         model: ModelSource | None,
         model_config: ActorConfig,
+        judge: ModelSource | None,
+        rollout: RolloutConfig,
         kind: Literal["reward", "cost"],
+        job: str,
     ) -> None:
         super().__init__(context)
         self._config = config
@@ -59,6 +67,9 @@ class RewardWorker(Worker):
         self._engine = None
         if model is not None:
             self._engine = scalar_engine(context, model, model_config, "after", trains=False)
+        self._judge = None
+        if judge is not None:
+            self._judge = Judge(context, judge, config.judge, rollout, job)
         if self._pool is not None:
             self._pool.start()
 
@@ -70,8 +81,14 @@ class RewardWorker(Worker):
             ids = [row.tolist() for row in batch["response_ids"].rows()]
             texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
             scores, columns = torch.zeros(len(batch), dtype=torch.float32), {}
+            rows = batch.rows_for_users()
+            for row, text in zip(rows, texts, strict=True):
+                row["response"] = text
             if self._pool is not None:
-                scores, columns = self._by_functions(batch, texts)
+                scores, columns = self._by_functions(rows)
+            if self._judge is not None:
+                columns[f"{self._kind}/judge"] = self._graded(rows)
+                scores = scores + self._config.judge.weight * columns[f"{self._kind}/judge"]
             if self._engine is not None:
                 columns[f"{self._kind}/model"] = sample_scores(self._engine, batch)
                 scores = scores + self._config.model_weight * columns[f"{self._kind}/model"]
@@ -83,11 +100,25 @@ class RewardWorker(Worker):
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close()
+        if self._judge is not None:
+            self._judge.close()
 
-    def _by_functions(self, batch: Batch, texts: list[str]) -> tuple[torch.Tensor, dict]:  # type: ignore[type-arg]
-        rows = batch.rows_for_users()
-        for row, text in zip(rows, texts, strict=True):
-            row["response"] = text
+    def _graded(self, rows: list[dict[str, Any]]) -> torch.Tensor:
+        """The judge's grades; one that it did not give is treated as `on_error` says."""
+        grades = self._judge.grade(rows)  # type: ignore[union-attr]
+        missing = torch.isnan(grades)
+        self.report(**{f"{self._kind}_ungraded": float(missing.sum())})
+        if missing.any() and self._config.on_error == "fail":
+            raise RewardError(
+                f"The judge gave {int(missing.sum())} of {len(rows)} answers no grade that "
+                f"`reward.judge.pattern` ({self._config.judge.pattern}) finds. Mend the pattern or "
+                "the template, or set `reward.on_error` to `drop` or `value`."
+            )
+        if self._config.on_error == "value":
+            grades = grades.nan_to_num(self._config.error_value)
+        return grades
+
+    def _by_functions(self, rows: list[dict[str, Any]]) -> tuple[torch.Tensor, dict[str, Any]]:
         found = self._pool.score(rows)  # type: ignore[union-attr]
         self.report(
             **{

@@ -24,6 +24,7 @@ import pytest
 
 import hybridrl
 from hybridrl.errors import ConfigError
+from hybridrl.rewards import RewardPool
 from hybridrl.rewards.sandbox import Limits, Outcome
 
 NOBODY = 65534
@@ -88,8 +89,14 @@ class Caller:
             "stdin": stdin,
             "limits": dataclasses.asdict(limits),
         }
+        self.send(job)
+        return self.receive()
+
+    def send(self, job: dict) -> None:
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
+
+    def receive(self) -> dict:
         return json.loads(self.process.stdout.readline())
 
     def run(self, source: str, stdin: str = "", limits: Limits = FAST) -> Outcome:
@@ -180,15 +187,15 @@ def caller(shared_caller):
 
 
 def traces():
-    """Processes of sandboxes, scratch folders and shared memory."""
+    """Processes of sandboxes and scratch folders."""
     processes = {
         f"process {process.pid}"
         for process in psutil.process_iter(["cmdline"])
         if any("confined.child" in part for part in process.info["cmdline"] or [])
         or any("left-by-a-test" in part for part in process.info["cmdline"] or [])
     }
-    folders = {str(path) for path in Path(tempfile.gettempdir()).glob("hybridrl-*")}
-    return processes | folders | {path.name for path in Path("/dev/shm").iterdir()}
+    folders = {str(path) for path in Path(tempfile.gettempdir()).glob("hybridrl-program-*")}
+    return processes | folders
 
 
 def wait_for(condition, seconds=5.0):
@@ -307,13 +314,14 @@ def test_it_reads_nothing_in_proc(caller):
 
 def test_it_writes_only_in_its_scratch_folder(caller, folder):
     places = ["/", "/tmp/..", "/etc", "/var/tmp", "/dev", "/dev/shm", "/usr/lib", str(folder)]
-    open_to_all = Path(tempfile.mkdtemp(prefix="sandbox-open-"))
+    open_to_all = folder / f"open-to-{caller.level}-{caller.process.pid}"
+    open_to_all.mkdir()
     open_to_all.chmod(0o777)
     mine = open_to_all / "mine"
     mine.write_text("untouched")
     mine.chmod(0o666)
-    if caller.level == "none" or caller.level == "user":
-        os.chown(mine, NOBODY if os.geteuid() == 0 else -1, -1)
+    if os.geteuid() == 0:
+        os.chown(mine, NOBODY, -1)
     before = mine.stat()
     caller.run_well(f"""
     import encodings
@@ -330,6 +338,8 @@ def test_it_writes_only_in_its_scratch_folder(caller, folder):
     expect_failure("truncate", lambda: os.open(encodings.__file__, os.O_TRUNC))
     expect_failure("setxattr", lambda: os.setxattr(mine, "user.x", b""))
     expect_failure("chown", lambda: os.chown(mine, os.getuid(), -1))
+    open("own", "w").close()
+    expect_failure("truncate", lambda: os.open("own", os.O_TRUNC))
     os.chmod(mine, 0o600)  # these do nothing
     os.utime(mine, (0, 0))
     """)
@@ -337,7 +347,6 @@ def test_it_writes_only_in_its_scratch_folder(caller, folder):
     assert mine.read_text() == "untouched"
     assert (after.st_mode, after.st_mtime) == (before.st_mode, before.st_mtime)
     assert [path.name for path in open_to_all.iterdir()] == ["mine"]
-    shutil.rmtree(open_to_all)
 
 
 def test_files_are_limited_in_size(caller):
@@ -511,16 +520,21 @@ def test_no_daemon_stays(caller):
 
 
 def test_threads_are_limited(caller):
-    caller.run_well("""
-    started = 0
+    printed = caller.run_well(
+        """
+    started = 1
     try:
         for i in range(200):
             threading.Thread(target=time.sleep, args=(0.5,)).start()
             started += 1
-    except RuntimeError as error:
-        print(error)
-    print("ESCAPED" if started > 18 else "", started)
-    """)
+    except RuntimeError:
+        pass
+    print("ESCAPED" if started > 18 else "started", started)
+    """,
+        limits=dataclasses.replace(FAST, memory_mib=8192, threads=16),
+    )
+    if caller.level != "none":
+        assert int(printed.split()[1]) >= 16
 
 
 def test_memory_is_limited(caller):
@@ -664,13 +678,43 @@ def test_32_bit_system_calls_end_it(caller):
 def test_the_program_ends_when_its_caller_dies(folder, kind):
     caller = start(folder, kind)
     before = traces()
-    job = {"source": "while True: pass", "stdin": "", "limits": {"wall_s": 60, "cpu_s": 60}}
-    caller.process.stdin.write(json.dumps(job) + "\n")
-    caller.process.stdin.flush()
+    caller.send({"source": "while True: pass", "stdin": "", "limits": {"wall_s": 60, "cpu_s": 60}})
     assert wait_for(lambda: len(psutil.Process(caller.process.pid).children(recursive=True)) > 1)
     time.sleep(0.2)
     assert traces() > before
     caller.close()
+    assert wait_for(lambda: traces() == before), (before, traces())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_program_ends_when_its_supervisor_dies(folder, kind):
+    caller = start(folder, kind)
+    before = traces()
+    caller.send({"source": "while True: pass", "stdin": "", "limits": {"wall_s": 60, "cpu_s": 60}})
+    process = psutil.Process(caller.process.pid)
+    assert wait_for(lambda: len(process.children(recursive=True)) > 1)
+    time.sleep(0.2)
+    process.children()[0].kill()
+    assert "watches over a sandboxed program died" in caller.receive()["refused"]
+    caller.close()
+    for path in Path(tempfile.gettempdir()).glob("hybridrl-program-*"):
+        if str(path) not in before:  # the one thing that is left then
+            assert caller.level == "none"
+            path.rmdir()
+    assert wait_for(lambda: traces() == before), (before, traces())
+
+
+def test_the_reward_pool_may_kill_its_processes(folder):
+    before = traces()
+    rows = [
+        {"prompt": "", "response": response, "answer": "", "tests": ["assert f() == 1"]}
+        for response in ("def f(): return 1", "while True: pass", "def f(): return 2")
+    ]
+    function = "hybridrl.rewards.code:passes_tests"
+    with RewardPool([function], processes=2, timeout_s=2.0, on_error="value") as pool:
+        result = pool.score(rows)
+    assert result.scores == [1.0, 0.0, 0.0]
+    assert result.timeouts == 1
     assert wait_for(lambda: traces() == before), (before, traces())
 
 

@@ -4,6 +4,7 @@ import sys
 import pytest
 
 from hybridrl.errors import RewardError
+from hybridrl.rewards import sandbox as sandbox_module
 from hybridrl.rewards.code import extract_program, passes_tests
 from hybridrl.rewards.confined import seccomp
 from hybridrl.rewards.sandbox import confinement
@@ -163,6 +164,11 @@ def test_a_program_that_only_says_so_passes_nothing(sandbox, liar):
     assert score(LIARS[liar], SQUARES) == 0.0
 
 
+def test_tests_have_the_real_builtins(sandbox):
+    program = "import builtins\nbuiltins.len = lambda x: 3\ndef f(): return []"
+    assert score(program, ["assert len(f()) == 3", "assert len(f()) == 0"]) == 0.5
+
+
 def test_what_was_passed_before_the_end_counts(sandbox):
     program = "import os\ndef square(x): return x * x if x == 2 else os._exit(0)"
     assert score(program, SQUARES) == pytest.approx(1 / 3)
@@ -187,6 +193,16 @@ def test_outputs_are_compared_without_spaces_at_ends(sandbox):
     )
     assert score("print(3)\nraise SystemExit(1)", tests) == 0.0
     assert score("if __name__ == '__main__':\n    print(3)\n    exit()", tests) == 0.5
+
+
+def test_a_machine_that_confines_nothing_runs_nothing(monkeypatch):
+    def refuse(level, *rest):
+        raise sandbox_module._RefusedError(f"no {level}")
+
+    monkeypatch.setattr(sandbox_module, "_execute", refuse)
+    monkeypatch.setattr(sandbox_module, "_probe", sandbox_module._probe.__wrapped__)
+    with pytest.raises(RewardError, match="no namespaces: no none"):
+        score("def square(x): return x * x", SQUARES)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="system calls of Linux")

@@ -237,13 +237,15 @@ def _become(user: int) -> None:
     kernel.allow_own_proc_files()
 
 
-def _unused_user() -> int:
+def _unused_user() -> int | None:
     """A user that nobody else is, so that limits per user count this program alone; `nobody` in a
-    container that does not have so many users."""
+    container that does not have so many users, and None if it has not even that one."""
     with open("/proc/self/uid_map") as file:
         ranges = [[int(number) for number in line.split()] for line in file]
-    user = _HIGHEST_USER + os.getpid()
-    return user if any(start <= user < start + count for start, _, count in ranges) else _NOBODY
+    for user in (_HIGHEST_USER + os.getpid(), _NOBODY):
+        if any(start <= user < start + count for start, _, count in ranges):
+            return user
+    return None
 
 
 def _be_the_first_to_go() -> None:

@@ -10,7 +10,7 @@ from stat import S_ISDIR
 
 def make(parent: str) -> str:
     """Makes a new folder there that only this user may enter, and gives its path."""
-    folder = os.path.join(parent, f"hybridrl-{os.urandom(8).hex()}")
+    folder = os.path.join(parent, f"hybridrl-program-{os.urandom(8).hex()}")
     os.mkdir(folder, 0o700)
     return folder
 

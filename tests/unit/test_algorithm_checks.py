@@ -1,0 +1,256 @@
+"""Contradictions are refused before anything starts, each by a sentence that names the setting."""
+
+import re
+
+import pytest
+
+from hybridrl.config.checks import check
+from hybridrl.config.load import FOLDER, leaves, load_config
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError
+
+PRESETS = sorted(path.stem for path in (FOLDER / "algorithm").glob("*.yaml"))
+HERE = ["executor=inline", "rollout=transformers"]
+LORA = ["actor.lora.rank=8", "model.path=some/model"]
+PPO_KL = ["algorithm=ppo", "algorithm.kl_in_reward=true", "algorithm.kl_coefficient=0.1"]
+
+# Overrides, and what the sentence begins with (a regular expression) and names besides.
+WRONG = [
+    # A part that the driver program does not have, or one that it misses.
+    (["critic.value_clip=0.2"], "`critic` is set, but trainer.name=grpo", "algorithm=ppo"),
+    (["algorithm=dpo", "critic.warmup_steps=3"], "`critic` is set", "trainer.name=dpo"),
+    (
+        ["algorithm=safe_rlhf", "trainer.name=grpo", "critic.value_clip=null"],
+        "trainer.name=grpo with cost=...",
+        "algorithm=safe_rlhf",
+    ),
+    (
+        ["algorithm=safe_rlhf", "cost=null"],
+        "trainer.name=safe_rlhf with cost=null",
+        "algorithm=safe_rlhf",
+    ),
+    (
+        ["algorithm=dpo", "trainer.name=grpo"],
+        "trainer.name=grpo with preference=...",
+        "algorithm=dpo",
+    ),
+    (
+        ["algorithm=dpo", "preference=null"],
+        "trainer.name=dpo with preference=null",
+        "algorithm=dpo",
+    ),
+    (
+        ["trainer.name=reward_model"],
+        "trainer.name=reward_model with preference=null",
+        "algorithm=reward_model",
+    ),
+    (
+        ["algorithm=dpo", "actor.updates_per_step=2"],
+        "actor.updates_per_step=2",
+        "data.prompts_per_step",
+    ),
+    (
+        ["algorithm=reward_model", "actor.updates_per_step=2"],
+        "actor.updates_per_step=2",
+        "trainer.name=reward_model",
+    ),
+    (
+        ["algorithm=remax", "algorithm.dynamic_sampling=true"],
+        "algorithm.dynamic_sampling=true",
+        "trainer.name=remax",
+    ),
+    # Values that only one kind of program reads.
+    (["algorithm=dpo", "preference.loss=sigmod"], "preference.loss=sigmod", "`sigmoid`?"),
+    (["algorithm=dpo", "preference.beta=0"], "preference.beta=0", "more than 0"),
+    (["algorithm=safe_rlhf", "cost.multiplier=0"], "cost.multiplier=0", "more than 0"),
+    (["algorithm.max_refills=-1"], "algorithm.max_refills=-1", "0 or more"),
+    # Adapters.
+    (["actor.lora.rank=0", *LORA[1:]], "actor.lora.rank=0", "1 or more"),
+    (["actor.lora.rank=-2", *LORA[1:]], "actor.lora.rank=-2", "1 or more"),
+    (["actor.lora.rank=8"], "actor.lora.rank=8", "model.path"),
+    ([*LORA, "warmup.steps=5"], "warmup.steps=5 with actor.lora.rank=8", "warmup.steps=0"),
+    # Advantages.
+    (["algorithm.advantage=leave_one"], "algorithm.advantage=leave_one", "`leave_one_out`?"),
+    (
+        ["algorithm=ppo", "algorithm.advantage=leave_one_out"],
+        "algorithm.advantage=leave_one_out is for trainer.name=grpo",
+        "trainer.name=ppo",
+    ),
+    (["rollout.samples_per_prompt=1"], "rollout.samples_per_prompt=1", "at least 2"),
+    (
+        ["algorithm=rloo", "rollout.samples_per_prompt=1"],
+        "rollout.samples_per_prompt=1",
+        "leave_one_out",
+    ),
+    (
+        [
+            "algorithm=reinforce_plus_plus",
+            "rollout.samples_per_prompt=1",
+            "algorithm.dynamic_sampling=true",
+        ],
+        "algorithm.dynamic_sampling=true",
+        "rollout.samples_per_prompt=1",
+    ),
+    (
+        ["algorithm=rloo", "algorithm.advantage_scale=batch"],
+        "algorithm.advantage_scale=batch",
+        "algorithm.advantage=leave_one_out",
+    ),
+    # The KL.
+    (
+        ["algorithm=ppo", "algorithm.kl_in_reward=true"],
+        "algorithm.kl_in_reward=true",
+        "algorithm.kl_coefficient",
+    ),
+    (
+        ["algorithm.kl_in_reward=true", "algorithm.kl_coefficient=0.1"],
+        "algorithm.kl_in_reward=true",
+        "algorithm.advantage=group_relative",
+    ),
+    (
+        ["algorithm.kl_target=0.1", "algorithm.kl_coefficient=0.1"],
+        "algorithm.kl_target=0.1",
+        "kl_in_reward",
+    ),
+    (
+        ["algorithm=ppo", "algorithm.kl_target=0.1", "algorithm.kl_coefficient=0.1"],
+        "algorithm.kl_target=0.1",
+        "kl_in_reward",
+    ),
+    (
+        [*PPO_KL, "algorithm.kl_target=0.1", "algorithm.kl_horizon=1024"],
+        "algorithm.kl_horizon=1024",
+        "1024 samples",
+    ),
+    # The loss.
+    (["algorithm.correction=truncat"], "algorithm.correction=truncat", "`truncate`?"),
+    (["algorithm.correction_level=row"], "algorithm.correction_level=row", "token or sequence"),
+    (
+        ["algorithm.correction=truncate", "algorithm.correction_high=null"],
+        "algorithm.correction=truncate",
+        "algorithm.correction_high",
+    ),
+    (
+        [
+            "algorithm.correction=truncate",
+            "algorithm.correction_high=null",
+            "algorithm.correction_low=0.5",
+        ],
+        "algorithm.correction=truncate",
+        "correction_high",
+    ),
+    (
+        ["algorithm.correction=mask", "algorithm.correction_high=null"],
+        "algorithm.correction=mask",
+        "no bound",
+    ),
+    (
+        ["algorithm=sapo", "algorithm.loss_options={tau_positve: 2}"],
+        "algorithm.loss_options has `tau_positve`",
+        "`tau_positive`?",
+    ),
+    (
+        ["algorithm.policy_loss=reinforce", "algorithm.loss_options={x: 2}"],
+        "algorithm.loss_options has `x`",
+        "none",
+    ),
+    (["algorithm.overlong_buffer=-1"], "algorithm.overlong_buffer=-1", "rollout.max_tokens=8"),
+    (["algorithm.overlong_buffer=9"], "algorithm.overlong_buffer=9", "rollout.max_tokens=8"),
+    (["algorithm=ppo", "critic.value_clip=0"], "critic.value_clip=0", "null"),
+]
+
+RIGHT = [
+    ["algorithm=ppo", "critic.value_clip=null"],
+    ["algorithm=reinforce_plus_plus", "rollout.samples_per_prompt=1"],
+    ["algorithm=pass_at_k", "algorithm.advantage_scale=none"],
+    [
+        "algorithm=reinforce_plus_plus",
+        "algorithm.kl_in_reward=true",
+        "algorithm.kl_coefficient=0.1",
+    ],
+    [*PPO_KL, "algorithm.kl_target=0.1", "algorithm.kl_horizon=1025"],
+    ["algorithm.correction=mask", "algorithm.correction_high=null", "algorithm.correction_low=0.5"],
+    ["algorithm.correction=mask", "algorithm.correction_level=sequence"],
+    ["algorithm.overlong_buffer=8"],
+    ["algorithm.loss_options={clip_low: 0.1}"],
+    # What only samples are compared for does not matter to a program that draws none.
+    ["algorithm=sft", "rollout.samples_per_prompt=1", "algorithm.overlong_buffer=9"],
+    ["algorithm=sft", *LORA, "warmup.steps=5"],
+    ["algorithm=dpo", "preference.loss=ipo"],
+]
+
+
+def case_name(value):
+    return " ".join(value) if isinstance(value, list) else ""
+
+
+@pytest.mark.parametrize(("overrides", "begins", "names"), WRONG, ids=case_name)
+def test_a_contradiction_is_a_sentence(overrides, begins, names):
+    config = load_config([*HERE, *overrides])
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    sentence = str(caught.value)
+    assert sentence.startswith(begins)
+    assert names in sentence
+    assert sentence.endswith((".", "?"))
+
+
+@pytest.mark.parametrize("overrides", RIGHT, ids=case_name)
+def test_what_makes_sense_passes(overrides):
+    check(load_config([*HERE, *overrides]))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_passes(preset):
+    config = load_config([*HERE, f"algorithm={preset}"])
+    check(config)
+    text = (FOLDER / "algorithm" / f"{preset}.yaml").read_text()
+    assert f"name: {config.trainer.name}\n" in text
+
+
+# Settings of a group that only a preset creates.
+WITHOUT_PRESET = [
+    (
+        "cost.limit=3",
+        r"^cost\.limit=3: `cost` is set by algorithm=safe_rlhf; .*leave cost\.limit out",
+    ),
+    ("++cost.options.odd.digits=2", r"^\+\+cost\.options\.odd\.digits=2: `cost` is set by"),
+    ("cost={limit: 3}", r"^cost=\{limit: 3\}: `cost` is set by algorithm=safe_rlhf"),
+    ("cost.limt=3", r"^There is no setting `cost\.limt`\. Did you mean `cost\.limit`\?$"),
+    ("cost.nothing_like_it=3", r"^There is no setting `cost\.nothing_like_it`\."),
+    ("preference.beta=1", r"`preference` is set by algorithm=dpo or algorithm=reward_model"),
+    ("preference.bta=1", r"Did you mean `preference\.beta`\?$"),
+]
+
+
+@pytest.mark.parametrize(("override", "sentence"), WITHOUT_PRESET)
+@pytest.mark.parametrize("others", [[], ["algorithm=ppo"]], ids=case_name)
+def test_a_setting_of_a_group_needs_the_preset_that_makes_the_group(override, sentence, others):
+    with pytest.raises(ConfigError, match=sentence):
+        load_config([override, *others])
+
+
+def test_with_the_preset_the_settings_of_its_group_are_as_any():
+    config = load_config(["cost.limit=3", "algorithm=safe_rlhf", "cost.options.odd.digits=2"])
+    assert (config.cost.limit, config.cost.options) == (3.0, {"odd": {"digits": 2}})
+    assert load_config(["algorithm=reward_model", "preference.centre=0.5"]).preference.centre == 0.5
+    assert load_config(["cost=null", "preference=null"]).cost is None
+    for overrides, sentence in (
+        (
+            ["algorithm=dpo", "preference.bta=1"],
+            r"no setting `preference\.bta`.*`preference\.beta`\?",
+        ),
+        (["algorithm=safe_rlhf", "cost.limt=1"], r"no setting `cost\.limt`.*`cost\.limit`\?"),
+        (["algorithm=safe_rlhf", "cost.limit=much"], r"^cost\.limit: Value 'much'"),
+        (["algorithm=safe_rlhf", "cost=5"], r"`cost` is a group of settings; set cost\.function"),
+        (["cost=null", "trainer.stepz=1"], r"no setting `trainer\.stepz`"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            load_config(overrides)
+
+
+def test_the_names_of_all_settings():
+    names = leaves(Config())
+    assert {"trainer.steps", "cost.limit", "cost.function", "preference.beta"} <= set(names)
+    assert len(names) == len(set(names)) and not {"cost", "preference", "actor"} & set(names)
+    assert all(re.fullmatch(r"[a-z_]+(\.[a-z_]+)*", name) for name in names)

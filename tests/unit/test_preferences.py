@@ -1,0 +1,188 @@
+"""Losses of pairs against plain loops over the pairs, and the multiplier of a constraint."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridrl.algorithms import (
+    BradleyTerry,
+    DirectPreference,
+    LagrangeMultiplier,
+    Segments,
+    token_weights,
+)
+from hybridrl.errors import ConfigError
+
+# Tokens of the answers of three pairs, the chosen one first.
+LENGTHS = [4, 2, 1, 6, 3, 3]
+MODE = "seq-mean-token-mean"
+
+
+def packed(holes=False):
+    """The segments of the answers, and a seeded draw of one number per token."""
+    generator = torch.Generator().manual_seed(5)
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
+    mask = torch.ones(sum(LENGTHS)).index_fill(0, torch.tensor([1, 3, 8, 13, 18]), 0.0)
+    segments = Segments.from_cu_seqlens(cu_seqlens, mask if holes else None)
+    return segments, lambda: torch.randn(sum(LENGTHS), generator=generator)
+
+
+def rows_of(segments, x):
+    """The tokens of each sample as a plain list."""
+    return [x[(segments.row == row) & segments.mask].tolist() for row in range(segments.rows)]
+
+
+def weighted(result, segments):
+    """The loss of the mini-batch."""
+    weights = token_weights(segments.mask, MODE, segments=segments)
+    return float((weights * result.loss).sum())
+
+
+def in_pairs(rows):
+    """(chosen, rejected) of each pair."""
+    return list(zip(rows[0::2], rows[1::2], strict=True))
+
+
+def log_sigmoid(x):
+    return -math.log1p(math.exp(-x))
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=6))
+def test_last_of_a_padded_layout(mask):
+    mask = torch.tensor(mask)
+    x = torch.arange(1.0, mask.numel() + 1).view(mask.shape)
+    expected = [
+        row[keep].tolist()[-1] if keep.any() else 0.0 for row, keep in zip(x, mask, strict=True)
+    ]
+    assert Segments.from_mask(mask).last(x).tolist() == expected
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.integers(0, 9))
+def test_last_of_a_packed_layout(lengths, seed):
+    generator = torch.Generator().manual_seed(seed)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    mask = torch.rand(sum(lengths), generator=generator) < 0.6
+    x = torch.arange(1.0, sum(lengths) + 1)
+    for held in (None, mask):
+        segments = Segments.from_cu_seqlens(cu_seqlens, held)
+        expected = [(row or [0.0])[-1] for row in rows_of(segments, x)]
+        assert segments.last(x).tolist() == expected
+
+
+def test_last_has_a_gradient_at_the_last_tokens_only():
+    x = torch.full((5,), math.nan).index_fill(0, torch.tensor([1, 3]), 2.0).requires_grad_()
+    mask = torch.tensor([1, 1, 0, 1, 0])
+    segments = Segments.from_cu_seqlens(torch.tensor([0, 3, 3, 5]), mask)
+    last = segments.last(x)
+    assert last.tolist() == [2.0, 0.0, 2.0], "what stands elsewhere, NaN included, is not read"
+    last.sum().backward()
+    assert x.grad.tolist() == [0, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("length_normalised", [False, True])
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+def test_direct_preference_equals_a_plain_loop(loss, length_normalised, holes):
+    beta = 0.3
+    segments, draw = packed(holes)
+    log_probs, reference = draw(), draw()
+    result = DirectPreference(beta, loss, length_normalised)(
+        {"log_probs": log_probs}, {"ref_log_probs": reference}, segments
+    )
+    losses, margins = [], []
+    rows = rows_of(segments, log_probs - reference)
+    for chosen, rejected in in_pairs(rows):
+        ratios = [sum(row) / (len(row) if length_normalised else 1) for row in (chosen, rejected)]
+        h = ratios[0] - ratios[1]
+        losses.append(-log_sigmoid(beta * h) if loss == "sigmoid" else (h - 0.5 / beta) ** 2)
+        margins.append(beta * h)
+    assert weighted(result, segments) == pytest.approx(sum(losses) / 3, rel=1e-5)
+    both = torch.tensor(losses).repeat_interleave(2)
+    assert torch.allclose(result.loss, segments.spread(both), rtol=1e-5), "0 in the holes"
+    assert result.metrics.keys() == {"pair_margin_by_row", "pair_accuracy_by_row"}
+    found = result.metrics["pair_margin_by_row"].tolist()
+    assert found == pytest.approx([margin for margin in margins for _ in range(2)], rel=1e-4)
+    right = result.metrics["pair_accuracy_by_row"].tolist()
+    assert right == [float(margin > 0) for margin in margins for _ in range(2)]
+    assert {0.0, 1.0} == set(right)
+
+
+@pytest.mark.parametrize("centre", [0.0, 0.2])
+@pytest.mark.parametrize("with_margin", [False, True])
+def test_bradley_terry_equals_a_plain_loop(with_margin, centre):
+    segments, draw = packed(holes=True)
+    values, margins = draw(), torch.tensor([0.5, 0.0, 2.0])
+    # As the engine hands it over: on every token of both answers of a pair.
+    column = margins.repeat_interleave(2)[segments.row]
+    columns = {"margin": column} if with_margin else {}
+    result = BradleyTerry(centre)({"values": values}, columns, segments)
+    scores = [row[-1] for row in rows_of(segments, values)]
+    losses = [
+        -log_sigmoid(chosen - rejected - (margin if with_margin else 0.0))
+        + centre * (chosen + rejected) ** 2
+        for (chosen, rejected), margin in zip(in_pairs(scores), margins.tolist(), strict=True)
+    ]
+    assert weighted(result, segments) == pytest.approx(sum(losses) / 3, rel=1e-5)
+    gaps = [chosen - rejected for chosen, rejected in in_pairs(scores)]
+    found = result.metrics["pair_margin_by_row"].tolist()
+    assert found == pytest.approx([gap for gap in gaps for _ in range(2)], rel=1e-5)
+    right = result.metrics["pair_accuracy_by_row"].tolist()
+    assert right == [float(gap > 0) for gap in gaps for _ in range(2)]
+    assert {0.0, 1.0} == set(right)
+
+
+@pytest.mark.parametrize(
+    ("objective", "output"), [(DirectPreference(), "log_probs"), (BradleyTerry(0.1), "values")]
+)
+def test_the_gradient_is_that_of_the_mean_over_pairs(objective, output):
+    segments, draw = packed()
+    x, columns = draw().requires_grad_(), {"ref_log_probs": draw()}
+    result = objective({output: x}, columns, segments)
+    assert not any(metric.requires_grad for metric in result.metrics.values())
+    weights = token_weights(segments.mask, MODE, segments=segments)
+    (found,) = torch.autograd.grad((weights * result.loss).sum(), x)
+    if output == "log_probs":
+        rows = [row.sum() for row in (x - columns["ref_log_probs"]).split(LENGTHS)]
+    else:
+        rows = [row[-1] for row in x.split(LENGTHS)]
+    loss = 0.0
+    for chosen, rejected in in_pairs(rows):
+        beta = 0.1 if output == "log_probs" else 1.0
+        loss = loss - F.logsigmoid(beta * (chosen - rejected)) / 3
+        if output == "values":
+            loss = loss + 0.1 * (chosen + rejected) ** 2 / 3
+    (expected,) = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(found, expected)
+
+
+def test_an_unknown_preference_loss_is_a_sentence():
+    with pytest.raises(ConfigError, match=r"`preference\.loss` is `sigmod`.*`sigmoid`\?"):
+        DirectPreference(loss="sigmod")
+
+
+def test_the_multiplier_rises_above_the_limit_and_falls_below():
+    multiplier = LagrangeMultiplier(0.5, limit=0.2, rate=0.1)
+    multiplier.update(0.6)
+    assert multiplier.value == pytest.approx(0.5 * math.exp(0.1 * 0.5 * 0.4))
+    before = multiplier.value
+    multiplier.update(0.2)
+    assert multiplier.value == before
+    multiplier.update(0.0)
+    assert 0 < multiplier.value < before
+
+
+@pytest.mark.parametrize(("cost", "factor"), [(1e9, math.e), (-1e9, 1 / math.e), (math.nan, 1.0)])
+def test_one_strange_batch_cannot_decide(cost, factor):
+    multiplier = LagrangeMultiplier(2.0, limit=0.0, rate=1.0)
+    multiplier.update(cost)
+    assert multiplier.value == pytest.approx(2.0 * factor)
+
+
+@pytest.mark.parametrize("initial", [0.0, -1.0])
+def test_the_first_multiplier_is_positive(initial):
+    with pytest.raises(ConfigError, match="first `multiplier`"):
+        LagrangeMultiplier(initial, 0.0, 0.1)
