@@ -135,6 +135,7 @@ class TrainEngine:
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, under its checkpoint name, one at a time. Collective."""
+        self._drop_gathered()
         for name, parameter in self.model.inner.named_parameters():
             whole = parameter.detach()
             if isinstance(whole, DTensor):
@@ -170,6 +171,7 @@ class TrainEngine:
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Takes the weights that a Hugging Face folder and this model have in common."""
+        self._drop_gathered()
         parameters = dict(self.model.inner.named_parameters())
         for name, tensor in read_weights(folder):
             if (mine := parameters.get(name)) is None:
@@ -178,6 +180,11 @@ class TrainEngine:
                 tensor = tensor.to(mine.device)
                 tensor = distribute_tensor(tensor, mine.device_mesh, mine.placements)
             mine.copy_(tensor)
+
+    def _drop_gathered(self) -> None:
+        """A forward leaves the parameters gathered for the next one: copies in the precision of
+        computation, which hide the ones that are trained."""
+        self.model.reshard()  # type: ignore[operator]
 
     def _micro_batches(self, batch: Batch, rows_together: int = 1) -> list[list[int]]:
         """Rows of each micro-batch within the token budget; equally many on every rank, because

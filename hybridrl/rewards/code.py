@@ -141,18 +141,19 @@ class _Comparisons(ast.NodeTransformer):
             return node  # `is` cannot be lied to
         names = [ast.Constant(_OPERATORS[type(operator)]) for operator in node.ops]
         operands = [node.left, *node.comparators]
-        groups = [ast.Tuple(list(group), ast.Load()) for group in (names, operands)]
+        groups: list[ast.expr] = [ast.Tuple(list(group), ast.Load()) for group in (names, operands)]
         return ast.Call(ast.Name(self._compare, ast.Load()), groups, [])
 
 
 def _as_pair(test: Any) -> tuple[str, str]:
-    texts = (test.get("input"), test.get("output")) if isinstance(test, dict) else ()
-    if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
-        raise ValueError(
-            f"`tests` holds {_shown(test)}, expected only asserts, or only dictionaries with texts "
-            "under `input` and `output`."
-        )
-    return texts
+    if isinstance(test, dict):
+        given, expected = test.get("input"), test.get("output")
+        if isinstance(given, str) and isinstance(expected, str):
+            return given, expected
+    raise ValueError(
+        f"`tests` holds {_shown(test)}, expected only asserts, or only dictionaries with texts "
+        "under `input` and `output`."
+    )
 
 
 def _lines(text: str) -> list[str]:

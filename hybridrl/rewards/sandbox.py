@@ -74,7 +74,7 @@ class Limits:
     Attributes:
         wall_s: seconds from its start.
         cpu_s: seconds of processor time, all threads together.
-        memory_mib: address space in MiB, of which the bare interpreter takes about 40.
+        memory_mib: address space in MiB, of which the bare interpreter takes less than 20.
         threads: how many, the first one counted.
         file_mib: size of a file in MiB.
         scratch_mib: size of all files in MiB; only with namespaces.

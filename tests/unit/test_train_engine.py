@@ -436,6 +436,21 @@ def test_a_saved_model_is_the_model(mesh, tmp_path):
     assert not torch.equal(flat(state.values()), flat(make_model().parameters()))
 
 
+def test_a_forward_leaves_the_exact_weights_to_be_read_and_replaced(mesh, tmp_path):
+    engine = make_engine(mesh, dtype="bfloat16")
+    engine.forward(make_batch())
+    exact = flat(parameter for parameter in make_model().parameters())
+    assert torch.equal(parameters(engine), exact), "not those rounded for the forward"
+    engine.forward(make_batch())
+    other = make_model()
+    for parameter in other.parameters():
+        parameter.data += 1.0
+    other.save_pretrained(tmp_path)
+    engine.load(tmp_path)
+    engine.update(make_batch(), CLIPPED)
+    assert torch.equal(parameters(engine), exact + 1.0)
+
+
 def test_the_learning_rate_is_reported_and_a_phase_begins_anew(mesh):
     engine = make_engine(mesh)
     settings = OptimizerConfig(learning_rate=0.5, warmup_steps=2, schedule="linear", min_ratio=0.1)

@@ -1,0 +1,243 @@
+"""LoRA: only adapters learn, the model below stays at hand, and weights are merged as by peft."""
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    Qwen2Config,
+)
+
+from hybridrl.algorithms import BradleyTerry, Segments, negative_log_likelihood, token_weights
+from hybridrl.config.schema import ActorConfig, LoraSettings, OptimizerConfig
+from hybridrl.controller.worker import Context
+from hybridrl.core.batch import Batch, Ragged
+from hybridrl.engine import TrainEngine
+from hybridrl.errors import ConfigError
+from hybridrl.models import CausalPolicy, PackedSamples, ScalarModel, load_model, load_scalar_model
+from hybridrl.models.adapters import add_adapters, has_adapters
+from hybridrl.models.attention import NAME
+from hybridrl.parallel.process_group import data_parallel_mesh, join
+from hybridrl.workers.reward_model import sample_scores
+
+peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'hybridrl[lora]'")
+
+CPU = torch.device("cpu")
+VOCABULARY = 19
+LENGTHS = [(3, 4), (2, 9), (1, 1), (5, 3)]
+LORA = LoraSettings(rank=4, alpha=8.0)
+KINDS = {"qwen2": Qwen2Config, "llama": LlamaConfig}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Folder of a tiny language model, by architecture; each is written once."""
+    folders = {}
+    for name, kind in KINDS.items():
+        config = kind(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            initializer_range=0.3,
+            tie_word_embeddings=name == "qwen2",
+            pad_token_id=0,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config)
+        folders[name] = tmp_path_factory.mktemp(name)
+        model.save_pretrained(folders[name])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    environment = dict(os.environ)
+    join(Context("actor", 0, 1))
+    yield data_parallel_mesh(CPU, 1)
+    dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def make_batch():
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda n: torch.randint(VOCABULARY, (n,), generator=generator)  # noqa: E731
+    batch = Batch.from_columns(
+        {
+            "prompt_ids": [draw(prompt) for prompt, _ in LENGTHS],
+            "response_ids": [draw(response) for _, response in LENGTHS],
+        }
+    )
+    cu_seqlens = batch["response_ids"].cu_seqlens
+    mask = torch.ones(int(cu_seqlens[-1]), dtype=torch.uint8)
+    segments = Segments.from_cu_seqlens(cu_seqlens)
+    weights = token_weights(mask, "seq-mean-token-mean", segments=segments)
+    columns = {
+        "response_mask": Ragged(mask, cu_seqlens),
+        "loss_weights": Ragged(weights, cu_seqlens),
+    }
+    return batch.with_columns(columns)
+
+
+def make_engine(mesh, model):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        add_adapters(model.inner, LORA)
+    engine = TrainEngine(model, mesh, CPU, "float32", ActorConfig(tokens_per_microbatch=20))
+    engine.start_optimizer(OptimizerConfig(learning_rate=0.02, weight_decay=0.1), updates=20)
+    return engine
+
+
+def policy_engine(mesh, folder):
+    return make_engine(mesh, CausalPolicy(load_model(str(folder), "float32")))
+
+
+def learn(engine, steps=3):
+    def loss(outputs, columns, segments):
+        return negative_log_likelihood(outputs["log_probs"])
+
+    return [engine.update(make_batch(), loss) for _ in range(steps)]
+
+
+def log_probs(model):
+    """Of a plain transformers model."""
+    with torch.no_grad():
+        return CausalPolicy(model)(PackedSamples.of(make_batch(), CPU))["log_probs"]
+
+
+def engine_log_probs(engine):
+    return engine.forward(make_batch())["log_probs"].values
+
+
+def whole(engine):
+    return {name: tensor.clone() for name, tensor in engine.full_parameters()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_adapters_learn(kind, base, mesh):
+    engine = policy_engine(mesh, base[kind])
+    before = whole(engine)
+    metrics = learn(engine)
+    assert metrics[-1]["loss"] < metrics[0]["loss"] and metrics[0]["grad_norm"] > 0
+    after = whole(engine)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    adapters = {name for name in before if ".lora_" in name}
+    # Two layers of seven linear modules, each with an A and a B.
+    assert changed == adapters and len(adapters) == 2 * 7 * 2
+    trained = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
+    assert len(trained) == len(adapters), "the optimizer has no state for frozen weights"
+
+
+@pytest.mark.parametrize("first_asked", ["before the first update", "after it"])
+def test_without_adapters_the_model_is_the_one_below(first_asked, base, mesh):
+    below = log_probs(load_model(str(base["qwen2"]), "float32"))
+    engine = policy_engine(mesh, base["qwen2"])
+    if first_asked == "before the first update":
+        with engine.without_adapters():
+            torch.testing.assert_close(engine_log_probs(engine), below)
+    torch.testing.assert_close(engine_log_probs(engine), below)  # new adapters say nothing
+    losses = [metrics["loss"] for metrics in learn(engine)]
+    for _ in range(2):
+        with engine.without_adapters():
+            torch.testing.assert_close(engine_log_probs(engine), below)
+        learned = engine_log_probs(engine)
+        assert float((learned - below).abs().max()) > 0.1
+        # Having been switched off, they still learn.
+        losses += [metrics["loss"] for metrics in learn(engine)]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_an_error_inside_switches_the_adapters_on_again(base, mesh):
+    engine = policy_engine(mesh, base["qwen2"])
+    learn(engine)
+    learned = engine_log_probs(engine)
+    with pytest.raises(KeyError), engine.without_adapters():
+        raise KeyError
+    assert torch.equal(engine_log_probs(engine), learned)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_full_weights_are_the_merge_of_peft_under_checkpoint_names(kind, base, mesh, tmp_path):
+    engine = policy_engine(mesh, base[kind])
+    learn(engine)
+    found = {name: tensor.clone() for name, tensor in engine.full_weights()}
+    plain = load_model(str(base[kind]), "float32")
+    assert found.keys() == dict(plain.named_parameters()).keys()
+    engine.save(tmp_path)
+    model = peft.PeftModel.from_pretrained(copy.deepcopy(plain), str(tmp_path))
+    merged = dict(model.merge_and_unload().named_parameters())
+    assert found.keys() == merged.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, merged[name])
+    linear = [name for name in found if name.endswith("proj.weight")]
+    unchanged = dict(plain.named_parameters())
+    assert len(linear) == 14
+    assert {n for n in found if not torch.equal(found[n], unchanged[n])} == set(linear)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_folder_holds_the_adapters_and_loads_as_the_policy(kind, base, mesh, tmp_path):
+    engine = policy_engine(mesh, base[kind])
+    learn(engine)
+    engine.save(tmp_path)
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
+    assert not list(tmp_path.glob("model*.safetensors"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME)
+    torch.testing.assert_close(log_probs(loaded), engine_log_probs(engine))
+
+
+def test_a_scalar_model_learns_its_head_too(base, mesh, tmp_path):
+    batch = make_batch()
+    model = load_scalar_model(str(base["qwen2"]), "float32")
+    engine = make_engine(mesh, ScalarModel(model, "after"))
+    before = whole(engine)
+    for _ in range(3):
+        engine.update(batch, BradleyTerry(), rows_together=2)
+    after = whole(engine)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    heads = {name for name in changed if name.startswith("score.")}
+    assert len(heads) == 1, "the copy that is trained, not the original"
+    assert changed - heads == {name for name in before if ".lora_" in name}
+    scores = sample_scores(engine, batch)
+    assert float(scores.abs().max()) > 0.01
+    engine.save(tmp_path)
+    plain = load_scalar_model(str(base["qwen2"]), "float32")
+    loaded = peft.PeftModel.from_pretrained(plain, str(tmp_path)).merge_and_unload()
+    with torch.no_grad():
+        values = ScalarModel(loaded, "after")(PackedSamples.of(batch, CPU))["values"]
+    segments = Segments.from_cu_seqlens(batch["response_ids"].cu_seqlens)
+    torch.testing.assert_close(segments.last(values), scores)
+    classifier = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, num_labels=1, attn_implementation="eager"
+    ).eval()
+    for row, score in zip(batch.to_pylist(), scores.tolist(), strict=True):
+        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+        with torch.no_grad():
+            assert float(classifier(input_ids=ids).logits) == pytest.approx(score, abs=1e-4)
+
+
+def test_targets_can_be_named(base):
+    model = load_model(str(base["qwen2"]), "float32")
+    add_adapters(model, LoraSettings(rank=2, targets=["q_proj", "v_proj"]))
+    assert has_adapters(model)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 2 * 2 * 2
+    assert all(".q_proj.lora_" in name or ".v_proj.lora_" in name for name in trained)
+
+
+def test_targets_that_name_nothing_are_a_sentence(base):
+    model = load_model(str(base["qwen2"]), "float32")
+    with pytest.raises(ConfigError, match=r"^actor\.lora\.targets=\['query'\]: .*query"):
+        add_adapters(model, LoraSettings(rank=2, targets=["query"]))

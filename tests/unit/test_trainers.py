@@ -1,0 +1,393 @@
+"""Driver programs: what they may know, and a step of each with tiny real workers in this process."""
+
+import ast
+import contextlib
+import json
+import math
+import os
+import pkgutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridrl import trainers
+from hybridrl.config.load import load_config
+from hybridrl.config.schema import Config
+from hybridrl.controller import (
+    DP,
+    THREE_D_ALL_MICRO_DP,
+    InlineExecutor,
+    Worker,
+    WorkerGroup,
+    transfer,
+)
+from hybridrl.core.batch import Batch
+from hybridrl.data.tasks.arithmetic import CHARACTERS
+from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.job import Job
+from hybridrl.models import make_tiny_model
+from hybridrl.rollout import Sampling
+from hybridrl.trainers.evaluation import evaluate_answers
+from hybridrl.trainers.step_metrics import step_metrics
+
+FORBIDDEN = ("workers", "engine", "models", "parallel", "roles")
+DRIVERS = ("grpo", "ppo", "remax", "safe_rlhf")
+
+PROMPTS, SAMPLES, MAX_TOKENS = 4, 4, 3
+SMALL = [
+    "executor=inline",
+    "rollout=transformers",
+    "devices=cpu",
+    "warmup.steps=0",
+    "model.tiny={hidden_size: 32, layers: 1, heads: 1}",
+    f"data.prompts_per_step={PROMPTS}",
+    f"rollout.samples_per_prompt={SAMPLES}",
+    f"rollout.max_tokens={MAX_TOKENS}",
+    "eval.prompts=8",
+    "actor.optimizer={learning_rate: 1e-2, warmup_steps: 0, schedule: constant}",
+]
+REWARDS = '''
+def one_digit(prompt, response, **row):
+    """Differs between the answers of any prompt."""
+    return float(response[:1] < "5")
+
+def mostly_alike(prompt, response, **row):
+    """Differs between the answers of one prompt in ten."""
+    return one_digit(prompt, response) if sum(map(ord, prompt)) % 10 == 0 else 0.5
+
+def alike(prompt, response, **row):
+    return 1.0
+
+def easy(prompt, response, source, **row):
+    return float(source == "easy")
+'''
+
+
+def imports(name):
+    """(module, names) of every import in a module of `hybridrl.trainers`."""
+    tree = ast.parse((Path(trainers.__file__).parent / f"{name}.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, []) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module, [alias.name for alias in node.names]
+
+
+def test_driver_programs_know_no_engine():
+    for module in pkgutil.iter_modules(trainers.__path__):
+        for target, names in imports(module.name):
+            room = target.removeprefix("hybridrl.").split(".")[0]
+            assert not (target.startswith("hybridrl.") and room in FORBIDDEN), (
+                f"{module.name}.py imports {target}"
+            )
+            if target.startswith("hybridrl.rollout"):
+                assert (target, names) == ("hybridrl.rollout", ["Sampling"]), module.name
+
+
+def test_driver_programs_differ_only_in_their_mathematics():
+    known = {}
+    for name in DRIVERS:
+        targets = {target for target, _ in imports(name) if target.startswith("hybridrl.")}
+        own = ("trainers", "algorithms", "config")
+        known[name] = {target for target in targets if target.split(".")[1] not in own}
+    assert set(map(frozenset, known.values())) == {frozenset({"hybridrl.controller"})}, known
+
+
+@pytest.fixture(scope="module")
+def rewards(tmp_path_factory):
+    file = tmp_path_factory.mktemp("rewards") / "rewards.py"
+    file.write_text(REWARDS)
+    return file
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    environment = dict(os.environ)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.fixture
+def start(tmp_path, rewards):
+    """Starts a job of these settings; gives the job and its driver program."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*overrides, reward="one_digit"):
+            settings = [*SMALL, f"run.root={tmp_path}", f"reward.function={rewards}:{reward}"]
+            job = stack.enter_context(Job(load_config([*settings, *overrides])))
+            return job, job.make_trainer()
+
+        yield make
+
+
+def step(job, trainer):
+    """One step: its samples, and its metrics as they are written."""
+    batch, handles = trainer.step()
+    updates = [handle.get() for handle in handles]
+    assert all(math.isfinite(value) for update in updates for value in update.values())
+    records = job.executor.take_records()
+    return batch, updates, step_metrics(records, updates, 1.0), [r.method for r in records]
+
+
+def held_out(job):
+    return job.put(job.held_out)
+
+
+def test_grpo(start):
+    job, trainer = start("actor.updates_per_step=2", "algorithm.kl_coefficient=0.1")
+    assert set(job.groups) == {"actor", "reward", "reference"}
+    batch, updates, metrics, calls = step(job, trainer)
+    rows = batch.collect()
+    assert len(rows) == PROMPTS * SAMPLES and len(updates) == 2
+    assert rows["group_id"].tolist() == [n for n in range(PROMPTS) for _ in range(SAMPLES)]
+    assert calls.count("generate_sequences") == 1 and calls.count("loss_weights") == 2
+    assert {"log_probs", "ref_log_probs", "advantages"} <= set(rows.columns)
+    # The model that answered is the reference still, and samples as it scores.
+    torch.testing.assert_close(rows["log_probs"].values, rows["ref_log_probs"].values)
+    torch.testing.assert_close(
+        rows["log_probs"].values, rows["rollout_log_probs"].values, rtol=1e-4, atol=1e-4
+    )
+    for row in rows.to_pylist():
+        assert len(set(row["advantages"])) == 1 and len(row["advantages"]) <= MAX_TOKENS
+    scores = rows["scores"].view(PROMPTS, SAMPLES)
+    assert metrics["reward/mean"] == pytest.approx(float(scores.mean()))
+    assert metrics["policy/grad_norm"] > 0 and metrics["policy/kl"] > 0
+    assert job.groups["actor"].policy_version().get() == [2]
+    # The next step samples from what has been learned.
+    batch, *_ = step(job, trainer)
+    rows = batch.collect(["policy_version", "group_id"])
+    assert set(rows["policy_version"].tolist()) == {2}
+    assert int(rows["group_id"].min()) == PROMPTS
+    again = batch.collect()
+    torch.testing.assert_close(
+        again["log_probs"].values, again["rollout_log_probs"].values, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_grpo_needs_no_reference_and_scores_nothing_twice(start):
+    job, trainer = start()
+    assert set(job.groups) == {"actor", "reward"}
+    *_, calls = step(job, trainer)
+    assert "compute_log_prob" not in calls and "compute_ref_log_prob" not in calls
+
+
+def test_dynamic_sampling_is_bounded_and_says_what_it_found(start):
+    job, trainer = start("algorithm=dapo", "algorithm.max_refills=2", reward="mostly_alike")
+    batch, _, _, calls = step(job, trainer)
+    figures = trainer.figures
+    rows = batch.collect(["scores", "group_id"])
+    scores = rows["scores"].view(-1, SAMPLES)
+    kept = len(scores)
+    assert 0 < kept < PROMPTS, "of 12 prompts only about one has answers that differ"
+    assert (scores.min(1).values < scores.max(1).values).all()
+    groups = rows["group_id"].view(-1, SAMPLES)
+    assert (groups == groups[:, :1]).all()
+    assert calls.count("generate_sequences") == 3
+    assert figures["dynamic/generations"] == 3.0
+    assert figures["dynamic/informative"] == pytest.approx(kept / (3 * PROMPTS))
+    assert trainer.notices == [
+        f"Only {kept} of {3 * PROMPTS} prompts had samples of different scores, after 3 "
+        "generations (algorithm.max_refills); the step learns from those."
+    ]
+
+
+def test_dynamic_sampling_stops_at_enough_prompts(start):
+    job, trainer = start("algorithm=dapo", "rollout.samples_per_prompt=8")
+    batch, _, _, calls = step(job, trainer)
+    assert len(batch) == PROMPTS * 8 and not trainer.notices
+    assert calls.count("generate_sequences") == trainer.figures["dynamic/generations"] <= 3
+
+
+def test_dynamic_sampling_of_prompts_that_teach_nothing(start):
+    settings = ["algorithm=dapo", "algorithm.max_refills=1", "actor.updates_per_step=3"]
+    job, trainer = start(*settings, reward="alike")
+    batch, updates, metrics, calls = step(job, trainer)
+    assert calls.count("generate_sequences") == 2 and len(updates) == 3
+    assert (batch.collect(["advantages"])["advantages"].values == 0).all()
+    assert metrics["policy/grad_norm"] == 0
+    assert trainer.figures["dynamic/informative"] == 0
+    assert trainer.notices[0].startswith(f"Only 0 of {2 * PROMPTS} prompts had samples")
+
+
+def test_ppo_with_kl_in_the_reward_and_a_target(start):
+    job, trainer = start(
+        "algorithm=ppo",
+        "algorithm.kl_in_reward=true",
+        "algorithm.kl_coefficient=0.1",
+        "algorithm.kl_target=0.5",
+        f"algorithm.kl_horizon={2 * PROMPTS * SAMPLES}",
+        "critic.warmup_steps=1",
+        "algorithm.ptx_coefficient=0.1",
+    )
+    assert set(job.groups) == {"actor", "critic", "reward", "reference"}
+    batch, _, metrics, calls = step(job, trainer)
+    assert calls.count("update_critic") == 1 and "update_actor" not in calls
+    assert (batch.collect(["values"])["values"].values == 0).all(), "a new head says 0"
+    assert metrics["critic/loss"] > 0 and "policy/kl" not in metrics
+    assert trainer.figures["policy/kl_coefficient"] == 0.1
+    batch, _, metrics, calls = step(job, trainer)
+    assert calls.count("update_actor") == calls.count("update_supervised") == 1
+    assert (batch.collect(["values"])["values"].values != 0).any()
+    assert trainer.figures["policy/kl_coefficient"] == 0.1, "nothing was measured before it"
+    step(job, trainer)
+    # 0.1 (1 + clip(kl / target - 1, -0.2, 0.2) / 2)
+    factor = 1 + min(max(metrics["policy/kl"] / 0.5 - 1, -0.2), 0.2) / 2
+    assert trainer.figures["policy/kl_coefficient"] == pytest.approx(0.1 * factor)
+    assert factor != 1
+
+
+def test_remax(start):
+    job, trainer = start("algorithm=remax", "rollout.samples_per_prompt=3")
+    batch, updates, metrics, calls = step(job, trainer)
+    rows = batch.collect()
+    assert len(rows) == PROMPTS * 3 and len(updates) == 1
+    assert calls.count("generate_sequences") == calls.count("compute_reward") == 2
+    greedy = rows["greedy_scores"].view(PROMPTS, 3)
+    assert (greedy == greedy[:, :1]).all()
+    for row in rows.to_pylist():
+        gain = row["scores"] - row["greedy_scores"]
+        assert row["advantages"] == [gain] * len(row["response_ids"])
+    assert metrics["policy/grad_norm"] > 0
+
+
+def test_safe_rlhf_moves_its_multiplier(start, rewards):
+    job, trainer = start(
+        "algorithm=safe_rlhf",
+        f"cost.function={rewards}:alike",
+        "cost.limit=0.25",
+        "cost.multiplier=0.5",
+        "cost.multiplier_rate=0.4",
+    )
+    assert set(job.groups) == {"actor", "critic", "cost_critic", "reward", "cost"}
+    batch, updates, metrics, _ = step(job, trainer)
+    rows = batch.collect()
+    assert (rows["costs"] == 1.0).all() and "reward/one_digit" in rows.columns
+    assert len(updates) == 3 and metrics["cost/mean"] == 1.0 and metrics["cost_critic/loss"] > 0
+    assert trainer.figures["cost/multiplier"] == 0.5
+    step(job, trainer)
+    expected = 0.5 * math.exp(0.4 * 0.5 * (1.0 - 0.25))
+    assert trainer.figures["cost/multiplier"] == pytest.approx(expected)
+
+
+def test_sft(start):
+    job, trainer = start("algorithm=sft", "actor.updates_per_step=2")
+    assert set(job.groups) == {"actor"}
+    before = trainer.evaluate(held_out(job))
+    batch, updates, metrics, _ = step(job, trainer)
+    rows = batch.collect()
+    assert len(rows) == PROMPTS and len(updates) == 2
+    assert sum(update["tokens"] for update in updates) == len(rows["response_ids"].values)
+    assert metrics["policy/loss"] == pytest.approx(math.log(len(job.tokenizer)), rel=0.1)
+    for _ in range(4):
+        step(job, trainer)
+    assert before.keys() == {"eval/loss"}
+    assert trainer.evaluate(held_out(job))["eval/loss"] < 0.9 * before["eval/loss"]
+
+
+def test_dpo(start):
+    job, trainer = start("algorithm=dpo", "preference.beta=0.5")
+    assert set(job.groups) == {"actor", "reference"}
+    assert trainer.evaluate(held_out(job)) == {"eval/pair_accuracy": 0.0, "eval/pair_margin": 0.0}
+    batch, _, metrics, _ = step(job, trainer)
+    rows = batch.collect()
+    assert len(rows) == 2 * PROMPTS
+    assert rows["prompt"][0::2] == rows["prompt"][1::2]
+    # The policy is the reference still.
+    assert metrics["policy/loss"] == pytest.approx(math.log(2), rel=1e-5)
+    for _ in range(4):
+        step(job, trainer)
+    figures = trainer.evaluate(held_out(job))
+    assert figures["eval/pair_margin"] > 0 and 0 <= figures["eval/pair_accuracy"] <= 1
+
+
+def test_reward_model(start):
+    job, trainer = start("algorithm=reward_model")
+    assert set(job.groups) == {"reward_model"}
+    assert trainer.evaluate(held_out(job)) == {"eval/pair_accuracy": 0.0, "eval/pair_margin": 0.0}
+    _, _, metrics, _ = step(job, trainer)
+    assert metrics["policy/loss"] == pytest.approx(math.log(2), rel=1e-5)
+    for _ in range(4):
+        _, _, metrics, _ = step(job, trainer)
+    assert metrics["policy/loss"] < math.log(2)
+    figures = trainer.evaluate(held_out(job))
+    assert figures.keys() == {"eval/pair_accuracy", "eval/pair_margin"}
+    assert figures["eval/pair_margin"] != 0
+
+
+def test_evaluate(start, tmp_path):
+    model = make_tiny_model(
+        tmp_path / "model",
+        build_tokenizer(CHARACTERS),
+        **{"seed": 0, "hidden_size": 32, "layers": 1, "heads": 1, "context": 32},
+    )
+    rows = [{"prompt": f"{n}+1=", "answer": str(n), "source": "easy"} for n in range(1, 10)]
+    rows += [{"prompt": f"{n}+2=", "answer": str(n), "source": "hard"} for n in range(1, 7)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job, trainer = start(
+        "algorithm=evaluate",
+        *("data=jsonl", f"data.path={data}", f"data.eval_path={data}", "eval.prompts=15"),
+        *("model.tiny.context=32", f"model.path={model}", "eval.samples=2"),
+        "eval.by_column=source",
+        reward="easy",
+    )
+    assert not trainer.TRAINS and set(job.groups) == {"actor", "reward"}
+    figures = trainer.evaluate(held_out(job))
+    names = ("accuracy", "eval/mean@2", "eval/pass@2")
+    expected = {f"{name}/{source}": x for name in names for source, x in SOURCES.items()}
+    assert figures == pytest.approx({name: 9 / 15 for name in names} | expected)
+    with pytest.raises(NotImplementedError, match="takes no steps"):
+        trainer.step()
+
+
+SOURCES = {"easy": 1.0, "hard": 0.0}
+
+
+class Answerer(Worker):
+    """Answers greedily with the row's `greedy`, and otherwise with its answers in turn."""
+
+    @transfer(THREE_D_ALL_MICRO_DP)
+    def generate_sequences(self, batch: Batch, sampling: Sampling) -> Batch:
+        name = "greedy" if sampling.temperature == 0 else "answers"
+        turns = [i % 3 for i in range(len(batch))]
+        found = [a[t] if name == "answers" else a for a, t in zip(batch[name], turns, strict=True)]
+        return Batch.from_columns({"found": torch.tensor(found)})
+
+
+class Scorer(Worker):
+    @transfer(DP)
+    def compute_reward(self, batch: Batch) -> Batch:
+        return Batch.from_columns({"scores": batch["found"]})
+
+
+def test_mean_and_pass_at_k():
+    config = Config()
+    config.eval.samples, config.eval.by_column, config.reward.correct_at = 3, "source", 0.5
+    batch = Batch.from_columns(
+        {
+            "source": ["a", "b", "a"],
+            "greedy": [1.0, 0.0, 0.4],
+            "answers": [["x"]] * 3,
+        }
+    )
+    answers = [[1.0, 0.0, 0.5], [0.0, 0.0, 0.0], [0.0, 0.49, 0.51]]
+    batch = batch.with_columns({"answers": [torch.tensor(row) for row in answers]})
+    with InlineExecutor("cpu") as executor:
+        actor, reward = (
+            WorkerGroup(executor, name, kind, [0]).ready()
+            for name, kind in (("actor", Answerer), ("reward", Scorer))
+        )
+        sampling = Sampling(max_tokens=1, temperature=1.0)
+        found = evaluate_answers(actor, reward, executor.put(batch), sampling, config)
+    assert found == pytest.approx(
+        {
+            **{"accuracy": 1 / 3, "accuracy/a": 1 / 2, "accuracy/b": 0.0},
+            **{"eval/mean@3": 3 / 9, "eval/mean@3/a": 3 / 6, "eval/mean@3/b": 0.0},
+            **{"eval/pass@3": 2 / 3, "eval/pass@3/a": 1.0, "eval/pass@3/b": 0.0},
+        }
+    )
