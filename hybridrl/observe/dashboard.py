@@ -37,8 +37,13 @@ def value_lines(readings: Readings, width: int) -> list[Text]:
     value = readings.value
     accuracy = shown(readings.accuracy, ".3f")
     when = "" if readings.accuracy_step is None else f"step {readings.accuracy_step}"
+    pairs = [("pairs", shown(value("pairs/accuracy"), ".3f"), "told apart")]
+    costs = [("cost", shown(value("cost/mean"), ".3f"), "")]
     entries = [
         ("reward", shown(value("reward/mean"), ".3f"), "spark"),
+        *(costs if value("cost/mean") is not None else []),
+        ("loss", shown(value("policy/loss"), ".3f"), ""),
+        *(pairs if value("pairs/accuracy") is not None else []),
         ("accuracy", accuracy, when),
         ("length", shown(value("response/length_mean"), ".1f"), "tokens"),
         ("entropy", shown(value("policy/entropy"), ".3f"), ""),

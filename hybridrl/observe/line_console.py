@@ -93,14 +93,23 @@ def step_line(readings: Readings) -> str:
     value = readings.value
     total = str(readings.total_steps)
     shares = readings.shares()
-    parts = [
-        f"step {readings.current_step:>{len(total)}}/{total}",
-        f"reward {shown(value('reward/mean'), '.3f')}",
-        f"accuracy {shown(readings.accuracy, '.2f')}",
-        f"length {shown(value('response/length_mean'), '.1f')}",
-        f"kl {shown(value('policy/kl'), '.2g')}",
-        f"entropy {shown(value('policy/entropy'), '.2f')}",
-        f"{shown(value('throughput/tokens_per_second'), ',.0f')} tok/s",
+    parts = [f"step {readings.current_step:>{len(total)}}/{total}"]
+    if value("reward/mean") is None and value("policy/loss") is not None:  # nothing was generated
+        parts.append(f"loss {shown(value('policy/loss'), '.4f')}")
+        if value("pairs/accuracy") is not None:
+            parts.append(f"pair accuracy {shown(value('pairs/accuracy'), '.2f')}")
+    else:
+        parts.append(f"reward {shown(value('reward/mean'), '.3f')}")
+        if value("cost/mean") is not None:
+            parts.append(f"cost {shown(value('cost/mean'), '.3f')}")
+        parts += [
+            f"accuracy {shown(readings.accuracy, '.2f')}",
+            f"length {shown(value('response/length_mean'), '.1f')}",
+            f"kl {shown(value('policy/kl'), '.2g')}",
+            f"entropy {shown(value('policy/entropy'), '.2f')}",
+            f"{shown(value('throughput/tokens_per_second'), ',.0f')} tok/s",
+        ]
+    parts += [
         " ".join(
             f"{name} {shown(shares.get(phase), '.0%')}" for phase, name in _PHASES_SHOWN.items()
         ),

@@ -57,11 +57,15 @@ class Trainer(ABC):
         self.next_examples = next_examples
         self.figures: dict[str, float] = {}
         self.notices: list[str] = []
+        self.prepare()
 
     @staticmethod
     @abstractmethod
     def roles(config: Config) -> Sequence[str]:
         """Worker groups that it needs."""
+
+    def prepare(self) -> None:  # noqa: B027 (most have nothing to prepare)
+        """Makes what lives from step to step."""
 
     @abstractmethod
     def step(self) -> tuple[BatchRef, list[Handle]]:

@@ -37,6 +37,7 @@ class Loop:
         self.view = view
         self.config = job.config
         self.trainer = job.make_trainer()
+        self.evaluated: dict[str, float] = {}
         self.summary: dict[str, Any] = {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
 
     def run(self) -> dict[str, Any]:
@@ -83,6 +84,7 @@ class Loop:
         for name, value in figures.items():
             self._note(name.removeprefix("eval/"), value)
         self.job.write(step, figures)
+        self.evaluated = figures
         shown = [f"{SPOKEN.get(name, name)} {value:.3f}" for name, value in figures.items()]
         self.view.message(f"step {step}: {', '.join(shown)}")
 
@@ -107,7 +109,8 @@ class Loop:
             if metric in metrics:
                 self._note(name, metrics[metric])
         self.job.write(step, metrics)
-        self.view.step(step, metrics)
+        self.view.step(step, self.evaluated | metrics)
+        self.evaluated = {}
         if self.trainer.DATA != "prompts":
             return
         observe = self.config.observe

@@ -24,8 +24,7 @@ class Trainer(base.Trainer):
 
     SAVED: ClassVar = {"actor": "model", "critic": "critic"}
 
-    def __init__(self, *arguments, **keywords):  # type: ignore[no-untyped-def]
-        super().__init__(*arguments, **keywords)
+    def prepare(self) -> None:
         self.kl = KLCoefficient(self.config)
         self.steps = 0
 

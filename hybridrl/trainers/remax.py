@@ -20,8 +20,7 @@ ACTOR_COLUMNS = (*LEARNED_FROM, "rollout_log_probs", "log_probs", "advantages")
 class Trainer(base.Trainer):
     """The driver program of ReMax."""
 
-    def __init__(self, *arguments, **keywords):  # type: ignore[no-untyped-def]
-        super().__init__(*arguments, **keywords)
+    def prepare(self) -> None:
         self.kl = KLCoefficient(self.config)
 
     @staticmethod

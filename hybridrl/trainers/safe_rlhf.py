@@ -29,8 +29,7 @@ class Trainer(base.Trainer):
 
     SAVED: ClassVar = {"actor": "model", "critic": "critic", "cost_critic": "cost_critic"}
 
-    def __init__(self, *arguments, **keywords):  # type: ignore[no-untyped-def]
-        super().__init__(*arguments, **keywords)
+    def prepare(self) -> None:
         cost = self.config.cost
         self.kl = KLCoefficient(self.config)
         self.multiplier = LagrangeMultiplier(cost.multiplier, cost.limit, cost.multiplier_rate)

@@ -1,4 +1,4 @@
-"""Driver programs: what they may know, and a step of each with tiny real workers in this process."""
+"""Driver programs: what they may know, and steps of each with tiny real workers in this process."""
 
 import ast
 import contextlib
@@ -289,34 +289,35 @@ def test_sft(start):
     assert trainer.evaluate(held_out(job))["eval/loss"] < 0.9 * before["eval/loss"]
 
 
+def learn_one_batch(job, trainer, steps):
+    """Figures of the pairs that were learned, before and after; metrics of the first step."""
+    batch = trainer.next_batch()
+    trainer.next_batch = lambda: batch
+    before = trainer.evaluate(batch)
+    metrics = [step(job, trainer)[2] for _ in range(steps)]
+    return before, trainer.evaluate(batch), metrics[0]
+
+
 def test_dpo(start):
     job, trainer = start("algorithm=dpo", "preference.beta=0.5")
     assert set(job.groups) == {"actor", "reference"}
-    assert trainer.evaluate(held_out(job)) == {"eval/pair_accuracy": 0.0, "eval/pair_margin": 0.0}
-    batch, _, metrics, _ = step(job, trainer)
-    rows = batch.collect()
-    assert len(rows) == 2 * PROMPTS
-    assert rows["prompt"][0::2] == rows["prompt"][1::2]
+    prompts = [row["prompt_ids"] for row in held_out(job).collect().to_pylist()]
+    assert len(prompts) == 16 and prompts[0::2] == prompts[1::2]
+    before, after, metrics = learn_one_batch(job, trainer, steps=8)
     # The policy is the reference still.
+    assert before == {"eval/pair_accuracy": 0.0, "eval/pair_margin": 0.0}
     assert metrics["policy/loss"] == pytest.approx(math.log(2), rel=1e-5)
-    for _ in range(4):
-        step(job, trainer)
-    figures = trainer.evaluate(held_out(job))
-    assert figures["eval/pair_margin"] > 0 and 0 <= figures["eval/pair_accuracy"] <= 1
+    assert after["eval/pair_accuracy"] == 1.0 and after["eval/pair_margin"] > 0.5
 
 
 def test_reward_model(start):
     job, trainer = start("algorithm=reward_model")
     assert set(job.groups) == {"reward_model"}
-    assert trainer.evaluate(held_out(job)) == {"eval/pair_accuracy": 0.0, "eval/pair_margin": 0.0}
-    _, _, metrics, _ = step(job, trainer)
+    before, after, metrics = learn_one_batch(job, trainer, steps=16)
+    # A new head says 0 of everything.
+    assert before == {"eval/pair_accuracy": 0.0, "eval/pair_margin": 0.0}
     assert metrics["policy/loss"] == pytest.approx(math.log(2), rel=1e-5)
-    for _ in range(4):
-        _, _, metrics, _ = step(job, trainer)
-    assert metrics["policy/loss"] < math.log(2)
-    figures = trainer.evaluate(held_out(job))
-    assert figures.keys() == {"eval/pair_accuracy", "eval/pair_margin"}
-    assert figures["eval/pair_margin"] != 0
+    assert after["eval/pair_accuracy"] == 1.0 and after["eval/pair_margin"] > 0.5
 
 
 def test_evaluate(start, tmp_path):
@@ -340,7 +341,7 @@ def test_evaluate(start, tmp_path):
     figures = trainer.evaluate(held_out(job))
     names = ("accuracy", "eval/mean@2", "eval/pass@2")
     expected = {f"{name}/{source}": x for name in names for source, x in SOURCES.items()}
-    assert figures == pytest.approx({name: 9 / 15 for name in names} | expected)
+    assert figures == pytest.approx(dict.fromkeys(names, 9 / 15) | expected)
     with pytest.raises(NotImplementedError, match="takes no steps"):
         trainer.step()
 
@@ -349,14 +350,14 @@ SOURCES = {"easy": 1.0, "hard": 0.0}
 
 
 class Answerer(Worker):
-    """Answers greedily with the row's `greedy`, and otherwise with its answers in turn."""
+    """Answers greedily with the row's `greedy`, and otherwise with its three `answers` in turn."""
 
     @transfer(THREE_D_ALL_MICRO_DP)
     def generate_sequences(self, batch: Batch, sampling: Sampling) -> Batch:
-        name = "greedy" if sampling.temperature == 0 else "answers"
-        turns = [i % 3 for i in range(len(batch))]
-        found = [a[t] if name == "answers" else a for a, t in zip(batch[name], turns, strict=True)]
-        return Batch.from_columns({"found": torch.tensor(found)})
+        if sampling.temperature == 0:
+            return Batch.from_columns({"found": batch["greedy"]})
+        turns = enumerate(batch["answers"].rows())
+        return Batch.from_columns({"found": torch.stack([row[turn % 3] for turn, row in turns])})
 
 
 class Scorer(Worker):
@@ -368,15 +369,10 @@ class Scorer(Worker):
 def test_mean_and_pass_at_k():
     config = Config()
     config.eval.samples, config.eval.by_column, config.reward.correct_at = 3, "source", 0.5
-    batch = Batch.from_columns(
-        {
-            "source": ["a", "b", "a"],
-            "greedy": [1.0, 0.0, 0.4],
-            "answers": [["x"]] * 3,
-        }
-    )
     answers = [[1.0, 0.0, 0.5], [0.0, 0.0, 0.0], [0.0, 0.49, 0.51]]
-    batch = batch.with_columns({"answers": [torch.tensor(row) for row in answers]})
+    batch = Batch.from_columns(
+        {"source": ["a", "b", "a"], "greedy": [1.0, 0.0, 0.4], "answers": answers}
+    )
     with InlineExecutor("cpu") as executor:
         actor, reward = (
             WorkerGroup(executor, name, kind, [0]).ready()
