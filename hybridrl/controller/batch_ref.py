@@ -158,14 +158,16 @@ class Concat(Node):
 
     def read(self, rows: Rows, columns: frozenset[str] | None, fetch: Fetch) -> Batch | None:
         pieces, order, start = [], [], 0
-        for table in self.tables:
+        for number, table in enumerate(self.tables):
             end = start + table.num_rows(fetch)
             wanted = np.flatnonzero((rows >= start) & (rows < end))
-            piece = table.read(rows[wanted] - start, columns, fetch)
-            if piece is None:
-                return None
-            pieces.append(piece)
-            order.append(wanted)
+            # An empty request still reads the first table, which tells the columns' types.
+            if len(wanted) or (number == 0 and not len(rows)):
+                piece = table.read(rows[wanted] - start, columns, fetch)
+                if piece is None:
+                    return None
+                pieces.append(piece)
+                order.append(wanted)
             start = end
         return Batch.concat(pieces).take(np.argsort(np.concatenate(order)))
 

@@ -184,7 +184,7 @@ class TrainEngine:
     def _drop_gathered(self) -> None:
         """A forward leaves the parameters gathered for the next one: copies in the precision of
         computation, which hide the ones that are trained."""
-        self.model.reshard()  # type: ignore[operator]
+        self.model.reshard()
 
     def _micro_batches(self, batch: Batch, rows_together: int = 1) -> list[list[int]]:
         """Rows of each micro-batch within the token budget; equally many on every rank, because

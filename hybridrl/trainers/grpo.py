@@ -9,6 +9,9 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from hybridrl.algorithms import keep_informative
 from hybridrl.config.schema import Config
@@ -66,7 +69,7 @@ class Trainer(base.Trainer):
         for _ in range(rounds):
             batch = self._samples()
             known = batch.collect(["scores", "group_id"])  # two numbers a sample
-            rows = np.flatnonzero(keep_informative(known["scores"].nan_to_num(), known["group_id"]))
+            rows = _informative_rows(known["scores"], known["group_id"])
             prompts += len(known) // per_prompt
             if len(rows):
                 kept.append(batch.take(rows[: wanted - count]))
@@ -81,3 +84,10 @@ class Trainer(base.Trainer):
                 f"after {rounds} generations (algorithm.max_refills); the step learns from those."
             )
         return BatchRef.concat(kept) if kept else batch
+
+
+def _informative_rows(scores: Tensor, groups: Tensor) -> npt.NDArray[np.int64]:
+    """The rows of all prompts whose scores differ, those of dropped samples (NaN) aside."""
+    scored = ~torch.isnan(scores)
+    informative = keep_informative(scores[scored], groups[scored])
+    return np.flatnonzero(torch.isin(groups, groups[scored][informative]))

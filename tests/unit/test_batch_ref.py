@@ -75,7 +75,7 @@ def test_any_chain_of_operations_reads_as_that_of_lists(data):
     count = data.draw(st.integers(1, 6))
     ref, rows = data.draw(tables(count, "a"))
     for step in range(data.draw(st.integers(0, 4))):
-        match data.draw(st.sampled_from(["take", "repeat", "split", "join"])):
+        match data.draw(st.sampled_from(["take", "repeat", "split", "join", "concat"])):
             case "take":
                 chosen = data.draw(
                     st.lists(st.integers(0, len(rows) - 1), max_size=6) if rows else st.just([])
@@ -90,6 +90,11 @@ def test_any_chain_of_operations_reads_as_that_of_lists(data):
                 ref = ref.split(parts, "rows")[index]
                 edges = [len(rows) * i // parts for i in range(parts + 1)]
                 rows = rows[edges[index] : edges[index + 1]]
+            case "concat":
+                chosen = [data.draw(st.lists(st.integers(0, 5), max_size=4)) for _ in range(2)]
+                chosen = [[row for row in part if row < len(rows)] for part in chosen]
+                ref = BatchRef.concat([ref.take(chosen[0]), ref, ref.take(chosen[1])])
+                rows = [rows[row] for row in chosen[0]] + rows + [rows[row] for row in chosen[1]]
             case "join":
                 right, more = data.draw(tables(len(rows), f"b{step}"))
                 ref, rows = ref | right, [x | y for x, y in zip(rows, more, strict=True)]
@@ -116,6 +121,69 @@ def test_the_parts_of_a_split_hold_every_row_once(data, parts, balance):
     assert sorted(numbers) == list(range(len(rows)))
     if balance == "tokens":
         assert max(costs) - min(costs) <= max(len(row["a_ids"]) + 1 for row in rows)
+
+
+@given(st.data())
+def test_tables_below_each_other_read_as_one_list(data):
+    found = [data.draw(tables(data.draw(st.integers(1, 4)), "a")) for _ in range(3)]
+    ref = BatchRef.concat([ref for ref, _ in found])
+    rows = [row for _, part in found for row in part]
+    assert read(ref) == rows
+    assert ref.node.num_rows(Store()) == len(rows)
+    assert ref.node.tokens(Store())["a_ids"].tolist() == [len(row["a_ids"]) for row in rows]
+    chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8))
+    assert read(ref.take(chosen)) == [rows[row] for row in chosen]
+    assert read(ref.select("a_text")) == [{"a_text": row["a_text"]} for row in rows]
+    more = columns([1] * len(rows), "b")
+    joined = [x | y for x, y in zip(rows, more.to_pylist(), strict=True)]
+    assert read(ref | shard_table(more, [range(len(rows))])) == joined
+    shards = [shard for part, _ in found for shard in part.node.shards()]
+    assert [id(shard) for shard in ref.node.shards()] == [id(shard) for shard in shards]
+
+
+def test_of_tables_below_each_other_only_the_wanted_are_fetched():
+    parts = [shard_table(columns([1, 2], "a"), [[0], [1]]) for _ in range(3)]
+    ref = BatchRef.concat(parts)
+    store = Store()
+    assert len(ref.take([3, 2]).read(WHOLE, store)[0]) == 2
+    assert {id(b) for b in store.fetched} == {id(s.data) for s in parts[1].node.shards()}
+    batch, _ = ref.take([]).read(WHOLE, Store())
+    assert len(batch) == 0 and batch["a_ids"].values.dtype == torch.int64
+    assert BatchRef.concat(parts[:1]) is parts[0]
+    with pytest.raises(DataError, match="Concatenate before `select`"):
+        BatchRef.concat([parts[0], parts[1].select("a_ids")])
+    with pytest.raises(DataError, match=r"column\(s\) scores yet"):
+        read(ref.select("scores"))
+
+
+@given(st.data(), st.integers(1, 5), st.integers(2, 3), st.sampled_from(["rows", "tokens"]))
+def test_rows_that_belong_together_are_never_parted(data, parts, together, balance):
+    ref, rows = data.draw(tables(together * data.draw(st.integers(1, 5)), "a"))
+    numbers, costs = [], []
+    for index in range(parts):
+        batch, of_part = ref.read(Part(index, parts, balance, together), Store())
+        assert batch.to_pylist() == [rows[row] for row in of_part]
+        units = of_part.reshape(-1, together)
+        assert (units == units[:, :1] + np.arange(together)).all()
+        assert (units[:, 0] % together == 0).all() and (np.diff(units[:, 0]) > 0).all()
+        numbers.extend(of_part.tolist())
+        costs.append(sum(len(rows[row]["a_ids"]) for row in of_part) + len(units))
+    assert sorted(numbers) == list(range(len(rows)))
+    if balance == "tokens":
+        sizes = np.array([len(row["a_ids"]) for row in rows]).reshape(-1, together).sum(1) + 1
+        assert max(costs) - min(costs) <= sizes.max()
+
+
+def test_tokens_are_balanced_by_all_rows_that_belong_together():
+    ref = shard_table(columns([5, 0, 5, 5, 0, 5], "a"), [range(6)])
+    parts = [ref.read(Part(index, 2, "tokens", 2), Store())[1].tolist() for index in range(2)]
+    assert sorted(parts) == [[0, 1, 4, 5], [2, 3]]
+
+
+def test_rows_left_over_cannot_be_dealt_out_together():
+    ref = shard_table(columns([1, 2, 3], "a"), [[0, 1, 2]])
+    with pytest.raises(DataError, match="3 rows cannot be dealt out 2 at a time"):
+        ref.read(Part(0, 2, "tokens", 2), Store())
 
 
 def test_shards_of_two_calls_hold_different_rows_in_different_order():

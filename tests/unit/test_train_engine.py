@@ -1,306 +1,46 @@
-"""TrainEngine: how a batch is split over ranks and micro-batches never changes the mathematics."""
+"""TrainEngine: how a batch is split into micro-batches never changes the mathematics."""
 
-import itertools
 import math
-import multiprocessing
 import os
-import socket
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from engine_cases import (
+    CLIPPED,
+    CPU,
+    LEARNING,
+    LENGTHS,
+    LONGEST,
+    TEMPERATURE,
+    assert_same_gradient,
+    assert_same_metrics,
+    expectations,
+    flat,
+    make_batch,
+    make_engine,
+    make_model,
+    parameters,
+    update,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM
 
-from hybridrl.algorithms import PolicyObjective, Segments, negative_log_likelihood, token_weights
+from hybridrl.algorithms import negative_log_likelihood
 from hybridrl.algorithms.weights import MODES
-from hybridrl.config.schema import ActorConfig, OptimizerConfig
-from hybridrl.controller.worker import Context, Rendezvous
-from hybridrl.core.batch import Batch, Ragged
-from hybridrl.engine import TrainEngine
+from hybridrl.config.schema import OptimizerConfig
+from hybridrl.controller.worker import Context
 from hybridrl.engine.optimizer import SCHEDULES, make_optimizer, rate_factor
-from hybridrl.engine.train import token_columns
 from hybridrl.errors import ConfigError
-from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.models.attention import NAME
 from hybridrl.parallel import fsdp
 from hybridrl.parallel.process_group import data_parallel_mesh, join
 
-CPU = torch.device("cpu")
-WORLD = 4
-TEMPERATURE = 0.8
-LENGTHS = [
-    (3, 4),
-    (5, 20),
-    (1, 1),
-    (9, 2),
-    (2, 13),
-    (4, 6),
-    (7, 0),
-    (2, 8),
-    (3, 3),
-    (1, 30),
-    (6, 5),
-]
-LONGEST = max(map(sum, LENGTHS))
-BUDGETS = (LONGEST, 60, 10_000)
-# By number of ranks: how many samples each rank gets.
-DEALS = {
-    1: [(11,)],
-    2: [(6, 5), (10, 1), (0, 11)],
-    4: [(3, 3, 3, 2), (7, 1, 0, 3)],
-}
-CLIPPED = PolicyObjective("ppo_clip", {}, kl_coefficient=0.1, entropy_coefficient=0.01)
-LEARNING = OptimizerConfig(learning_rate=0.03)
-WHOLE_SAMPLES = PolicyObjective("gspo", {"clip_low": 0.1, "clip_high": 0.1})
-
-
-def make_model():
-    """The same tiny random model in every process."""
-    config = Qwen2Config(
-        vocab_size=23,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        tie_word_embeddings=True,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
-    model.config.use_cache = False
-    return model
-
-
-def make_batch(mode="token-mean"):
-    """Every sample of the mini-batch, with all that an objective may read; holes in the mask."""
-    generator = torch.Generator().manual_seed(0)
-    responses = torch.tensor([0, *itertools.accumulate(n for _, n in LENGTHS)])
-    tokens = int(responses[-1])
-
-    def column(scale, shift=0.0):
-        return Ragged(scale * torch.randn(tokens, generator=generator) + shift, responses)
-
-    mask = torch.rand(tokens, generator=generator) < 0.8
-    weights = token_weights(
-        mask, mode, length_norm=30, segments=Segments.from_cu_seqlens(responses)
-    )
-    return Batch.from_columns(
-        {
-            "prompt_ids": [torch.randint(23, (n,), generator=generator) for n, _ in LENGTHS],
-            "response_ids": [torch.randint(23, (n,), generator=generator) for _, n in LENGTHS],
-            "response_mask": Ragged(mask, responses),
-            "loss_weights": Ragged(weights, responses),
-            "advantages": torch.randn(len(LENGTHS), generator=generator),
-            "log_probs": column(0.5, -3.0),
-            "ref_log_probs": column(0.5, -3.0),
-            "rollout_log_probs": column(0.5, -3.0),
-            "text": [f"sample {row}" for row in range(len(LENGTHS))],
-        }
-    )
-
-
-def deal(batch, counts):
-    """Rows for each rank, `counts` of them, from all over the batch."""
-    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(7)).tolist()
-    edges = [0, *itertools.accumulate(counts)]
-    return [order[start:stop] for start, stop in itertools.pairwise(edges)]
-
-
-def reduced(name, values, mask, rows):
-    if name.endswith("_max"):
-        return float(values[mask].max())
-    return float(values[rows if name.endswith("_by_row") else mask].mean())
-
-
-def plain_update(batch, objective):
-    """Gradient and metrics of the whole mini-batch at once: no engine, no shards, no split."""
-    policy = CausalPolicy(make_model())
-    samples = PackedSamples.of(batch, CPU)
-    outputs = policy(samples, TEMPERATURE)
-    columns = token_columns(batch, CPU)
-    mask = columns["response_mask"].bool()
-    segments = Segments.from_cu_seqlens(samples.response_bounds, mask)
-    loss, metrics = objective(outputs, columns, segments)
-    value = (loss * columns["loss_weights"])[mask].sum()
-    value.backward()
-    found = {
-        name.removesuffix("_by_row"): reduced(name, values, mask, segments.lengths > 0)
-        for name, values in metrics.items()
-    }
-    gradient = flat(parameter.grad for parameter in policy.parameters())
-    found |= {"loss": float(value.detach()), "tokens": float(mask.sum())}
-    found["rows"] = float((segments.lengths > 0).sum())
-    found["grad_norm"] = float(gradient.norm())
-    return gradient, found
-
-
-def make_engine(mesh, dtype="float32", optimizer=None, **settings):
-    """An engine that records each gradient its optimizer is given, whole. It learns nothing,
-    unless it gets an optimizer's settings."""
-    config = ActorConfig(**settings)
-    engine = TrainEngine(CausalPolicy(make_model()), mesh, CPU, dtype, config)
-    standing = OptimizerConfig(learning_rate=0.0, max_grad_norm=0.0)
-    engine.start_optimizer(optimizer or standing, updates=1000)
-    engine.gradients = []
-    engine.optimizer.register_step_pre_hook(
-        lambda *_: engine.gradients.append(
-            flat(whole(parameter.grad) for parameter in engine.model.parameters())
-        )
-    )
-    return engine
-
-
-def update(engine, batch, objective=CLIPPED):
-    """Gradient and metrics of one update."""
-    engine.gradients.clear()
-    metrics = engine.update(batch, objective, temperature=TEMPERATURE)
-    (gradient,) = engine.gradients
-    return gradient, metrics
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def flat(tensors):
-    return torch.cat([tensor.detach().flatten().clone() for tensor in tensors])
-
-
-def parameters(engine):
-    return flat(tensor for _, tensor in engine.full_parameters())
-
-
-def assert_same_gradient(found, expected):
-    assert float((found - expected).norm()) <= 1e-5 * float(expected.norm())
-
-
-def assert_same_metrics(found, expected):
-    found = {name: value for name, value in found.items() if name != "learning_rate"}
-    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
-
-
-def cases():
-    """(ranks, deal, budget, mode, objective, small) of every update of the distributed run."""
-    for ranks, deals in DEALS.items():
-        for (i, counts), (j, mode) in itertools.product(enumerate(deals), enumerate(MODES)):
-            yield ranks, counts, BUDGETS[(i + j) % len(BUDGETS)], mode, CLIPPED, True
-        yield ranks, deals[-1], LONGEST, MODES[1], WHOLE_SAMPLES, True
-        yield ranks, deals[-1], LONGEST, MODES[0], CLIPPED, False
-
-
-def rank_program(rank, address, port, listener, folder):
-    """What each of four processes does; it writes what it found, and tests compare."""
-    rendezvous = Rendezvous(address, port, listener if rank == 0 else None)
-    join(Context("actor", rank, WORLD, host=rank, hosts=WORLD, rendezvous=rendezvous))
-    meshes = {n: DeviceMesh("cpu", list(range(n)), mesh_dim_names=("dp",)) for n in (1, 2)}
-    meshes[WORLD] = data_parallel_mesh(CPU, WORLD)
-    found = {"updates": {}, "forwards": {}}
-    engines = {}
-    for case in cases():
-        ranks, counts, budget, mode, objective, small = case
-        if rank >= ranks:
-            continue
-        if (ranks, small) not in engines:
-            fsdp.SMALL_MODEL_BYTES = 1 << 20 if small else 0
-            engines[ranks, small] = make_engine(meshes[ranks])
-        engine = engines[ranks, small]
-        engine.config = replace(engine.config, tokens_per_microbatch=budget)
-        batch = make_batch(mode)
-        mine = batch.take(deal(batch, counts)[rank])
-        found["updates"][str(case)] = update(engine, mine, objective)
-        if mode == MODES[0]:
-            scored = engine.forward(mine, temperature=TEMPERATURE)
-            found["forwards"][str(case)] = scored.to_pylist()
-    if rank < 2:
-        found["spoiled"] = spoil(make_engine(meshes[2], optimizer=LEARNING), rank)
-    torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-def spoil(engine, rank):
-    """Two updates of two ranks; in the first one a sample of rank 1 has no finite advantage."""
-    batch = make_batch()
-    mine = batch.take(deal(batch, (6, 5))[rank])
-    bad = mine["advantages"].clone()
-    bad[0] = math.inf if rank == 1 else bad[0]
-    before = parameters(engine)
-    norm = engine.update(mine.with_columns({"advantages": bad}), CLIPPED)["grad_norm"]
-    between = parameters(engine)
-    engine.update(mine, CLIPPED)
-    return norm, torch.equal(before, between), torch.equal(before, parameters(engine))
-
-
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory):
-    """What each of four processes found; they are forked from one that has torch imported."""
-    folder = tmp_path_factory.mktemp("ranks")
-    modules = ["hybridrl.engine", "transformers.models.qwen2.modeling_qwen2"]
-    multiprocessing.set_forkserver_preload(modules)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        torch.multiprocessing.start_processes(
-            rank_program,
-            args=(*listener.getsockname(), listener, folder),
-            nprocs=WORLD,
-            start_method="forkserver",
-        )
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
-
 
 @pytest.fixture(scope="module")
 def plain():
-    """The expected gradient and metrics, by mode and objective; each worked out once."""
-    known = {}
-
-    def expected(mode, objective):
-        key = (mode, objective.policy_loss)
-        if key not in known:
-            known[key] = plain_update(make_batch(mode), objective)
-        return known[key]
-
-    return expected
-
-
-@pytest.mark.parametrize("ranks", DEALS)
-def test_any_split_over_ranks_and_micro_batches_gives_one_gradient(ranks, four_ranks, plain):
-    mine = [case for case in cases() if case[0] == ranks]
-    assert {case[3] for case in mine} == set(MODES)
-    for case in mine:
-        _, _, _, mode, objective, _ = case
-        gradient, metrics = plain(mode, objective)
-        for rank in range(ranks):
-            found, of_rank = four_ranks[rank]["updates"][str(case)]
-            assert_same_gradient(found, gradient)
-            assert_same_metrics(of_rank, metrics)
-
-
-@pytest.mark.parametrize("ranks", DEALS)
-def test_forward_gives_each_rank_its_rows_in_order(ranks, four_ranks):
-    batch = make_batch()
-    exact = CausalPolicy(make_model())(PackedSamples.of(batch, CPU), TEMPERATURE)
-    bounds = batch["response_ids"].cu_seqlens.tolist()
-    for case in (case for case in cases() if case[0] == ranks and case[3] == MODES[0]):
-        for rank, rows in enumerate(deal(batch, case[1])):
-            scored = four_ranks[rank]["forwards"][str(case)]
-            assert len(scored) == len(rows)
-            for row, found in zip(rows, scored, strict=True):
-                for name, column in exact.items():
-                    wanted = column[bounds[row] : bounds[row + 1]].tolist()
-                    assert found[name] == pytest.approx(wanted, rel=1e-4, abs=1e-5)
-
-
-def test_a_rank_without_a_finite_gradient_stops_the_step_of_all(four_ranks):
-    for rank in range(2):
-        norm, unchanged, unchanged_at_the_end = four_ranks[rank]["spoiled"]
-        assert not math.isfinite(norm)
-        assert unchanged and not unchanged_at_the_end
+    return expectations()
 
 
 @pytest.fixture(scope="module")

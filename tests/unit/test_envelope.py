@@ -1,0 +1,91 @@
+"""What travels between driver and hosts as bytes, and what must not."""
+
+import enum
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hybridrl.controller.batch_ref import BatchRef, ShardInfo, Table
+from hybridrl.controller.envelope import seal, unseal
+from hybridrl.controller.host import Call, Failure, Reply
+from hybridrl.core.batch import Batch
+from hybridrl.core.record import Record
+
+PLAIN = [
+    None,
+    True,
+    -3,
+    0.1,
+    math.inf,
+    "words",
+    (),
+    {},
+    {"loss": 0.5, "kl": None, 3: [1, (2.0, "x")]},
+    [("nested", {"a": [{"b": ()}]})],
+]
+
+
+class Name(str):
+    """A text of a class that the other side might not have."""
+
+
+class Kind(enum.IntEnum):
+    ONE = 1
+
+
+OTHER = [
+    torch.ones(2),
+    np.float64(1.0),
+    np.arange(2),
+    {1, 2},
+    b"bytes",
+    Name("x"),
+    Kind.ONE,
+    object(),
+    BatchRef(Table(())),
+    Batch.from_columns({"x": [1]}),
+]
+
+
+def call(*arguments, **keywords):
+    return Call("actor", "update", arguments, keywords, (1, 2), True)
+
+
+def reply(value):
+    return Reply(Record("actor", 3, "update"), value)
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=repr)
+def test_plain_messages_become_bytes_and_come_back(value):
+    for message in (call(value, 1, batch=value), reply(value), reply([value])):
+        sealed = seal(message)
+        assert type(sealed) is bytes
+        assert unseal(sealed) == message
+
+
+@pytest.mark.parametrize("value", OTHER, ids=lambda value: type(value).__name__)
+def test_what_is_not_plain_stays_as_it_is(value):
+    messages = [call(value), call(1, option=value), reply(value), reply({"deep": [(value,)]})]
+    for message in messages:
+        assert seal(message) is message
+        assert unseal(message) is message
+    assert seal(reply({Kind.ONE: 1})).value == {Kind.ONE: 1}, "keys count too"
+
+
+def test_a_reply_carries_what_the_driver_knows_of_a_shard():
+    info = ShardInfo.of(Batch.from_columns({"a_ids": [[1, 2], [3]]}), np.array([4, 2]))
+    failure = Failure("actor", 0, "update", "ValueError: no", "Traceback", 1.0)
+    record = Record("actor", 0, "update")
+    record.metrics["rows"] = 2.0
+    record.phases = {"train": 0.5}
+    found = unseal(seal(Reply(record, info=info, failure=failure)))
+    assert found.record == record and found.failure == failure and found.value is None
+    assert found.info.rows.tolist() == [4, 2] and found.info.columns == ("a_ids",)
+    assert found.info.tokens["a_ids"].tolist() == [2, 1]
+
+
+def test_bytes_only_are_opened():
+    for message in ("text", None, 3, bytearray(b"x")):
+        assert unseal(message) is message
