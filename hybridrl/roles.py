@@ -60,13 +60,13 @@ def _ends(path: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _actor(job: Job) -> Keywords:
-    config = job.config
+    config, algorithm = job.config, job.config.algorithm
     return {
         "source": _source(job),
         "config": config.actor,
         "rollout": config.rollout,
         "objective": objective(config),
-        "updates": _updates(config),
+        "updates": _updates(config) + (config.trainer.steps if algorithm.ptx_coefficient else 0),
         "seed": config.run.seed,
         "job": job.name,
         "generates": load_trainer(config.trainer.name).GENERATES,

@@ -47,6 +47,12 @@ def check_model(path: str, setting: str = "model.path") -> None:
         if path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise ConfigError(f"{setting}={path}: there is no such folder.")
         return
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{setting}={path} holds the adapters of a LoRA run, not a model. Multiply them in "
+            "first: peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload()"
+            ".save_pretrained(new_folder), and copy the tokenizer's files."
+        )
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"{setting}={path} has no config.json, so it is not a Hugging Face model folder."

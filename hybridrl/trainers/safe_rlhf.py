@@ -75,7 +75,7 @@ class Trainer(base.Trainer):
             updated = actor.update_actor(mini_batch.select(*ACTOR_COLUMNS, *with_kl))
             metrics.append(self.kl.watch(updated))
         if (coefficient := config.ptx_coefficient) > 0:
-            metrics.append(actor.update_supervised(self.next_examples(coefficient)))
+            actor.update_supervised(self.next_examples(coefficient))
         self.last_costs = costs
         self.figures["cost/multiplier"] = self.multiplier.value
         return batch, metrics

@@ -21,7 +21,6 @@ VOCABULARY = 29
 UNEVEN = [(3, 2), (30, 31), (1, 1), (12, 5), (9, 9), (2, 0), (1, 16), (4, 1)]
 
 
-
 def both(outputs):
     """Log-probabilities and entropy."""
     return outputs["log_probs"], outputs["entropy"]
