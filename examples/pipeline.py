@@ -23,7 +23,7 @@ def stage(name: str, *overrides: str) -> tuple[str, dict]:
 sft, _ = stage("sft", "algorithm=sft", "trainer.steps=130", "actor.optimizer.learning_rate=2e-3")
 rewarded, pairs = stage(
     "reward_model",
-    *("algorithm=reward_model", f"model.path={sft}", "trainer.steps=300", "eval.every=100"),
+    *("algorithm=reward_model", f"model.path={sft}", "trainer.steps=900", "eval.every=300"),
     *("actor.optimizer.learning_rate=1e-3",),
 )
 policy, _ = stage(
