@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from hybridrl.controller.batch_ref import BatchRef, Part, Shard, ShardInfo, Table
+from hybridrl.controller.batch_ref import BatchRef
 from hybridrl.controller.host import Call, Reply
+from hybridrl.controller.table import Part, Shard, ShardInfo, Table
 from hybridrl.controller.worker import Context, Worker
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import Cluster

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hybridrl.controller.batch_ref import BatchRef, Shard, Table
+from hybridrl.controller.batch_ref import BatchRef
 from hybridrl.controller.executor import Executor
 from hybridrl.controller.host import Call
 from hybridrl.controller.protocol import Protocol, Transfer
+from hybridrl.controller.table import Shard, Table
 from hybridrl.controller.worker import Context, Worker
 from hybridrl.core.batch import Batch
 from hybridrl.errors import nearest

@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridrl.controller.batch_ref import BatchRef, Fetch, Part, ShardInfo
+from hybridrl.controller.batch_ref import BatchRef
 from hybridrl.controller.protocol import Transfer
+from hybridrl.controller.table import Fetch, Part, ShardInfo
 from hybridrl.controller.worker import Context, Rendezvous, Worker
 from hybridrl.core.batch import Batch
 from hybridrl.core.record import Record

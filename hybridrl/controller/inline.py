@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from hybridrl.controller.batch_ref import BatchRef, Shard
+from hybridrl.controller.batch_ref import BatchRef
 from hybridrl.controller.executor import Executor
 from hybridrl.controller.host import Call, Host, Reply
+from hybridrl.controller.table import Shard
 from hybridrl.controller.worker import Context, Worker
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import Cluster, Device, choose_devices

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.controller import failures
-from hybridrl.controller.batch_ref import BatchRef, Shard
+from hybridrl.controller.batch_ref import BatchRef
 from hybridrl.controller.envelope import seal, unseal
 from hybridrl.controller.executor import Executor
 from hybridrl.controller.host import Call, Failure, Reply
 from hybridrl.controller.ray_host import RayHost, ray
+from hybridrl.controller.table import Shard
 from hybridrl.controller.worker import Context, Worker
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import Cluster, Device, choose_devices

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.controller import BatchRef, InlineExecutor
-from hybridrl.controller.batch_ref import Part, Shard, ShardInfo, Table
 from hybridrl.controller.host import Reply
+from hybridrl.controller.table import Part, Shard, ShardInfo, Table
 from hybridrl.core.batch import Batch, Ragged
 from hybridrl.core.record import Record
 from hybridrl.errors import DataError

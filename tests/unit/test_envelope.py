@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from hybridrl.controller.batch_ref import BatchRef, ShardInfo, Table
+from hybridrl.controller.batch_ref import BatchRef
 from hybridrl.controller.envelope import seal, unseal
 from hybridrl.controller.host import Call, Failure, Reply
+from hybridrl.controller.table import ShardInfo, Table
 from hybridrl.core.batch import Batch
 from hybridrl.core.record import Record
 
