@@ -49,8 +49,16 @@ def draw_curves(metrics_file: Path, out: Path) -> None:
 
 
 def _draw_reward(panel: Axes, rows: list[dict[str, Any]]) -> None:
+    if (
+        rows
+        and not any("reward/mean" in row for row in rows)
+        and any("policy/loss" in r for r in rows)
+    ):
+        _draw_loss(panel, rows)
+        return
     panel.set_title("Reward and greedy accuracy")
     _line(panel, rows, "reward/mean", _REWARD, "reward, mean of the step")
+    _line(panel, rows, "cost/mean", _KL, "cost, mean of the step")
     steps, values = series(rows, "accuracy")
     if steps:
         size = 5 if len(steps) <= 40 else 0
@@ -65,6 +73,17 @@ def _draw_reward(panel: Axes, rows: list[dict[str, Any]]) -> None:
     panel.set_ylabel("reward, accuracy")
     if rows and rows[0]["step"] < 0:
         panel.fill_between([], [], color="#e4e4ea", label="warm-up")
+
+
+def _draw_loss(panel: Axes, rows: list[dict[str, Any]]) -> None:
+    """Of a run that generates nothing."""
+    panel.set_title("Loss")
+    _line(panel, rows, "policy/loss", _REWARD, "loss of the step")
+    for key, label in (("eval/loss", "held-out loss"), ("eval/pair_accuracy", "pair accuracy")):
+        steps, values = series(rows, key)
+        if steps:
+            panel.plot(steps, values, "o-", color=_ACCURACY, markersize=5, label=label)
+    panel.set_ylabel("loss, accuracy")
 
 
 def _draw_length(panel: Axes, rows: list[dict[str, Any]]) -> None:

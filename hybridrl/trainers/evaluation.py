@@ -55,10 +55,10 @@ def row_sums(batch: Batch, column: str) -> Batch:
 
 def pair_figures(scores: torch.Tensor) -> dict[str, float]:
     """Of `[rows]` scores, the chosen answer of a pair before the rejected one: how often it scores
-    more, and by how much."""
+    more (a tie is half), and by how much."""
     margin = scores[0::2] - scores[1::2]
     return {
-        "eval/pair_accuracy": float((margin > 0).float().mean()),
+        "eval/pair_accuracy": float((margin.sign() + 1).mean() / 2),
         "eval/pair_margin": float(margin.mean()),
     }
 
