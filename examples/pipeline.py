@@ -30,6 +30,8 @@ policy, _ = stage(
     "ppo",
     *("algorithm=ppo", f"model.path={sft}", "warmup.steps=0", "trainer.steps=100"),
     *("reward.function=[]", f"reward.model={rewarded}", "eval.every=0"),
+    # Without it PPO finds what the reward model never saw, an empty answer, and stays there.
+    *("algorithm.kl_coefficient=0.3", "algorithm.kl_estimator=k1", "algorithm.kl_in_reward=true"),
 )
 _, before = stage("before", "algorithm=evaluate", f"model.path={sft}")
 _, after = stage("after", "algorithm=evaluate", f"model.path={policy}")

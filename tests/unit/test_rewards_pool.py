@@ -130,8 +130,8 @@ def wait_until_dead(pid):
 
 @pytest.mark.parametrize("processes", [1, 3])
 @pytest.mark.parametrize("name", ["score", "score_async"])
-def test_scores_come_back_in_order(shared, make_pool, name, processes):
-    pool = shared[name] if processes == 1 else make_pool(name, processes=processes)
+def test_scores_come_back_in_order(make_pool, name, processes):
+    pool = make_pool(name, processes=processes, timeout_s=60)
     for _ in range(2):
         result = pool.score(rows(*map(str, range(300))))
         assert result.scores == list(range(300))

@@ -329,7 +329,7 @@ def test_dpo(start):
     assert len(prompts) == 16 and prompts[0::2] == prompts[1::2]
     before, after, metrics = learn_one_batch(job, trainer, steps=8)
     # The policy is the reference still.
-    assert before == {"eval/pair_accuracy": 0.0, "eval/pair_margin": 0.0}
+    assert before == {"eval/pair_accuracy": 0.5, "eval/pair_margin": 0.0}
     assert metrics["policy/loss"] == pytest.approx(math.log(2), rel=1e-5)
     assert after["eval/pair_accuracy"] == 1.0 and after["eval/pair_margin"] > 0.5
 
@@ -339,7 +339,7 @@ def test_reward_model(start):
     assert set(job.groups) == {"reward_model"}
     before, after, metrics = learn_one_batch(job, trainer, steps=14)
     # A new head says 0 of everything.
-    assert before == {"eval/pair_accuracy": 0.0, "eval/pair_margin": 0.0}
+    assert before == {"eval/pair_accuracy": 0.5, "eval/pair_margin": 0.0}
     assert metrics["policy/loss"] == pytest.approx(math.log(2), rel=1e-5)
     assert after["eval/pair_accuracy"] == 1.0 and after["eval/pair_margin"] > 0.3
 
