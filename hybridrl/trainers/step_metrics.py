@@ -78,6 +78,8 @@ def _scores(kind: str, total: Mapping[str, float]) -> dict[str, float]:
         figures["reward/correct"] = total["reward_correct"] / count
     for name in ("failures", "timeouts"):
         figures[f"{kind}/{name}"] = total[f"{kind}_{name}"]
+    if f"{kind}_ungraded" in total:  # there is a judge
+        figures[f"{kind}/ungraded"] = total[f"{kind}_ungraded"]
     return figures
 
 

@@ -1,4 +1,4 @@
-"""RewardWorker: scores samples by the user's functions, and by a reward model."""
+"""RewardWorker: scores samples by the user's functions, by a judge and by a reward model."""
 
 from __future__ import annotations
 
