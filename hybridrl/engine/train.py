@@ -29,8 +29,8 @@ from hybridrl.parallel.fsdp import is_small, shard
 
 Loss = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Segments], TokenLoss]
 """(outputs of the model, columns of the batch, samples), packed `[tokens]`, to a loss per token.
-Metrics are averaged over the tokens of `response_mask`; those named `*_by_row` have a value for each
-sample, and are averaged over samples; of those named `*_max` the largest is taken."""
+Metrics are averaged over the tokens of `response_mask`; those named `*_by_row` have a value for
+each sample, and are averaged over samples; of those named `*_max` the largest is taken."""
 
 
 BY_ROW = "_by_row"
