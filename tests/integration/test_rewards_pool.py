@@ -97,18 +97,6 @@ def make_pool(functions_file):
         yield make
 
 
-@pytest.fixture(scope="module")
-def shared(functions_file):
-    """A pool for each function that tests may share, because none of them ends it."""
-    with contextlib.ExitStack() as pools:
-        yield {
-            name: pools.enter_context(
-                RewardPool([f"{functions_file}:{name}"], timeout_s=TIMEOUT_S, on_error="drop")
-            )
-            for name in ("score", "score_async")
-        }
-
-
 def rows(*responses, **further):
     return [{"prompt": "p", "response": r, "answer": "a", **further} for r in responses]
 
@@ -139,12 +127,12 @@ def test_scores_come_back_in_order(make_pool, name, processes):
         assert (result.failures, result.timeouts, result.first_failure) == (0, 0, None)
 
 
-def test_no_rows(shared):
-    assert shared["score"].score([]).scores == []
+def test_no_rows(make_pool):
+    assert make_pool("score").score([]).scores == []
 
 
-def test_dictionaries_bring_further_columns(shared):
-    result = shared["score"].score(rows("1", "dict"))
+def test_dictionaries_bring_further_columns(make_pool):
+    result = make_pool("score").score(rows("1", "dict"))
     assert result.scores == [1.0, 2.0]
     assert list(result.columns) == ["reward/score", "reward/score/length"]
     assert math.isnan(result.columns["reward/score/length"][0])
@@ -181,10 +169,10 @@ def test_weighted_sum_of_several_functions(make_pool):
     ],
 )
 @pytest.mark.parametrize("name", ["score", "score_async"])
-def test_one_bad_row_costs_one_row(shared, name, response, explanation):
+def test_one_bad_row_costs_one_row(make_pool, name, response, explanation):
     if name == "score_async" and response in ("die", "segfault"):
         pytest.skip("has a test of its own")
-    result = shared[name].score(rows("1", "2", response, "4", "5"))
+    result = make_pool(name).score(rows("1", "2", response, "4", "5"))
     assert [s for s in result.scores if not math.isnan(s)] == [1.0, 2.0, 4.0, 5.0]
     assert math.isnan(result.scores[2])
     assert result.failures == 1
@@ -194,9 +182,9 @@ def test_one_bad_row_costs_one_row(shared, name, response, explanation):
 
 
 @pytest.mark.parametrize("response", ["die", "block"])
-def test_the_guilty_one_of_concurrent_rows_is_found(shared, monkeypatch, response):
+def test_the_guilty_one_of_concurrent_rows_is_found(make_pool, monkeypatch, response):
     monkeypatch.setattr("hybridrl.rewards.pool._ASYNC_GRACE_S", 0.1)
-    result = shared["score_async"].score(rows("1", "2", response, "4"))
+    result = make_pool("score_async").score(rows("1", "2", response, "4"))
     assert result.failures == 1
     assert math.isnan(result.scores[2])
     assert [s for s in result.scores if not math.isnan(s)] == [1.0, 2.0, 4.0]
@@ -268,8 +256,8 @@ def test_asynchronous_rows_run_concurrently(make_pool):
     assert result.scores == [1.0] * 40
 
 
-def test_a_timeout_error_of_the_function_is_no_time_out(shared):
-    result = shared["score_async"].score(rows("own"))
+def test_a_timeout_error_of_the_function_is_no_time_out(make_pool):
+    result = make_pool("score_async").score(rows("own"))
     assert (result.failures, result.timeouts) == (1, 0)
     assert "TimeoutError: mine" in result.first_failure
 
@@ -303,8 +291,8 @@ def test_a_forgotten_pool_leaves_no_process(functions_file):
     assert wait_until_dead(pid)
 
 
-def test_an_idle_process_that_died_is_replaced(shared):
-    pool = shared["score"]
+def test_an_idle_process_that_died_is_replaced(make_pool):
+    pool = make_pool("score")
     pid = int(pool.score(rows("pid")).scores[0])
     os.kill(pid, signal.SIGKILL)
     assert wait_until_dead(pid)
@@ -336,8 +324,8 @@ sys.stdin.read()
     assert wait_until_dead(pid)
 
 
-def test_ctrl_c_is_for_the_parent(shared):
-    pool = shared["score"]
+def test_ctrl_c_is_for_the_parent(make_pool):
+    pool = make_pool("score")
     pid = int(pool.score(rows("pid")).scores[0])
     os.kill(pid, signal.SIGINT)
     assert pool.score(rows("pid")).scores == [pid]
