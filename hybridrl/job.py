@@ -19,6 +19,7 @@ import psutil
 
 from hybridrl.config.checks import check
 from hybridrl.config.load import to_yaml
+from hybridrl.config.parallel_checks import check_parallel
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.observe.metrics import open_writers
@@ -82,7 +83,7 @@ class Job:
         try:
             loading.result()
             devices = self.executor.cluster.devices
-            self._check_devices(len(devices))
+            check_parallel(config, len(devices))
             progress(f"starting {len(devices)} workers")
             self._build_groups(roles)
         except BaseException:
@@ -281,14 +282,6 @@ class Job:
                 f"{wanted}, but actor.tokens_per_microbatch={budget}: a sample (or a pair) is "
                 f"never cut. Raise actor.tokens_per_microbatch to {needed} or more, or lower "
                 f"{setting}."
-            )
-
-    def _check_devices(self, devices: int) -> None:
-        tensor_parallel = self.config.rollout.tensor_parallel
-        if devices % tensor_parallel:
-            raise ConfigError(
-                f"rollout.tensor_parallel={tensor_parallel} does not divide the {devices} devices. "
-                "Set it to a divisor, or set num_devices."
             )
 
     def _build_groups(self, roles: Sequence[str] | None) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hybridrl.config.algorithm_checks import check_algorithm
+from hybridrl.config.parallel_checks import check_parallel
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, MissingPackageError, nearest
 
@@ -17,7 +18,6 @@ POSITIVE = (
     "data.max_prompt_tokens",
     "rollout.samples_per_prompt",
     "rollout.max_tokens",
-    "rollout.tensor_parallel",
     "rollout.max_sequences",
     "rollout.kv_cache_gib",
     "rollout.max_turns",
@@ -146,9 +146,9 @@ def _check_sizes(config: Config) -> None:
         raise ConfigError(f"rollout.top_p={config.rollout.top_p}: must be in (0, 1].")
     if not 0 < config.rollout.memory_share < 1:
         raise ConfigError(f"rollout.memory_share={config.rollout.memory_share}: must be in (0, 1).")
-    if config.rollout.engine == "transformers" and config.rollout.tensor_parallel > 1:
+    if config.rollout.engine == "transformers" and config.rollout.parallel.tp > 1:
         raise ConfigError(
-            f"rollout.tensor_parallel={config.rollout.tensor_parallel} needs rollout=vllm; "
+            f"rollout.parallel.tp={config.rollout.parallel.tp} needs rollout=vllm; "
             "rollout=transformers keeps a whole model on each device."
         )
     if config.executor == "inline" and (config.num_devices or 1) > 1:
@@ -170,12 +170,12 @@ def _check_episode(config: Config) -> None:
     if rollout.episode is None:
         return
     check_episode(rollout.episode)
-    if rollout.tensor_parallel > 1:
+    if rollout.parallel.tp > 1:
         raise ConfigError(
-            f"rollout.tensor_parallel={rollout.tensor_parallel} with rollout.episode="
+            f"rollout.parallel.tp={rollout.parallel.tp} with rollout.episode="
             f"{rollout.episode}: the devices that share a model must generate the same tokens at "
             "the same time, but each would see the tools answer at another moment. Set "
-            "rollout.tensor_parallel=1."
+            "rollout.parallel.tp=1."
         )
 
 
@@ -240,12 +240,7 @@ def _check_devices(config: Config) -> None:
     number = 1 if config.executor == "inline" else config.num_devices
     gpus = torch.accelerator.device_count()
     _, devices = choose_devices(config.devices, number, gpus, cpus)
-    tensor_parallel = config.rollout.tensor_parallel
-    if devices % tensor_parallel:
-        raise ConfigError(
-            f"rollout.tensor_parallel={tensor_parallel} does not divide the {devices} devices. "
-            "Set it to a divisor, or set num_devices."
-        )
+    check_parallel(config, devices)
 
 
 def one_of(setting: str, value: str, known: Iterable[str]) -> None:

@@ -193,6 +193,27 @@ class LoraSettings:
 
 
 @dataclass
+class ParallelConfig:
+    """How a model that is trained is cut over the devices: dp x ring x ulysses x pp x tp of them.
+    Splits never change what is learned."""
+
+    dp: int | None = None
+    """Parts of the batch; null: as many as the devices leave."""
+    tp: int = 1
+    """Tensor parallel: every matrix is cut over so many devices."""
+    pp: int = 1
+    """Pipeline stages: consecutive layers lie on different devices."""
+    ulysses: int = 1
+    """Sequence parallel by heads: samples are cut over so many devices, which swap tokens for heads
+    in attention."""
+    ring: int = 1
+    """Sequence parallel by blocks: keys and values are passed around so many devices."""
+    shards: int | None = None
+    """Data- and sequence-parallel ranks that share one copy of the parameters; null: all of them.
+    Fewer gather over shorter ways and take more memory (hybrid sharding)."""
+
+
+@dataclass
 class ActorConfig:
     """How the model is trained: the policy, or with trainer `reward_model` the reward model. A
     critic is trained alike, but for what `critic` says."""
@@ -206,6 +227,7 @@ class ActorConfig:
     """Keep parameters, gradients and optimizer state on the CPU (GPUs only)."""
     offload_optimizer: bool = False
     """Keep the optimizer state on the CPU between updates (GPUs only)."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     lora: LoraSettings = field(default_factory=LoraSettings)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
@@ -222,6 +244,14 @@ class CriticConfig:
     """Farthest that an update may move a value; null does not clip."""
     warmup_steps: int = 0
     """First steps, in which only the critic learns."""
+
+
+@dataclass
+class RolloutParallelConfig:
+    """How the model is cut while it generates."""
+
+    tp: int = 1
+    """Devices that share one copy of the model."""
 
 
 @dataclass
@@ -251,8 +281,7 @@ class RolloutConfig:
     its episode."""
     tool_timeout_s: float = 30.0
     """Longest time for one call of the episode's code; then that episode is over."""
-    tensor_parallel: int = 1
-    """Devices that share one copy of the model while generating."""
+    parallel: RolloutParallelConfig = field(default_factory=RolloutParallelConfig)
     max_sequences: int = 256
     """Samples generated at a time on one replica."""
     kv_cache_gib: float = 0.25

@@ -1,11 +1,12 @@
 """Named mesh axes: which coordinate a rank has on which axis.
 
-An *axis* belongs to a mesh, a *dim* to a tensor. The axes in use: `dp` (data), `pp` (pipeline),
-`tp` (tensor) for training; `rollout_dp`, `rollout_tp` for generation.
+An *axis* belongs to a mesh, a *dim* to a tensor. The axes in use: `dp` (data), `ring` and `ulysses`
+(sequence), `pp` (pipeline), `tp` (tensor) for training; `rollout_dp`, `rollout_tp` for generation.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,31 +15,51 @@ from hybridrl.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class Coordinate:
+    """A place on one axis: `index` of `size`."""
+
+    index: int
+    size: int
+
+
+@dataclass(frozen=True)
 class Mesh:
-    """A grid of ranks. `axes` maps axis name to size, outermost first; the last axis varies
-    fastest over consecutive ranks."""
+    """A grid of ranks.
+
+    Attributes:
+        axes: Axis name to size, outermost first; the last axis varies fastest over the grid.
+        ranks: The rank at each place of the grid, row by row; None: 0, 1, 2, ...
+    """
 
     axes: Mapping[str, int]
+    ranks: tuple[int, ...] | None = None
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return math.prod(self.axes.values())
 
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The rank at each place, row by row."""
+        return self.ranks or tuple(range(self.size))
+
     def coordinates(self, rank: int) -> dict[str, Coordinate]:
         """Where `rank` stands on every axis."""
-        if not 0 <= rank < self.size:
+        if rank not in self.grid:
             raise ConfigError(f"Rank {rank} is not on a mesh of {self.size} ranks ({self.axes}).")
+        place = self.grid.index(rank)
         found: dict[str, Coordinate] = {}
         for name, size in reversed(list(self.axes.items())):
-            rank, index = divmod(rank, size)
+            place, index = divmod(place, size)
             found[name] = Coordinate(index, size)
         return dict(reversed(list(found.items())))
 
-
-@dataclass(frozen=True)
-class Coordinate:
-    """A place on one axis: `index` of `size`."""
-
-    index: int
-    size: int
+    def groups(self, *axes: str) -> list[list[int]]:
+        """The ranks in groups that differ on these axes only, each in the order of the grid."""
+        indices = itertools.product(*(range(size) for size in self.axes.values()))
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, index in zip(self.grid, indices, strict=True):
+            others = tuple(i for name, i in zip(self.axes, index, strict=True) if name not in axes)
+            found.setdefault(others, []).append(rank)
+        return list(found.values())

@@ -1,7 +1,7 @@
-"""HybridEngine: one policy in two forms, sharded for training and whole for generation.
+"""HybridEngine: one policy in two layouts, cut one way for training and another for generation.
 
-The generation form is brought up to date when it is next needed, so no driver program can forget
-to do it, and updates that follow each other move nothing in between.
+The generation weights are brought up to date when they are next needed, so no driver program can
+forget to do it, and updates that follow each other move nothing in between.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import torch
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import free_cached_memory, synchronize
 from hybridrl.engine.train import Loss, TrainEngine
+from hybridrl.engine.transition import Cost, Transition
+from hybridrl.errors import RolloutError
+from hybridrl.models.loading import DTYPES
 from hybridrl.rollout.base import RolloutEngine, Sampling
 
 Phase = Callable[[str], AbstractContextManager[None]]
@@ -24,17 +27,34 @@ NOT_LOADED = -1
 class HybridEngine:
     """Trains with `train`, generates with `rollout`, which may be missing.
 
+    Args:
+        dtype: Name of the precision of the rollout engine's weights.
+        verify: Compare all weights after each transition; as slow as loading them.
+
     Attributes:
         policy_version: Number of optimizer steps so far. Every sample carries the version that
             made it.
+        cost: Of the last transition to generation; None where weights went whole.
     """
 
-    def __init__(self, train: TrainEngine, rollout: RolloutEngine | None, phase: Phase) -> None:
+    def __init__(
+        self,
+        train: TrainEngine,
+        rollout: RolloutEngine | None,
+        phase: Phase,
+        dtype: str = "float32",
+        verify: bool = False,
+    ) -> None:
         self.train = train
         self.rollout = rollout
         self.policy_version = 0
+        self.cost: Cost | None = None
         self._loaded_version = 0
         self._phase = phase
+        self._dtype = DTYPES[dtype]
+        self._verify = verify
+        self._transition: Transition | None = None
+        self._is_planned = False
 
     def generate(self, batch: Batch, sampling: Sampling, seed: int) -> Batch:
         """One response per prompt, from the newest weights. Where the engine does not say which of
@@ -63,9 +83,20 @@ class HybridEngine:
         self.policy_version += 1
         return metrics
 
+    @torch.no_grad()
     def _synchronise(self) -> None:
         self.rollout.wake()
-        with torch.no_grad():
+        if not self._is_planned:
+            self._transition = Transition.between(self.train, self.rollout, self._dtype)
+            self._is_planned = True
+        if self._transition is None:
             self.rollout.load(self.train.full_weights())
+        else:
+            self.cost = self._transition.run()
+            if self._verify and (wrong := self.rollout.differences(self.train.full_weights())):
+                raise RolloutError(
+                    f"{len(wrong)} parts of the weights are not those of the trainer after a "
+                    f"transition to policy version {self.policy_version}: {' '.join(wrong[:3])}"
+                )
         synchronize(self.train.device)
         self._loaded_version = self.policy_version

@@ -7,6 +7,7 @@ ranks and micro-batches gives the same gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,18 +15,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hybridrl.algorithms import Segments, TokenLoss
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.core.balance import pack
 from hybridrl.core.batch import Batch, Ragged
+from hybridrl.core.layout import Layout
+from hybridrl.engine.gradients import Gradients
 from hybridrl.engine.optimizer import make_optimizer
 from hybridrl.models import PackedModel, PackedSamples
 from hybridrl.models.adapters import has_adapters, merged
 from hybridrl.models.loading import DTYPES, read_weights
+from hybridrl.parallel import tensor as tensor_parallel
 from hybridrl.parallel.fsdp import is_small, shard
+from hybridrl.parallel.layout import training_layout
+from hybridrl.parallel.mesh import ParallelMesh
 
 Loss = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Segments], TokenLoss]
 """(outputs of the model, columns of the batch, samples), packed `[tokens]`, to a loss per token.
@@ -41,7 +46,7 @@ class TrainEngine:
 
     Args:
         model: The model, float32, on the CPU; it is sharded in place.
-        mesh: One-axis `dp` mesh over the ranks.
+        mesh: How the model and its batches are cut over the ranks.
         device: This rank's device.
         dtype: Name of the precision of computation.
         config: Micro-batch budget, checkpointing, offload.
@@ -50,24 +55,26 @@ class TrainEngine:
     def __init__(
         self,
         model: PackedModel,
-        mesh: DeviceMesh,
+        mesh: ParallelMesh,
         device: torch.device,
         dtype: str,
         config: ActorConfig,
     ) -> None:
         self.config = config
         self.device = device
-        self.ranks = mesh.size()
+        self.mesh = mesh
         offload = config.offload_parameters and device.type != "cpu"
         if config.gradient_checkpointing:
             model.inner.gradient_checkpointing_enable({"use_reentrant": False})
-        self._has_adapters = has_adapters(model.inner)
+        self.has_adapters = has_adapters(model.inner)
         # Gathering gradients once per update, not per micro-batch, needs them whole in memory.
         self._reduce_once = is_small(model)
+        cuts = tensor_parallel.cut(model, mesh)
+        self.cuts = cuts.cuts
         model = model if offload else model.to(device)
-        self.model = shard(model, mesh, DTYPES[dtype], offload=offload)
+        self.model = shard(model, mesh.fsdp, DTYPES[dtype], offload=offload)
+        self._gradients = self._watch_gradients(cuts.partial)
         self._offload_optimizer = config.offload_optimizer and not offload and device.type != "cpu"
-        self._group = mesh.get_group()
 
     def start_optimizer(self, config: OptimizerConfig, updates: int) -> None:
         """Begins a phase of `updates` optimizer steps with a fresh optimizer and schedule."""
@@ -124,14 +131,27 @@ class TrainEngine:
             token_loss = loss(outputs, columns, segments)
             value = torch.where(mask, token_loss.loss * columns["loss_weights"], 0.0).sum()
             # FSDP averages gradients over ranks; the weights already are those of the global loss.
-            (value * self.ranks).backward()
+            (value * self.mesh.data_ranks).backward()
             gathered.add(value, token_loss.metrics, mask, segments.lengths > 0)
-        metrics = gathered.reduce(self._group)
+        metrics = gathered.reduce(self.mesh.group("dp"))
         metrics["grad_norm"] = self._step()
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         self.schedule.step()
         self._move_optimizer(torch.device("cpu"))
         return metrics
+
+    def layout(self) -> Layout:
+        """Which part of every parameter each rank of the mesh holds. Collective."""
+        parameters = dict(self.model.inner.named_parameters())
+        return training_layout(parameters, self.cuts, self.mesh)
+
+    def local_parameters(self) -> dict[str, Tensor]:
+        """What this rank holds of every parameter, float32."""
+        self._drop_gathered()
+        return {
+            name: p.detach().to_local() if isinstance(p, DTensor) else p.detach()
+            for name, p in self.model.inner.named_parameters()
+        }
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, under its checkpoint name, one at a time. Collective."""
@@ -145,7 +165,7 @@ class TrainEngine:
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """As `full_parameters`, with adapters multiplied into the weights that they belong to."""
         parameters = self.full_parameters()
-        return merged(self.model.inner, parameters) if self._has_adapters else parameters
+        return merged(self.model.inner, parameters) if self.has_adapters else parameters
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -164,9 +184,10 @@ class TrainEngine:
         """Writes the model, or its adapters alone, as a Hugging Face folder, in float32.
         Collective; rank 0 writes."""
         state = {name: tensor.cpu() for name, tensor in self.full_parameters()}
-        if dist.get_rank(self._group) == 0:
+        if self.mesh.is_first:
             self.model.inner.save_pretrained(folder, state_dict=state)
-        dist.barrier(self._group)
+        if (group := self.mesh.group()) is not None:
+            dist.barrier(group)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -176,10 +197,21 @@ class TrainEngine:
         for name, tensor in read_weights(folder):
             if (mine := parameters.get(name)) is None:
                 continue
+            if (cut := self.cuts.get(name)) is not None:
+                tensor = cut.of(tensor, self.mesh.index("tp"))
             if isinstance(mine, DTensor):
                 tensor = tensor.to(mine.device)
                 tensor = distribute_tensor(tensor, mine.device_mesh, mine.placements)
             mine.copy_(tensor)
+
+    def _watch_gradients(self, partial: list[tuple[str, dist.ProcessGroup]]) -> Gradients:
+        parameters = dict(self.model.inner.named_parameters())
+        copies = {
+            parameter: cut.copies() if (cut := self.cuts.get(name)) else self.mesh.size("tp")
+            for name, parameter in parameters.items()
+        }
+        partial_parameters = [(parameters[name], group) for name, group in partial]
+        return Gradients(self.model, self.mesh, copies, partial_parameters)
 
     def _drop_gathered(self) -> None:
         """A forward leaves the parameters gathered for the next one: copies in the precision of
@@ -193,7 +225,8 @@ class TrainEngine:
         units = lengths.reshape(-1, rows_together).sum(1).tolist()
         packed = pack(units, self.config.tokens_per_microbatch) or [[]]
         count = torch.tensor([len(packed)])
-        dist.all_reduce(count, dist.ReduceOp.MAX, group=self._group)
+        if (group := self.mesh.group("dp")) is not None:
+            dist.all_reduce(count, dist.ReduceOp.MAX, group=group)
         while len(packed) < int(count):
             fullest = max(packed, key=len)
             packed.remove(fullest)
@@ -206,16 +239,14 @@ class TrainEngine:
     def _step(self) -> float:
         """Clips, steps and clears the gradients; gives their norm before clipping. A step whose
         gradient is not finite is left out."""
-        parameters = list(self.model.parameters())
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if torch.isfinite(norm):
-            if self._max_grad_norm > 0:
-                torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
+        self._gradients.finish()
+        norm = self._gradients.norm()
+        if math.isfinite(norm):
+            if 0 < self._max_grad_norm < norm:
+                self._gradients.scale(self._max_grad_norm / norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(norm)
+        return norm
 
     def _move_optimizer(self, device: torch.device) -> None:
         if not self._offload_optimizer:
@@ -267,9 +298,10 @@ class _Metrics:
                 where = rows if name.endswith(BY_ROW) else mask
                 self._add(name, torch.where(where, values, 0.0).sum())
 
-    def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
+    def reduce(self, group: dist.ProcessGroup | None) -> dict[str, float]:
         sums = torch.tensor([float(v) for v in self._sums.values()], dtype=torch.float64)
-        dist.all_reduce(sums, group=group)
+        if group is not None:
+            dist.all_reduce(sums, group=group)
         found = dict(zip(self._sums, sums.tolist(), strict=True))
         result = {name: found.pop(name) for name in ("loss", "tokens", "rows")}
         for name, total in found.items():
@@ -277,7 +309,8 @@ class _Metrics:
             result[name.removesuffix(BY_ROW)] = total / max(1.0, count)
         if self._tops:
             tops = torch.tensor([float(v) for v in self._tops.values()], dtype=torch.float64)
-            dist.all_reduce(tops, dist.ReduceOp.MAX, group=group)
+            if group is not None:
+                dist.all_reduce(tops, dist.ReduceOp.MAX, group=group)
             result |= dict(zip(self._tops, tops.tolist(), strict=True))
         return result
 

@@ -7,6 +7,7 @@ from hybridrl.models.loading import (
     load_scalar_model,
     load_tokenizer,
     make_tiny_model,
+    tiny_config,
 )
 from hybridrl.models.log_probs import token_log_probs
 from hybridrl.models.packed_models import CausalPolicy, PackedModel, ScalarModel
@@ -24,5 +25,6 @@ __all__ = [
     "load_scalar_model",
     "load_tokenizer",
     "make_tiny_model",
+    "tiny_config",
     "token_log_probs",
 ]

@@ -151,19 +151,9 @@ def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def make_tiny_model(
-    folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    seed: int,
-    hidden_size: int,
-    layers: int,
-    heads: int,
-    context: int,
-) -> Path:
-    """Writes a Qwen2-architecture model of random weights and its tokenizer to `folder`."""
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
+def tiny_config(*, hidden_size: int, layers: int, heads: int, context: int) -> Qwen2Config:
+    """The architecture of `make_tiny_model`, but for its vocabulary."""
+    return Qwen2Config(
         hidden_size=hidden_size,
         intermediate_size=4 * hidden_size,
         num_hidden_layers=layers,
@@ -171,10 +161,22 @@ def make_tiny_model(
         num_key_value_heads=max(1, heads // 2),
         max_position_embeddings=context,
         tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
+
+
+def make_tiny_model(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, *, seed: int, **shape: int
+) -> Path:
+    """Writes a Qwen2-architecture model of random weights and its tokenizer to `folder`.
+
+    Args:
+        shape: See `tiny_config`.
+    """
+    config = tiny_config(**shape)
+    config.vocab_size = len(tokenizer)
+    config.bos_token_id = tokenizer.bos_token_id
+    config.eos_token_id = tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)

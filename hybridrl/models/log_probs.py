@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 CHUNK_ELEMENTS = 1 << 22
 """Logits computed at a time: tokens per chunk = this divided by the vocabulary."""
+
+
+class Vocabulary(NamedTuple):
+    """The part of the vocabulary that this rank has: from `start` on; the ranks of `group` have the
+    rest."""
+
+    start: int
+    group: dist.ProcessGroup
 
 
 def token_log_probs(
@@ -15,19 +24,21 @@ def token_log_probs(
     weight: torch.Tensor,
     targets: torch.Tensor,
     temperature: float = 1.0,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each target and entropy of each distribution, in float32.
 
     Args:
         hidden: `[tokens, hidden]`, the model's last hidden states.
-        weight: `[vocabulary, hidden]`, the output embedding.
+        weight: `[vocabulary, hidden]`, the output embedding, or this rank's rows of it.
         targets: `[tokens]`, token ids.
         temperature: The logits are divided by it, as the sampler did.
+        vocabulary: Which rows `weight` holds; None: all.
 
     Returns:
         log_probs `[tokens]` and entropy `[tokens]`; gradients flow through both.
     """
-    return _TokenLogProbs.apply(hidden, weight, targets, temperature)
+    return _TokenLogProbs.apply(hidden, weight, targets, temperature, vocabulary)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -41,37 +52,71 @@ class _TokenLogProbs(torch.autograd.Function):
         weight: torch.Tensor,
         targets: torch.Tensor,
         temperature: float,
+        vocabulary: Vocabulary | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        log_probs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty_like(log_probs)
+        # By token: the largest logit; and, with z the logits less the largest, the sum of exp(z),
+        # that of exp(z) z, and the target's z.
+        largest = hidden.new_empty(len(hidden), dtype=torch.float32)
+        sums = largest.new_empty(len(hidden), 3)
+        local, mine = _local(targets, weight, vocabulary)
         for chunk in _chunks(hidden, weight):
-            log_softmax = _log_softmax(hidden[chunk], weight, temperature)
-            log_probs[chunk] = log_softmax.gather(1, targets[chunk, None]).squeeze(1)
-            entropy[chunk] = -(log_softmax.exp() * log_softmax).sum(1)
-        ctx.save_for_backward(hidden, weight, targets, entropy)
-        ctx.temperature = temperature
+            logits = _logits(hidden[chunk], weight, temperature)
+            largest[chunk] = logits.amax(1)
+            logits -= largest[chunk, None]
+            exponentials = logits.exp()
+            sums[chunk, 0] = exponentials.sum(1)
+            sums[chunk, 1] = (exponentials * logits).sum(1)
+            sums[chunk, 2] = logits.gather(1, local[chunk, None]).squeeze(1) * mine[chunk]
+        if vocabulary is not None:
+            mine_largest, largest = largest, largest.clone()
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=vocabulary.group)
+            shift = mine_largest - largest
+            sums[:, 1] += shift * sums[:, 0]
+            sums[:, :2] *= shift.exp()[:, None]
+            sums[:, 2] += shift * mine
+            dist.all_reduce(sums, group=vocabulary.group)
+        log_sum = sums[:, 0].log()
+        log_probs = sums[:, 2] - log_sum
+        entropy = log_sum - sums[:, 1] / sums[:, 0]
+        ctx.save_for_backward(hidden, weight, targets, entropy, largest, log_sum)
+        ctx.temperature, ctx.vocabulary = temperature, vocabulary
         return log_probs, entropy
 
     @staticmethod
     def backward(
         ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        hidden, weight, targets, entropy = ctx.saved_tensors
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        hidden, weight, targets, entropy, largest, log_sum = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         with_entropy = bool(grad_entropy.any())
+        local, mine = _local(targets, weight, ctx.vocabulary)
         for chunk in _chunks(hidden, weight):
-            log_softmax = _log_softmax(hidden[chunk], weight, ctx.temperature)
+            # Less the largest first: it may be large, and the rest is not.
+            log_softmax = _logits(hidden[chunk], weight, ctx.temperature) - largest[chunk, None]
+            log_softmax -= log_sum[chunk, None]
             probs = log_softmax.exp()
             # d log p_t / d z = onehot_t - p;  d H / d z = -p (log p + H)
             grad = probs * -grad_log_probs[chunk, None]
-            grad.scatter_add_(1, targets[chunk, None], grad_log_probs[chunk, None])
+            own = (grad_log_probs[chunk] * mine[chunk])[:, None]
+            grad.scatter_add_(1, local[chunk, None], own)
             if with_entropy:
                 grad -= grad_entropy[chunk, None] * probs * (log_softmax + entropy[chunk, None])
             grad = (grad / ctx.temperature).to(hidden.dtype)
             grad_hidden[chunk] = grad @ weight
             grad_weight += grad.T @ hidden[chunk]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        if ctx.vocabulary is not None:
+            dist.all_reduce(grad_hidden, group=ctx.vocabulary.group)
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+
+
+def _local(
+    targets: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each target's row in `weight`, 0 where it is another rank's, and whether it is this one's."""
+    local = targets if vocabulary is None else targets - vocabulary.start
+    mine = (local >= 0) & (local < len(weight))
+    return torch.where(mine, local, 0), mine
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
@@ -79,5 +124,5 @@ def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
     return [slice(start, start + size) for start in range(0, len(hidden), size)]
 
 
-def _log_softmax(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    return torch.log_softmax((hidden @ weight.T).float() / temperature, dim=1)
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+    return (hidden @ weight.T).float() / temperature

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hybridrl.models.log_probs import token_log_probs
+from hybridrl.models.log_probs import Vocabulary, token_log_probs
 from hybridrl.models.packing import PackedSamples
 
 
@@ -43,12 +43,16 @@ class CausalPolicy(PackedModel):
     in chunks: `[tokens, vocabulary]` logits never exist."""
 
     OUTPUTS = ("log_probs", "entropy")
+    vocabulary: Vocabulary | None = None
+    """The part of the vocabulary that this rank has, where it is cut."""
 
     def forward(self, samples: PackedSamples, temperature: float = 1.0) -> dict[str, torch.Tensor]:
         """`log_probs` of the response tokens and `entropy`, of the distribution sampled from."""
         hidden = self.hidden(samples).index_select(0, samples.predictors)
-        head = self.inner.get_output_embeddings()
-        log_probs, entropy = token_log_probs(hidden, head.weight, samples.targets, temperature)
+        weight = self.inner.get_output_embeddings().weight
+        log_probs, entropy = token_log_probs(
+            hidden, weight, samples.targets, temperature, self.vocabulary
+        )
         return {"log_probs": log_probs, "entropy": entropy}
 
 

@@ -7,7 +7,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.controller.worker import Context
 from hybridrl.core.device import COLLECTIVES, make_current
@@ -51,8 +50,3 @@ def join(context: Context) -> torch.device:
         timeout=COLLECTIVE_TIMEOUT,
     )
     return device
-
-
-def data_parallel_mesh(device: torch.device, world_size: int) -> DeviceMesh:
-    """The mesh of one axis, `dp`, over all hosts."""
-    return DeviceMesh(device.type, list(range(world_size)), mesh_dim_names=("dp",))

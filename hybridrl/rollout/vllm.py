@@ -48,7 +48,7 @@ except ImportError as error:
 
 
 class VLLMRollout(RolloutEngine):
-    """One rank of a vLLM engine. Requests of several turns need `rollout.tensor_parallel=1`.
+    """One rank of a vLLM engine. Requests of several turns need `rollout.parallel.tp=1`.
 
     Args:
         path: Model folder or hub name.
@@ -111,7 +111,7 @@ class VLLMRollout(RolloutEngine):
                 max_model_len=context_length,
                 max_num_seqs=config.max_sequences,
                 skip_tokenizer_init=not config.stop,  # only stop texts need text
-                tensor_parallel_size=config.tensor_parallel,
+                tensor_parallel_size=config.parallel.tp,
                 distributed_executor_backend="external_launcher",
                 logprobs_mode="processed_logprobs",
                 async_scheduling=False,
@@ -252,6 +252,6 @@ def _explain(error: ValueError, config: RolloutConfig) -> str:
     text = str(error).strip().splitlines()[0]
     return (
         f"vLLM refused the settings: {text} (rollout.max_tokens={config.max_tokens}, "
-        f"rollout.tensor_parallel={config.tensor_parallel}, rollout.kv_cache_gib="
+        f"rollout.parallel.tp={config.parallel.tp}, rollout.kv_cache_gib="
         f"{config.kv_cache_gib}, rollout.memory_share={config.memory_share})"
     )

@@ -9,8 +9,8 @@ from pathlib import Path
 from hybridrl.algorithms import TokenLoss, negative_log_likelihood
 from hybridrl.config.schema import ActorConfig, OptimizerConfig, RolloutConfig
 from hybridrl.controller import (
-    DP,
     ONE_TO_ALL,
+    THREE_D,
     THREE_D_ALL_MICRO_DP,
     UPDATE,
     UPDATE_PAIRS,
@@ -61,19 +61,18 @@ class ActorWorker(Worker):
         self._temperature = rollout.temperature
         self._seed = seed
         self._generations = 0
-        ranks = context.world_size
-        self._mesh = Mesh({"dp": ranks})
-        self._rollout_mesh = Mesh(
-            {"rollout_dp": ranks // rollout.tensor_parallel, "rollout_tp": rollout.tensor_parallel}
-        )
-        train = policy_engine(context, source, config)
+        share = rollout.parallel.tp if generates else 1
+        self._rollout_mesh = Mesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
+        train = policy_engine(context, source, config, rollout_tp=share)
         train.start_optimizer(config.optimizer, updates)
         engine = build_rollout(source, rollout, train.device, seed, job) if generates else None
         self._engine = HybridEngine(train, engine, self.phase)
 
     def coordinates(self) -> Mapping[str, Coordinate]:
-        rank = self.context.rank
-        return {**self._mesh.coordinates(rank), **self._rollout_mesh.coordinates(rank)}
+        return {
+            **self._engine.train.mesh.coordinates,
+            **self._rollout_mesh.coordinates(self.context.rank),
+        }
 
     @transfer(THREE_D_ALL_MICRO_DP)
     def generate_sequences(self, batch: Batch, sampling: Sampling) -> Batch:
@@ -99,13 +98,13 @@ class ActorWorker(Worker):
                 )
         return samples
 
-    @transfer(DP)
+    @transfer(THREE_D)
     def compute_log_prob(self, batch: Batch) -> Batch:
         """`log_probs` of the responses under the policy as it is now, and `entropy`."""
         with self.phase("score"):
             return self._engine.train.forward(batch, temperature=self._temperature)
 
-    @transfer(DP)
+    @transfer(THREE_D)
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
         """`ref_log_probs` of the responses under the model without its adapters: with LoRA the
         actor is its own reference."""

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from hybridrl.algorithms import Segments, TokenLoss, value_loss
 from hybridrl.config.schema import ActorConfig
-from hybridrl.controller import DP, ONE_TO_ALL, UPDATE, Context, Worker, transfer
+from hybridrl.controller import ONE_TO_ALL, THREE_D, UPDATE, Context, Worker, transfer
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import synchronize
+from hybridrl.core.mesh import Coordinate
 from hybridrl.models import load_tokenizer
 from hybridrl.workers.engines import ModelSource, scalar_engine
 
@@ -43,12 +44,15 @@ class CriticWorker(Worker):
         self._engine = scalar_engine(context, source, config, reads="before")
         self._engine.start_optimizer(config.optimizer, updates)
 
+    def coordinates(self) -> Mapping[str, Coordinate]:
+        return self._engine.mesh.coordinates
+
     @transfer(ONE_TO_ALL)
     def load_weights(self, folder: str) -> None:
         """Takes the weights of a model folder, those that this model has too."""
         self._engine.load(Path(folder))
 
-    @transfer(DP)
+    @transfer(THREE_D)
     def compute_values(self, batch: Batch) -> Batch:
         """`values` (`cost_values`) of the response tokens."""
         with self.phase("score"):

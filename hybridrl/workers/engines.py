@@ -7,10 +7,12 @@ from typing import Literal
 
 from hybridrl.config.schema import ActorConfig
 from hybridrl.controller import Context
+from hybridrl.core.training_mesh import training_mesh
 from hybridrl.engine import TrainEngine
 from hybridrl.models import CausalPolicy, PackedModel, ScalarModel, load_model, load_scalar_model
 from hybridrl.models.adapters import add_adapters
-from hybridrl.parallel.process_group import data_parallel_mesh, join
+from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.parallel.process_group import join
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,22 @@ class ModelSource:
 
 
 def policy_engine(
-    context: Context, source: ModelSource, config: ActorConfig, *, trains: bool = True
+    context: Context,
+    source: ModelSource,
+    config: ActorConfig,
+    *,
+    trains: bool = True,
+    rollout_tp: int = 1,
 ) -> TrainEngine:
-    """Joins the process group, loads the language model and shards it. Collective."""
+    """Joins the process group, loads the language model and cuts it. Collective.
+
+    Args:
+        rollout_tp: Ranks that share a copy while generating; see `training_mesh`.
+    """
     model = load_model(source.path, "float32")
     if trains and config.lora.rank:
         add_adapters(model, config.lora)
-    return _engine(context, source, config, CausalPolicy(model), trains)
+    return _engine(context, source, config, CausalPolicy(model), trains, rollout_tp)
 
 
 def scalar_engine(
@@ -54,14 +65,20 @@ def scalar_engine(
     model = load_scalar_model(source.path, "float32")
     if trains and config.lora.rank:
         add_adapters(model, config.lora)
-    return _engine(context, source, config, ScalarModel(model, reads), trains)
+    return _engine(context, source, config, ScalarModel(model, reads), trains, rollout_tp=1)
 
 
 def _engine(
-    context: Context, source: ModelSource, config: ActorConfig, model: PackedModel, trains: bool
+    context: Context,
+    source: ModelSource,
+    config: ActorConfig,
+    model: PackedModel,
+    trains: bool,
+    rollout_tp: int,
 ) -> TrainEngine:
     device = join(context)
     if not trains:
         model.requires_grad_(False)
-    mesh = data_parallel_mesh(device, context.world_size)
+    cut = training_mesh(context.world_size, config.parallel, rollout_tp)
+    mesh = ParallelMesh(cut, device, config.parallel.shards)
     return TrainEngine(model, mesh, device, source.dtype, config)

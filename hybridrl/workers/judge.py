@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hybridrl.config.schema import JudgeConfig, RolloutConfig
+from hybridrl.config.schema import JudgeConfig, RolloutConfig, RolloutParallelConfig
 from hybridrl.controller import Context
 from hybridrl.core.batch import Batch
 from hybridrl.models import load_tokenizer
@@ -59,7 +59,7 @@ class Judge:
         self._context_length = source.context_length
         self._sampling = Sampling(config.max_tokens, temperature=0.0)
         # It keeps its weights, so it never sleeps, and takes no tools.
-        settings = replace(rollout, episode=None, tensor_parallel=1, stop=[])
+        settings = replace(rollout, episode=None, parallel=RolloutParallelConfig(), stop=[])
         self._engine = build_generator(source, settings, join(context), 0, f"{job}-judge")
 
     def grade(self, rows: Sequence[Mapping[str, Any]]) -> torch.Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from hybridrl.config.schema import ActorConfig
-from hybridrl.controller import DP, ONE_TO_ALL, Context, Worker, transfer
+from hybridrl.controller import ONE_TO_ALL, THREE_D, Context, Worker, transfer
 from hybridrl.core.batch import Batch
+from hybridrl.core.mesh import Coordinate
 from hybridrl.workers.engines import ModelSource, policy_engine
 
 
@@ -26,12 +28,15 @@ class ReferenceWorker(Worker):
         self._temperature = temperature
         self._engine = policy_engine(context, source, config, trains=False)
 
+    def coordinates(self) -> Mapping[str, Coordinate]:
+        return self._engine.mesh.coordinates
+
     @transfer(ONE_TO_ALL)
     def load_weights(self, folder: str) -> None:
         """Takes the weights of a model folder, those that this model has too."""
         self._engine.load(Path(folder))
 
-    @transfer(DP)
+    @transfer(THREE_D)
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
         """`ref_log_probs` of the responses."""
         with self.phase("score"):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from hybridrl.algorithms import BradleyTerry, Segments
 from hybridrl.config.schema import ActorConfig
-from hybridrl.controller import DP, ONE_TO_ALL, UPDATE_PAIRS, Context, Worker, transfer
+from hybridrl.controller import ONE_TO_ALL, THREE_D, UPDATE_PAIRS, Context, Worker, transfer
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import synchronize
+from hybridrl.core.mesh import Coordinate
 from hybridrl.engine import TrainEngine
 from hybridrl.models import load_tokenizer
 from hybridrl.workers.engines import ModelSource, scalar_engine
@@ -40,7 +42,10 @@ class RewardModelWorker(Worker):
         self._engine = scalar_engine(context, source, config, reads="after")
         self._engine.start_optimizer(config.optimizer, updates)
 
-    @transfer(DP)
+    def coordinates(self) -> Mapping[str, Coordinate]:
+        return self._engine.mesh.coordinates
+
+    @transfer(THREE_D)
     def compute_score(self, batch: Batch) -> Batch:
         """`scores`, one for each row."""
         with self.phase("score"):

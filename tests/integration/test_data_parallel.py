@@ -29,13 +29,13 @@ from engine_cases import (
     parameters,
     update,
 )
-from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.algorithms.weights import MODES
 from hybridrl.controller.worker import Context, Rendezvous
 from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.parallel import fsdp
-from hybridrl.parallel.process_group import data_parallel_mesh, join
+from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.parallel.process_group import join
 
 
 def cases():
@@ -51,8 +51,8 @@ def rank_program(rank, address, port, listener, folder):
     """What each of four processes does; it writes what it found, and tests compare."""
     rendezvous = Rendezvous(address, port, listener if rank == 0 else None)
     join(Context("actor", rank, WORLD, host=rank, hosts=WORLD, rendezvous=rendezvous))
-    meshes = {n: DeviceMesh("cpu", list(range(n)), mesh_dim_names=("dp",)) for n in (1, 2)}
-    meshes[WORLD] = data_parallel_mesh(CPU, WORLD)
+    meshes = {n: ParallelMesh.data_parallel(CPU, n) for n in (1, 2)}
+    meshes[WORLD] = ParallelMesh.data_parallel(CPU, WORLD)
     found = {"updates": {}, "forwards": {}}
     engines = {}
     for case in cases():

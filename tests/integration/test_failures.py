@@ -51,7 +51,7 @@ def test_an_interrupt_saves_what_there_is(command, number):
 
 
 def test_a_killed_driver_leaves_nothing_that_stops_the_next_job(command, tmp_path):
-    two = ["rollout=vllm", "rollout.tensor_parallel=2"]
+    two = ["rollout=vllm", "rollout.parallel.tp=2"]
     run = command(*LONG, *two)
     run.wait_for_step(1)
     run.process.kill()

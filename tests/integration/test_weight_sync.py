@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from hybridrl.algorithms import PolicyObjective, token_weights
-from hybridrl.config.schema import ActorConfig, OptimizerConfig, RolloutConfig
+from hybridrl.config.schema import (
+    ActorConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    RolloutParallelConfig,
+)
 from hybridrl.controller import WorkerGroup
 from hybridrl.core.batch import Batch
 from hybridrl.data.tasks.character_tokenizer import build_tokenizer
@@ -64,7 +69,7 @@ def test_greedy_tokens_agree_after_training(ray, tmp_path, architecture, tied, t
     from hybridrl.workers.engines import ModelSource
 
     make_model(tmp_path / "model", architecture, tied)
-    rollout = RolloutConfig(tensor_parallel=tensor_parallel, kv_cache_gib=0.05)
+    rollout = RolloutConfig(parallel=RolloutParallelConfig(tensor_parallel), kv_cache_gib=0.05)
     path = str(tmp_path / "model")
     with RayExecutor("cpu", 2, timeout_s=120) as hosts:
         actor = WorkerGroup(

@@ -22,7 +22,8 @@ from hybridrl.errors import ConfigError
 from hybridrl.models import CausalPolicy, PackedSamples, ScalarModel, load_model, load_scalar_model
 from hybridrl.models.adapters import add_adapters, has_adapters
 from hybridrl.models.attention import NAME
-from hybridrl.parallel.process_group import data_parallel_mesh, join
+from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.parallel.process_group import join
 from hybridrl.workers.reward_model import sample_scores
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'hybridrl[lora]'")
@@ -63,7 +64,7 @@ def base(tmp_path_factory):
 def mesh():
     environment = dict(os.environ)
     join(Context("actor", 0, 1))
-    yield data_parallel_mesh(CPU, 1)
+    yield ParallelMesh.data_parallel(CPU, 1)
     dist.destroy_process_group()
     os.environ.clear()
     os.environ.update(environment)

@@ -23,7 +23,8 @@ from hybridrl.engine import TrainEngine
 from hybridrl.errors import ConfigError
 from hybridrl.models import PackedSamples, ScalarModel, load_scalar_model
 from hybridrl.models.attention import NAME
-from hybridrl.parallel.process_group import data_parallel_mesh, join
+from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.parallel.process_group import join
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.reward_model import sample_scores
 
@@ -104,7 +105,7 @@ def transformers_scores(model, batch):
 def mesh():
     environment = dict(os.environ)
     join(Context("critic", 0, 1))
-    yield data_parallel_mesh(CPU, 1)
+    yield ParallelMesh.data_parallel(CPU, 1)
     dist.destroy_process_group()
     os.environ.clear()
     os.environ.update(environment)

@@ -35,7 +35,8 @@ from hybridrl.engine.optimizer import SCHEDULES, make_optimizer, rate_factor
 from hybridrl.errors import ConfigError
 from hybridrl.models.attention import NAME
 from hybridrl.parallel import fsdp
-from hybridrl.parallel.process_group import data_parallel_mesh, join
+from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.parallel.process_group import join
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def plain():
 def mesh():
     environment = dict(os.environ)
     join(Context("actor", 0, 1))
-    yield data_parallel_mesh(CPU, 1)
+    yield ParallelMesh.data_parallel(CPU, 1)
     dist.destroy_process_group()
     os.environ.clear()
     os.environ.update(environment)

@@ -1,0 +1,75 @@
+"""Real gloo: cutting every matrix over ranks never changes the mathematics."""
+
+import pytest
+from engine_cases import CPU, deal, make_batch
+from parallel_cases import assemble, assert_close, learn, make_engine, make_model, run_ranks
+
+from hybridrl.config.schema import ParallelConfig
+from hybridrl.core.training_mesh import training_mesh
+from hybridrl.parallel.mesh import ParallelMesh
+
+WORLD = 4
+# Ranks, how they are cut, ranks that share a copy while generating.
+CUTS = {
+    "tp2": (2, ParallelConfig(tp=2), 1),
+    "tp4": (4, ParallelConfig(tp=4), 1),
+    "tp4, numbered for two replicas of two": (4, ParallelConfig(tp=4), 2),
+    "dp2 x tp2": (4, ParallelConfig(tp=2), 1),
+    "dp2 x tp2, every dp rank with a copy": (4, ParallelConfig(tp=2, shards=1), 1),
+}
+MODELS = {
+    "qwen2, tied, 2 key-value heads": {"architecture": "qwen2"},
+    "qwen3, untied, 1 key-value head": {
+        "architecture": "qwen3",
+        "key_value_heads": 1,
+        "tied": False,
+    },
+    "llama, tied, 4 key-value heads": {"architecture": "llama", "key_value_heads": 4},
+}
+
+
+def program(rank):
+    """What one of four processes makes of every model, however it is cut."""
+    meshes = {"one rank": ParallelMesh.data_parallel(CPU, 1)}
+    for name, (ranks, parallel, rollout_tp) in CUTS.items():
+        mesh = training_mesh(ranks, parallel, rollout_tp)
+        meshes[name] = ParallelMesh(mesh, CPU, parallel.shards)
+    batch = make_batch()
+    found = {}
+    for cut, mesh in meshes.items():
+        for model, settings in MODELS.items():
+            if rank not in mesh.mesh.grid:
+                # The groups of shared heads are made by all processes together.
+                mesh.neighbours("tp", max(1, mesh.size("tp") // settings.get("key_value_heads", 2)))
+                continue
+            dp = mesh.mesh.axes["dp"]
+            mine = batch.take(deal(batch, [len(batch)] if dp == 1 else [7, 4])[mesh.index("dp")])
+            engine = make_engine(mesh, make_model(**settings), tokens_per_microbatch=60)
+            steps = 20 if model == next(iter(MODELS)) else 3
+            found[cut, model] = learn(engine, mine, steps) | {"dp": mesh.index("dp")}
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run_ranks(program, tmp_path_factory.mktemp("ranks"), WORLD)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_all_is_as_on_one_rank(ranks, cut, model):
+    (one,) = [rank["one rank", model] for rank in ranks if ("one rank", model) in rank]
+    found = [rank[cut, model] for rank in ranks if (cut, model) in rank]
+    assert len(found) == CUTS[cut][0]
+    gradient = assemble([one["gradient"]])
+    assert_close(assemble([rank["gradient"] for rank in found]), gradient, 1e-4)
+    assert_close(assemble([rank["after"] for rank in found]), assemble([one["after"]]), 1e-3)
+    for rank in found:
+        for step, wanted in zip(rank["curve"], one["curve"], strict=True):
+            assert step == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+        rows = deal(make_batch(), [7, 4])[rank["dp"]] if "dp2" in cut else None
+        order = deal(make_batch(), [11])[0]
+        by_row = dict(zip(order, one["before"], strict=True))
+        for row, values in zip(rows or order, rank["before"], strict=True):
+            for name, wanted in by_row[row].items():
+                assert values[name] == pytest.approx(wanted, rel=1e-5, abs=1e-5)

@@ -1,0 +1,126 @@
+"""Models cut over a mesh, against one process: what every kind of parallelism must not change."""
+
+import multiprocessing
+import socket
+
+import torch
+import torch.distributed as dist
+from engine_cases import CLIPPED, CPU, TEMPERATURE
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from hybridrl.config.schema import ActorConfig, OptimizerConfig
+from hybridrl.controller.worker import Context, Rendezvous
+from hybridrl.engine import TrainEngine
+from hybridrl.models import CausalPolicy
+from hybridrl.models.attention import NAME
+from hybridrl.parallel.layout import box_of
+from hybridrl.parallel.process_group import join
+
+ARCHITECTURES = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+LEARNING = OptimizerConfig(learning_rate=0.01)
+
+
+def make_model(architecture="qwen2", key_value_heads=2, tied=True, layers=2, vocabulary=23):
+    """The same tiny random model in every process."""
+    config = ARCHITECTURES[architecture](
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=key_value_heads,
+        head_dim=4,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
+    model.config.use_cache = False
+    return model
+
+
+def make_engine(mesh, model=None, optimizer=LEARNING, **settings):
+    """An engine that keeps, of each update, this rank's parts of the gradient."""
+    policy = CausalPolicy(model or make_model())
+    engine = TrainEngine(policy, mesh, CPU, "float32", ActorConfig(**settings))
+    engine.start_optimizer(optimizer, updates=1000)
+    engine.gradients = []
+    engine.optimizer.register_step_pre_hook(
+        lambda *_: engine.gradients.append(parts(engine, lambda parameter: parameter.grad))
+    )
+    return engine
+
+
+def parts(engine, of=lambda parameter: parameter):
+    """By name: the box that this rank holds, and what stands in it."""
+    index = engine.mesh.index("tp")
+    found = {}
+    for name, parameter in engine.model.inner.named_parameters():
+        cut = engine.cuts.get(name)
+        value = of(parameter).detach()
+        local = value.to_local() if isinstance(value, DTensor) else value
+        shape = tuple(parameter.shape) if cut is None else cut.shape
+        found[name] = shape, box_of(parameter, cut, index), local.clone()
+    return found
+
+
+def assemble(found):
+    """Whole tensors of what all ranks hold; what several hold must be alike."""
+    whole = {}
+    for rank in found:
+        for name, (shape, box, local) in rank.items():
+            tensor = whole.setdefault(name, torch.full(shape, float("nan")))
+            place = tensor[tuple(slice(*side) for side in box)]
+            known = ~place.isnan()
+            torch.testing.assert_close(place[known], local[known], rtol=1e-5, atol=1e-6)
+            place.copy_(local)
+    for name, tensor in whole.items():
+        assert not tensor.isnan().any(), f"nobody holds all of {name}"
+    return whole
+
+
+def assert_close(found, expected, tolerance):
+    """Relative to the norm of each whole tensor of a size that matters."""
+    assert found.keys() == expected.keys()
+    total = torch.cat([t.flatten() for t in expected.values()]).norm()
+    for name, tensor in expected.items():
+        error = float((found[name] - tensor).norm())
+        assert error <= tolerance * max(float(tensor.norm()), 0.01 * float(total)), name
+
+
+def learn(engine, batch, steps=20):
+    """What an engine makes of a batch: outputs before, first gradient, curves, weights at last."""
+    before = engine.forward(batch, temperature=TEMPERATURE)
+    curve = [engine.update(batch, CLIPPED, temperature=TEMPERATURE) for _ in range(steps)]
+    return {
+        "before": before.to_pylist(),
+        "gradient": engine.gradients[0],
+        "curve": curve,
+        "after": parts(engine),
+    }
+
+
+def run_ranks(program, folder, world, *arguments):
+    """What `program(rank, *arguments)` gives in each of `world` processes of one gloo group."""
+    multiprocessing.set_forkserver_preload(
+        ["hybridrl.engine", "hybridrl.models", "transformers.models.qwen2.modeling_qwen2"]
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        torch.multiprocessing.start_processes(
+            _joined,
+            args=(program, world, *listener.getsockname(), listener, folder, arguments),
+            nprocs=world,
+            start_method="forkserver",
+        )
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def _joined(rank, program, world, address, port, listener, folder, arguments):
+    rendezvous = Rendezvous(address, port, listener if rank == 0 else None)
+    join(Context("actor", rank, world, host=rank, hosts=world, rendezvous=rendezvous))
+    torch.save(program(rank, *arguments), folder / f"{rank}.pt")
+    dist.destroy_process_group()
