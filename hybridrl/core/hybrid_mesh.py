@@ -8,6 +8,7 @@ generation sizes divide the training sizes, each training replica becomes ``micr
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 from hybridrl.core.mesh import Coordinate, Mesh
 from hybridrl.errors import ConfigError
@@ -60,19 +61,9 @@ class HybridMesh:
         """Where `rank` stands on the axes `dp`, `pp`, `tp` of training, `rollout_dp`, `rollout_pp`,
         `rollout_tp` of generation, and `micro_dp`: which of its training replica's generation
         replicas it belongs to."""
+        at = {axis: place.index for axis, place in self._grid.coordinates(rank).items()}
         inner_pp, inner_tp = self.pp // self.rollout_pp, self.tp // self.rollout_tp
-        grid = Mesh(
-            {
-                "dp": self.dp,
-                "inner_pp": inner_pp,
-                "inner_tp": inner_tp,
-                "rollout_pp": self.rollout_pp,
-                "rollout_tp": self.rollout_tp,
-            }
-        )
-        at = {axis: place.index for axis, place in grid.coordinates(rank).items()}
-        return _named(
-            self,
+        return self._place(
             pp=at["rollout_pp"] * inner_pp + at["inner_pp"],
             tp=at["rollout_tp"] * inner_tp + at["inner_tp"],
             dp=at["dp"],
@@ -90,6 +81,25 @@ class HybridMesh:
             ranks[at["dp"].index][at["pp"].index][at["tp"].index] = rank
         return ranks
 
+    @cached_property
+    def _grid(self) -> Mesh:
+        axes = {"dp": self.dp, "inner_pp": self.pp // self.rollout_pp}
+        axes |= {"inner_tp": self.tp // self.rollout_tp}
+        return Mesh(axes | {"rollout_pp": self.rollout_pp, "rollout_tp": self.rollout_tp})
+
+    def _place(
+        self, pp: int, tp: int, dp: int, rollout_pp: int, rollout_tp: int, micro_dp: int
+    ) -> dict[str, Coordinate]:
+        return {
+            "dp": Coordinate(dp, self.dp),
+            "pp": Coordinate(pp, self.pp),
+            "tp": Coordinate(tp, self.tp),
+            "rollout_dp": Coordinate(dp * self.micro_dp + micro_dp, self.dp * self.micro_dp),
+            "rollout_pp": Coordinate(rollout_pp, self.rollout_pp),
+            "rollout_tp": Coordinate(rollout_tp, self.rollout_tp),
+            "micro_dp": Coordinate(micro_dp, self.micro_dp),
+        }
+
 
 @dataclass(frozen=True)
 class VanillaMesh(HybridMesh):
@@ -101,23 +111,11 @@ class VanillaMesh(HybridMesh):
 
     def coordinates(self, rank: int) -> dict[str, Coordinate]:
         """As `HybridMesh.coordinates`."""
-        training = Mesh({"dp": self.dp, "pp": self.pp, "tp": self.tp}).coordinates(rank)
-        generation = Mesh(
-            {
-                "dp": self.dp,
-                "micro_dp": self.micro_dp,
-                "rollout_pp": self.rollout_pp,
-                "rollout_tp": self.rollout_tp,
-            }
-        ).coordinates(rank)
-        return _named(self, **{axis: at.index for axis, at in (training | generation).items()})
-
-
-def _named(mesh: HybridMesh, **index: int) -> dict[str, Coordinate]:
-    index["rollout_dp"] = index["dp"] * mesh.micro_dp + index["micro_dp"]
-    sizes = {field.name: getattr(mesh, field.name) for field in fields(mesh)}
-    sizes |= {"rollout_dp": mesh.dp * mesh.micro_dp, "micro_dp": mesh.micro_dp}
-    return {axis: Coordinate(index[axis], size) for axis, size in sizes.items()}
+        training = Mesh({"dp": self.dp, "pp": self.pp, "tp": self.tp})
+        axes = {"dp": self.dp, "micro_dp": self.micro_dp}
+        axes |= {"rollout_pp": self.rollout_pp, "rollout_tp": self.rollout_tp}
+        found = training.coordinates(rank) | Mesh(axes).coordinates(rank)
+        return self._place(**{axis: place.index for axis, place in found.items()})
 
 
 def _check_positive(mesh: HybridMesh) -> None:
