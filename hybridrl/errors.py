@@ -26,6 +26,10 @@ class RewardError(HybridRLError):
     """A reward function could not be loaded, or failed while `reward.on_error` is `fail`."""
 
 
+class LayoutError(HybridRLError):
+    """Two layouts of the same tensors do not fit together. Names the tensor and the part."""
+
+
 class RolloutError(HybridRLError):
     """Generation did not keep to the tokens of a sample. Names the tokens."""
 

@@ -1,0 +1,51 @@
+"""How much of the tensors each rank has in memory, in elements.
+
+The figures by which the HybridFlow paper (Sheng et al., EuroSys 2025, Table 2) compares ways to
+bring weights from training to generation. What a rank holds twice counts once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from hybridrl.core.boxes import Box, disjoint, subtract_all, volume
+from hybridrl.core.layout import Layout, Piece
+
+_OfRank = Mapping[str, tuple[Piece, ...]]
+_NOTHING: _OfRank = {}
+
+
+def held(layout: Layout) -> dict[int, int]:
+    """Elements on each rank."""
+    return peak(layout)
+
+
+def peak(*layouts: Layout) -> dict[int, int]:
+    """Elements on each rank that has all these layouts at once, sharing what they have in common:
+    the peak of a change from one to another, without its buffers."""
+    ranks = sorted({rank for layout in layouts for rank in layout.pieces})
+    return {rank: _count(layout.pieces.get(rank, _NOTHING) for layout in layouts) for rank in ranks}
+
+
+def redundant(source: Layout, target: Layout) -> dict[int, int]:
+    """Elements on each rank of the source layout that are no part of what the target layout keeps
+    there: what it costs to hold the first beside the second."""
+    found = {}
+    for rank, here in source.pieces.items():
+        kept = target.pieces.get(rank, _NOTHING)
+        found[rank] = sum(
+            volume(part)
+            for name, pieces in here.items()
+            for box in disjoint(piece.box for piece in pieces)
+            for part in subtract_all(box, [piece.box for piece in kept.get(name, ())])
+        )
+    return found
+
+
+def _count(together: Iterable[_OfRank]) -> int:
+    boxes: defaultdict[str, list[Box]] = defaultdict(list)
+    for of_rank in together:
+        for name, pieces in of_rank.items():
+            boxes[name] += [piece.box for piece in pieces]
+    return sum(volume(box) for of_name in boxes.values() for box in disjoint(of_name))

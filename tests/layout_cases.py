@@ -1,0 +1,122 @@
+"""Random layouts, and tensors that hold what a layout says."""
+
+import math
+
+import torch
+from hypothesis import strategies as st
+
+from hybridrl.core.boxes import extent, subtract_all, volume, whole
+from hybridrl.core.layout import Layout, Piece
+
+NOTHING = -1.0
+
+shapes = st.lists(st.integers(1, 6), max_size=3).map(tuple)
+
+
+@st.composite
+def boxes_in(draw, shape):
+    """A part of a tensor that is not empty."""
+    box = []
+    for length in shape:
+        start = draw(st.integers(0, length - 1))
+        box.append((start, draw(st.integers(start + 1, length))))
+    return tuple(box)
+
+
+@st.composite
+def partitions(draw, shape):
+    """Disjoint boxes that make up the tensor."""
+    parts = [whole(shape)]
+    for _ in range(draw(st.integers(0, 4))):
+        box = draw(boxes_in(shape))
+        hole = parts.pop(draw(st.integers(0, len(parts) - 1)))
+        left = subtract_all(hole, [box])
+        parts += left + subtract_all(hole, left)
+    return parts
+
+
+@st.composite
+def layout_pairs(draw, disjoint_ranks=False):
+    """(source, target): all elements are somewhere in the source, many in several places; targets
+    are any boxes. Local tensors are larger than their pieces, which begin anywhere in them."""
+    ranks = draw(st.integers(1, 5))
+    tensors = {f"t{i}": draw(shapes) for i in range(draw(st.integers(1, 3)))}
+    source = {rank: {} for rank in range(ranks)}
+    target = {rank: {} for rank in range(draw(st.integers(1, 5)))}
+
+    def add(pieces, name, box):
+        here = pieces.setdefault(name, [])
+        start = tuple(draw(st.integers(0, 2)) for _ in box)
+        here.append(Piece(box, f"{name}#{len(here)}", start))
+
+    anyone = st.integers(0, ranks - 1)
+    for name, shape in tensors.items():
+        for part in draw(partitions(shape)):
+            for rank in draw(st.sets(anyone, min_size=1)):
+                add(source[rank], name, part)
+        for _ in range(draw(st.integers(0, 2))):
+            add(source[draw(anyone)], name, draw(boxes_in(shape)))
+        for pieces in target.values():
+            for _ in range(draw(st.integers(0, 2))):
+                add(pieces, name, draw(boxes_in(shape)))
+
+    def layout(pieces):
+        return Layout(
+            tensors, {r: {n: tuple(p) for n, p in here.items()} for r, here in pieces.items()}
+        )
+
+    shift = ranks if disjoint_ranks else 0
+    return layout(source), layout(target).shifted(shift)
+
+
+def numbered(layout):
+    """The global tensors: every element another number."""
+    found, first = {}, 0
+    for name, shape in layout.shapes.items():
+        size = math.prod(shape)
+        found[name] = torch.arange(first, first + size, dtype=torch.float32).reshape(shape)
+        first += size
+    return found
+
+
+def empty_tensors(layout, rank):
+    """The local tensors of a rank, with nothing in them."""
+    sizes = {}
+    for pieces in layout.pieces.get(rank, {}).values():
+        for piece in pieces:
+            ends = [at + n for at, n in zip(piece.start, extent(piece.box), strict=True)]
+            known = sizes.get(piece.tensor, ends)
+            sizes[piece.tensor] = [max(pair) for pair in zip(known, ends, strict=True)]
+    return {name: torch.full(size, NOTHING) for name, size in sizes.items()}
+
+
+def local(tensor, piece):
+    """The part of a local tensor that a piece is."""
+    inner = zip(piece.start, extent(piece.box), strict=True)
+    return tensor[tuple(slice(at, at + n) for at, n in inner)]
+
+
+def cut(tensor, box):
+    """A box of a global tensor."""
+    return tensor[tuple(slice(*span) for span in box)]
+
+
+def full_tensors(layout, rank, values):
+    """The local tensors of a rank, holding their parts of the global tensors."""
+    found = empty_tensors(layout, rank)
+    for name, pieces in layout.pieces.get(rank, {}).items():
+        for piece in pieces:
+            local(found[piece.tensor], piece).copy_(cut(values[name], piece.box))
+    return found
+
+
+def elements(layout, rank):
+    """The numbers of all elements on a rank."""
+    values = numbered(layout)
+    return {
+        int(number)
+        for name, pieces in layout.pieces.get(rank, {}).items()
+        for piece in pieces
+        if volume(piece.box)
+        for number in cut(values[name], piece.box).flatten()
+    }

@@ -1,0 +1,246 @@
+"""Boxes, layouts and plans, against brute force over single elements."""
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from layout_cases import (
+    boxes_in,
+    cut,
+    elements,
+    full_tensors,
+    layout_pairs,
+    local,
+    numbered,
+    shapes,
+)
+
+from hybridrl.core import boxes
+from hybridrl.core.footprint import held, peak, redundant
+from hybridrl.core.layout import (
+    Layout,
+    Piece,
+    Place,
+    Plan,
+    flat_pieces,
+    join,
+    local_pieces,
+    plan,
+)
+from hybridrl.errors import ConfigError, LayoutError
+
+
+def points(box):
+    return set(itertools.product(*(range(*span) for span in box)))
+
+
+@given(st.data(), shapes)
+def test_what_is_left_of_a_box_is_disjoint_and_complete(data, shape):
+    box, hole, other = (data.draw(boxes_in(shape)) for _ in range(3))
+    shared = boxes.intersection(box, hole)
+    assert (set() if shared is None else points(shared)) == points(box) & points(hole)
+    left = boxes.subtract_all(box, [hole, other])
+    assert sum(map(boxes.volume, left)) == len(points(box) - points(hole) - points(other))
+    assert set().union(*map(points, left)) == points(box) - points(hole) - points(other)
+    together = boxes.disjoint([box, hole, other])
+    assert sum(map(boxes.volume, together)) == len(points(box) | points(hole) | points(other))
+
+
+@given(st.data(), shapes)
+def test_a_flat_range_is_few_boxes_in_order(data, shape):
+    size = math.prod(shape)
+    start = data.draw(st.integers(0, size))
+    stop = data.draw(st.integers(start, size))
+    found = boxes.boxes_of_range(shape, start, stop)
+    assert len(found) <= max(2 * len(shape) - 1, 1)
+    numbers = torch.arange(size).reshape(shape)
+    flat = [int(n) for box in found for n in cut(numbers, box).flatten()]
+    assert flat == list(range(start, stop))
+
+
+def test_a_range_outside_of_the_tensor_is_refused():
+    with pytest.raises(ConfigError, match=r"5 to 7 are not a range.*\(2, 3\)"):
+        boxes.boxes_of_range((2, 3), 5, 7)
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_cuts_follow_torch(length, count):
+    numbers = torch.arange(length)
+    chunks = [*numbers.chunk(count), *[numbers[:0]] * count][:count]
+    for index, (chunk, even) in enumerate(zip(chunks, numbers.tensor_split(count), strict=True)):
+        assert torch.equal(numbers[slice(*boxes.chunk_range(length, index, count))], chunk)
+        assert torch.equal(numbers[slice(*boxes.even_range(length, index, count))], even)
+
+
+def test_two_cuts_of_one_dim_are_nested():
+    assert boxes.shard_box((10, 4), [(0, 1, 2), (0, 2, 3)]) == ((9, 10), (0, 4))
+    assert boxes.shard_box((10, 4), [(0, 1, 2), (1, 0, 2)]) == ((5, 10), (0, 2))
+    assert boxes.shard_box((10,), [(0, 3, 4)], boxes.even_range) == ((8, 10),)
+    with pytest.raises(ConfigError, match="Part 2 of 2 along dim 0"):
+        boxes.shard_box((10,), [(0, 2, 2)])
+
+
+@given(layout_pairs())
+def test_every_target_element_is_written_once_by_a_rank_that_has_it(pair):
+    source, target = pair
+    found = plan(source, target)
+    values = numbered(target)
+    before = {rank: full_tensors(source, rank, values) for rank in source.pieces}
+    written = Counter()
+    for move in (*found.moves, *found.copies):
+        assert (move.sender == move.receiver) == (move in found.copies)
+        sent = cut(values[move.name], move.box)
+        here = local(before[move.sender][move.source.tensor], Piece(move.box, *move.source))
+        assert torch.equal(here, sent)
+        starts = itertools.product(*(range(n) for n in boxes.extent(move.box)))
+        for offset, number in zip(starts, sent.flatten().tolist(), strict=True):
+            at = tuple(a + b for a, b in zip(move.target.start, offset, strict=True))
+            written[move.receiver, move.target.tensor, at, number] += 1
+    wanted = Counter(
+        (rank, piece.tensor, tuple(a + b for a, b in zip(piece.start, offset, strict=True)), n)
+        for rank, of_rank in target.pieces.items()
+        for name, pieces in of_rank.items()
+        for piece in pieces
+        for offset, n in zip(
+            itertools.product(*(range(n) for n in boxes.extent(piece.box))),
+            cut(values[name], piece.box).flatten().tolist(),
+            strict=True,
+        )
+    )
+    assert written == wanted
+    assert set(written.values()) <= {1}
+
+
+@given(layout_pairs())
+def test_no_element_is_sent_to_a_rank_that_has_it(pair):
+    source, target = pair
+    found = plan(source, target)
+    values = numbered(target)
+    for rank, of_rank in target.pieces.items():
+        has = elements(source, rank)
+        lacks = [
+            number
+            for name, pieces in of_rank.items()
+            for piece in pieces
+            for number in cut(values[name], piece.box).flatten().tolist()
+            if number not in has
+        ]
+        assert found.received()[rank] == len(lacks)
+    assert sum(found.sent().values()) == sum(found.received().values())
+
+
+@given(layout_pairs())
+def test_plans_and_layouts_survive_json_and_do_not_depend_on_the_order_of_ranks(pair):
+    source, target = pair
+    found = plan(source, target)
+    assert Plan.from_json(found.to_json()) == found
+    assert Layout.from_json(source.to_json()) == source
+    backwards = [
+        Layout(
+            dict(reversed(layout.shapes.items())),
+            {rank: dict(reversed(p.items())) for rank, p in reversed(layout.pieces.items())},
+        )
+        for layout in pair
+    ]
+    assert plan(*backwards) == found
+
+
+@given(layout_pairs())
+def test_footprints_count_elements_once(pair):
+    source, target = pair
+    for rank in source.pieces.keys() | target.pieces.keys():
+        before, after = elements(source, rank), elements(target, rank)
+        assert peak(source, target)[rank] == len(before | after)
+        if rank in source.pieces:
+            assert held(source)[rank] == len(before)
+            assert redundant(source, target)[rank] == len(before - after)
+
+
+def shards(shape, count, replicas=1):
+    """A tensor cut along dim 0, on ranks side by side, several times."""
+    return Layout(
+        {"w": shape},
+        {
+            rank: {"w": local_pieces("w", boxes.shard_box(shape, [(0, rank % count, count)]))}
+            for rank in range(count * replicas)
+        },
+    )
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 5])
+def test_replicas_share_the_work_and_each_stays_with_its_own(replicas):
+    source = shards((8, 3), 4, replicas)
+    target = shards((8, 3), 1, 4 * replicas)
+    found = plan(source, target)
+    assert set(found.sent().values()) == {3 * 6}
+    assert all(move.sender // 4 == move.receiver // 4 for move in found.moves)
+
+
+def test_a_sender_that_has_sent_more_is_spared():
+    """Only rank 0 has `a`; both have `b`, which rank 2 and rank 3 need."""
+    both, alone = local_pieces("b", ((0, 4),)), local_pieces("a", ((0, 4),))
+    source = Layout({"a": (4,), "b": (4,)}, {0: {"a": alone, "b": both}, 1: {"b": both}})
+    target = Layout(source.shapes, {2: {"a": alone, "b": both}, 3: {"b": both}})
+    assert plan(source, target).sent() == {0: 4, 1: 8}
+
+
+def test_fused_parameters_and_replicated_heads():
+    """Training cuts q and k in two; generation on four ranks fuses them, two ranks per k head."""
+    source = Layout(
+        {"q": (8, 2), "k": (4, 2)},
+        {
+            rank: {
+                "q": local_pieces("q", ((4 * rank, 4 * rank + 4), (0, 2))),
+                "k": local_pieces("k", ((2 * rank, 2 * rank + 2), (0, 2))),
+            }
+            for rank in range(2)
+        },
+    )
+    target = Layout(
+        source.shapes,
+        {
+            rank: {
+                "q": (Piece(((2 * rank, 2 * rank + 2), (0, 2)), "qk", (0, 0)),),
+                "k": (Piece(((rank // 2 * 2, rank // 2 * 2 + 2), (0, 2)), "qk", (2, 0)),),
+            }
+            for rank in range(4)
+        },
+    )
+    found = plan(source, target)
+    assert found.received() == {1: 8, 2: 8, 3: 8}
+    keys = [move for move in found.moves if move.name == "k" and move.receiver == 3]
+    assert [(move.sender, move.source, move.target) for move in keys] == [
+        (1, Place("k", (0, 0)), Place("qk", (2, 0)))
+    ]
+
+
+def test_flat_shards_are_views_of_runs():
+    pieces = flat_pieces("w", (3, 4), 2, 11)
+    assert [piece.tensor for piece in pieces] == ["w/0", "w/1", "w/2"]
+    assert [boxes.volume(piece.box) for piece in pieces] == [2, 4, 3]
+    assert local_pieces("w", ((2, 2), (0, 4))) == ()
+
+
+def test_each_rank_may_describe_itself():
+    layout = shards((8, 3), 4)
+    alone = [Layout(layout.shapes, {rank: here}) for rank, here in layout.pieces.items()]
+    assert join(alone) == layout
+    with pytest.raises(LayoutError, match="what rank 2 holds"):
+        join([layout, alone[2]])
+    with pytest.raises(LayoutError, match=r"`w` has shape \(8, 3\).*\(8, 4\)"):
+        join([layout, Layout({"w": (8, 4)}, {})])
+
+
+def test_what_the_source_lacks_is_named():
+    target = shards((8, 3), 2)
+    with pytest.raises(LayoutError, match="no tensor `w`"):
+        plan(Layout({}, {}), target)
+    with pytest.raises(LayoutError, match=r"`w` has shape \(8, 4\).*\(8, 3\)"):
+        plan(shards((8, 4), 2), target)
+    cut_off = Layout(target.shapes, {0: {"w": local_pieces("w", ((0, 7), (0, 3)))}})
+    with pytest.raises(LayoutError, match=r"\[\(7, 8\), \(0, 3\)\] of tensor `w`, which rank 1"):
+        plan(cut_off, target)
