@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from hybridrl.config.schema import ParallelConfig
+from hybridrl.core.hybrid_mesh import HybridMesh
 from hybridrl.core.mesh import Mesh
 from hybridrl.errors import ConfigError
 
@@ -18,10 +17,9 @@ parameters, or share them."""
 def training_mesh(devices: int, parallel: ParallelConfig, rollout_tp: int = 1) -> Mesh:
     """The mesh (dp, ring, ulysses, pp, tp) of a model over `devices` ranks.
 
-    Generation wants the `rollout_tp` ranks that share a copy to be consecutive. So the ranks of a
-    tensor-parallel group stand `tp / rollout_tp` apart on it: then what a rank trains is part of
-    what it generates with, and going from one to the other moves only what is missing
-    (HybridFlow's 3D-HybridEngine, EuroSys'25, section 5.3, with the roles of the meshes swapped).
+    What a rank trains is part of what it generates with; see `HybridMesh`. Where generation cuts
+    finer than training (`rollout_tp` is a multiple of `tp`) that cannot be, and ranks are numbered
+    one after the other.
 
     Raises:
         ConfigError: if the sizes do not fit each other.
@@ -35,10 +33,11 @@ def training_mesh(devices: int, parallel: ParallelConfig, rollout_tp: int = 1) -
         "pp": parallel.pp,
         "tp": parallel.tp,
     }
-    outer = math.gcd(parallel.tp, rollout_tp)
-    grid = np.arange(devices).reshape(-1, parallel.pp, parallel.tp // outer, outer)
-    ranks = tuple(grid.swapaxes(2, 3).ravel().tolist())
-    return Mesh(axes, None if ranks == tuple(range(devices)) else ranks)
+    if rollout_tp > parallel.tp:
+        return Mesh(axes)
+    data = devices // model
+    grid = HybridMesh(parallel.pp, parallel.tp, data, rollout_tp=rollout_tp).training_ranks()
+    return Mesh(axes, tuple(rank for replica in grid for stage in replica for rank in stage))
 
 
 def check_sizes(devices: int, parallel: ParallelConfig, rollout_tp: int) -> None:

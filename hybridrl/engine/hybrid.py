@@ -15,7 +15,7 @@ import torch
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import free_cached_memory, synchronize
 from hybridrl.engine.train import Loss, TrainEngine
-from hybridrl.engine.transition import Cost, Transition
+from hybridrl.engine.weight_sync import SyncCost, WeightSync
 from hybridrl.errors import RolloutError
 from hybridrl.models.loading import DTYPES
 from hybridrl.rollout.base import RolloutEngine, Sampling
@@ -29,12 +29,12 @@ class HybridEngine:
 
     Args:
         dtype: Name of the precision of the rollout engine's weights.
-        verify: Compare all weights after each transition; as slow as loading them.
+        verify: Compare all weights after each sync; as slow as loading them.
 
     Attributes:
         policy_version: Number of optimizer steps so far. Every sample carries the version that
             made it.
-        cost: Of the last transition to generation; None where weights went whole.
+        cost: Of the last sync; None where weights went whole.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class HybridEngine:
         self.train = train
         self.rollout = rollout
         self.policy_version = 0
-        self.cost: Cost | None = None
+        self.cost: SyncCost | None = None
         self._loaded_version = 0
         self._phase = phase
         self._dtype = DTYPES[dtype]
         self._verify = verify
-        self._transition: Transition | None = None
+        self._sync: WeightSync | None = None
         self._is_planned = False
 
     def generate(self, batch: Batch, sampling: Sampling, seed: int) -> Batch:
@@ -87,16 +87,16 @@ class HybridEngine:
     def _synchronise(self) -> None:
         self.rollout.wake()
         if not self._is_planned:
-            self._transition = Transition.between(self.train, self.rollout, self._dtype)
+            self._sync = WeightSync.between(self.train, self.rollout, self._dtype)
             self._is_planned = True
-        if self._transition is None:
+        if self._sync is None:
             self.rollout.load(self.train.full_weights())
         else:
-            self.cost = self._transition.run()
+            self.cost = self._sync.run()
             if self._verify and (wrong := self.rollout.differences(self.train.full_weights())):
                 raise RolloutError(
-                    f"{len(wrong)} parts of the weights are not those of the trainer after a "
-                    f"transition to policy version {self.policy_version}: {' '.join(wrong[:3])}"
+                    f"{len(wrong)} parts of the weights are not those of the trainer after the "
+                    f"sync of policy version {self.policy_version}: {' '.join(wrong[:3])}"
                 )
         synchronize(self.train.device)
         self._loaded_version = self.policy_version

@@ -24,6 +24,7 @@ from hybridrl.core.batch import Batch, Ragged
 from hybridrl.core.layout import Layout
 from hybridrl.engine.gradients import Gradients
 from hybridrl.engine.optimizer import make_optimizer
+from hybridrl.engine.whole_parameters import whole_parameters
 from hybridrl.models import PackedModel, PackedSamples
 from hybridrl.models.adapters import has_adapters, merged
 from hybridrl.models.loading import DTYPES, read_weights
@@ -63,6 +64,7 @@ class TrainEngine:
         self.config = config
         self.device = device
         self.mesh = mesh
+        self._layout: Layout | None = None
         offload = config.offload_parameters and device.type != "cpu"
         if config.gradient_checkpointing:
             model.inner.gradient_checkpointing_enable({"use_reentrant": False})
@@ -141,9 +143,12 @@ class TrainEngine:
         return metrics
 
     def layout(self) -> Layout:
-        """Which part of every parameter each rank of the mesh holds. Collective."""
-        parameters = dict(self.model.inner.named_parameters())
-        return training_layout(parameters, self.cuts, self.mesh)
+        """Which part of every parameter each rank of the mesh holds. Collective when first
+        asked."""
+        if self._layout is None:
+            parameters = dict(self.model.inner.named_parameters())
+            self._layout = training_layout(parameters, self.cuts, self.mesh)
+        return self._layout
 
     def local_parameters(self) -> dict[str, Tensor]:
         """What this rank holds of every parameter, float32."""
@@ -156,6 +161,9 @@ class TrainEngine:
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, under its checkpoint name, one at a time. Collective."""
         self._drop_gathered()
+        if self.mesh.size("tp") * self.mesh.size("pp") > 1:
+            yield from whole_parameters(self.layout(), self.local_parameters(), self.mesh)
+            return
         for name, parameter in self.model.inner.named_parameters():
             whole = parameter.detach()
             if isinstance(whole, DTensor):

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "reshard": {"core"},
     "parallel": {"core", "models", "=controller", "=controller.worker"},
     "rollout": {"core", "models"},
-    "engine": {"core", "algorithms", "models", "parallel", "rollout"},
+    "engine": {"core", "algorithms", "models", "parallel", "reshard", "rollout"},
     "workers": {
         *("core", "algorithms", "models", "parallel", "engine", "rollout", "rewards", "data"),
         "controller",

@@ -21,8 +21,8 @@ from hybridrl.rollout.base import RolloutEngine
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What a transition costs this rank, in bytes of the generation's precision.
+class SyncCost:
+    """What a sync costs this rank, in bytes of the generation's precision.
 
     Attributes:
         received, sent: From and to other ranks.
@@ -38,7 +38,7 @@ class Cost:
     buffer: int
 
 
-class Transition:
+class WeightSync:
     """The way from the one layout to the other, worked out once.
 
     Args:
@@ -63,8 +63,8 @@ class Transition:
     @classmethod
     def between(
         cls, train: TrainEngine, rollout: RolloutEngine, dtype: torch.dtype
-    ) -> Transition | None:
-        """The transition, or None where the weights have to go whole: an engine somewhere cannot
+    ) -> WeightSync | None:
+        """The way, or None where the weights have to go whole: an engine somewhere cannot
         say what it holds, or adapters are to be multiplied in. Collective."""
         shapes = train.layout().shapes
         pieces = None if train.has_adapters else rollout.pieces(shapes)
@@ -76,7 +76,7 @@ class Transition:
             return None
         return cls(train, rollout, Layout(shapes, dict(enumerate(found))), dtype)
 
-    def run(self) -> Cost:
+    def run(self) -> SyncCost:
         """Brings the weights of now into the rollout engine. Collective."""
         writer = self._rollout.writer()
         read = self._train.local_parameters().__getitem__
@@ -87,4 +87,4 @@ class Transition:
         else:
             traffic = self._reshard(read, writer.write)
         writer.finish()
-        return Cost(traffic.received, traffic.sent, self._peak, self._redundant, traffic.buffer)
+        return SyncCost(traffic.received, traffic.sent, self._peak, self._redundant, traffic.buffer)

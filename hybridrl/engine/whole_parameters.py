@@ -1,0 +1,37 @@
+"""Parameters that are cut in any way, put together on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from hybridrl.core.boxes import whole
+from hybridrl.core.layout import Layout, local_pieces, plan
+from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.reshard.collectives import reshard
+from hybridrl.reshard.parcels import into
+
+
+def whole_parameters(
+    layout: Layout, parts: Mapping[str, Tensor], mesh: ParallelMesh
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter whole on every rank, in the precision of the parts, one at a time.
+    Collective.
+
+    Args:
+        layout: Of all ranks of `mesh`, more than one.
+        parts: What this rank holds, by name.
+    """
+    dtype = next(iter(parts.values())).dtype
+    for name, shape in layout.shapes.items():
+        here = {rank: {name: held.get(name, ())} for rank, held in layout.pieces.items()}
+        everything = {name: local_pieces(name, whole(shape))}
+        steps = plan(
+            Layout({name: shape}, here), Layout({name: shape}, dict.fromkeys(here, everything))
+        )
+        tensor = torch.empty(shape, dtype=dtype, device=mesh.device)
+        write = into({name: tensor})
+        reshard(steps, parts.__getitem__, write, dtype, mesh.device, mesh.group())
+        yield name, tensor
