@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 from vllm.config import LoadConfig, ModelConfig, VllmConfig, replace, set_current_vllm_config
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -88,8 +88,9 @@ class VLLMWeightWriter(WeightWriter):
             self._complete(tensor)
         with set_current_vllm_config(self._config):
             for module in self._model.modules():
-                if is_deferred_attention_layer(module):  # it may keep what follows from weights
-                    module.process_weights_after_loading(self._config.model_config.dtype)
+                process = getattr(module, "process_weights_after_loading", None)
+                if process and isinstance(module, AttentionLayerBase):
+                    process(self._config.model_config.dtype)  # it may keep products of weights
 
     def _target(self, tensor: str) -> Tensor:
         if tensor not in self._targets:
