@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.controller.worker import Context, Rendezvous
@@ -110,7 +109,6 @@ def rank_program(rank: int, ranks: int, job: str, address: str, port: int, liste
     torch.save(found, folder / f"{ranks}-{rank}.pt")
     for rollout in engines:
         rollout.close()
-    dist.destroy_process_group()
 
 
 def run_case(case: Case, rollout: Any) -> dict[str, Any]:
