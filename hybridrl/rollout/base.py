@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.core.batch import Batch, Ragged
+from hybridrl.rollout.weights import Pieces, WeightWriter
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,9 @@ class RolloutEngine(ABC):
 
     The order of calls is `wake` (memory for weights), `load`, `generate`, `sleep`; an engine that
     cannot give memory back ignores `wake` and `sleep`. In place of one `generate` there may be any
-    number of `start` and `poll`: requests one by one, for samples of several turns.
+    number of `start` and `poll`: requests one by one, for samples of several turns. In place of
+    `load`, if `pieces` says which boxes of the weights the engine holds, there may be a `writer`
+    that takes just those.
 
     Attributes:
         continuous: Whether requests that start while others are under way run beside them. If not,
@@ -139,6 +142,35 @@ class RolloutEngine(ABC):
     @abstractmethod
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Takes new weights: every parameter whole, under its checkpoint name."""
+
+    def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> Pieces | None:
+        """Which boxes of the weights this rank's engine holds, and in which of its own tensors.
+        It stays the same for the life of the engine, and may be asked while it sleeps.
+
+        Args:
+            shapes: Of every parameter, by checkpoint name: those that `load` would be given.
+
+        Returns:
+            The pieces of every name; None if the engine takes whole tensors only.
+        """
+        return None
+
+    def writer(self) -> WeightWriter:
+        """Begins to take new weights box by box, as `pieces` said, which was asked before."""
+        raise NotImplementedError(f"{type(self).__name__} takes whole tensors only.")
+
+    def differences(self, weights: Iterator[tuple[str, Tensor]]) -> list[str]:
+        """Compares all that `pieces` said with the weights that the engine generates with: a check
+        after a transfer, as slow as `load`.
+
+        Args:
+            weights: As for `load`.
+
+        Returns:
+            A sentence for every box that differs in any element, once rounded to the engine's
+            precision.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot compare its weights.")
 
     def wake(self) -> None:  # noqa: B027 (an engine need not do it)
         """Takes back the memory for the weights."""

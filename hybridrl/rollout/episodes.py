@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from hybridrl.rollout import tool_loop
 from hybridrl.rollout.base import Finished, Request, RolloutEngine, Sampling, ragged, responses
 from hybridrl.rollout.tool_loop import Outcome, ToolLoop
 from hybridrl.rollout.transcript import Transcript
+from hybridrl.rollout.weights import Pieces, WeightWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,6 +98,15 @@ class EpisodeRollout(RolloutEngine):
 
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self._engine.load(weights)
+
+    def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> Pieces | None:
+        return self._engine.pieces(shapes)
+
+    def writer(self) -> WeightWriter:
+        return self._engine.writer()
+
+    def differences(self, weights: Iterator[tuple[str, Tensor]]) -> list[str]:
+        return self._engine.differences(weights)
 
     def wake(self) -> None:
         self._engine.wake()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -16,8 +16,11 @@ from transformers import (
 )
 
 from hybridrl.core.batch import Batch
+from hybridrl.core.boxes import whole
+from hybridrl.core.layout import Piece
 from hybridrl.models.loading import DTYPES
 from hybridrl.rollout.base import RolloutEngine, Sampling, responses
+from hybridrl.rollout.weights import Pieces, WeightWriter, differences
 
 
 class TransformersRollout(RolloutEngine):
@@ -69,6 +72,27 @@ class TransformersRollout(RolloutEngine):
         parameters = dict(self._model.named_parameters())
         for name, tensor in weights:
             parameters[name].copy_(tensor)
+
+    def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> Pieces:
+        """Every parameter is one piece: this engine's tensors are those of the checkpoint."""
+        return {
+            name: (Piece(whole(shape), name, (0,) * len(shape)),) for name, shape in shapes.items()
+        }
+
+    def writer(self) -> WeightWriter:
+        return WeightWriter(dict(self._model.named_parameters()), self.pieces(self._shapes()))
+
+    @torch.no_grad()
+    def differences(self, weights: Iterator[tuple[str, Tensor]]) -> list[str]:
+        model = self._model
+        return differences(
+            weights,
+            self.pieces(self._shapes()),
+            lambda name: iter([(name, model.get_parameter(name))]),
+        )
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(p.shape) for name, p in self._model.named_parameters()}
 
     def _generate(
         self, prompts: list[Tensor], sampling: Sampling, generator: torch.Generator

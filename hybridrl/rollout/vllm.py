@@ -7,8 +7,10 @@ given the same prompts and make the same choices. Importing this module needs vL
 from __future__ import annotations
 
 import itertools
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from multiprocessing import shared_memory
 from typing import Any
 
@@ -20,6 +22,8 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.device import generators
 from hybridrl.errors import ConfigError, MissingPackageError
 from hybridrl.rollout.base import Finished, Request, RolloutEngine, Sampling, responses
+from hybridrl.rollout.vllm_layout import NotProbedError
+from hybridrl.rollout.weights import Pieces, WeightWriter, differences
 
 # Read by vLLM when it is imported.
 os.environ.update(
@@ -39,12 +43,16 @@ try:
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    from hybridrl.rollout import vllm_weights
 except ImportError as error:
     raise MissingPackageError(
         "rollout=vllm needs vLLM, which could not be imported "
         f"({error}): pip install 'hybridrl[cpu]' (or 'hybridrl[gpu]'). Or generate with "
         "transformers: rollout=transformers."
     ) from error
+
+_log = logging.getLogger(__name__)
 
 
 class VLLMRollout(RolloutEngine):
@@ -83,6 +91,7 @@ class VLLMRollout(RolloutEngine):
         self._asleep = False
         self._has_cache = True
         self._running: set[str] = set()
+        self._pieces: Pieces = {}
         if self._sleeps:
             memory: dict[str, Any] = {
                 "gpu_memory_utilization": config.memory_share,
@@ -110,6 +119,7 @@ class VLLMRollout(RolloutEngine):
                 seed=seed,
                 max_model_len=context_length,
                 max_num_seqs=config.max_sequences,
+                load_format=vllm_weights.LOAD_FORMAT,
                 skip_tokenizer_init=not config.stop,  # only stop texts need text
                 tensor_parallel_size=config.parallel.tp,
                 distributed_executor_backend="external_launcher",
@@ -200,9 +210,33 @@ class VLLMRollout(RolloutEngine):
             flat_logprobs=True,
         )
 
+    @property
+    def _worker(self) -> Any:
+        return self._llm.llm_engine.model_executor.driver_worker.worker
+
+    def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> Pieces | None:
+        worker = self._worker
+        try:
+            found = vllm_weights.probe_vllm(worker.get_model(), worker.vllm_config, shapes)
+        except NotProbedError as reason:
+            _log.warning("weights go into vLLM as whole tensors, not as boxes: %s", reason)
+            return None
+        self._pieces = found
+        return found
+
+    def writer(self) -> WeightWriter:
+        self._llm.reset_prefix_cache()
+        worker = self._worker
+        return vllm_weights.VLLMWeightWriter(worker.get_model(), worker.vllm_config, self._pieces)
+
+    @torch.no_grad()
+    def differences(self, weights: Iterator[tuple[str, Tensor]]) -> list[str]:
+        model = self._worker.get_model()
+        return differences(weights, self._pieces, partial(vllm_weights.forms, model))
+
     @torch.no_grad()
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        worker = self._llm.llm_engine.model_executor.driver_worker.worker
+        worker = self._worker
         worker.reload_weights(weights_iterator=weights)
         head = getattr(worker.get_model(), "lm_head", None)
         if head is not None and not self._sleeps:

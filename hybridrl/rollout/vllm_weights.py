@@ -1,0 +1,158 @@
+"""Writing boxes of weights into vLLM's parameters.
+
+Where a parameter is used as its loader fills it, which is everywhere on CUDA, it is written in
+place: its address, which CUDA graphs hold, stays. The CPU back end packs the weights of linear
+layers and drops the originals. There a layer's weights are put together in a raw buffer, and when
+all have come the layer's own processing packs them, as when vLLM loads a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from vllm.config import LoadConfig, ModelConfig, VllmConfig, replace, set_current_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from hybridrl.core.layout import Piece
+from hybridrl.rollout.vllm_layout import NotProbedError, probe, remember_parameters, zero_twin
+from hybridrl.rollout.weights import Pieces, WeightWriter
+
+LOAD_FORMAT = "hybridrl"
+UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+ROWS = 1024  # of an identity matrix at a time
+
+
+@register_model_loader(LOAD_FORMAT)
+class RememberingLoader(DefaultModelLoader):
+    """vLLM's default loader, which notes the parameters while they are raw."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(replace(load_config, load_format="auto"))
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        remember_parameters(model)
+        super().load_weights(model, model_config)
+
+
+def probe_vllm(
+    model: nn.Module, vllm_config: VllmConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[Piece, ...]]:
+    """As `vllm_layout.probe`, for a model of vLLM's.
+
+    Raises:
+        NotProbedError: also for layers whose weights are stored in another precision or order.
+    """
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if not isinstance(method, QuantizeMethodBase) or isinstance(method, UNQUANTIZED):
+            continue
+        if any(True for _ in module.parameters()):
+            raise NotProbedError(f"{name} keeps its weights by {type(method).__name__}")
+    with set_current_vllm_config(vllm_config):
+        return probe(model, shapes)
+
+
+class VLLMWeightWriter(WeightWriter):
+    """Writes what `probe_vllm` found.
+
+    Args:
+        model: The rank's model.
+        vllm_config: The engine's.
+        pieces: Of this model.
+    """
+
+    def __init__(self, model: nn.Module, vllm_config: VllmConfig, pieces: Pieces) -> None:
+        super().__init__(dict(model.named_parameters()), pieces)
+        self._model = model
+        self._config = vllm_config
+        self._owners = _owners(model)
+        self._targets: dict[str, Tensor] = {}  # of the layers that are being written
+        self._raw: dict[str, nn.Parameter] = {}  # those of them that take the place of packed ones
+        self._sizes = dict(self.missing)
+        for tensor in self._parameters:  # those that are all padding here, too
+            self.missing.setdefault(tensor, 0)
+        self._unfinished = set(self._parameters)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        super().finish()
+        for tensor in sorted(self._unfinished):  # all padding: nothing was written
+            self._target(tensor)
+            self._complete(tensor)
+        with set_current_vllm_config(self._config):
+            for module in self._model.modules():
+                process = getattr(module, "process_weights_after_loading", None)
+                if process and isinstance(module, AttentionLayerBase):
+                    process(self._config.model_config.dtype)  # it may keep products of weights
+
+    def _target(self, tensor: str) -> Tensor:
+        if tensor not in self._targets:
+            live, raw = self._parameters[tensor], self._model.raw_parameters[tensor]
+            if _is_raw(live, raw):
+                self._targets[tensor] = live.data
+                if self._sizes.get(tensor, 0) < raw.numel():
+                    live.data.zero_()  # the padding, which sleeping may have lost
+            else:
+                self._raw[tensor] = zero_twin(raw, live.device)
+                self._targets[tensor] = self._raw[tensor].data
+        return self._targets[tensor]
+
+    def _complete(self, tensor: str) -> None:
+        self._unfinished.discard(tensor)
+        done = [
+            (module, tensors)
+            for module, tensors in self._owners[tensor]
+            if self._unfinished.isdisjoint(tensors.values())
+        ]
+        for module, tensors in done:
+            for attribute, name in tensors.items():
+                if name in self._raw:
+                    setattr(module, attribute, self._raw[name])
+            if isinstance(getattr(module, "quant_method", None), UNQUANTIZED):
+                with set_current_vllm_config(self._config):
+                    module.quant_method.process_weights_after_loading(module)
+        for _, tensors in done:
+            for name in tensors.values():
+                self._raw.pop(name, None)
+                self._targets.pop(name, None)
+
+
+def forms(model: nn.Module, tensor: str) -> Iterator[tuple[str, Tensor]]:
+    """The values of a parameter in every form that its layers compute with: the parameter itself,
+    and packed copies, which are read by multiplying with the identity matrix."""
+    live, raw = model.get_parameter(tensor), model.raw_parameters[tensor]
+    if live.shape == raw.shape:
+        yield tensor, live.data.to(raw.dtype)
+    for module, tensors in _owners(model)[tensor]:
+        if hasattr(module, "cpu_linear") and tensors.get("weight") == tensor:
+            identity = torch.eye(raw.shape[1], dtype=raw.dtype, device=live.device)
+            columns = [
+                module.quant_method.apply(module, rows, None) for rows in identity.split(ROWS)
+            ]
+            yield f"{tensor}, packed in a {type(module).__name__},", torch.cat(columns).T
+
+
+def _is_raw(live: Tensor, raw: Tensor) -> bool:
+    return live.shape == raw.shape and live.dtype == raw.dtype
+
+
+def _owners(model: nn.Module) -> dict[str, list[tuple[nn.Module, dict[str, str]]]]:
+    """For every parameter the modules that use it, with the names of all parameters of each, by
+    attribute; tied ones go by their first name."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    owners: dict[str, list[tuple[nn.Module, dict[str, str]]]] = {n: [] for n in names.values()}
+    for module in model.modules():
+        own = {
+            attribute: names[id(parameter)]
+            for attribute, parameter in module.named_parameters(recurse=False)
+        }
+        for tensor in own.values():
+            owners[tensor].append((module, own))
+    return owners
