@@ -26,6 +26,7 @@ from hybridrl.models import PackedModel, PackedSamples
 from hybridrl.models.adapters import has_adapters, merged
 from hybridrl.models.loading import DTYPES, read_weights
 from hybridrl.parallel.fsdp import is_small, shard
+from hybridrl.parallel.pipeline import Pipeline
 
 Loss = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Segments], TokenLoss]
 """(outputs of the model, columns of the batch, samples), packed `[tokens]`, to a loss per token.
@@ -45,6 +46,8 @@ class TrainEngine:
         device: This rank's device.
         dtype: Name of the precision of computation.
         config: Micro-batch budget, checkpointing, offload.
+        pipeline: This rank's place in a pipeline, whose ranks all get the same rows; None: the
+            rank has all layers.
     """
 
     def __init__(
@@ -54,14 +57,17 @@ class TrainEngine:
         device: torch.device,
         dtype: str,
         config: ActorConfig,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.config = config
+        self.pipeline = pipeline
         self.device = device
         self.ranks = mesh.size()
         offload = config.offload_parameters and device.type != "cpu"
         if config.gradient_checkpointing:
             model.inner.gradient_checkpointing_enable({"use_reentrant": False})
         self._has_adapters = has_adapters(model.inner)
+        model = pipeline.cut(model) if pipeline else model
         # Gathering gradients once per update, not per micro-batch, needs them whole in memory.
         self._reduce_once = is_small(model)
         model = model if offload else model.to(device)
@@ -80,15 +86,28 @@ class TrainEngine:
 
         Args:
             options: Of the model's forward, such as `temperature`.
+
+        Returns:
+            Of a pipeline, the last rank has the outputs; columns of other ranks hold NaN.
         """
         self.model.eval()
         responses = batch.ragged("response_ids")
-        outputs = {name: torch.empty(len(responses.values)) for name in self.model.OUTPUTS}
-        for rows in self._micro_batches(batch):
-            samples = PackedSamples.of(batch.take(rows), self.device)
-            places = token_places(responses.cu_seqlens, rows)
-            for name, values in self.model(samples, **options).items():
+        blank = torch.full((len(responses.values),), torch.nan)
+        outputs = {name: blank.clone() for name in self.model.OUTPUTS}
+        micro_batches = self._micro_batches(batch)
+
+        def keep(number: int, found: Mapping[str, Tensor]) -> None:
+            places = token_places(responses.cu_seqlens, micro_batches[number])
+            for name, values in found.items():
                 outputs[name][places] = values.cpu()
+
+        parts = (batch.take(rows) for rows in micro_batches)
+        samples = (PackedSamples.of(part, self.device) for part in parts)
+        if self.pipeline:
+            self.pipeline.score(self.model, list(samples), keep, **options)
+        else:
+            for number, packed in enumerate(samples):
+                keep(number, self.model(packed, **options))
         return Batch.from_columns(
             {name: responses._replace(values=values) for name, values in outputs.items()}
         )
@@ -111,22 +130,31 @@ class TrainEngine:
         self.model.train()
         self._move_optimizer(self.device)
         gathered = _Metrics()
-        micro_batches = self._micro_batches(batch, rows_together)
-        for number, rows in enumerate(micro_batches):
-            last = number == len(micro_batches) - 1
-            self.model.set_requires_gradient_sync(last or not self._reduce_once)
-            part = batch.take(rows)
-            samples = PackedSamples.of(part, self.device)
-            outputs = self.model(samples, **options)
-            columns = token_columns(part, self.device)
+        parts = [batch.take(rows) for rows in self._micro_batches(batch, rows_together)]
+        samples = [PackedSamples.of(part, self.device) for part in parts]
+
+        def value_of(number: int, outputs: Mapping[str, Tensor]) -> Tensor:
+            columns = token_columns(parts[number], self.device)
             mask = columns["response_mask"].bool()
-            segments = Segments.from_cu_seqlens(samples.response_bounds.to(self.device), mask)
+            bounds = samples[number].response_bounds.to(self.device)
+            segments = Segments.from_cu_seqlens(bounds, mask)
             token_loss = loss(outputs, columns, segments)
             value = torch.where(mask, token_loss.loss * columns["loss_weights"], 0.0).sum()
-            # FSDP averages gradients over ranks; the weights already are those of the global loss.
-            (value * self.ranks).backward()
             gathered.add(value, token_loss.metrics, mask, segments.lengths > 0)
-        metrics = gathered.reduce(self._group)
+            # FSDP averages gradients over ranks; the weights already are those of the global loss.
+            return value * self.ranks
+
+        if self.pipeline:
+            self.pipeline.train(
+                self.model, samples, value_of, reduce_once=self._reduce_once, **options
+            )
+        else:
+            for number, packed in enumerate(samples):
+                last = number == len(samples) - 1
+                self.model.set_requires_gradient_sync(last or not self._reduce_once)
+                value_of(number, self.model(packed, **options)).backward()
+        metrics = gathered.reduce(self._group) if not self.pipeline or self.pipeline.is_last else {}
+        metrics = self.pipeline.from_last(metrics) if self.pipeline else metrics
         metrics["grad_norm"] = self._step()
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         self.schedule.step()
@@ -135,6 +163,13 @@ class TrainEngine:
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, under its checkpoint name, one at a time. Collective."""
+        mine = self._whole_parameters()
+        if self.pipeline:
+            mine = self.pipeline.all_parameters(self.model, mine, self.device)
+        return mine
+
+    def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that lie in this rank's layers. Collective over data-parallel ranks."""
         self._drop_gathered()
         for name, parameter in self.model.inner.named_parameters():
             whole = parameter.detach()
@@ -164,9 +199,11 @@ class TrainEngine:
         """Writes the model, or its adapters alone, as a Hugging Face folder, in float32.
         Collective; rank 0 writes."""
         state = {name: tensor.cpu() for name, tensor in self.full_parameters()}
-        if dist.get_rank(self._group) == 0:
+        if dist.get_rank(self._group) == 0 and not (self.pipeline and self.pipeline.rank):
             self.model.inner.save_pretrained(folder, state_dict=state)
         dist.barrier(self._group)
+        if self.pipeline:
+            dist.barrier(self.pipeline.group)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -207,9 +244,11 @@ class TrainEngine:
         """Clips, steps and clears the gradients; gives their norm before clipping. A step whose
         gradient is not finite is left out."""
         parameters = list(self.model.parameters())
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        counted = self.pipeline.owned(self.model) if self.pipeline else parameters
+        gradients = [p.grad for p in counted if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = self.pipeline.total_norm(norm) if self.pipeline else norm
         if torch.isfinite(norm):
             if self._max_grad_norm > 0:
                 torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
