@@ -67,7 +67,7 @@ class TrainEngine:
         if config.gradient_checkpointing:
             model.inner.gradient_checkpointing_enable({"use_reentrant": False})
         self._has_adapters = has_adapters(model.inner)
-        model = pipeline.cut(model) if pipeline else model
+        model = pipeline.cut(model, DTYPES[dtype]) if pipeline else model
         # Gathering gradients once per update, not per micro-batch, needs them whole in memory.
         self._reduce_once = is_small(model)
         model = model if offload else model.to(device)

@@ -31,20 +31,19 @@ class Pipeline:
     Args:
         group: The ranks of the pipeline in the order of the stages, at least 2.
         chunks: Stages on each rank; more than one interleaves them.
-        dtype: Precision of computation, in which states travel.
     """
 
-    def __init__(self, group: dist.ProcessGroup, chunks: int, dtype: torch.dtype) -> None:
+    def __init__(self, group: dist.ProcessGroup, chunks: int = 1) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self.chunks = chunks
-        self.dtype = dtype
         self.is_last = self.rank == self.ranks - 1
 
-    def cut(self, model: PackedModel) -> StagedModel:
-        """Keeps this rank's stages of `model`, which is cut in place; see `StagedModel`."""
-        return StagedModel(model, self.rank, self.ranks, self.chunks)
+    def cut(self, model: PackedModel, dtype: torch.dtype) -> StagedModel:
+        """Keeps this rank's stages of `model`, which is cut in place and will compute in `dtype`;
+        see `StagedModel`."""
+        return StagedModel(model, dtype, self.rank, self.ranks, self.chunks)
 
     @torch.no_grad()
     def score(
@@ -62,7 +61,7 @@ class Pipeline:
             options: Of the model's forward.
         """
         actions = schedule(self.ranks, self.chunks, len(micro_batches), training=False)
-        run = PipelineRun(self.group, model, self.dtype, micro_batches, take, options)
+        run = PipelineRun(self.group, model, micro_batches, take, options)
         for action in actions[self.rank]:
             run.do(action)
         run.finish()
@@ -87,7 +86,7 @@ class Pipeline:
             options: Of the model's forward.
         """
         actions = schedule(self.ranks, self.chunks, len(micro_batches), training=True)[self.rank]
-        run = PipelineRun(self.group, model, self.dtype, micro_batches, loss, options)
+        run = PipelineRun(self.group, model, micro_batches, loss, options)
         # Every pass ends with a backward on every rank, then perhaps its message.
         last = max(n for n, action in enumerate(actions) if action.kind is Kind.BACKWARD)
         for number, action in enumerate(actions):

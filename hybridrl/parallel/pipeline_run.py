@@ -26,7 +26,6 @@ class PipelineRun:
 
     Args:
         group: The ranks of the pipeline.
-        dtype: In which states travel.
         micro_batches: The same on all ranks.
         answer: Called on the last rank with the number of a micro-batch and its outputs. With
             gradients enabled it gives the scalar whose gradient is wanted.
@@ -37,7 +36,6 @@ class PipelineRun:
         self,
         group: dist.ProcessGroup,
         model: StagedModel,
-        dtype: torch.dtype,
         micro_batches: Sequence[PackedSamples],
         answer: Callable[[int, Mapping[str, Tensor]], Tensor | None],
         options: Mapping[str, float],
@@ -45,7 +43,6 @@ class PipelineRun:
         self._group = group
         self._ranks = dist.get_world_size(group)
         self._model = model
-        self._dtype = dtype
         self._micro_batches = micro_batches
         self._answer = answer
         self._options = options
@@ -112,7 +109,7 @@ class PipelineRun:
     def _receive(self, action: Action, from_stage: int) -> None:
         tokens = self._micro_batches[action.micro_batch].input_ids
         shape = (len(tokens), self._model.hidden_size)
-        buffer = torch.empty(shape, dtype=self._dtype, device=tokens.device)
+        buffer = torch.empty(shape, dtype=self._model.dtype, device=tokens.device)
         work = dist.irecv(buffer, group=self._group, group_src=from_stage % self._ranks)
         self._received[action] = (work, buffer)
 

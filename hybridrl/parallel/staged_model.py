@@ -54,6 +54,7 @@ class StagedModel(nn.Module):
 
     Args:
         model: The whole model, not yet sharded.
+        dtype: Precision of computation, in which states travel between stages.
         rank: Place on the `pp` axis.
         ranks: Size of the `pp` axis, at least 2.
         chunks: Stages on each rank.
@@ -63,14 +64,18 @@ class StagedModel(nn.Module):
         homes: Every parameter of the whole model in its order, by name.
         tied: Name of the parameter that the first and the last rank share, or None.
         hidden_size: Length of a token's state.
+        dtype: As given.
 
     Raises:
         ConfigError: if the model has too few layers, or parts that are not known here.
     """
 
-    def __init__(self, model: PackedModel, rank: int, ranks: int, chunks: int = 1) -> None:
+    def __init__(
+        self, model: PackedModel, dtype: torch.dtype, rank: int, ranks: int, chunks: int = 1
+    ) -> None:
         super().__init__()
         self.model = model
+        self.dtype = dtype
         self.OUTPUTS = model.OUTPUTS
         inner, base = model.inner, model.inner.base_model
         if has_adapters(inner):

@@ -115,13 +115,13 @@ def objective_of(name):
     return (critic_objective, {}) if "critic" in name else (CLIPPED, {"temperature": TEMPERATURE})
 
 
-def make_engine(name, layout, mesh, optimizer, **settings):
+def make_engine(name, layout, mesh, optimizer, dtype="float32", **settings):
     """An engine whose gradients are kept, whole, by name."""
     pipeline = None
     if layout.pp > 1:
-        pipeline = Pipeline(mesh["pp"].get_group(), layout.chunks, torch.float32)
+        pipeline = Pipeline(mesh["pp"].get_group(), layout.chunks)
     config = ActorConfig(**settings)
-    engine = TrainEngine(make_model(name), mesh["dp"], CPU, "float32", config, pipeline)
+    engine = TrainEngine(make_model(name), mesh["dp"], CPU, dtype, config, pipeline)
     engine.start_optimizer(optimizer, STEPS)
     engine.gradients = {}
     engine.optimizer.register_step_pre_hook(
@@ -228,6 +228,8 @@ def rank_program(rank, address, port, listener, folder):
             )
             place = folder / f"{layout}_{name}".replace(" ", "_")
             found[str(layout), name, "learned"] = learn(engine, name, batch, place)
+        engine = make_engine(MODELS[0], layout, mesh, STANDING, "bfloat16")
+        found[str(layout), "half"] = one_update(engine, MODELS[0], batch, 60)
         engine = make_engine(MODELS[0], layout, mesh, STANDING, tokens_per_microbatch=25)
         found[str(layout), "saved"] = [
             most_saved(engine, MODELS[0], equal_batch(rows)) for rows in (1, 8)
@@ -331,3 +333,14 @@ def test_a_stage_holds_activations_of_no_more_micro_batches_than_stages_follow(l
     for rank, _, pp in ranks_of(layout):
         of_one, of_eight = four_ranks[rank][str(layout), "saved"]
         assert of_one > 0 and of_eight == of_one * (layout.pp - pp)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_states_travel_in_the_precision_of_computation(layout, four_ranks):
+    _, _, wanted = four_ranks[0][str(ONE), "half"]
+    _, _, exact = four_ranks[0][str(ONE), MODELS[0], True, 60]
+    assert wanted["loss"] != pytest.approx(exact["loss"], rel=1e-4)
+    for rank, _, _ in ranks_of(layout):
+        _, _, metrics = four_ranks[rank][str(layout), "half"]
+        for name in ("loss", "entropy", "grad_norm"):
+            assert metrics[name] == pytest.approx(wanted[name], rel=0.02)

@@ -83,7 +83,7 @@ def test_more_stages_than_layers_is_a_sentence():
     with pytest.raises(ConfigError, match="at least 1"):
         check_stages(4, 0)
     with pytest.raises(ConfigError, match="only 5 layers"):
-        StagedModel(make_policy(), 0, 6)
+        StagedModel(make_policy(), torch.float32, 0, 6)
 
 
 @pytest.mark.parametrize("ranks, chunks", PIPELINES[:3])
@@ -91,7 +91,10 @@ def test_more_stages_than_layers_is_a_sentence():
 @pytest.mark.parametrize("tied", [True, False])
 def test_stages_in_a_row_are_the_model(kind, tied, ranks, chunks):
     samples, whole = make_samples(), make_policy(kind, tied)
-    parts = [StagedModel(make_policy(kind, tied), rank, ranks, chunks) for rank in range(ranks)]
+    parts = [
+        StagedModel(make_policy(kind, tied), torch.float32, rank, ranks, chunks)
+        for rank in range(ranks)
+    ]
     wanted = whole(samples, temperature=0.7)
     found = pass_through(parts, samples, chunks, temperature=0.7)
     assert found.keys() == wanted.keys()
@@ -111,7 +114,10 @@ def test_stages_in_a_row_are_the_model(kind, tied, ranks, chunks):
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_parameter_lies_at_its_home_under_its_own_name(tied, ranks, chunks):
     whole = dict(make_policy(tied=tied).inner.named_parameters())
-    parts = [StagedModel(make_policy(tied=tied), rank, ranks, chunks) for rank in range(ranks)]
+    parts = [
+        StagedModel(make_policy(tied=tied), torch.float32, rank, ranks, chunks)
+        for rank in range(ranks)
+    ]
     for rank, part in enumerate(parts):
         assert list(part.homes) == list(whole)
         names = [name for name, _ in part.inner.named_parameters()]
@@ -129,7 +135,7 @@ def test_every_parameter_lies_at_its_home_under_its_own_name(tied, ranks, chunks
 def test_parameters_of_other_stages_are_freed():
     policy = make_policy(tied=False)
     alive = {name: weakref.ref(p) for name, p in policy.inner.named_parameters()}
-    part = StagedModel(policy, 1, 3)
+    part = StagedModel(policy, torch.float32, 1, 3)
     del policy
     gc.collect()
     kept = {name for name, reference in alive.items() if reference() is not None}
@@ -146,7 +152,7 @@ def test_a_scalar_head_lies_in_the_last_stage():
         return ScalarModel(inner, "before")
 
     samples = make_samples()
-    parts = [StagedModel(make(), rank, 2, 2) for rank in range(2)]
+    parts = [StagedModel(make(), torch.float32, rank, 2, 2) for rank in range(2)]
     found = pass_through(parts, samples, 2)["values"]
     torch.testing.assert_close(found, make()(samples)["values"], rtol=1e-6, atol=1e-6)
     assert parts[0].tied is None and parts[0].homes["score.weight"].rank == 1
@@ -156,11 +162,11 @@ def test_a_scalar_head_lies_in_the_last_stage():
 def test_a_model_of_other_parts_is_refused_in_a_sentence():
     inner = AutoModelForCausalLM.from_config(GPT2Config(n_layer=2, n_head=2, n_embd=8))
     with pytest.raises(ConfigError, match=r"cannot cut a GPT2Model: it has no `embed_tokens`"):
-        StagedModel(CausalPolicy(inner), 0, 2)
+        StagedModel(CausalPolicy(inner), torch.float32, 0, 2)
 
 
 def test_adapters_are_refused_in_a_sentence():
     policy = make_policy()
     add_adapters(policy.inner, LoraSettings(rank=2))
     with pytest.raises(ConfigError, match=r"actor.lora.rank does not go with pipelines"):
-        StagedModel(policy, 0, 2)
+        StagedModel(policy, torch.float32, 0, 2)
