@@ -32,6 +32,8 @@ from hybridrl.parallel import tensor as tensor_parallel
 from hybridrl.parallel.fsdp import is_small, shard
 from hybridrl.parallel.layout import training_layout
 from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.parallel.pipeline import Pipeline
+from hybridrl.parallel.sequence import SequenceParallel
 
 Loss = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Segments], TokenLoss]
 """(outputs of the model, columns of the batch, samples), packed `[tokens]`, to a loss per token.
@@ -47,7 +49,8 @@ class TrainEngine:
 
     Args:
         model: The model, float32, on the CPU; it is sharded in place.
-        mesh: How the model and its batches are cut over the ranks.
+        mesh: How the model and its batches are cut over the ranks. Those that differ in `dp` have
+            different rows; all others get the same ones.
         device: This rank's device.
         dtype: Name of the precision of computation.
         config: Micro-batch budget, checkpointing, offload.
@@ -69,10 +72,14 @@ class TrainEngine:
         if config.gradient_checkpointing:
             model.inner.gradient_checkpointing_enable({"use_reentrant": False})
         self.has_adapters = has_adapters(model.inner)
-        # Gathering gradients once per update, not per micro-batch, needs them whole in memory.
-        self._reduce_once = is_small(model)
         cuts = tensor_parallel.cut(model, mesh)
         self.cuts = cuts.cuts
+        self._sequence = SequenceParallel.of(mesh)
+        self._pipeline = Pipeline(group) if (group := mesh.group("pp")) is not None else None
+        if self._pipeline is not None:
+            model = self._pipeline.cut(model, DTYPES[dtype])
+        # Gathering gradients once per update, not per micro-batch, needs them whole in memory.
+        self._reduce_once = is_small(model)
         model = model if offload else model.to(device)
         self.model = shard(model, mesh.fsdp, DTYPES[dtype], offload=offload)
         self._gradients = self._watch_gradients(cuts.partial)
@@ -89,15 +96,27 @@ class TrainEngine:
 
         Args:
             options: Of the model's forward, such as `temperature`.
+
+        Returns:
+            Of a pipeline, the ranks of the last stage have the outputs; those of others hold NaN.
         """
         self.model.eval()
         responses = batch.ragged("response_ids")
-        outputs = {name: torch.empty(len(responses.values)) for name in self.model.OUTPUTS}
-        for rows in self._micro_batches(batch):
-            samples = PackedSamples.of(batch.take(rows), self.device)
-            places = token_places(responses.cu_seqlens, rows)
-            for name, values in self.model(samples, **options).items():
+        blank = torch.full((len(responses.values),), torch.nan)
+        outputs = {name: blank.clone() for name in self.model.OUTPUTS}
+        micro_batches = self._micro_batches(batch)
+        samples = [self._pack(batch.take(rows)) for rows in micro_batches]
+
+        def keep(number: int, found: Mapping[str, Tensor]) -> None:
+            places = token_places(responses.cu_seqlens, micro_batches[number])
+            for name, values in self._whole(found, samples[number]).items():
                 outputs[name][places] = values.cpu()
+
+        if self._pipeline is not None:
+            self._pipeline.score(self.model, samples, keep, **options)
+        else:
+            for number, packed in enumerate(samples):
+                keep(number, self.model(packed, **options))
         return Batch.from_columns(
             {name: responses._replace(values=values) for name, values in outputs.items()}
         )
@@ -120,22 +139,36 @@ class TrainEngine:
         self.model.train()
         self._move_optimizer(self.device)
         gathered = _Metrics()
-        micro_batches = self._micro_batches(batch, rows_together)
-        for number, rows in enumerate(micro_batches):
-            last = number == len(micro_batches) - 1
-            self.model.set_requires_gradient_sync(last or not self._reduce_once)
-            part = batch.take(rows)
-            samples = PackedSamples.of(part, self.device)
-            outputs = self.model(samples, **options)
-            columns = token_columns(part, self.device)
+        parts = [batch.take(rows) for rows in self._micro_batches(batch, rows_together)]
+        samples = [self._pack(part) for part in parts]
+
+        def value_of(number: int, outputs: Mapping[str, Tensor]) -> Tensor:
+            outputs = self._whole(outputs, samples[number])
+            columns = token_columns(parts[number], self.device)
             mask = columns["response_mask"].bool()
-            segments = Segments.from_cu_seqlens(samples.response_bounds.to(self.device), mask)
+            bounds = samples[number].response_bounds.to(self.device)
+            segments = Segments.from_cu_seqlens(bounds, mask)
             token_loss = loss(outputs, columns, segments)
             value = torch.where(mask, token_loss.loss * columns["loss_weights"], 0.0).sum()
-            # FSDP averages gradients over ranks; the weights already are those of the global loss.
-            (value * self.mesh.data_ranks).backward()
             gathered.add(value, token_loss.metrics, mask, segments.lengths > 0)
-        metrics = gathered.reduce(self.mesh.group("dp"))
+            # FSDP averages gradients over ranks; the weights already are those of the global loss.
+            return value * self.mesh.data_ranks
+
+        if self._pipeline is not None:
+            self._pipeline.train(
+                self.model, samples, value_of, reduce_once=self._reduce_once, **options
+            )
+        else:
+            for number, packed in enumerate(samples):
+                last = number == len(samples) - 1
+                self.model.set_requires_gradient_sync(last or not self._reduce_once)
+                value_of(number, self.model(packed, **options)).backward()
+        if self._pipeline is None or self._pipeline.is_last:
+            metrics = gathered.reduce(self.mesh.group("dp"))
+        else:
+            metrics = {}
+        if self._pipeline is not None:
+            metrics = self._pipeline.from_last(metrics)
         metrics["grad_norm"] = self._step()
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         self.schedule.step()
@@ -212,13 +245,26 @@ class TrainEngine:
                 tensor = distribute_tensor(tensor, mine.device_mesh, mine.placements)
             mine.copy_(tensor)
 
+    def _pack(self, batch: Batch) -> PackedSamples:
+        """The rows as one row of tokens, or this rank's part of it."""
+        samples = PackedSamples.of(batch, self.device)
+        if self._sequence is None:
+            return samples
+        return self._sequence.split(samples, self.model.shift)
+
+    def _whole(self, outputs: Mapping[str, Tensor], samples: PackedSamples) -> Mapping[str, Tensor]:
+        """What the model says of all response tokens of a micro-batch."""
+        return outputs if self._sequence is None else self._sequence.gather(outputs, samples)
+
     def _watch_gradients(self, partial: list[tuple[str, dist.ProcessGroup]]) -> Gradients:
         parameters = dict(self.model.inner.named_parameters())
         copies = {
             parameter: cut.copies() if (cut := self.cuts.get(name)) else self.mesh.size("tp")
             for name, parameter in parameters.items()
         }
-        partial_parameters = [(parameters[name], group) for name, group in partial]
+        if (tied := getattr(self.model, "tied", None)) in parameters:
+            copies[parameters[tied]] *= 2  # the first stage's and the last one's
+        partial_parameters = [(parameters[name], group) for name, group in partial if name in parameters]
         return Gradients(self.model, self.mesh, copies, partial_parameters)
 
     def _drop_gathered(self) -> None:
@@ -231,7 +277,10 @@ class TrainEngine:
         each is a round of collectives. A rank that has too few rows gets empty ones."""
         lengths = batch.lengths("prompt_ids") + batch.lengths("response_ids")
         units = lengths.reshape(-1, rows_together).sum(1).tolist()
-        packed = pack(units, self.config.tokens_per_microbatch) or [[]]
+        budget, setting = self.config.tokens_per_microbatch, "actor.tokens_per_microbatch"
+        if self._sequence is not None:  # the budget is what one device takes
+            budget, setting = budget * self._sequence.size, f"{setting} x sequence-parallel ranks"
+        packed = pack(units, budget, setting=setting) or [[]]
         count = torch.tensor([len(packed)])
         if (group := self.mesh.group("dp")) is not None:
             dist.all_reduce(count, dist.ReduceOp.MAX, group=group)

@@ -1,0 +1,186 @@
+"""One rank's stages of a model: transformers' own modules, without the parts of other ranks.
+
+Names of parameters stay those of the checkpoint. What lies elsewhere is a module without
+parameters, so that transformers' forward, with its rotary embedding and masks, runs unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hybridrl.errors import ConfigError
+from hybridrl.models import PackedModel, PackedSamples
+from hybridrl.models.adapters import has_adapters
+from hybridrl.parallel.stages import check_stages, split_layers
+
+PARTS = ("embed_tokens", "layers", "norm")
+"""What a decoder consists of, by the names that Qwen2, Qwen3, Llama and Mistral have for it."""
+
+
+class Elsewhere(nn.Module):
+    """In the place of a layer or norm of another stage: hands its input on."""
+
+    def forward(self, states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return states
+
+
+class Received(nn.Module):
+    """In the place of the embedding: answers with the states that the stage before has sent."""
+
+    states: Tensor | None = None
+
+    def forward(self, _: Tensor) -> Tensor:
+        assert self.states is not None
+        return self.states[None]
+
+
+class Home(NamedTuple):
+    """Where a parameter of the whole model lies: the rank that answers for it, and its kind."""
+
+    rank: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class StagedModel(nn.Module):
+    """The stages of `model` that lie on one rank of a pipeline. `model` is cut in place: the
+    parameters of other ranks are let go.
+
+    With tied embeddings both the first rank, for the embedding, and the last one, for the head,
+    hold the parameter under its one name.
+
+    Args:
+        model: The whole model, not yet sharded.
+        dtype: Precision of computation, in which states travel between stages.
+        rank: Place on the `pp` axis.
+        ranks: Size of the `pp` axis, at least 2.
+        chunks: Stages on each rank.
+
+    Attributes:
+        OUTPUTS: As of `model`.
+        homes: Every parameter of the whole model in its order, by name.
+        tied: Name of the parameter that the first and the last rank share, or None.
+        hidden_size: Length of a token's state.
+        dtype: As given.
+
+    Raises:
+        ConfigError: if the model has too few layers, or parts that are not known here.
+    """
+
+    def __init__(
+        self, model: PackedModel, dtype: torch.dtype, rank: int, ranks: int, chunks: int = 1
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.dtype = dtype
+        self.OUTPUTS = model.OUTPUTS
+        inner, base = model.inner, model.inner.base_model
+        if has_adapters(inner):
+            raise ConfigError(
+                "actor.lora.rank does not go with pipelines yet: choose parallel.pp=1, or "
+                "actor.lora.rank=null."
+            )
+        _refuse_unknown_parts(base)
+        self.hidden_size = int(inner.config.get_text_config().hidden_size)
+        self._stages = ranks * chunks
+        layers: list[nn.Module] = list(base.layers)
+        check_stages(len(layers), ranks, chunks)
+        split = split_layers(len(layers), self._stages)
+        mine = range(rank, self._stages, ranks)
+        first, last = rank == 0, rank == ranks - 1
+        head = inner.get_output_embeddings()
+        is_tied = head is not None and head.weight is base.embed_tokens.weight
+        self.homes = _homes(inner, split, ranks)
+        shared = (name for name, p in inner.named_parameters() if is_tied and p is head.weight)
+        self.tied = next(shared, None)
+
+        received, elsewhere = Received(), Elsewhere()
+        # Not registered as modules: they would give parameters second names.
+        self._parts: dict[int, dict[str, nn.Module]] = {
+            stage: {
+                "embed_tokens": base.embed_tokens if stage == 0 else received,
+                "layers": nn.ModuleList(
+                    layer if number in split[stage] else elsewhere
+                    for number, layer in enumerate(layers)
+                ),
+                "norm": base.norm if stage == self._stages - 1 else elsewhere,
+            }
+            for stage in mine
+        }
+        held = {number for stage in mine for number in split[stage]}
+        base.layers = nn.ModuleList(
+            layer if number in held else elsewhere for number, layer in enumerate(layers)
+        )
+        if not (first or (last and is_tied)):
+            base.embed_tokens = received
+        if not last:
+            base.norm = elsewhere
+            for name, module in list(inner.named_children()):
+                if module is not base:
+                    setattr(inner, name, Elsewhere())
+
+    @property
+    def inner(self) -> nn.Module:
+        """The transformers model, as far as it lies here."""
+        return self.model.inner
+
+    def forward(
+        self, samples: PackedSamples, *, stage: int, states: Tensor | None = None, **options: float
+    ) -> Tensor | dict[str, Tensor]:
+        """Runs one stage.
+
+        Args:
+            samples: The micro-batch, the same on all stages.
+            stage: One of this rank's.
+            states: `[tokens, hidden]` from the stage before; None for the first one.
+            options: Of the model's forward, for the last stage.
+
+        Returns:
+            The outputs of the model from the last stage; `[tokens, hidden]` from others.
+        """
+        base, parts = self.inner.base_model, self._parts[stage]
+        whole = {name: getattr(base, name) for name in PARTS}
+        if stage:
+            parts["embed_tokens"].states = states
+        try:
+            for name, module in parts.items():
+                setattr(base, name, module)
+            if stage == self._stages - 1:
+                return self.model(samples, **options)
+            return self.model.hidden(samples).clone()  # FSDP wants no view
+        finally:
+            for name, module in whole.items():
+                setattr(base, name, module)
+            if stage:
+                parts["embed_tokens"].states = None
+
+
+def _refuse_unknown_parts(base: nn.Module) -> None:
+    missing = [part for part in PARTS if not hasattr(base, part)]
+    others = [
+        name
+        for name, module in base.named_children()
+        if name not in PARTS and any(True for _ in module.parameters())
+    ]
+    if missing or others:
+        wrong = [f"no `{name}`" for name in missing] + [f"`{name}`" for name in others]
+        raise ConfigError(
+            f"parallel.pp cannot cut a {type(base).__name__}: it has {', '.join(wrong)}. Pipelines "
+            f"know decoders of {', '.join(PARTS)}, as Qwen2, Qwen3, Llama and Mistral have them; "
+            "choose parallel.pp=1 for this model."
+        )
+
+
+def _homes(inner: nn.Module, split: list[range], ranks: int) -> dict[str, Home]:
+    base = inner.base_model
+    stage_of = {id(p): 0 for p in base.embed_tokens.parameters()}
+    for stage, numbers in enumerate(split):
+        stage_of |= {id(p): stage for number in numbers for p in base.layers[number].parameters()}
+    # What is left, norm and head, lies in the last stage.
+    return {
+        name: Home(stage_of.get(id(p), len(split) - 1) % ranks, p.shape, p.dtype)
+        for name, p in inner.named_parameters()
+    }
