@@ -26,6 +26,7 @@ from hybridrl.models import PackedModel, PackedSamples
 from hybridrl.models.adapters import has_adapters, merged
 from hybridrl.models.loading import DTYPES, read_weights
 from hybridrl.parallel.fsdp import is_small, shard
+from hybridrl.parallel.sequence import SequenceParallel
 
 Loss = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Segments], TokenLoss]
 """(outputs of the model, columns of the batch, samples), packed `[tokens]`, to a loss per token.
@@ -41,10 +42,12 @@ class TrainEngine:
 
     Args:
         model: The model, float32, on the CPU; it is sharded in place.
-        mesh: One-axis `dp` mesh over the ranks.
+        mesh: One-axis mesh over the ranks that the parameters are sharded over: those of `dp`, and
+            the sequence-parallel ranks of each.
         device: This rank's device.
         dtype: Name of the precision of computation.
         config: Micro-batch budget, checkpointing, offload.
+        sequence: Divides the tokens of a micro-batch over ranks, which all get the same rows.
     """
 
     def __init__(
@@ -54,8 +57,10 @@ class TrainEngine:
         device: torch.device,
         dtype: str,
         config: ActorConfig,
+        sequence: SequenceParallel | None = None,
     ) -> None:
         self.config = config
+        self._sequence = sequence
         self.device = device
         self.ranks = mesh.size()
         offload = config.offload_parameters and device.type != "cpu"
@@ -87,7 +92,7 @@ class TrainEngine:
         for rows in self._micro_batches(batch):
             samples = PackedSamples.of(batch.take(rows), self.device)
             places = token_places(responses.cu_seqlens, rows)
-            for name, values in self.model(samples, **options).items():
+            for name, values in self._outputs(samples, **options).items():
                 outputs[name][places] = values.cpu()
         return Batch.from_columns(
             {name: responses._replace(values=values) for name, values in outputs.items()}
@@ -117,7 +122,7 @@ class TrainEngine:
             self.model.set_requires_gradient_sync(last or not self._reduce_once)
             part = batch.take(rows)
             samples = PackedSamples.of(part, self.device)
-            outputs = self.model(samples, **options)
+            outputs = self._outputs(samples, **options)
             columns = token_columns(part, self.device)
             mask = columns["response_mask"].bool()
             segments = Segments.from_cu_seqlens(samples.response_bounds.to(self.device), mask)
@@ -126,7 +131,7 @@ class TrainEngine:
             # FSDP averages gradients over ranks; the weights already are those of the global loss.
             (value * self.ranks).backward()
             gathered.add(value, token_loss.metrics, mask, segments.lengths > 0)
-        metrics = gathered.reduce(self._group)
+        metrics = gathered.reduce(self._group, self._sequence.size if self._sequence else 1)
         metrics["grad_norm"] = self._step()
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         self.schedule.step()
@@ -181,6 +186,13 @@ class TrainEngine:
                 tensor = distribute_tensor(tensor, mine.device_mesh, mine.placements)
             mine.copy_(tensor)
 
+    def _outputs(self, samples: PackedSamples, **options: float) -> dict[str, Tensor]:
+        """What the model says of each response token of a micro-batch."""
+        if self._sequence is None:
+            return self.model(samples, **options)
+        mine = self._sequence.split(samples, self.model.shift)
+        return self._sequence.gather(self.model(mine, **options), mine)
+
     def _drop_gathered(self) -> None:
         """A forward leaves the parameters gathered for the next one: copies in the precision of
         computation, which hide the ones that are trained."""
@@ -191,7 +203,10 @@ class TrainEngine:
         each is a round of collectives. A rank that has too few rows gets empty ones."""
         lengths = batch.lengths("prompt_ids") + batch.lengths("response_ids")
         units = lengths.reshape(-1, rows_together).sum(1).tolist()
-        packed = pack(units, self.config.tokens_per_microbatch) or [[]]
+        budget, setting = self.config.tokens_per_microbatch, "actor.tokens_per_microbatch"
+        if self._sequence:  # the budget is what one device takes
+            budget, setting = budget * self._sequence.size, f"{setting} x sequence-parallel ranks"
+        packed = pack(units, budget, setting=setting) or [[]]
         count = torch.tensor([len(packed)])
         dist.all_reduce(count, dist.ReduceOp.MAX, group=self._group)
         while len(packed) < int(count):
@@ -267,10 +282,11 @@ class _Metrics:
                 where = rows if name.endswith(BY_ROW) else mask
                 self._add(name, torch.where(where, values, 0.0).sum())
 
-    def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
+    def reduce(self, group: dist.ProcessGroup, copies: int) -> dict[str, float]:
+        """Metrics of all rows of the group, each of which `copies` of its ranks have counted."""
         sums = torch.tensor([float(v) for v in self._sums.values()], dtype=torch.float64)
         dist.all_reduce(sums, group=group)
-        found = dict(zip(self._sums, sums.tolist(), strict=True))
+        found = dict(zip(self._sums, (sums / copies).tolist(), strict=True))
         result = {name: found.pop(name) for name in ("loss", "tokens", "rows")}
         for name, total in found.items():
             count = result["rows"] if name.endswith(BY_ROW) else result["tokens"]
