@@ -144,7 +144,7 @@ def counted_bytes():
     sent = {"ulysses": 0, "ring": 0, "gather": 0}
     originals = {
         name: getattr(dist, name)
-        for name in ("all_to_all_single", "batch_isend_irecv", "all_gather_into_tensor")
+        for name in ("all_to_all_single", "batch_isend_irecv", "all_gather")
     }
 
     def all_to_all_single(output, tensor, output_splits, input_splits, group):
@@ -157,11 +157,11 @@ def counted_bytes():
         sent["ring"] += sum(op.tensor.nbytes for op in operations if op.op is dist.isend)
         return originals["batch_isend_irecv"](operations)
 
-    def all_gather_into_tensor(output, tensor, group):
-        sent["gather"] += tensor.nbytes * (dist.get_world_size(group) - 1)
-        return originals["all_gather_into_tensor"](output, tensor, group=group)
+    def all_gather(outputs, tensor, group):
+        sent["gather"] += tensor.nbytes * (len(outputs) - 1)
+        return originals["all_gather"](outputs, tensor, group=group)
 
-    for replacement in (all_to_all_single, batch_isend_irecv, all_gather_into_tensor):
+    for replacement in (all_to_all_single, batch_isend_irecv, all_gather):
         setattr(dist, replacement.__name__, replacement)
     try:
         yield sent

@@ -62,7 +62,7 @@ class _GatherTokens(torch.autograd.Function):
         padded[: len(values)] = values
         gathered = values.new_empty(dist.get_world_size(group) * reading.most, values.shape[1])
         if reading.most:
-            dist.all_gather_into_tensor(gathered, padded, group=group)
+            dist.all_gather(list(gathered.split(reading.most)), padded, group=group)
         return gathered.index_select(0, reading.slots)
 
     @staticmethod
