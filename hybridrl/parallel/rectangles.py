@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridrl.core.zigzag import ranges
 from hybridrl.models.packing import WASTE
 
-SLICE_ELEMENTS = 1 << 23
+SLICE_ELEMENTS = 1 << 20
 """Scores held at a time."""
 
 
@@ -55,9 +55,10 @@ class Rectangle:
         dense_out, dense_lse = torch.empty_like(queries), torch.empty_like(queries[..., :1])
         for part, seen in self._slices(q.shape[1]):
             scores = self._scores(queries, keys, part, seen, scale)
-            sums = scores.logsumexp(-1, keepdim=True)
-            dense_lse[:, :, :, part] = sums
-            dense_out[:, :, :, part] = _times(scores.sub_(sums).exp_(), values[:, :, seen])
+            highest = scores.amax(-1, keepdim=True)
+            total = scores.sub_(highest).exp_().sum(-1, keepdim=True)
+            dense_lse[:, :, :, part] = highest + total.log()
+            dense_out[:, :, :, part] = _times(scores, values[:, :, seen]) / total
         self._put_queries(dense_out, out)
         self._put_queries(dense_lse, lse[..., None])
 
