@@ -43,19 +43,39 @@ def packed_attention(
     """
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     window = sliding_window if sliding_window and sliding_window < packing.longest else None
+    if packing.split is not None:
+        return packing.split.attend(q, k, v, scaling, window).unsqueeze(0), None
+    return causal_attention(q, k, v, packing, scaling, window).unsqueeze(0), None
+
+
+def causal_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packing: Packing,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Causal attention inside each packed sample, all on this rank.
+
+    Args:
+        q: `[tokens, heads, head_dim]`, also what is returned; k and v have the key-value heads.
+        scale: Of the scores; 1 / sqrt(head_dim) if None.
+        window: How many tokens a query sees, itself included; None for all before it.
+    """
     if not packing.buckets:
         if q.dtype in (torch.float16, torch.bfloat16):
-            return _variable_length(q, k, v, packing, scaling, window).unsqueeze(0), None
+            return _variable_length(q, k, v, packing, scale, window)
         packing = _with_buckets(packing)
     if len(packing.buckets) == 1:
-        return _rectangle(q, k, v, packing.buckets[0], scaling, window).unsqueeze(0), None
+        return _rectangle(q, k, v, packing.buckets[0], scale, window)
     output = torch.zeros_like(q)
     for bucket in packing.buckets:
         part = _rectangle(
-            *(x.index_select(0, bucket.source) for x in (q, k, v)), bucket, scaling, window
+            *(x.index_select(0, bucket.source) for x in (q, k, v)), bucket, scale, window
         )
         output = output.index_copy(0, bucket.source, part)
-    return output.unsqueeze(0), None
+    return output
 
 
 def _variable_length(

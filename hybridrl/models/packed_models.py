@@ -20,9 +20,12 @@ class PackedModel(nn.Module):
 
     Attributes:
         OUTPUTS: Names of what `forward` gives, each `[response tokens]` in float32.
+        shift: So many places after a response token's predictor it is read: 1 where the token
+            itself stands.
     """
 
     OUTPUTS: ClassVar[tuple[str, ...]]
+    shift: int = 0
 
     def __init__(self, inner: PreTrainedModel) -> None:
         super().__init__()
@@ -69,9 +72,9 @@ class ScalarModel(PackedModel):
 
     def __init__(self, inner: PreTrainedModel, reads: Literal["before", "after"]) -> None:
         super().__init__(inner)
-        self._shift = 1 if reads == "after" else 0
+        self.shift = 1 if reads == "after" else 0
 
     def forward(self, samples: PackedSamples) -> dict[str, torch.Tensor]:
         """`values` of the response tokens."""
-        hidden = self.hidden(samples).index_select(0, samples.predictors + self._shift)
+        hidden = self.hidden(samples).index_select(0, samples.predictors + self.shift)
         return {"values": self.inner.score(hidden).sum(1).float()}  # one column; FSDP wants no view

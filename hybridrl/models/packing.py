@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -26,6 +26,24 @@ class Bucket(NamedTuple):
     target: torch.Tensor
 
 
+class SplitRow(Protocol):
+    """This rank's part of a packed row whose tokens several ranks hold together."""
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """Positions in their samples of this rank's tokens, `[tokens]`."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """As `hybridrl.models.attention.causal_attention`, for this rank's tokens. Collective."""
+
+
 @dataclass(frozen=True)
 class Packing:
     """Where the samples of a packed row begin and end.
@@ -34,11 +52,13 @@ class Packing:
         cu_seqlens: int32 `[samples + 1]`: sample i is `row[cu_seqlens[i]:cu_seqlens[i + 1]]`.
         longest: Tokens of the longest sample.
         buckets: For devices without a variable-length attention kernel; empty elsewhere.
+        split: This rank's part of the row, if other ranks have the rest of it.
     """
 
     cu_seqlens: torch.Tensor
     longest: int
     buckets: tuple[Bucket, ...]
+    split: SplitRow | None = None
 
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor, device: torch.device) -> Packing:
@@ -49,6 +69,8 @@ class Packing:
 
     def position_ids(self) -> torch.Tensor:
         """Positions that start at 0 in each sample, `[tokens]`."""
+        if self.split is not None:
+            return self.split.position_ids
         starts = self.cu_seqlens[:-1].repeat_interleave(self.cu_seqlens.diff())
         return torch.arange(len(starts), device=starts.device) - starts
 

@@ -1,0 +1,208 @@
+"""Attention of one block: some queries of every sample against some of its keys.
+
+Ring attention is a sum over such blocks. Each gives its output together with the logarithm of its
+softmax's denominator (`lse`), from which blocks are merged; the backward pass of a block takes the
+output and `lse` of all blocks together, so that nothing of the size queries x keys is ever kept.
+On CUDA half-precision blocks run on torch's variable-length flash kernels; elsewhere, and in
+float32, on `rectangles`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridrl.core.zigzag import RingRow, ranges
+from hybridrl.parallel.rectangles import Rectangle, rectangles
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Which tokens of a row of queries see which tokens of a row of keys.
+
+    Attributes:
+        queries: Indices of the block's queries in their row, sample after sample; None for all.
+        keys: The same for keys.
+        query_lengths: int64 `[samples]`, on the CPU; samples without queries or without keys are
+            left out.
+        key_lengths: int64 `[samples]`.
+        causal: Query i of a sample sees its keys 0 to i; otherwise it sees all of them.
+        device: Where the kernels run.
+    """
+
+    queries: Tensor | None
+    keys: Tensor | None
+    query_lengths: Tensor
+    key_lengths: Tensor
+    causal: bool
+    device: torch.device
+
+    @classmethod
+    def between(
+        cls, reader: RingRow, source: RingRow, distance: int, device: torch.device
+    ) -> Block | None:
+        """The queries of a ring rank and the keys of another one that they see; None if none do.
+
+        Of an earlier rank only the early chunks lie before anything here, and they lie before
+        everything. Both chunks of a later rank lie before the late chunks here, and after the
+        early ones. So no mask is needed, but for a rank's own keys, and there the tokens stand in
+        the order of the sample.
+
+        Args:
+            distance: The reader's place in the ring minus the source's.
+        """
+        queries = reader.late if distance < 0 else reader.lengths
+        keys = source.early if distance > 0 else source.lengths
+        kept = (queries > 0) & (keys > 0)
+        if not kept.any():
+            return None
+        skipped = reader.early if distance < 0 else torch.zeros_like(reader.early)
+        starts = _starts(reader.lengths) + skipped
+        return cls(
+            queries=_indices(starts[kept], queries[kept], len(reader.places), device),
+            keys=_indices(_starts(source.lengths)[kept], keys[kept], len(source.places), device),
+            query_lengths=queries[kept],
+            key_lengths=keys[kept],
+            causal=distance == 0,
+            device=device,
+        )
+
+    @cached_property
+    def cu_seqlens(self) -> tuple[Tensor, Tensor]:
+        """Bounds of the samples' queries and of their keys, int32 `[samples + 1]`."""
+        queries, keys = (
+            F.pad(lengths.cumsum(0), (1, 0)).to(self.device, torch.int32)
+            for lengths in (self.query_lengths, self.key_lengths)
+        )
+        return queries, keys
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """Most queries and most keys of one sample."""
+        return int(self.query_lengths.max()), int(self.key_lengths.max())
+
+    @cached_property
+    def rectangles(self) -> list[Rectangle]:
+        """The samples as the portable kernel wants them."""
+        return rectangles(self.query_lengths, self.key_lengths, self.causal, self.device)
+
+
+def block_forward(
+    q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of a block.
+
+    Args:
+        q: `[queries, heads, head_dim]`, those of the block only.
+        k: `[keys, key-value heads, head_dim]`; each serves as many neighbouring heads as fit.
+        v: As `k`.
+        scale: Scores are multiplied by it.
+
+    Returns:
+        Output `[queries, heads, head_dim]` and `lse` `[queries, heads]`, float32.
+    """
+    if _has_flash_kernel(q):
+        return _flash_forward(q, k, v, block, scale)
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    for rectangle in block.rectangles:
+        rectangle.forward(q, k, v, scale, out, lse)
+    return out, lse
+
+
+def block_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block: Block,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a block's queries, keys and values, float32.
+
+    Args:
+        grad: Gradient of the merged output, `[queries, heads, head_dim]`.
+        out: Output merged from all that the queries see, of the type of `q`.
+        lse: Likewise, `[queries, heads]` in float32.
+    """
+    if _has_flash_kernel(q):
+        return _flash_backward(grad, q, k, v, out, lse, block, scale)
+    found = tuple(torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+    delta = (grad.float() * out.float()).sum(-1)
+    for rectangle in block.rectangles:
+        rectangle.backward(grad, q, k, v, delta, lse, scale, found)
+    return found
+
+
+def correction(
+    out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What must be added to the output and `lse` of some keys so that they are those of these keys
+    and a block's together."""
+    share = torch.sigmoid(block_lse - lse)
+    return share[..., None] * (block_out - out), -F.logsigmoid(lse - block_lse)
+
+
+def _has_flash_kernel(q: Tensor) -> bool:
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+
+
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        *block.cu_seqlens,
+        *block.longest,
+        0.0,
+        block.causal,
+        return_debug_mask=False,
+        scale=scale,
+    )
+    return out.float(), lse.transpose(0, 1)
+
+
+def _flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block: Block,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # There is no dropout, so its random state is never read.
+    random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
+        grad.contiguous(),
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        out.contiguous(),
+        lse.transpose(0, 1).contiguous(),
+        *block.cu_seqlens,
+        *block.longest,
+        0.0,
+        block.causal,
+        random_state,
+        torch.empty(0, device=q.device),
+        scale=scale,
+    )
+    return grad_q.float(), grad_k.float(), grad_v.float()
+
+
+def _starts(lengths: Tensor) -> Tensor:
+    return lengths.cumsum(0) - lengths
+
+
+def _indices(starts: Tensor, lengths: Tensor, tokens: int, device: torch.device) -> Tensor | None:
+    return None if int(lengths.sum()) == tokens else ranges(starts, lengths).to(device)

@@ -1,0 +1,124 @@
+"""Ulysses: tokens are exchanged for heads around attention.
+
+Outside attention each of N ranks has a part of the tokens with all heads; for attention each gets
+all tokens with a part of the heads.
+
+Bytes that a rank with t tokens sends for one attention forward, with H heads and K key-value heads
+of size D in a type of b bytes, in four exchanges (of q, k and v, which travel together, and of the
+output):
+
+    t (2 H + 2 K) D b (N - 1) / N          K = N where there are fewer key-value heads than ranks
+
+and in its backward the same again; every sum over ranks is the same with all tokens as t.
+
+Source: "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
+Transformer Models" (Jacobs et al., 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridrl.errors import ConfigError
+
+
+def check_heads(heads: int, key_value_heads: int, ulysses: int) -> None:
+    """Raises `ConfigError` for heads that cannot be divided over `ulysses` ranks.
+
+    Args:
+        heads: Query heads on a rank; with tensor parallelism, those of one of its shards.
+        key_value_heads: Likewise.
+    """
+    if heads % ulysses:
+        raise ConfigError(
+            f"`actor.parallel.ulysses` = {ulysses} does not divide the model's {heads} attention "
+            "heads on a device. Choose a divisor of it, and use `actor.parallel.ring` for the rest."
+        )
+    if key_value_heads % ulysses and ulysses % key_value_heads:
+        raise ConfigError(
+            f"`actor.parallel.ulysses` = {ulysses} neither divides the model's {key_value_heads} "
+            "key-value heads on a device nor is a multiple of them. Choose one that does or is, "
+            "and use `actor.parallel.ring` for the rest."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class HeadExchange:
+    """Exchanges tokens for heads inside a group.
+
+    Attributes:
+        group: The Ulysses ranks.
+        counts: Tokens of each of them; uneven counts and empty ranks are fine.
+    """
+
+    group: dist.ProcessGroup
+    counts: list[int]
+
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """This rank's tokens, all heads, to all tokens, this rank's heads. Collective.
+
+        Args:
+            q: `[this rank's tokens, heads, head_dim]`; k and v have the key-value heads. If there
+                are fewer key-value heads than ranks, each goes to several ranks.
+
+        Returns:
+            `[all tokens, (heads + 2 * key-value heads) / ranks, head_dim]`: q, k and v.
+        """
+        ranks = len(self.counts)
+        copies = max(1, ranks // k.shape[1])
+        if copies > 1:
+            k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))
+        by_rank = [x.unflatten(1, (ranks, x.shape[1] // ranks)) for x in (q, k, v)]
+        return _ToHeads.apply(torch.cat(by_rank, dim=2), self)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """All tokens, this rank's heads `[all tokens, heads / ranks, head_dim]`, to this rank's
+        tokens, all heads `[this rank's tokens, heads, head_dim]`. Collective."""
+        return _ToTokens.apply(x, self).flatten(1, 2)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: HeadExchange) -> Tensor:
+        ctx.exchange = exchange
+        return _to_heads(x, exchange)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _to_tokens(grad, ctx.exchange), None
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: HeadExchange) -> Tensor:
+        ctx.exchange = exchange
+        return _to_tokens(x, exchange)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _to_heads(grad, ctx.exchange), None
+
+
+def _to_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
+    """`[this rank's tokens, ranks, heads of a rank, head_dim]` to `[all tokens, heads of this
+    rank, head_dim]`."""
+    sent = x.transpose(0, 1).flatten(0, 1).contiguous()
+    received = x.new_empty(sum(exchange.counts), *x.shape[2:])
+    mine = [len(x)] * len(exchange.counts)
+    dist.all_to_all_single(received, sent, exchange.counts, mine, group=exchange.group)
+    return received
+
+
+def _to_tokens(x: Tensor, exchange: HeadExchange) -> Tensor:
+    """The reverse of `_to_heads`."""
+    counts = exchange.counts
+    mine = counts[dist.get_rank(exchange.group)]
+    received = x.new_empty(len(counts) * mine, *x.shape[1:])
+    splits = [mine] * len(counts)
+    dist.all_to_all_single(received, x.contiguous(), splits, counts, group=exchange.group)
+    return received.unflatten(0, (len(counts), mine)).transpose(0, 1)
