@@ -127,11 +127,11 @@ def plain_update(batch, objective):
     return gradient, found
 
 
-def make_engine(mesh, dtype="float32", optimizer=None, sequence=None, **settings):
+def make_engine(mesh, dtype="float32", optimizer=None, **settings):
     """An engine that records each gradient its optimizer is given, whole. It learns nothing,
     unless it gets an optimizer's settings."""
     config = ActorConfig(**settings)
-    engine = TrainEngine(CausalPolicy(make_model()), mesh, CPU, dtype, config, sequence)
+    engine = TrainEngine(CausalPolicy(make_model()), mesh, CPU, dtype, config)
     standing = OptimizerConfig(learning_rate=0.0, max_grad_norm=0.0)
     engine.start_optimizer(optimizer or standing, updates=1000)
     engine.gradients = []

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -13,9 +12,12 @@ from transformers import (
     Qwen2Config,
 )
 
+from hybridrl.config.schema import ParallelConfig
 from hybridrl.core.batch import Batch
+from hybridrl.core.training_mesh import training_mesh
 from hybridrl.models import CausalPolicy, PackedSamples, ScalarModel
 from hybridrl.models.attention import NAME
+from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.sequence import SequenceParallel
 
 CPU = torch.device("cpu")
@@ -122,20 +124,15 @@ def outputs_and_gradients(model, samples, sequence=None):
 
 
 def layout(name, rank):
-    """Groups of this rank, or None for a rank that the layout leaves out. Collective."""
+    """This rank's place in a layout, or None for a rank that the layout leaves out. Collective."""
     dp, ring, ulysses = LAYOUTS[name]
-    ranks = torch.arange(dp * ring * ulysses)
-    mesh = DeviceMesh(
-        "cpu", ranks.view(dp, ring, ulysses), mesh_dim_names=("dp", "ring", "ulysses")
-    )
-    by_dp = DeviceMesh("cpu", ranks.view(dp, -1), mesh_dim_names=("dp", "sequence"))
-    fsdp = DeviceMesh("cpu", ranks, mesh_dim_names=("fsdp",))
-    if rank >= len(ranks):
+    ranks = dp * ring * ulysses
+    mesh = ParallelMesh(training_mesh(ranks, ParallelConfig(ring=ring, ulysses=ulysses)), CPU)
+    if rank >= ranks:
         return None
-    sequence = SequenceParallel(
-        mesh.get_group("ring"), mesh.get_group("ulysses"), by_dp.get_group("sequence"), CPU
+    return SimpleNamespace(
+        dp=dp, dp_rank=mesh.index("dp"), mesh=mesh, sequence=SequenceParallel(mesh)
     )
-    return SimpleNamespace(dp=dp, dp_rank=by_dp.get_local_rank("dp"), fsdp=fsdp, sequence=sequence)
 
 
 @contextmanager

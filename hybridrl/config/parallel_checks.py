@@ -36,9 +36,16 @@ def check_parallel(config: Config, devices: int) -> None:
 
 def check_model_fits(parallel: ParallelConfig, model: PretrainedConfig, path: str) -> None:
     """Refuses cuts that the model's heads or layers do not allow."""
-    from hybridrl.parallel import tensor
+    from hybridrl.parallel import stages, tensor, ulysses
 
     tensor.check_heads(model, parallel.tp, path)
+    text = model.get_text_config()
+    heads = text.num_attention_heads
+    key_value_heads = getattr(text, "num_key_value_heads", None) or heads
+    ulysses.check_heads(
+        heads // parallel.tp, max(1, key_value_heads // parallel.tp), parallel.ulysses
+    )
+    stages.check_stages(text.num_hidden_layers, parallel.pp, parallel.chunks, "actor.parallel.pp")
 
 
 def _is_cut(parallel: ParallelConfig) -> bool:

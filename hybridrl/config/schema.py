@@ -202,7 +202,10 @@ class ParallelConfig:
     tp: int = 1
     """Tensor parallel: every matrix is cut over so many devices."""
     pp: int = 1
-    """Pipeline stages: consecutive layers lie on different devices."""
+    """Pipeline: consecutive layers lie on different devices."""
+    chunks: int = 1
+    """Stages on each device of a pipeline; more than one interleaves them: less idle time, more
+    messages."""
     ulysses: int = 1
     """Sequence parallel by heads: samples are cut over so many devices, which swap tokens for heads
     in attention."""

@@ -43,7 +43,8 @@ def training_mesh(devices: int, parallel: ParallelConfig, rollout_tp: int = 1) -
 def check_sizes(devices: int, parallel: ParallelConfig, rollout_tp: int) -> None:
     """Refuses products that do not fit the devices, or each other."""
     sizes = {name: getattr(parallel, name) for name in ("ring", "ulysses", "pp", "tp")}
-    for name, size in {**sizes, "dp": parallel.dp, "shards": parallel.shards}.items():
+    for name in (*sizes, "chunks", "dp", "shards"):
+        size = getattr(parallel, name)
         if size is not None and size < 1:
             raise ConfigError(f"actor.parallel.{name}={size}: must be at least 1.")
     if rollout_tp < 1:

@@ -34,7 +34,8 @@ class HybridEngine:
     Attributes:
         policy_version: Number of optimizer steps so far. Every sample carries the version that
             made it.
-        cost: Of the last sync; None where weights went whole.
+        cost: Of the sync before the last generation; None if there was none, or if weights went
+            whole.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class HybridEngine:
     def generate(self, batch: Batch, sampling: Sampling, seed: int) -> Batch:
         """One response per prompt, from the newest weights. Where the engine does not say which of
         its tokens were sampled, all were: `response_mask` is 1."""
+        self.cost = None
         if self._loaded_version != self.policy_version:
             with self._phase("sync"):
                 self._synchronise()

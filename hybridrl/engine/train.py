@@ -75,8 +75,9 @@ class TrainEngine:
         cuts = tensor_parallel.cut(model, mesh)
         self.cuts = cuts.cuts
         self._sequence = SequenceParallel.of(mesh)
-        self._pipeline = Pipeline(group) if (group := mesh.group("pp")) is not None else None
-        if self._pipeline is not None:
+        self._pipeline: Pipeline | None = None
+        if (group := mesh.group("pp")) is not None:
+            self._pipeline = Pipeline(group, config.parallel.chunks)
             model = self._pipeline.cut(model, DTYPES[dtype])
         # Gathering gradients once per update, not per micro-batch, needs them whole in memory.
         self._reduce_once = is_small(model)
@@ -264,7 +265,9 @@ class TrainEngine:
         }
         if (tied := getattr(self.model, "tied", None)) in parameters:
             copies[parameters[tied]] *= 2  # the first stage's and the last one's
-        partial_parameters = [(parameters[name], group) for name, group in partial if name in parameters]
+        partial_parameters = [
+            (parameters[name], group) for name, group in partial if name in parameters
+        ]
         return Gradients(self.model, self.mesh, copies, partial_parameters)
 
     def _drop_gathered(self) -> None:

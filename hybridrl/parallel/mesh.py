@@ -40,7 +40,7 @@ class ParallelMesh:
         self.copies = self.data_ranks // (shards or self.data_ranks)
         self.fsdp = self._fsdp_mesh(torch.tensor(data))
         for axes in (("dp",), ("ring",), ("ulysses",), ("ring", "ulysses"), ("pp",), ("tp",)):
-            self._groups[axes] = self._make_group(axes)
+            self._groups[axes] = self._make_group(axes) if mesh.axes.keys() & set(axes) else None
         self._groups[tuple(mesh.axes)] = self._make_group(tuple(mesh.axes))
 
     @classmethod

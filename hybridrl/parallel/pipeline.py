@@ -9,7 +9,7 @@ to be changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from hybridrl.parallel.staged_model import StagedModel
 class Pipeline:
     """This rank's place in a pipeline, and what its ranks do together.
 
-    Every method but `cut` and `owned` is collective over the pipeline.
+    Every method but `cut` is collective over the pipeline.
 
     Args:
         group: The ranks of the pipeline in the order of the stages, at least 2.

@@ -27,6 +27,7 @@ from hybridrl.core.zigzag import even_bounds, rank_places, ring_rows
 from hybridrl.errors import ConfigError
 from hybridrl.models.attention import causal_attention
 from hybridrl.models.packing import PackedSamples, Packing
+from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.ring_attention import RingPlan, ring_attention
 from hybridrl.parallel.token_gather import Reading, gather_tokens
 from hybridrl.parallel.ulysses import HeadExchange
@@ -37,35 +38,24 @@ class SequenceParallel:
     Collective.
 
     Args:
-        ring_group: The ranks with this one's place in their Ulysses groups.
-        ulysses_group: The ranks with this one's place in their rings.
-        group: All of them; rank = place in the ring * Ulysses ranks + place in the Ulysses group,
-            as a mesh with the axes (ring, ulysses) has it.
-        device: This rank's device.
+        mesh: Its `ring` and `ulysses` axes are neighbours, `ulysses` the inner one.
     """
 
-    def __init__(
-        self,
-        ring_group: dist.ProcessGroup,
-        ulysses_group: dist.ProcessGroup,
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        self._ring_group, self._ulysses_group, self._group = ring_group, ulysses_group, group
-        self.ring = dist.get_world_size(ring_group)
-        self.ulysses = dist.get_world_size(ulysses_group)
-        self._ring_rank = dist.get_rank(ring_group)
-        self._rank = dist.get_rank(group)
-        size, place = dist.get_world_size(group), self._ring_rank * self.ulysses
-        place += dist.get_rank(ulysses_group)
-        if (size, self._rank) != (self.size, place):
-            raise ConfigError(
-                f"Rank {self._rank} of a sequence-parallel group of {size} should be rank {place} "
-                f"of {self.ring} x {self.ulysses} (ring x ulysses). Make the groups from one mesh "
-                "with `ring` and `ulysses` as neighbouring axes, `ulysses` the inner one."
-            )
-        # NCCL wants all ranks in the first message of a group; in a ring some may have nothing.
-        dist.all_reduce(torch.zeros(1, device=device), group=ring_group)
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self.ring, self.ulysses = mesh.size("ring"), mesh.size("ulysses")
+        self._ring_group, self._ulysses_group = mesh.group("ring"), mesh.group("ulysses")
+        self._group = mesh.group("ring", "ulysses")
+        self._ring_rank = mesh.index("ring")
+        self._rank = self._ring_rank * self.ulysses + mesh.index("ulysses")
+        assert self._rank == dist.get_rank(self._group)
+        if self._ring_group is not None:
+            # NCCL wants all ranks in the first message of a group; in a ring some may have nothing.
+            dist.all_reduce(torch.zeros(1, device=mesh.device), group=self._ring_group)
+
+    @classmethod
+    def of(cls, mesh: ParallelMesh) -> SequenceParallel | None:
+        """That of a mesh, or None if it does not divide sequences."""
+        return None if mesh.group("ring", "ulysses") is None else cls(mesh)
 
     @property
     def size(self) -> int:

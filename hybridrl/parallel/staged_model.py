@@ -6,7 +6,7 @@ parameters, so that transformers' forward, with its rotary embedding and masks, 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,14 +37,6 @@ class Received(nn.Module):
         return self.states[None]
 
 
-class Home(NamedTuple):
-    """Where a parameter of the whole model lies: the rank that answers for it, and its kind."""
-
-    rank: int
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 class StagedModel(nn.Module):
     """The stages of `model` that lie on one rank of a pipeline. `model` is cut in place: the
     parameters of other ranks are let go.
@@ -61,7 +53,6 @@ class StagedModel(nn.Module):
 
     Attributes:
         OUTPUTS: As of `model`.
-        homes: Every parameter of the whole model in its order, by name.
         tied: Name of the parameter that the first and the last rank share, or None.
         hidden_size: Length of a token's state.
         dtype: As given.
@@ -93,7 +84,6 @@ class StagedModel(nn.Module):
         first, last = rank == 0, rank == ranks - 1
         head = inner.get_output_embeddings()
         is_tied = head is not None and head.weight is base.embed_tokens.weight
-        self.homes = _homes(inner, split, ranks)
         shared = (name for name, p in inner.named_parameters() if is_tied and p is head.weight)
         self.tied = next(shared, None)
 
@@ -172,15 +162,3 @@ def _refuse_unknown_parts(base: nn.Module) -> None:
             f"know decoders of {', '.join(PARTS)}, as Qwen2, Qwen3, Llama and Mistral have them; "
             "choose parallel.pp=1 for this model."
         )
-
-
-def _homes(inner: nn.Module, split: list[range], ranks: int) -> dict[str, Home]:
-    base = inner.base_model
-    stage_of = {id(p): 0 for p in base.embed_tokens.parameters()}
-    for stage, numbers in enumerate(split):
-        stage_of |= {id(p): stage for number in numbers for p in base.layers[number].parameters()}
-    # What is left, norm and head, lies in the last stage.
-    return {
-        name: Home(stage_of.get(id(p), len(split) - 1) % ranks, p.shape, p.dtype)
-        for name, p in inner.named_parameters()
-    }

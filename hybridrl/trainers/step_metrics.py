@@ -34,6 +34,8 @@ MISMATCH = {
     "mismatch_ppl_ratio": "mismatch/ppl_ratio",
     "mismatch_abs_max": "mismatch/max_abs",
 }
+SYNC = ("received", "redundant", "peak")
+"""Of all ranks together; see `hybridrl.engine.weight_sync.SyncCost`."""
 
 
 def step_metrics(
@@ -51,6 +53,8 @@ def step_metrics(
         for name, value in record.metrics.items():
             total[name] += value
     metrics = _scores("reward", total) | _scores("cost", total) | _responses(total, seconds)
+    if "sync_received" in total:  # weights went to the generator box by box
+        metrics |= {f"sync/{name}_bytes": total[f"sync_{name}"] for name in SYNC}
     for name, written in UPDATE.items():
         found = [update[name] for update in updates if name in update]
         if found:

@@ -83,6 +83,10 @@ class ActorWorker(Worker):
         seed = hash((self._seed, self._generations, replica)) % 2**63
         self._generations += 1
         samples = self._engine.generate(batch, sampling, seed)
+        if (cost := self._engine.cost) is not None:
+            self.report(
+                sync_received=cost.received, sync_redundant=cost.redundant, sync_peak=cost.peak
+            )
         if self.coordinates()["rollout_tp"].index == 0:
             lengths, reasons = samples.lengths("response_ids"), samples["finish_reason"]
             self.report(

@@ -23,7 +23,6 @@ from engine_cases import (
     whole,
 )
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -32,14 +31,15 @@ from transformers import (
 )
 
 from hybridrl.algorithms import TokenLoss, value_loss
-from hybridrl.config.schema import ActorConfig, OptimizerConfig
+from hybridrl.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from hybridrl.controller.worker import Context, Rendezvous
 from hybridrl.core.batch import Batch
+from hybridrl.core.training_mesh import training_mesh
 from hybridrl.engine import TrainEngine
 from hybridrl.models import CausalPolicy, ScalarModel
 from hybridrl.models.attention import NAME
 from hybridrl.parallel import fsdp
-from hybridrl.parallel.pipeline import Pipeline
+from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.process_group import join
 
 LAYERS = 5
@@ -59,6 +59,10 @@ class Layout:
     @property
     def ranks(self):
         return self.dp * self.pp
+
+    @property
+    def config(self):
+        return ParallelConfig(pp=self.pp, chunks=self.chunks)
 
     def __str__(self):
         return f"dp{self.dp}_pp{self.pp}_chunks{self.chunks}"
@@ -117,11 +121,8 @@ def objective_of(name):
 
 def make_engine(name, layout, mesh, optimizer, dtype="float32", **settings):
     """An engine whose gradients are kept, whole, by name."""
-    pipeline = None
-    if layout.pp > 1:
-        pipeline = Pipeline(mesh["pp"].get_group(), layout.chunks)
-    config = ActorConfig(**settings)
-    engine = TrainEngine(make_model(name), mesh["dp"], CPU, dtype, config, pipeline)
+    config = ActorConfig(parallel=layout.config, **settings)
+    engine = TrainEngine(make_model(name), mesh, CPU, dtype, config)
     engine.start_optimizer(optimizer, STEPS)
     engine.gradients = {}
     engine.optimizer.register_step_pre_hook(
@@ -202,8 +203,7 @@ def rank_program(rank, address, port, listener, folder):
     join(Context("actor", rank, WORLD, host=rank, hosts=WORLD, rendezvous=rendezvous))
     found = {}
     for layout in (ONE, *LAYOUTS):
-        grid = torch.arange(layout.ranks).view(layout.dp, layout.pp)
-        mesh = DeviceMesh("cpu", grid, mesh_dim_names=("dp", "pp"))
+        mesh = ParallelMesh(training_mesh(layout.ranks, layout.config), CPU)
         if rank >= layout.ranks:
             continue
         rows = deal(make_batch(), (6, 5) if layout.dp == 2 else (11,))[rank // layout.pp]

@@ -36,14 +36,13 @@ from sequence_cases import (
     saved_bytes,
     say,
 )
-from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.controller.worker import Context, Rendezvous
 from hybridrl.errors import ConfigError
 from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.parallel import fsdp
+from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.process_group import join
-from hybridrl.parallel.sequence import SequenceParallel
 
 FOUR = ["ulysses2 x ring2", "ring4", "ulysses4"]
 DEALS = {1: [(11,)], 2: [(6, 5), (0, 11)]}
@@ -72,7 +71,7 @@ def updates_and_forwards(place, name):
     found = {}
     for small in (True, False):
         fsdp.SMALL_MODEL_BYTES = 1 << 28 if small else 0
-        engine = make_engine(place.fsdp, sequence=place.sequence)
+        engine = make_engine(place.mesh)
         for case in cases(name):
             counts, budget, objective, case_small = case
             if case_small is not small:
@@ -86,9 +85,9 @@ def updates_and_forwards(place, name):
     return found
 
 
-def curve(mesh, sequence=None, dp=1, dp_rank=0):
+def curve(mesh, dp=1, dp_rank=0):
     """Losses of updates that learn."""
-    engine = make_engine(mesh, optimizer=LEARNING, sequence=sequence)
+    engine = make_engine(mesh, optimizer=LEARNING)
     batch = make_batch()
     mine = batch.take(deal(batch, DEALS[dp][0])[dp_rank])
     return [engine.update(mine, CLIPPED, temperature=TEMPERATURE)["loss"] for _ in range(STEPS)]
@@ -116,7 +115,7 @@ def rank_program(rank, address, port, listener, folder):
     """What each of four processes does; it writes what it found, and tests compare."""
     rendezvous = Rendezvous(address, port, listener if rank == 0 else None)
     join(Context("actor", rank, WORLD, host=rank, hosts=WORLD, rendezvous=rendezvous))
-    alone = DeviceMesh("cpu", [0], mesh_dim_names=("fsdp",))
+    alone = ParallelMesh.data_parallel(CPU, 1)
     places = {name: layout(name, rank) for name in LAYOUTS}
     models = {name: make_model(name) for name in MODELS}
     found = {}
@@ -127,7 +126,7 @@ def rank_program(rank, address, port, listener, folder):
             continue
         sequence = place.sequence
         found["updates", name] = updates_and_forwards(place, name)
-        found["curve", name] = curve(place.fsdp, sequence, place.dp, place.dp_rank)
+        found["curve", name] = curve(place.mesh, place.dp, place.dp_rank)
         for batch, lengths in BATCHES.items():
             samples = make_samples(lengths)
             for model in MODELS:
@@ -143,14 +142,10 @@ def rank_program(rank, address, port, listener, folder):
     found["sent", "mqa"] = exchanged(
         make_model("llama mqa tied"), make_samples(LONG), place.sequence
     )
-    engine = make_engine(place.fsdp, sequence=place.sequence, gradient_checkpointing=True)
+    engine = make_engine(place.mesh, gradient_checkpointing=True)
     found["checkpointing"] = update(engine, make_batch())
-    engine = make_engine(place.fsdp, "bfloat16", sequence=place.sequence)
+    engine = make_engine(place.mesh, "bfloat16")
     found["bfloat16"] = engine.forward(make_batch(), temperature=TEMPERATURE).to_pylist()
-    groups = place.sequence._ulysses_group, place.sequence._ring_group, place.sequence._group
-    if rank in (1, 2):  # the other two stand on the diagonal
-        with pytest.raises(ConfigError, match="`ulysses` the inner one"):
-            SequenceParallel(*groups, CPU)
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
