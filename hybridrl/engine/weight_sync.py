@@ -66,15 +66,15 @@ class WeightSync:
     ) -> WeightSync | None:
         """The way, or None where the weights have to go whole: an engine somewhere cannot
         say what it holds, or adapters are to be multiplied in. Collective."""
-        shapes = train.layout().shapes
-        pieces = None if train.has_adapters else rollout.pieces(shapes)
+        pieces = None if train.has_adapters else rollout.pieces(train.layout().shapes)
         found = [pieces]
         if (group := train.mesh.group()) is not None:
             found = [None] * dist.get_world_size(group)
             dist.all_gather_object(found, pieces, group=group)
         if any(of_rank is None for of_rank in found):
             return None
-        return cls(train, rollout, Layout(shapes, dict(enumerate(found))), dtype)
+        target = Layout(train.layout().shapes, dict(enumerate(found)))
+        return cls(train, rollout, target, dtype)
 
     def run(self) -> SyncCost:
         """Brings the weights of now into the rollout engine. Collective."""

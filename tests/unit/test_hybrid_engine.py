@@ -34,7 +34,8 @@ class Rollout(RolloutEngine):
 
 
 def engine(rollout):
-    train = SimpleNamespace(device=torch.device("cpu"), version=0)
+    mesh = SimpleNamespace(group=lambda: None)
+    train = SimpleNamespace(device=torch.device("cpu"), mesh=mesh, has_adapters=True, version=0)
     train.full_weights = lambda: iter([("w", train.version)])
 
     def update(batch, loss, **options):
