@@ -48,7 +48,7 @@ def send_parcels(
     dtype: torch.dtype,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> Iterator[Parcel]:
-    """Makes the parcels of a sender one by one, none larger than a bucket.
+    """Makes the parcels of a sender one by one, none larger than half a bucket.
 
     Raises:
         LayoutError: if the plan's layouts share rank numbers, so that there is something to copy

@@ -101,26 +101,28 @@ def _split(box: Box, most: int) -> Iterator[Box]:
 def rounds(plan: Plan, bucket: int) -> list[list[Move]]:
     """The plan's moves in rounds, large ones split, nearly in the plan's order.
 
-    In a round no rank sends and receives more than `bucket` elements together. The moves of a round
-    stand in the order of senders and receivers.
+    In a round every rank sends at most half a bucket of elements and receives at most half a
+    bucket, so that both directions of its link are at work. The moves of a round stand in the order
+    of senders and receivers.
     """
+    half = bucket // 2
     found: list[list[Move]] = []
-    load: defaultdict[tuple[int, int], int] = defaultdict(int)
-    first_open: defaultdict[int, int] = defaultdict(int)
+    load: defaultdict[tuple[int, bool, int], int] = defaultdict(int)
+    first_open: defaultdict[tuple[int, bool], int] = defaultdict(int)
     for whole in plan.moves:
-        # Half a bucket: a rank can send one part and receive another in the same round.
-        for move in split(whole, bucket // 2):
-            size, ends = volume(move.box), (move.sender, move.receiver)
-            at = max(first_open[rank] for rank in ends)
-            while max(load[rank, at] for rank in ends) + size > bucket:
+        ends = ((whole.sender, True), (whole.receiver, False))
+        for move in split(whole, half):
+            size = volume(move.box)
+            at = max(first_open[end] for end in ends)
+            while max(load[*end, at] for end in ends) + size > half:
                 at += 1
             if at == len(found):
                 found.append([])
             found[at].append(move)
-            for rank in ends:
-                load[rank, at] += size
-                while load[rank, first_open[rank]] > _CLOSED * bucket:
-                    first_open[rank] += 1
+            for end in ends:
+                load[*end, at] += size
+                while load[*end, first_open[end]] > _CLOSED * half:
+                    first_open[end] += 1
     return [sorted(moves, key=lambda move: (move.sender, move.receiver)) for moves in found]
 
 

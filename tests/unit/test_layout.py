@@ -181,11 +181,11 @@ def test_replicas_share_the_work_and_each_stays_with_its_own(replicas):
 
 
 def test_a_sender_that_has_sent_more_is_spared():
-    """Only rank 0 has `a`; both have `b`, which rank 2 and rank 3 need."""
-    both, alone = local_pieces("b", ((0, 4),)), local_pieces("a", ((0, 4),))
-    source = Layout({"a": (4,), "b": (4,)}, {0: {"a": alone, "b": both}, 1: {"b": both}})
-    target = Layout(source.shapes, {2: {"a": alone, "b": both}, 3: {"b": both}})
-    assert plan(source, target).sent() == {0: 4, 1: 8}
+    """Only rank 1 has `a`; rank 0 has `b` too, and gives it to rank 2 although 1 is nearer."""
+    a, b = local_pieces("a", ((0, 2),)), local_pieces("b", ((0, 4),))
+    source = Layout({"a": (2,), "b": (4,)}, {0: {"b": b}, 1: {"a": a, "b": b}})
+    target = Layout(source.shapes, {2: {"a": a, "b": b}})
+    assert plan(source, target).sent() == {0: 4, 1: 2}
 
 
 def test_fused_parameters_and_replicated_heads():
