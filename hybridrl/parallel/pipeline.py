@@ -87,7 +87,6 @@ class Pipeline:
         """
         actions = schedule(self.ranks, self.chunks, len(micro_batches), training=True)[self.rank]
         run = PipelineRun(self.group, model, micro_batches, loss, options)
-        # Every pass ends with a backward on every rank, then perhaps its message.
         last = max(n for n, action in enumerate(actions) if action.kind is Kind.BACKWARD)
         for number, action in enumerate(actions):
             if action.kind is Kind.BACKWARD:

@@ -46,8 +46,8 @@ LAYERS = 5
 STEPS = 20
 STANDING = OptimizerConfig(learning_rate=0.0, max_grad_norm=0.0)
 LEARNING = OptimizerConfig(learning_rate=3e-3, max_grad_norm=0.5)
-BUDGETS = {10_000: 1, 60: 3, LONGEST: 5}
-"""Micro-batches that each budget gives the whole batch, at least."""
+BUDGETS = [10_000, 60, LONGEST]
+"""One micro-batch, fewer than the most stages, and more."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ LAYOUTS = [Layout(1, 2), Layout(1, 2, 2), Layout(1, 4), Layout(2, 2), Layout(2, 
 MODELS = ["qwen2 tied", "llama untied", "qwen2 critic"]
 CASES = [
     *itertools.product(MODELS, [True], BUDGETS),
-    *itertools.product(MODELS, [False], [LONGEST]),
+    (MODELS[0], False, LONGEST),
 ]
 """(model, whether it is one FSDP unit, budget) of every update."""
 
 
 def learners(layout):
     """The models that take many steps."""
-    return MODELS if layout in (ONE, Layout(1, 2, 2), Layout(2, 2)) else MODELS[:1]
+    return MODELS if layout in (ONE, Layout(1, 2, 2)) else MODELS[:1]
 
 
 def make_model(name):
@@ -149,21 +149,17 @@ def learn(engine, name, batch, folder):
     local = {n: whole(p).clone() for n, p in engine.model.inner.named_parameters()}
     everything = {n: p.clone() for n, p in engine.full_parameters()}
     engine.save(folder)
-    reloaded = TrainEngine.load
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.zero_()
+    engine.load(folder)
+    reloaded = all(torch.equal(p, everything[n]) for n, p in engine.full_parameters())
     return {
         "curve": [(step["loss"], step["grad_norm"]) for step in steps],
         "local": local,
         "everything": everything,
-        "keeps_what_it_loads": _keeps_what_it_loads(engine, folder, reloaded, everything),
+        "reloaded": reloaded,
     }
-
-
-def _keeps_what_it_loads(engine, folder, load, everything):
-    with torch.no_grad():
-        for parameter in engine.model.parameters():
-            parameter.zero_()
-    load(engine, folder)
-    return all(torch.equal(p, everything[n]) for n, p in engine.full_parameters())
 
 
 class Held:
@@ -325,7 +321,7 @@ def test_twenty_steps_are_those_of_one_process(layout, four_ranks):
 def test_saved_stages_are_one_model_that_loads_again(layout, four_ranks):
     for name in learners(layout):
         for rank, _, _ in ranks_of(layout):
-            assert four_ranks[rank][str(layout), name, "learned"]["keeps_what_it_loads"]
+            assert four_ranks[rank][str(layout), name, "learned"]["reloaded"]
 
 
 @pytest.mark.parametrize("layout", [one for one in LAYOUTS if one.chunks == 1], ids=str)
