@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.parallel.tensor import Cut
 
 
 class Gradients:
@@ -20,8 +21,8 @@ class Gradients:
         mesh: The ranks that train it.
         copies: By parameter, how many places of the mesh, beside FSDP's, hold the same elements;
             those not named: one.
-        partial: Parameters whose gradient is a sum over ranks that hold the same elements, each
-            with the group to sum over.
+        partial: Parameters whose gradient is to be summed over the tensor-parallel ranks that hold
+            the same elements, each with its cut; None where all hold all.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class Gradients:
         model: nn.Module,
         mesh: ParallelMesh,
         copies: dict[nn.Parameter, int],
-        partial: list[tuple[nn.Parameter, dist.ProcessGroup]],
+        partial: list[tuple[nn.Parameter, Cut | None]],
     ) -> None:
         self._mesh = mesh
         self._partial = partial
@@ -39,9 +40,18 @@ class Gradients:
 
     def finish(self) -> None:
         """Sums what ranks with the same elements have each a part of."""
-        for parameter, group in self._partial:
-            if parameter.grad is not None:
-                dist.all_reduce(_local(parameter.grad), group=group)
+        group, index = self._mesh.group("tp"), self._mesh.index("tp")
+        for parameter, cut in self._partial:
+            if parameter.grad is None:
+                continue
+            local = _local(parameter.grad)
+            parts = [(0, 0)] if cut is None else sorted(set(cut.bounds))
+            mine = 0 if cut is None else parts.index(cut.bounds[index])
+            # All parts side by side: the ranks of each need no group of their own.
+            sums = local.new_zeros(len(parts), *local.shape)
+            sums[mine] = local
+            dist.all_reduce(sums, group=group)
+            local.copy_(sums[mine])
 
     def norm(self) -> float:
         """The norm of the whole gradient; the same on every rank. Every element counts once,

@@ -257,7 +257,7 @@ class TrainEngine:
         """What the model says of all response tokens of a micro-batch."""
         return outputs if self._sequence is None else self._sequence.gather(outputs, samples)
 
-    def _watch_gradients(self, partial: list[tuple[str, dist.ProcessGroup]]) -> Gradients:
+    def _watch_gradients(self, partial: list[str]) -> Gradients:
         parameters = dict(self.model.inner.named_parameters())
         copies = {
             parameter: cut.copies() if (cut := self.cuts.get(name)) else self.mesh.size("tp")
@@ -265,10 +265,8 @@ class TrainEngine:
         }
         if (tied := getattr(self.model, "tied", None)) in parameters:
             copies[parameters[tied]] *= 2  # the first stage's and the last one's
-        partial_parameters = [
-            (parameters[name], group) for name, group in partial if name in parameters
-        ]
-        return Gradients(self.model, self.mesh, copies, partial_parameters)
+        here = [(parameters[n], self.cuts.get(n)) for n in partial if n in parameters]
+        return Gradients(self.model, self.mesh, copies, here)
 
     def _drop_gathered(self) -> None:
         """A forward leaves the parameters gathered for the next one: copies in the precision of

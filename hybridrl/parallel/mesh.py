@@ -73,18 +73,6 @@ class ParallelMesh:
         """This rank's place on an axis."""
         return self.coordinates[axis].index if axis in self.coordinates else 0
 
-    def neighbours(self, axis: str, size: int) -> dist.ProcessGroup | None:
-        """The `size` consecutive places of `axis` that this rank is among, as a group of its own.
-        Collective."""
-        if size == 1:
-            return None
-        groups = [
-            ranks[start : start + size]
-            for ranks in self.mesh.groups(axis)
-            for start in range(0, len(ranks), size)
-        ]
-        return self._enumerated(groups)
-
     def _fsdp_mesh(self, data: torch.Tensor) -> DeviceMesh:
         """`data` is `[places on the other axes, ranks]`."""
         shape, names = [self.data_ranks], ["data"]
@@ -104,8 +92,5 @@ class ParallelMesh:
             return None
         if len(groups) == 1 and self.fsdp.ndim == 1 and self.data_ranks == len(groups[0]):
             return self.fsdp.get_group()
-        return self._enumerated(groups)
-
-    def _enumerated(self, groups: list[list[int]]) -> dist.ProcessGroup | None:
         mine, _ = dist.new_subgroups_by_enumeration(groups)
         return mine

@@ -64,12 +64,12 @@ class TensorCuts:
 
     Attributes:
         cuts: By name of parameter; those not named are whole on every rank.
-        partial: Parameters whose gradient is a sum over ranks that hold the same elements, each
-            with the group to sum over.
+        partial: Names of parameters whose gradient is to be summed over the ranks that hold the
+            same elements: each has used them for heads of its own.
     """
 
     cuts: dict[str, Cut]
-    partial: list[tuple[str, dist.ProcessGroup]]
+    partial: list[str]
 
 
 def check_heads(config: PretrainedConfig, size: int, path: str) -> None:
@@ -99,7 +99,7 @@ def check_heads(config: PretrainedConfig, size: int, path: str) -> None:
 
 def cut(model: PackedModel, mesh: ParallelMesh) -> TensorCuts:
     """Keeps of every parameter the part of this rank, in place, and makes the model's forward sum
-    over the group where it must. Collective."""
+    over the group where it must."""
     group, size, rank = mesh.group("tp"), mesh.size("tp"), mesh.index("tp")
     done = TensorCuts({}, [])
     if group is None:
@@ -108,7 +108,6 @@ def cut(model: PackedModel, mesh: ParallelMesh) -> TensorCuts:
     config = inner.config.get_text_config()
     key_value_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     shared = max(1, size // key_value_heads)
-    sharing = mesh.neighbours("tp", shared)
     names = {module: name for name, module in inner.named_modules()}
     base = inner.base_model
     for path, module in base.named_modules():
@@ -117,7 +116,7 @@ def cut(model: PackedModel, mesh: ParallelMesh) -> TensorCuts:
             continue
         name = names[module]
         if style == "replicated_with_grad_allreduce":
-            done.partial += [(f"{name}.{leaf}", group) for leaf, _ in module.named_parameters()]
+            done.partial += [f"{name}.{leaf}" for leaf, _ in module.named_parameters()]
             continue
         is_shared = shared > 1 and path.endswith(KEY_VALUE)
         parts = size // shared if is_shared else size
@@ -128,7 +127,7 @@ def cut(model: PackedModel, mesh: ParallelMesh) -> TensorCuts:
             _replace(module, leaf, found.of(parameter.detach(), rank))
             done.cuts[f"{name}.{leaf}"] = found
             if is_shared:
-                done.partial.append((f"{name}.{leaf}", sharing))
+                done.partial.append(f"{name}.{leaf}")
         if style == "rowwise":
             _sum_output(module, group)
     for parent in {base.get_submodule(path.rpartition(".")[0]) for path in _column_paths(base)}:
@@ -196,9 +195,13 @@ def _cut_vocabulary(
     _replace(embedding, "weight", found.of(embedding.weight.detach(), rank))
     done.cuts[f"{names[embedding]}.weight"] = found
 
+    padding = embedding.padding_idx  # its vector gets no gradient
+    if padding is not None:
+        padding = padding - start if start <= padding < stop else None
+
     def embed(ids: Tensor) -> Tensor:
         mine = (ids >= start) & (ids < stop)
-        vectors = F.embedding(torch.where(mine, ids - start, 0), embedding.weight)
+        vectors = F.embedding(torch.where(mine, ids - start, 0), embedding.weight, padding)
         return sum_over(vectors * mine[..., None], group)
 
     embedding.forward = embed

@@ -26,6 +26,8 @@ MODELS = {
     },
     "llama, tied, 4 key-value heads": {"architecture": "llama", "key_value_heads": 4},
 }
+# Cuts that take 20 steps with the first model, and 2 with others.
+LONG = ("one rank", "tp2", "dp2 x tp2")
 
 
 def program(rank):
@@ -39,13 +41,11 @@ def program(rank):
     for cut, mesh in meshes.items():
         for model, settings in MODELS.items():
             if rank not in mesh.mesh.grid:
-                # The groups of shared heads are made by all processes together.
-                mesh.neighbours("tp", max(1, mesh.size("tp") // settings.get("key_value_heads", 2)))
                 continue
             dp = mesh.mesh.axes["dp"]
             mine = batch.take(deal(batch, [len(batch)] if dp == 1 else [7, 4])[mesh.index("dp")])
             engine = make_engine(mesh, make_model(**settings), tokens_per_microbatch=60)
-            steps = 20 if model == next(iter(MODELS)) else 3
+            steps = 20 if cut in LONG and model == next(iter(MODELS)) else 2
             found[cut, model] = learn(engine, mine, steps) | {"dp": mesh.index("dp")}
     return found
 
@@ -63,9 +63,10 @@ def test_all_is_as_on_one_rank(ranks, cut, model):
     assert len(found) == CUTS[cut][0]
     gradient = assemble([one["gradient"]])
     assert_close(assemble([rank["gradient"] for rank in found]), gradient, 1e-4)
-    assert_close(assemble([rank["after"] for rank in found]), assemble([one["after"]]), 1e-3)
+    if cut in LONG:
+        assert_close(assemble([rank["after"] for rank in found]), assemble([one["after"]]), 1e-3)
     for rank in found:
-        for step, wanted in zip(rank["curve"], one["curve"], strict=True):
+        for step, wanted in zip(rank["curve"], one["curve"], strict=False):
             assert step == pytest.approx(wanted, rel=1e-4, abs=1e-5)
         rows = deal(make_batch(), [7, 4])[rank["dp"]] if "dp2" in cut else None
         order = deal(make_batch(), [11])[0]
