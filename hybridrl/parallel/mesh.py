@@ -91,6 +91,6 @@ class ParallelMesh:
         if len(groups[0]) == 1:
             return None
         if len(groups) == 1 and self.fsdp.ndim == 1 and self.data_ranks == len(groups[0]):
-            return self.fsdp.get_group()
+            return self.fsdp.get_group() if self.rank in self.mesh.grid else None
         mine, _ = dist.new_subgroups_by_enumeration(groups)
         return mine

@@ -52,7 +52,7 @@ class StagedModel(nn.Module):
         chunks: Stages on each rank.
 
     Attributes:
-        OUTPUTS: As of `model`.
+        OUTPUTS, shift: As of `model`.
         tied: Name of the parameter that the first and the last rank share, or None.
         hidden_size: Length of a token's state.
         dtype: As given.
@@ -67,7 +67,7 @@ class StagedModel(nn.Module):
         super().__init__()
         self.model = model
         self.dtype = dtype
-        self.OUTPUTS = model.OUTPUTS
+        self.OUTPUTS, self.shift = model.OUTPUTS, model.shift
         inner, base = model.inner, model.inner.base_model
         if has_adapters(inner):
             raise ConfigError(
