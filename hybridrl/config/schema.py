@@ -292,6 +292,8 @@ class RolloutConfig:
     memory_share: float = 0.5
     """Share of a GPU's memory for the engine: its weights and KV cache."""
     cuda_graphs: bool = True
+    verify_weights: bool = False
+    """Compare all weights of the generator with the trainer's after each sync; slow."""
 
 
 @dataclass

@@ -66,7 +66,9 @@ class ActorWorker(Worker):
         train = policy_engine(context, source, config, rollout_tp=share)
         train.start_optimizer(config.optimizer, updates)
         engine = build_rollout(source, rollout, train.device, seed, job) if generates else None
-        self._engine = HybridEngine(train, engine, self.phase)
+        self._engine = HybridEngine(
+            train, engine, self.phase, source.dtype, verify=rollout.verify_weights
+        )
 
     def coordinates(self) -> Mapping[str, Coordinate]:
         return {

@@ -12,6 +12,7 @@ from hybridrl.algorithms import PolicyObjective, token_weights
 from hybridrl.config.schema import (
     ActorConfig,
     OptimizerConfig,
+    ParallelConfig,
     RolloutConfig,
     RolloutParallelConfig,
 )
@@ -23,7 +24,15 @@ from hybridrl.rollout.shared_memory import remove_shared_memory
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 ARCHITECTURES = ("Qwen2", "Llama", "Qwen3")
-CASES = list(itertools.product(ARCHITECTURES, (True, False), (1, 2)))
+CUT = [
+    # How training is cut, and how many ranks share a copy while generating.
+    ("Qwen2", True, ParallelConfig(tp=2), 1),
+    ("Llama", False, ParallelConfig(tp=2), 2),
+    ("Qwen3", False, ParallelConfig(pp=2), 1),
+    ("Qwen3", True, ParallelConfig(ring=2), 1),
+    ("Qwen2", True, ParallelConfig(tp=2, pp=2), 2),
+]
+CASES = [*itertools.product(ARCHITECTURES, (True, False), (ParallelConfig(),), (1, 2)), *CUT]
 PROMPTS = [[5, 6, 14, 7, 8, 17], [9, 10], [11, 12, 13, 20]]
 
 
@@ -60,8 +69,10 @@ def supervised_batch() -> Batch:
     )
 
 
-@pytest.mark.parametrize(("architecture", "tied", "tensor_parallel"), CASES)
-def test_greedy_tokens_agree_after_training(ray, tmp_path, architecture, tied, tensor_parallel):
+@pytest.mark.parametrize(("architecture", "tied", "parallel", "rollout_tp"), CASES)
+def test_greedy_tokens_agree_after_training(
+    ray, tmp_path, architecture, tied, parallel, rollout_tp
+):
     from transformers import AutoModelForCausalLM
 
     from hybridrl.controller.ray_executor import RayExecutor
@@ -69,16 +80,19 @@ def test_greedy_tokens_agree_after_training(ray, tmp_path, architecture, tied, t
     from hybridrl.workers.engines import ModelSource
 
     make_model(tmp_path / "model", architecture, tied)
-    rollout = RolloutConfig(parallel=RolloutParallelConfig(tensor_parallel), kv_cache_gib=0.05)
+    rollout = RolloutConfig(
+        parallel=RolloutParallelConfig(rollout_tp), kv_cache_gib=0.05, verify_weights=True
+    )
+    ranks = max(2, parallel.tp * parallel.pp)
     path = str(tmp_path / "model")
-    with RayExecutor("cpu", 2, timeout_s=120) as hosts:
+    with RayExecutor("cpu", ranks, timeout_s=200) as hosts:
         actor = WorkerGroup(
             hosts,
             "actor",
             ActorWorker,
-            [0, 1],
+            list(range(ranks)),
             source=ModelSource(path, path, "float32", 64, (1,)),
-            config=ActorConfig(optimizer=OptimizerConfig(learning_rate=1e-2)),
+            config=ActorConfig(optimizer=OptimizerConfig(learning_rate=1e-2), parallel=parallel),
             rollout=rollout,
             objective=PolicyObjective(),
             updates=3,
@@ -90,7 +104,9 @@ def test_greedy_tokens_agree_after_training(ray, tmp_path, architecture, tied, t
         before = actor.generate_sequences(prompts, greedy).collect(["response_ids"])
         for _ in range(3):
             actor.update_supervised(supervised_batch()).get()
+        hosts.take_records()
         after = actor.generate_sequences(prompts, greedy).collect()
+        received = [record.metrics.get("sync_received", 0) for record in hosts.take_records()]
         actor.save_model(str(tmp_path / "trained")).get()
     remove_shared_memory("hybridrl-0-0")
     found = [row.tolist() for row in after["response_ids"].rows()]
@@ -103,3 +119,9 @@ def test_greedy_tokens_agree_after_training(ray, tmp_path, architecture, tied, t
         tokens = ids[0, len(prompt) :].tolist()
         expected.append(tokens[: tokens.index(1) + 1] if 1 in tokens else tokens)
     assert found == expected
+    print(
+        "RECEIVED",
+        sum(received),
+        ranks // rollout_tp,
+        sum(p.numel() for p in model.parameters()) * 4,
+    )
