@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ from hybridrl.rollout import Sampling
 from hybridrl.rollout.shared_memory import remove_shared_memory
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
-ARCHITECTURES = ("Qwen2", "Llama", "Qwen3")
 CUT = [
     # How training is cut, and how many ranks share a copy while generating.
     ("Qwen2", True, ParallelConfig(tp=2), 1),
@@ -32,7 +30,13 @@ CUT = [
     ("Qwen3", True, ParallelConfig(ring=2), 1),
     ("Qwen2", True, ParallelConfig(tp=2, pp=2), 2),
 ]
-CASES = [*itertools.product(ARCHITECTURES, (True, False), (ParallelConfig(),), (1, 2)), *CUT]
+DP = [
+    ("Qwen2", True, ParallelConfig(), 1),
+    ("Llama", False, ParallelConfig(), 2),
+    ("Llama", True, ParallelConfig(), 1),
+    ("Qwen3", True, ParallelConfig(), 2),
+]
+CASES = DP + CUT
 PROMPTS = [[5, 6, 14, 7, 8, 17], [9, 10], [11, 12, 13, 20]]
 
 
@@ -119,9 +123,10 @@ def test_greedy_tokens_agree_after_training(
         tokens = ids[0, len(prompt) :].tolist()
         expected.append(tokens[: tokens.index(1) + 1] if 1 in tokens else tokens)
     assert found == expected
-    print(
-        "RECEIVED",
-        sum(received),
-        ranks // rollout_tp,
-        sum(p.numel() for p in model.parameters()) * 4,
-    )
+    # Of each copy of the model its ranks lack what they have not trained, and no byte more.
+    whole = 4 * sum(parameter.numel() for parameter in model.parameters())
+    copies = ranks // rollout_tp
+    if copies > 1:
+        assert sum(received) == pytest.approx((copies - 1) * whole, rel=0.05)
+    else:
+        assert sum(received) < 0.5 * whole
