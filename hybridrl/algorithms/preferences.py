@@ -25,17 +25,22 @@ class DirectPreference:
     """DPO: the policy's own log-ratios to the reference are its scores of two answers.
 
     With h = chosen - rejected log-ratio: `sigmoid` is -log sigmoid(beta h) (Rafailov 2023,
-    arXiv:2305.18290); `ipo` is (h - 1 / (2 beta))^2 (Azar 2023, arXiv:2310.12036).
+    arXiv:2305.18290); `ipo` is (h - 1 / (2 beta))^2 (Azar 2023, arXiv:2310.12036). Both only ask
+    the chosen answer to be ahead, and let it become less likely if the rejected one does so faster;
+    its likelihood can be asked for besides (Pang 2024, arXiv:2404.19733).
 
     Attributes:
         beta: How hard the policy is held to the reference.
         loss: `sigmoid` or `ipo`.
         length_normalised: A log-ratio is the mean over an answer's tokens, not the sum.
+        nll_coefficient: Weight of the chosen answer's negative log-likelihood, mean over its
+            tokens.
     """
 
     beta: float = 0.1
     loss: str = "sigmoid"
     length_normalised: bool = False
+    nll_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
         require_known("preference.loss", self.loss, PREFERENCE_LOSSES)
@@ -52,6 +57,9 @@ class DirectPreference:
             loss = (h - 1 / (2 * self.beta)).square()
         else:
             loss = -F.logsigmoid(self.beta * h)
+        if self.nll_coefficient:
+            likelihood = segments.mean(outputs["log_probs"]).view(-1, 2)[:, 0]
+            loss = loss - self.nll_coefficient * likelihood
         return _on_both(loss, h * self.beta, segments)
 
 

@@ -71,6 +71,10 @@ def _check_preference_and_cost(config: Config) -> None:
         )
     if preference is not None and preference.beta <= 0:
         raise ConfigError(f"preference.beta={preference.beta}: must be more than 0.")
+    if preference is not None and preference.nll_coefficient < 0:
+        raise ConfigError(
+            f"preference.nll_coefficient={preference.nll_coefficient}: must be 0 or more."
+        )
     if cost is not None and cost.multiplier <= 0:
         raise ConfigError(
             f"cost.multiplier={cost.multiplier}: must be more than 0, because it learns in its "

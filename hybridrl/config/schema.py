@@ -358,6 +358,9 @@ class PreferenceConfig:
     """Of `dpo`: how hard the policy is held to the reference."""
     length_normalised: bool = False
     """Of `dpo`: mean instead of sum over the tokens of an answer."""
+    nll_coefficient: float = 0.0
+    """Of `dpo`: weight of the chosen answer's negative log-likelihood, which keeps it from becoming
+    less likely together with the rejected one; 1 is usual."""
     centre: float = 0.0
     """Of `reward_model`: weight of the square of a pair's scores, which keeps them around 0."""
 

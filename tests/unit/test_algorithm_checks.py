@@ -64,6 +64,7 @@ WRONG = [
     # Values that only one kind of program reads.
     (["algorithm=dpo", "preference.loss=sigmod"], "preference.loss=sigmod", "`sigmoid`?"),
     (["algorithm=dpo", "preference.beta=0"], "preference.beta=0", "more than 0"),
+    (["algorithm=dpo", "preference.nll_coefficient=-1"], "preference.nll_coefficient=-1", "0 or"),
     (["algorithm=safe_rlhf", "cost.multiplier=0"], "cost.multiplier=0", "more than 0"),
     (["algorithm.max_refills=-1"], "algorithm.max_refills=-1", "0 or more"),
     # Adapters.

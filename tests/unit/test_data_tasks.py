@@ -24,7 +24,15 @@ def test_arithmetic_refuses_to_hold_out_everything():
         load_task("arithmetic").problems(count_held_out=1_600)
 
 
-def test_arithmetic_pairs_are_right_and_plausibly_wrong():
+def near(row):
+    """Whether the rejected answer is off by one or ten, or has the digits swapped."""
+    chosen, rejected = row["chosen"], row["rejected"]
+    if not rejected.isdigit() or str(int(rejected)) != rejected:
+        return rejected == chosen[::-1]
+    return abs(int(chosen) - int(rejected)) in (1, 10) or rejected == chosen[::-1]
+
+
+def test_arithmetic_pairs_are_right_and_worse():
     arithmetic = load_task("arithmetic")
     parts = arithmetic.pairs(100, seed=1)
     assert parts == arithmetic.pairs(100, seed=1)
@@ -33,10 +41,21 @@ def test_arithmetic_pairs_are_right_and_plausibly_wrong():
     assert not prompts[0] & prompts[1]
     for row in parts[0] + parts[1]:
         left, right = row["prompt"].rstrip("=").split("+")
-        chosen, rejected = int(row["chosen"]), int(row["rejected"])
-        assert chosen == int(left) + int(right) != rejected
-        assert str(rejected) == row["rejected"]
-        assert abs(chosen - rejected) in (1, 10) or row["chosen"] == row["rejected"][::-1]
+        assert int(row["chosen"]) == int(left) + int(right)
+        assert row["rejected"] != row["chosen"] and len(row["rejected"]) <= 7
+        assert set(row["rejected"]) <= set(arithmetic.CHARACTERS)
+    assert all(near(row) for row in parts[1])
+
+
+def test_arithmetic_pairs_reject_what_a_policy_finds():
+    rows = load_task("arithmetic").pairs(100, seed=1)[0]
+    others = [(row["chosen"], row["rejected"]) for row in rows if not near(row)]
+    assert sum(wrong == "" for _, wrong in others) > 200
+    assert sum(wrong == right[:-1] != "" for right, wrong in others) > 200
+    assert sum(wrong.startswith(right) for right, wrong in others) > 200
+    assert sum("+" in wrong or "=" in wrong for _, wrong in others) > 200
+    assert len({wrong for _, wrong in others if wrong.isdigit() and len(wrong) == 2}) > 60
+    assert len(others) < len(rows) / 2, "most are the hard ones"
 
 
 def test_unknown_task_names_the_nearest():

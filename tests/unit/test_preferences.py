@@ -86,19 +86,22 @@ def test_last_has_a_gradient_at_the_last_tokens_only():
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("length_normalised", [False, True])
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
-def test_direct_preference_equals_a_plain_loop(loss, length_normalised, holes):
+@pytest.mark.parametrize("nll", [0.0, 0.7])
+def test_direct_preference_equals_a_plain_loop(nll, loss, length_normalised, holes):
     beta = 0.3
     segments, draw = packed(holes)
     log_probs, reference = draw(), draw()
-    result = DirectPreference(beta, loss, length_normalised)(
+    result = DirectPreference(beta, loss, length_normalised, nll)(
         {"log_probs": log_probs}, {"ref_log_probs": reference}, segments
     )
     losses, margins = [], []
-    rows = rows_of(segments, log_probs - reference)
-    for chosen, rejected in in_pairs(rows):
+    differences = in_pairs(rows_of(segments, log_probs - reference))
+    likely = in_pairs(rows_of(segments, log_probs))
+    for (chosen, rejected), (said, _) in zip(differences, likely, strict=True):
         ratios = [sum(row) / (len(row) if length_normalised else 1) for row in (chosen, rejected)]
         h = ratios[0] - ratios[1]
         losses.append(-log_sigmoid(beta * h) if loss == "sigmoid" else (h - 0.5 / beta) ** 2)
+        losses[-1] -= nll * sum(said) / len(said)
         margins.append(beta * h)
     assert weighted(result, segments) == pytest.approx(sum(losses) / 3, rel=1e-5)
     both = torch.tensor(losses).repeat_interleave(2)

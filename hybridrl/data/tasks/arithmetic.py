@@ -9,6 +9,7 @@ from hybridrl.errors import ConfigError
 CHARACTERS = "0123456789+="
 
 _OPERANDS = 40  # 0 to 39, so there are 1,600 problems in all
+_LONGEST_TAIL = 5  # of an answer that is no number
 
 
 def problems(
@@ -35,17 +36,23 @@ def problems(
 def pairs(
     count_held_out: int = 256, seed: int = 0
 ) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """The right sum and a wrong one for the problems of `problems(count_held_out, seed)`.
+    """The right sum and a worse answer for the problems of `problems(count_held_out, seed)`.
 
     A problem to train on comes with each of its mistakes (off by one or by ten, the digits
-    swapped), a held-out one with one of them, drawn from `seed`.
+    swapped), with some other number, and with something that is no number: nothing, an answer cut
+    short, or one that runs on. A policy that learns from a reward model finds the last two, and a
+    reward model that has not seen such answers may like them. A held-out problem comes with one of
+    its mistakes, which are the hardest to tell.
     """
     training, held_out = problems(count_held_out, seed)
     random = np.random.default_rng([seed, 1])
-    return (
-        [_pair(problem, wrong) for problem in training for wrong in _mistakes(problem["answer"])],
-        [_pair(problem, str(random.choice(_mistakes(problem["answer"])))) for problem in held_out],
-    )
+    hardest = [_pair(row, str(random.choice(_mistakes(row["answer"])))) for row in held_out]
+    varied = []
+    for row in training:
+        right = row["answer"]
+        worse = [*_mistakes(right), _other_number(right, random), _no_number(right, random)]
+        varied += [_pair(row, wrong) for wrong in worse]
+    return varied, hardest
 
 
 def odd(prompt: str, response: str, **row: object) -> float:
@@ -68,3 +75,15 @@ def _mistakes(answer: str) -> list[str]:
     near = {str(right + off) for off in (-10, -1, 1, 10) if right + off >= 0}
     swapped = {answer[::-1]} if not answer.endswith("0") else set()
     return sorted((near | swapped) - {answer})
+
+
+def _other_number(answer: str, random: np.random.Generator) -> str:
+    """One of the sums of other problems."""
+    other = int(random.integers(2 * _OPERANDS - 2))
+    return str(other + (other >= int(answer)))
+
+
+def _no_number(answer: str, random: np.random.Generator) -> str:
+    """Nothing, the answer without its last digit, or with something behind it, or something."""
+    tail = "".join(random.choice(list(CHARACTERS), random.integers(1, _LONGEST_TAIL + 1)))
+    return str(random.choice(sorted({"", answer[:-1], answer + tail, tail} - {answer})))
