@@ -275,8 +275,10 @@ class Job:
                 f"{wanted}, but the model takes {limit}. Lower {setting}, or leave long rows out "
                 "with data.max_prompt_tokens and data.too_long=drop."
             )
-        budget = self.config.actor.tokens_per_microbatch
-        needed = self.context_length * (2 if self.trainer_class.DATA == "pairs" else 1)
+        parallel, budget = self.config.actor.parallel, self.config.actor.tokens_per_microbatch
+        sharing = parallel.ring * parallel.ulysses  # ranks that take the budget each
+        tokens = self.context_length * (2 if self.trainer_class.DATA == "pairs" else 1)
+        needed = -(-tokens // sharing)
         if needed > budget:
             raise ConfigError(
                 f"{wanted}, but actor.tokens_per_microbatch={budget}: a sample (or a pair) is "

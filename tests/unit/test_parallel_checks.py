@@ -1,0 +1,43 @@
+"""Cuts that cannot be are refused in a sentence that names the setting."""
+
+import pytest
+
+from hybridrl import load_config
+from hybridrl.config.parallel_checks import check_parallel
+from hybridrl.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("devices", "overrides", "words"),
+    [
+        (2, ["actor.parallel.tp=3"], "tp=3 takes 3 devices or a multiple, but there are 2"),
+        (2, ["actor.parallel.dp=2", "actor.parallel.tp=2"], "dp=2 x tp=2 makes 4 devices"),
+        (4, ["actor.parallel.shards=3"], "shards=3 does not divide the 4 data-"),
+        (2, ["actor.parallel.tp=0"], "tp=0: must be at least 1"),
+        (2, ["actor.parallel.chunks=0"], "chunks=0: must be at least 1"),
+        (8, ["actor.parallel.tp=8"], "tp=8 does not divide the 4 attention heads"),
+        (8, ["actor.parallel.ulysses=8"], "does not divide the model's 4 attention heads"),
+        (4, ["actor.parallel.pp=4"], "only 2 layers"),
+        (2, ["actor.parallel.pp=2", "actor.parallel.chunks=2"], "only 2 layers"),
+        (4, ["rollout.parallel.tp=3"], "rollout.parallel.tp=3 does not divide the 4 devices"),
+        (6, ["actor.parallel.tp=2", "rollout.parallel.tp=3"], "one must divide the other"),
+        (2, ["actor.lora.rank=4", "actor.parallel.tp=2"], "adapters are not cut over devices"),
+    ],
+)
+def test_what_cannot_be_is_a_sentence(devices, overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        check_parallel(load_config(overrides), devices)
+
+
+@pytest.mark.parametrize(
+    ("devices", "overrides"),
+    [
+        (1, []),
+        (8, ["actor.parallel.tp=4", "rollout.parallel.tp=2", "actor.parallel.pp=2"]),
+        (4, ["rollout.parallel.tp=2"]),
+        (8, ["actor.parallel.ring=2", "actor.parallel.ulysses=2", "actor.parallel.shards=2"]),
+        (2, ["actor.lora.rank=4", "actor.parallel.ring=2"]),
+    ],
+)
+def test_what_can_be_is_not(devices, overrides):
+    check_parallel(load_config(overrides), devices)
