@@ -1,4 +1,4 @@
-"""Real gloo: cutting every matrix over ranks never changes the mathematics."""
+"""Real gloo: cutting a model over ranks, in one way or several, never changes the mathematics."""
 
 import pytest
 from engine_cases import CPU, deal, make_batch
@@ -11,6 +11,7 @@ from hybridrl.parallel.mesh import ParallelMesh
 WORLD = 4
 # Ranks, how they are cut, ranks that share a copy while generating.
 CUTS = {
+    "dp2": (2, ParallelConfig(), 1),
     "tp2": (2, ParallelConfig(tp=2), 1),
     "tp4": (4, ParallelConfig(tp=4), 1),
     "tp4, numbered for two replicas of two": (4, ParallelConfig(tp=4), 2),
@@ -31,7 +32,7 @@ MODELS = {
     "llama, tied, 4 key-value heads": {"architecture": "llama", "key_value_heads": 4},
 }
 # Cuts that take 20 steps with the first model, and 2 with others.
-LONG = ("one rank", "tp2", "dp2 x tp2", "tp2 x pp2")
+LONG = ("one rank", "dp2", "tp2", "dp2 x tp2", "tp2 x pp2")
 
 
 def program(rank):
