@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
 from hybridrl.config.schema import ActorConfig, RewardConfig, RolloutConfig
-from hybridrl.controller import THREE_D_ALL_MICRO_DP, Context, Worker, transfer
+from hybridrl.controller import DP, Context, Worker, transfer
 from hybridrl.core.batch import Batch
 from hybridrl.errors import RewardError
 from hybridrl.models import load_tokenizer
@@ -19,6 +20,9 @@ from hybridrl.workers.reward_model import sample_scores
 
 COLUMN = {"reward": "scores", "cost": "costs"}
 """Column of what is reinforced, and of what is to stay below a limit."""
+
+SCORE = replace(DP, balance="rows")
+"""Rows split over ranks in blocks, which is how generation left them: texts need not move."""
 
 
 class RewardWorker(Worker):
@@ -73,7 +77,7 @@ class RewardWorker(Worker):
         if self._pool is not None:
             self._pool.start()
 
-    @transfer(THREE_D_ALL_MICRO_DP)
+    @transfer(SCORE)
     def compute_reward(self, batch: Batch) -> Batch:
         """`scores`, or `costs` (NaN: dropped), the `response` as text, and a column for each
         function and the model."""
