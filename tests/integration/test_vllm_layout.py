@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from hybridrl.config.schema import RolloutConfig
+from hybridrl.config.schema import RolloutConfig, RolloutParallelConfig
 from hybridrl.controller.worker import Context, Rendezvous
 from hybridrl.core.batch import Batch
 from hybridrl.core.boxes import volume
@@ -97,7 +97,7 @@ def rank_program(rank: int, ranks: int, job: str, address: str, port: int, liste
             str(folder / name),
             str(folder / name),
             case.dtype,
-            RolloutConfig(tensor_parallel=ranks, kv_cache_gib=0.01),
+            RolloutConfig(parallel=RolloutParallelConfig(ranks), kv_cache_gib=0.01),
             context_length=64,
             eos_token_ids=[1],
             device=device,
