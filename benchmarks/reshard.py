@@ -41,6 +41,7 @@ from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.process_group import join
 from hybridrl.reshard.collectives import Reshard
 from hybridrl.reshard.parcels import into
+from hybridrl.rollout.shared_memory import remove_shared_memory
 
 RANKS, TRAIN_TP, ROLLOUT_TP = 4, 4, 2
 CPU = torch.device("cpu")
@@ -56,7 +57,7 @@ CONFIG = Qwen2Config(
     eos_token_id=1,
     pad_token_id=0,
 )
-Arm = Callable[[], float]
+JOB = "hybridrl-benchmark"
 
 
 def parameters() -> dict[str, Parameter]:
@@ -147,7 +148,7 @@ def into_vllm(folder: Path, rounds: int) -> dict[str, tuple[float, int]]:
         eos_token_ids=[1],
         device=CPU,
         seed=0,
-        job="hybridrl-benchmark",
+        job=JOB,
     )
     sync = WeightSync.between(train, rollout, torch.float32)
     received = sync.run().received
@@ -196,6 +197,7 @@ def main() -> None:
                 start_method="forkserver",
             )
         found = torch.load(folder / "0.pt")
+    remove_shared_memory(JOB)
     for name, (seconds, received) in found.items():
         print(f"{name:14} {seconds * 1e3:8.0f} ms   {received / 1e6:7.1f} MB received by a rank")
     seconds = {name: value for name, (value, _) in found.items()}
