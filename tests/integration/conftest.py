@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -46,8 +47,10 @@ def nothing_is_left(request):
 
 def _alive() -> set[str]:
     """Children of this process, and what lies in shared memory."""
-    children = psutil.Process().children(recursive=True)
-    names = {f"{child.pid} {child.name()}" for child in children}
+    names = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            names.add(f"{child.pid} {child.name()}")
     return names | {path.name for path in Path("/dev/shm").iterdir()}
 
 
