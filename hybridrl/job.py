@@ -19,7 +19,7 @@ import psutil
 
 from hybridrl.config.checks import check
 from hybridrl.config.load import to_yaml
-from hybridrl.config.parallel_checks import check_parallel
+from hybridrl.config.placement_checks import check_placement, played_by
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.observe.metrics import open_writers
@@ -52,6 +52,7 @@ class Job:
         loader: Endless iterator over batches of `data.prompts_per_step` rows of `training`.
         sampling: How samples are drawn while training.
         executor: The devices.
+        placement: Which role lives on which devices.
         groups: The worker groups, by role.
         started: When this process began, seconds since the epoch.
     """
@@ -82,10 +83,11 @@ class Job:
             self.executor = self._start_executor()
         try:
             loading.result()
-            devices = self.executor.cluster.devices
-            check_parallel(config, len(devices))
-            progress(f"starting {len(devices)} workers")
-            self._build_groups(roles)
+            wanted = list(roles or self.trainer_class.roles(config))
+            self.placement = check_placement(config, self.executor.cluster, wanted)
+            self.directory.write_placement(self.placement.to_json())
+            progress(f"starting workers on {len(self.executor.cluster.devices)} devices")
+            self._build_groups(wanted)
         except BaseException:
             self.close()
             raise
@@ -286,18 +288,16 @@ class Job:
                 f"{setting}."
             )
 
-    def _build_groups(self, roles: Sequence[str] | None) -> None:
+    def _build_groups(self, wanted: Sequence[str]) -> None:
         from hybridrl.controller import WorkerGroup
-        from hybridrl.placement import STRATEGIES
-        from hybridrl.roles import played_by, worker_of
+        from hybridrl.roles import worker_of
 
-        wanted = list(roles or self.trainer_class.roles(self.config))
-        roles = list(dict.fromkeys(played_by(role, self.config) for role in wanted))
-        self.placement = STRATEGIES[self.config.placement](roles, self.executor.cluster)
         self.groups = {}
-        for role, devices in self.placement.items():
+        for role, place in self.placement.roles.items():
             worker_class, keywords = worker_of(role, self)
-            self.groups[role] = WorkerGroup(self.executor, role, worker_class, devices, **keywords)
+            self.groups[role] = WorkerGroup(
+                self.executor, role, worker_class, place.devices, **keywords
+            )
         for group in self.groups.values():
             group.ready()
         for role in wanted:

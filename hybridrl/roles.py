@@ -8,7 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.algorithms import BradleyTerry, DirectPreference, PolicyObjective
-from hybridrl.config.schema import AlgorithmConfig, Config, JudgeConfig, LoraSettings, RewardConfig
+from hybridrl.config.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    Config,
+    JudgeConfig,
+    LoraSettings,
+    RewardConfig,
+)
 from hybridrl.controller import Worker
 from hybridrl.engine import Loss
 from hybridrl.models import load_tokenizer
@@ -32,9 +39,9 @@ def worker_of(role: str, job: Job) -> tuple[type[Worker], Keywords]:
     return worker_class, keywords(job)
 
 
-def played_by(role: str, config: Config) -> str:
-    """The role whose workers play this one: with LoRA the actor is its own reference."""
-    return "actor" if role == "reference" and config.actor.lora.rank else role
+def _training(job: Job, role: str) -> ActorConfig:
+    """The settings of a model, cut as its place says."""
+    return replace(job.config.actor, parallel=job.placement.roles[role].parallel)
 
 
 def _source(job: Job, path: str | None = None) -> ModelSource:
@@ -63,7 +70,7 @@ def _actor(job: Job) -> Keywords:
     config, algorithm = job.config, job.config.algorithm
     return {
         "source": _source(job),
-        "config": config.actor,
+        "config": _training(job, "actor"),
         "rollout": config.rollout,
         "objective": objective(config),
         "updates": _updates(config) + (config.trainer.steps if algorithm.ptx_coefficient else 0),
@@ -76,13 +83,13 @@ def _actor(job: Job) -> Keywords:
 def _reference(job: Job) -> Keywords:
     return {
         "source": _source(job),
-        "config": job.config.actor,
+        "config": _training(job, "reference"),
         "temperature": job.config.rollout.temperature,
     }
 
 
 def _critic(job: Job, prefix: str) -> Keywords:
-    critic, actor = job.config.critic, job.config.actor
+    critic, actor = job.config.critic, _training(job, f"{prefix}critic")
     rate = critic.learning_rate or actor.optimizer.learning_rate
     return {
         "source": _source(job, critic.path),
@@ -96,7 +103,7 @@ def _critic(job: Job, prefix: str) -> Keywords:
 def _reward_model(job: Job) -> Keywords:
     return {
         "source": _source(job),
-        "config": job.config.actor,
+        "config": _training(job, "reward_model"),
         "objective": BradleyTerry(job.config.preference.centre),
         "updates": _updates(job.config),
     }
@@ -108,7 +115,7 @@ def _scores(job: Job, kind: str) -> Keywords:
         "config": config,
         "tokenizer": job.tokenizer_path,
         "model": _source(job, config.model) if config.model else None,
-        "model_config": replace(job.config.actor, lora=LoraSettings()),
+        "model_config": replace(_training(job, kind), lora=LoraSettings()),
         "judge": _judge(job, config.judge) if config.judge.path else None,
         "rollout": job.config.rollout,
         "kind": kind,

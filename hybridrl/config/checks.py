@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hybridrl.config.algorithm_checks import check_algorithm
-from hybridrl.config.parallel_checks import check_parallel
+from hybridrl.config.placement_checks import check_placement
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, MissingPackageError, nearest
 
@@ -77,11 +77,9 @@ def _check_names(config: Config) -> None:
     from hybridrl.algorithms.weights import MODES
     from hybridrl.engine.optimizer import SCHEDULES
     from hybridrl.models.loading import DTYPES
-    from hybridrl.placement import STRATEGIES
 
     one_of("executor", config.executor, ("ray", "inline"))
     one_of("devices", config.devices, ("auto", "cpu", "cuda"))
-    one_of("placement", config.placement, STRATEGIES)
     one_of("model.dtype", config.model.dtype, DTYPES)
     one_of("data.too_long", config.data.too_long, ("error", "drop"))
     one_of("reward.on_error", config.reward.on_error, ("fail", "drop", "value"))
@@ -234,13 +232,13 @@ def _check_devices(config: Config) -> None:
         return
     import torch
 
-    from hybridrl.core.cluster import choose_devices
+    from hybridrl.core.cluster import Cluster, choose_devices
 
     cpus = 1 if config.executor == "inline" else os.cpu_count() or 1
     number = 1 if config.executor == "inline" else config.num_devices
     gpus = torch.accelerator.device_count()
-    _, devices = choose_devices(config.devices, number, gpus, cpus)
-    check_parallel(config, devices)
+    kind, devices = choose_devices(config.devices, number, gpus, cpus)
+    check_placement(config, Cluster.of_one_node(kind, devices))
 
 
 def one_of(setting: str, value: str, known: Iterable[str]) -> None:

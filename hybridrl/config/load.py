@@ -21,9 +21,10 @@ from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, nearest
 
 FOLDER = Path(__file__).parent
-GROUPS = ("algorithm", "data", "rollout")
-OPEN = re.compile(r"((reward|cost)\.options|algorithm\.loss_options)[.=]")
-"""Settings below which any name may stand: the user's, or those of a loss, checked with it."""
+GROUPS = ("algorithm", "data", "placement", "rollout")
+OPEN = re.compile(r"((reward|cost)\.options|algorithm\.loss_options|placement\.roles)[.=]")
+"""Settings below which any name may stand: the user's, those of a loss, or roles; checked with
+them."""
 
 ConfigStore.instance().store(name="schema", node=Config)
 

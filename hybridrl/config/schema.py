@@ -366,6 +366,36 @@ class PreferenceConfig:
 
 
 @dataclass
+class PlacementConfig:
+    """Which role lives on which devices; `placement=<name>` chooses a strategy. It never changes
+    what is learned, but for `staleness`."""
+
+    strategy: str = "flattening"
+    """`flattening`, `interleaving`, `separation`, `explicit`, `file`, or a function of yours:
+    `path/to/file.py:name`; see `hybridrl.placement`."""
+    path: str | None = None
+    """For `file`: a placement.json, as every run leaves one."""
+    roles: dict[str, Any] = field(default_factory=dict)
+    """By role (`actor`, `generator`, `critic`, `reference`, `reward` ...): its `devices` in rank
+    order (for `explicit`), its `share` of them (for `interleaving`), or how its model is cut, if
+    not as the actor's: `placement.roles.reference.parallel.tp=2`."""
+    generation_devices: int | None = None
+    """For `separation`: how many devices generate; null: half of them."""
+    scoring: str = "generation"
+    """For `separation`: on which side the roles live that only score, `generation` or
+    `training`."""
+    staleness: int = 0
+    """Where generation has its own devices: how many steps the samples' policy may be behind. 0 is
+    strictly on-policy; with 1 the next samples are generated while the last ones are learned."""
+    in_flight: bool = False
+    """Where generation has its own devices: give it new weights between two tokens, without waiting
+    for the samples under way; they go on with the new weights."""
+    transport: str = "auto"
+    """How weights reach devices that only generate: `collective`, `store` (Ray's object store), or
+    `auto`: collective wherever both sides can meet (`staleness` up to 1)."""
+
+
+@dataclass
 class WarmupConfig:
     """Supervised steps before reinforcement, on a built-in task's own answers."""
 
@@ -417,7 +447,7 @@ class Config:
     """null: every GPU; two CPU slots (one with `executor=inline`)."""
     executor: str = "ray"
     """`ray`, or `inline`: one device, in the driver's process, without Ray."""
-    placement: str = "flattening"
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     metrics: Any = None
     """Besides `metrics.jsonl`: `tensorboard`, `wandb`, `mlflow`, or a list of them."""
     ray: RayConfig = field(default_factory=RayConfig)

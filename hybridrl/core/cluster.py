@@ -30,6 +30,11 @@ class Cluster:
         """`cpu` or `cuda`: a job runs on devices of one kind."""
         return self.devices[0].kind
 
+    @classmethod
+    def of_one_node(cls, kind: str, number: int, node: str = "localhost") -> Cluster:
+        """So many devices of a kind in one machine."""
+        return cls([Device(kind, node, index) for index in range(number)])
+
 
 def choose_devices(devices: str, number: int | None, gpus: int, cpus: int) -> tuple[str, int]:
     """The kind and number of devices that a job gets.

@@ -40,31 +40,38 @@ def training_mesh(devices: int, parallel: ParallelConfig, rollout_tp: int = 1) -
     return Mesh(axes, tuple(rank for replica in grid for stage in replica for rank in stage))
 
 
-def check_sizes(devices: int, parallel: ParallelConfig, rollout_tp: int) -> None:
+def devices_of(parallel: ParallelConfig) -> int:
+    """Devices that one data-parallel part of a model is cut over."""
+    return parallel.ring * parallel.ulysses * parallel.pp * parallel.tp
+
+
+def check_sizes(
+    devices: int, parallel: ParallelConfig, rollout_tp: int = 1, setting: str = "actor.parallel"
+) -> None:
     """Refuses products that do not fit the devices, or each other."""
     sizes = {name: getattr(parallel, name) for name in ("ring", "ulysses", "pp", "tp")}
     for name in (*sizes, "chunks", "dp", "shards"):
         size = getattr(parallel, name)
         if size is not None and size < 1:
-            raise ConfigError(f"actor.parallel.{name}={size}: must be at least 1.")
+            raise ConfigError(f"{setting}.{name}={size}: must be at least 1.")
     if rollout_tp < 1:
         raise ConfigError(f"rollout.parallel.tp={rollout_tp}: must be at least 1.")
     cut = math.prod(sizes.values())
     product = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "tp=1"
     if devices % cut:
         raise ConfigError(
-            f"actor.parallel: {product} takes {cut} devices or a multiple, but there are "
+            f"{setting}: {product} takes {cut} devices or a multiple, but there are "
             f"{devices}. Lower one of them, or set num_devices."
         )
     if parallel.dp is not None and parallel.dp * cut != devices:
         raise ConfigError(
-            f"actor.parallel: dp={parallel.dp} x {product} makes {parallel.dp * cut} devices, but "
-            f"there are {devices}. Leave actor.parallel.dp out to use all of them."
+            f"{setting}: dp={parallel.dp} x {product} makes {parallel.dp * cut} devices, but "
+            f"there are {devices}. Leave {setting}.dp out to use all of them."
         )
     data = devices // (parallel.pp * parallel.tp)
     if parallel.shards is not None and data % parallel.shards:
         raise ConfigError(
-            f"actor.parallel.shards={parallel.shards} does not divide the {data} data- and "
+            f"{setting}.shards={parallel.shards} does not divide the {data} data- and "
             "sequence-parallel ranks."
         )
     if devices % rollout_tp:

@@ -26,10 +26,11 @@ def overview(job: Job) -> str:
         f"data        {len(job.training):,} {job.trainer_class.DATA}, {held_out:,} held out",
         f"step        {of_step}, {config.actor.updates_per_step} update(s)",
         f"sample      up to {job.longest_prompt} + {job.longest_response} tokens",
-        f"devices     {len(cluster.devices)} x {cluster.kind}, placement {config.placement}",
+        f"devices     {len(cluster.devices)} x {cluster.kind}, placement {job.placement.strategy}",
     ]
-    width = max(len(role) for role in job.placement)
-    for role, devices in job.placement.items():
-        marks = " ".join(str(d) if d in devices else "." for d in range(len(cluster.devices)))
+    width = max(len(role) for role in job.placement.roles)
+    for role, place in job.placement.roles.items():
+        here = set(place.devices)
+        marks = " ".join(str(d) if d in here else "." for d in range(len(cluster.devices)))
         lines.append(f"  {role:<{width}}  on {marks}")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ runs/2026-03-01_09-30-00-addition/
     samples/         step-000012.parquet: prompts, answers, rewards
     logs/            one file per rank
     model/           the trained model
+    placement.json   which role lives on which devices; `placement=file` reads it
     summary.json, curves.png
 runs/latest          a link to the newest run
 """
@@ -95,6 +96,11 @@ class RunDirectory:
         """Writes the resolved settings, YAML text as given."""
         with replacing(self.config_file) as part:
             _write_durably(part, text)
+
+    def write_placement(self, text: str) -> None:
+        """Writes which role lives where, JSON text as given, for `placement=file`."""
+        with replacing(self.path / "placement.json") as part:
+            _write_durably(part, text + "\n")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes the run's outcome as JSON; NaN and infinity become null."""

@@ -1,6 +1,84 @@
-"""Placement strategies: `place(roles, cluster)` gives each role its devices, in rank order."""
+"""Placement: a strategy gives each role its devices, in rank order, and its parallel layout.
 
-from hybridrl.placement import flattening
+A strategy is a function `place(roles, cluster, settings) -> Placement`. A user's own stands in a
+file: `placement.strategy=path/to/file.py:place`.
+"""
 
-STRATEGIES = {"flattening": flattening.place}
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hybridrl.config.schema import PlacementConfig
+from hybridrl.core import user_code
+from hybridrl.core.cluster import Cluster
+from hybridrl.errors import ConfigError, nearest
+from hybridrl.placement import explicit, flattening, interleaving, separation
+from hybridrl.placement.placement import GENERATOR, Placement, Role, RolePlace
+from hybridrl.placement.role_settings import RoleSettings, settings_of
+
+__all__ = [
+    "GENERATOR",
+    "STRATEGIES",
+    "Placement",
+    "Role",
+    "RolePlace",
+    "RoleSettings",
+    "Strategy",
+    "place",
+    "settings_of",
+]
+
+Strategy = Callable[[Sequence[Role], Cluster, PlacementConfig], Placement]
+
+STRATEGIES: dict[str, Strategy] = {
+    "flattening": flattening.place,
+    "interleaving": interleaving.place,
+    "separation": separation.place,
+    "explicit": explicit.place,
+    "file": explicit.place_from_file,
+}
 """By the name that `placement=` takes."""
+SETTING = "placement.strategy"
+
+
+def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) -> Placement:
+    """The placement that the settings ask for, checked.
+
+    Raises:
+        ConfigError: for an unknown strategy, or a placement that does not fit roles and devices.
+    """
+    for name in settings.roles:
+        settings_of(settings, name)
+    placement = _strategy(settings.strategy)(roles, cluster, settings)
+    _check(placement, roles, len(cluster.devices))
+    return placement
+
+
+def _strategy(name: str) -> Strategy:
+    if name in STRATEGIES:
+        return STRATEGIES[name]
+    if user_code.split(name) is None:
+        raise ConfigError(
+            f"{SETTING}={name}: must be one of {', '.join(STRATEGIES)}, or a function of yours, "
+            f"`path/to/file.py:name`.{nearest(name, STRATEGIES)}"
+        )
+    return user_code.load(SETTING, name)  # type: ignore[no-any-return]
+
+
+def _check(placement: Placement, roles: Sequence[Role], devices: int) -> None:
+    by = f"The placement `{placement.strategy}`"
+    for role in roles:
+        if role.name not in placement.roles:
+            raise ConfigError(
+                f"{by} says nothing of the role `{role.name}`; it places "
+                f"{', '.join(placement.roles) or 'none'}."
+            )
+    for name, place in placement.roles.items():
+        wrong = [d for d in place.devices if not 0 <= d < devices]
+        if wrong or not place.devices:
+            raise ConfigError(
+                f"{by} puts `{name}` on devices {list(place.devices)}, but the {devices} devices "
+                f"are numbered 0 to {devices - 1}. Mend it, or set num_devices."
+            )
+        if len(set(place.devices)) < len(place.devices):
+            raise ConfigError(f"{by} names a device of `{name}` twice: {list(place.devices)}.")

@@ -1,12 +1,18 @@
-"""Flattening: every role on every device, taking turns. Nothing overlaps."""
+"""Flattening: every role on every device, taking turns. Nothing overlaps, and no model is held by
+fewer devices than there are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hybridrl.config.schema import PlacementConfig
 from hybridrl.core.cluster import Cluster
+from hybridrl.placement.placement import Placement, Role, RolePlace
 
 
-def place(roles: Sequence[str], cluster: Cluster) -> dict[str, list[int]]:
+def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) -> Placement:
     """Each role on all devices, in their order."""
-    return {role: list(range(len(cluster.devices))) for role in roles}
+    everywhere = tuple(range(len(cluster.devices)))
+    return Placement(
+        "flattening", {role.name: RolePlace(everywhere, role.parallel) for role in roles}
+    )

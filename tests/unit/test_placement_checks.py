@@ -3,7 +3,8 @@
 import pytest
 
 from hybridrl import load_config
-from hybridrl.config.parallel_checks import check_parallel
+from hybridrl.config.placement_checks import check_placement
+from hybridrl.core.cluster import Cluster
 from hybridrl.errors import ConfigError
 
 
@@ -26,7 +27,7 @@ from hybridrl.errors import ConfigError
 )
 def test_what_cannot_be_is_a_sentence(devices, overrides, words):
     with pytest.raises(ConfigError, match=words):
-        check_parallel(load_config(overrides), devices)
+        check_placement(load_config(overrides), Cluster.of_one_node("cpu", devices))
 
 
 @pytest.mark.parametrize(
@@ -40,4 +41,4 @@ def test_what_cannot_be_is_a_sentence(devices, overrides, words):
     ],
 )
 def test_what_can_be_is_not(devices, overrides):
-    check_parallel(load_config(overrides), devices)
+    check_placement(load_config(overrides), Cluster.of_one_node("cpu", devices))

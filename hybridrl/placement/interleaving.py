@@ -1,0 +1,37 @@
+"""Interleaving: what learns is on all devices; what only scores is on complementary parts of them,
+so that reference and reward work at the same time, each gathered from fewer devices.
+
+The placement called Interleaving in "Adaptive Placement and Parallelism Framework for Accelerating
+RLHF Training" (arXiv:2312.11819).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridrl.config.schema import PlacementConfig
+from hybridrl.core.cluster import Cluster
+from hybridrl.core.training_mesh import devices_of
+from hybridrl.placement.placement import Placement, Role, RolePlace
+from hybridrl.placement.role_settings import settings_of
+
+
+def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) -> Placement:
+    """Parts follow each other around the devices; they overlap only where shares sum to more than
+    everything."""
+    total = len(cluster.devices)
+    scoring = [role for role in roles if not role.trains]
+    found, start = {}, 0
+    for role in roles:
+        share = settings_of(settings, role.name).share
+        if share is None:
+            share = 1.0 if role.trains else 1 / len(scoring)
+        unit = devices_of(role.parallel)
+        count = min(total, max(unit, unit * round(share * total / unit)))
+        if count == total:
+            devices = range(total)
+        else:
+            devices = [(start + i) % total for i in range(count)]
+            start += count
+        found[role.name] = RolePlace(tuple(sorted(devices)), role.parallel)
+    return Placement("interleaving", found)

@@ -1,0 +1,125 @@
+"""Placement: which role lives on which devices, as plain data that a person can read and edit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config.schema import ParallelConfig
+from hybridrl.errors import ConfigError
+
+GENERATOR = "generator"
+"""The role that generates for the actor, where that has devices and weights of its own."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a strategy has to know of a role.
+
+    Attributes:
+        trains: Whether it learns; others only score.
+        parallel: How its model is to be cut.
+        generation: How it is to be cut while it generates; None: it does not generate.
+    """
+
+    name: str
+    trains: bool = False
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    generation: ParallelConfig | None = None
+
+
+@dataclass(frozen=True)
+class RolePlace:
+    """Where a role lives.
+
+    Attributes:
+        devices: Numbers of devices of the cluster, in rank order.
+        parallel: How its model is cut over them.
+    """
+
+    devices: tuple[int, ...]
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Every role's place.
+
+    Attributes:
+        strategy: The name of what made it.
+        roles: By name. With a `generator` among them, generation has its own copy of the weights.
+    """
+
+    strategy: str
+    roles: Mapping[str, RolePlace]
+
+    @property
+    def is_separated(self) -> bool:
+        """Whether generation has its own devices and weights."""
+        return GENERATOR in self.roles
+
+    def co_residents(self, role: str) -> list[str]:
+        """The roles that share a device with this one."""
+        mine = set(self.roles[role].devices)
+        return [
+            name
+            for name, place in self.roles.items()
+            if name != role and mine.intersection(place.devices)
+        ]
+
+    def to_json(self) -> str:
+        """As text, co-residents written out for the reader."""
+        roles = {
+            name: {
+                "devices": list(place.devices),
+                "parallel": _changed(place.parallel),
+                "co_residents": self.co_residents(name),
+            }
+            for name, place in self.roles.items()
+        }
+        return json.dumps({"strategy": self.strategy, "roles": roles}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Placement:
+        """What `to_json` wrote, or a person after it; `parallel` may be left out.
+
+        Raises:
+            ConfigError: if it is no placement.
+        """
+        try:
+            read = json.loads(text)
+            roles = {name: _place(place) for name, place in read["roles"].items()}
+            return cls(str(read.get("strategy", "file")), roles)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"This is no placement: {type(error).__name__}: {error}. Expected "
+                '{"roles": {"actor": {"devices": [0, 1], "parallel": {"tp": 2}}, ...}}, as in the '
+                "placement.json of every run."
+            ) from error
+
+    @classmethod
+    def load(cls, path: str) -> Placement:
+        """The placement in a file.
+
+        Raises:
+            ConfigError: if there is no such file, or it holds no placement.
+        """
+        if not Path(path).is_file():
+            raise ConfigError(f"placement.path={path}: there is no such file.")
+        try:
+            return cls.from_json(Path(path).read_text())
+        except ConfigError as error:
+            raise ConfigError(f"placement.path={path}: {error}") from error
+
+
+def _place(read: Mapping[str, Any]) -> RolePlace:
+    return RolePlace(tuple(map(int, read["devices"])), ParallelConfig(**read.get("parallel", {})))
+
+
+def _changed(parallel: ParallelConfig) -> dict[str, int]:
+    """What differs from the defaults, which is what one wants to read."""
+    default = asdict(ParallelConfig())
+    return {name: size for name, size in asdict(parallel).items() if size != default[name]}

@@ -1,0 +1,61 @@
+"""Separation: some devices train, the others generate with a copy of the weights of their own, so
+that the next samples can be generated while the last ones are learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridrl.config.schema import PlacementConfig
+from hybridrl.core.cluster import Cluster
+from hybridrl.core.training_mesh import devices_of
+from hybridrl.errors import ConfigError
+from hybridrl.placement.placement import GENERATOR, Placement, Role, RolePlace
+
+
+def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) -> Placement:
+    """The first devices train, the last `generation_devices` generate; roles that only score live
+    on the side that `scoring` names.
+
+    Raises:
+        ConfigError: if one side would have no device, or nothing is generated.
+    """
+    total = len(cluster.devices)
+    if total < 2:
+        raise ConfigError(
+            f"placement=separation needs a device that trains and one that generates, but there is "
+            f"{total}. Set num_devices=2 or more, or placement=flattening."
+        )
+    generating = settings.generation_devices
+    if generating is None:
+        generating = _half(total, roles)
+    if not 1 <= generating < total:
+        raise ConfigError(
+            f"placement.generation_devices={generating}: of {total} devices, 1 to {total - 1} can "
+            "generate."
+        )
+    training, generation = range(total - generating), range(total - generating, total)
+    sides = {"training": training, "generation": generation}
+    if settings.scoring not in sides:
+        raise ConfigError(
+            f"placement.scoring={settings.scoring}: must be `training` or `generation`."
+        )
+    found = {}
+    for role in roles:
+        side = training if role.trains else sides[settings.scoring]
+        found[role.name] = RolePlace(tuple(side), role.parallel)
+        if role.generation is not None:
+            found[GENERATOR] = RolePlace(tuple(generation), role.generation)
+    if GENERATOR not in found:
+        raise ConfigError(
+            "placement=separation gives generation its own devices, but this trainer generates "
+            "nothing. Set placement=flattening."
+        )
+    return Placement("separation", found)
+
+
+def _half(total: int, roles: Sequence[Role]) -> int:
+    """About half of the devices, a number that the model can be cut over on both sides."""
+    train = next((devices_of(role.parallel) for role in roles if role.generation), 1)
+    share = next((devices_of(role.generation) for role in roles if role.generation), 1)
+    fitting = [n for n in range(share, total, share) if (total - n) % train == 0]
+    return min(fitting, key=lambda n: (abs(2 * n - total), n), default=total // 2)
