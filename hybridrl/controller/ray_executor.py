@@ -62,6 +62,7 @@ class RayExecutor(Executor):
         self._timeout = timeout_s
         self._started_ray = not ray.is_initialized()
         self._broken = False
+        self._rendezvous: dict[str, Any] = {}
         self._pending: dict[Any, tuple[int, str, float]] = {}
         if self._started_ray:
             _start(address)
@@ -102,7 +103,6 @@ class RayExecutor(Executor):
         ]
         for host in self._hosts:
             host.preload.remote(preload)
-        self._rendezvous = self._hosts[0].listen.remote()
         self._identities = ray.get([host.identity.remote() for host in self._hosts])
         self.cluster = Cluster(
             [Device(kind, node, i) for i, (node, _) in enumerate(self._identities)]
@@ -111,8 +111,10 @@ class RayExecutor(Executor):
     def create(
         self, context: Context, worker_class: type[Worker], keywords: Mapping[str, Any]
     ) -> Any:
+        if context.rank == 0:
+            self._rendezvous[context.role] = self._hosts[context.host].listen.remote(context.role)
         reply = self._hosts[context.host].create.remote(
-            context, worker_class, keywords, self._rendezvous
+            context, worker_class, keywords, self._rendezvous[context.role]
         )
         return self._track(reply, context.host, f"{context.role}.__init__")
 

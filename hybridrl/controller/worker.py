@@ -15,9 +15,9 @@ from hybridrl.core.record import Record
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the hosts of a job meet to build process groups.
+    """Where the ranks of a group meet to build process groups.
 
-    `listener` is the bound socket on the host that serves, None on the others.
+    `listener` is the bound socket on rank 0, which serves, and None on the others.
     """
 
     address: str
@@ -35,7 +35,7 @@ class Context:
         host: This host process's number in the job of `hosts`.
         device_kind: `cpu` or `cuda`.
         run_directory: Folder of the run; None when the run keeps no files.
-        rendezvous: Where the hosts meet; None when there is only one.
+        rendezvous: Where the ranks meet; None in the `inline` executor, which has one only.
     """
 
     role: str
@@ -58,6 +58,10 @@ class Worker:
     def coordinates(self) -> Mapping[str, Coordinate]:
         """Where this rank stands on the axes of its meshes; the driver asks once."""
         return {"dp": Coordinate(self.context.rank, self.context.world_size)}
+
+    def enter(self) -> None:
+        """Called before each call: what belongs to the whole process, and is another for each
+        role, becomes this role's."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -15,7 +15,6 @@ from hybridrl.controller import (
     UPDATE,
     UPDATE_PAIRS,
     Context,
-    Worker,
     transfer,
 )
 from hybridrl.core.batch import Batch
@@ -24,10 +23,11 @@ from hybridrl.engine import HybridEngine, Loss
 from hybridrl.models import load_tokenizer
 from hybridrl.rollout import Sampling
 from hybridrl.workers.engines import ModelSource, policy_engine
+from hybridrl.workers.model_worker import ModelWorker
 from hybridrl.workers.rollout_engines import build_rollout
 
 
-class ActorWorker(Worker):
+class ActorWorker(ModelWorker):
     """One rank of the policy: a shard for training, a replica (or a slice of one) for generation.
 
     Args:

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hybridrl.config.schema import ActorConfig
-from hybridrl.controller import ONE_TO_ALL, THREE_D, Context, Worker, transfer
+from hybridrl.controller import ONE_TO_ALL, THREE_D, Context, transfer
 from hybridrl.core.batch import Batch
 from hybridrl.core.mesh import Coordinate
 from hybridrl.workers.engines import ModelSource, policy_engine
+from hybridrl.workers.model_worker import ModelWorker
 
 
-class ReferenceWorker(Worker):
+class ReferenceWorker(ModelWorker):
     """One rank of the frozen model.
 
     Args:

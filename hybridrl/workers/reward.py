@@ -9,13 +9,14 @@ from typing import Any, Literal
 import torch
 
 from hybridrl.config.schema import ActorConfig, RewardConfig, RolloutConfig
-from hybridrl.controller import DP, Context, Worker, transfer
+from hybridrl.controller import DP, Context, transfer
 from hybridrl.core.batch import Batch
 from hybridrl.errors import RewardError
 from hybridrl.models import load_tokenizer
 from hybridrl.rewards import RewardPool, function_list
 from hybridrl.workers.engines import ModelSource, scalar_engine
 from hybridrl.workers.judge import Judge
+from hybridrl.workers.model_worker import ModelWorker
 from hybridrl.workers.reward_model import sample_scores
 
 COLUMN = {"reward": "scores", "cost": "costs"}
@@ -25,7 +26,7 @@ SCORE = replace(DP, balance="rows")
 """Rows split over ranks in blocks, which is how generation left them: texts need not move."""
 
 
-class RewardWorker(Worker):
+class RewardWorker(ModelWorker):
     """Scores the rows of its rank: by functions, in child processes so that none can stop the job,
     by a judge and by a model, if there are any.
 
