@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridrl.controller.batch_ref import BatchRef
-from hybridrl.controller.protocol import Transfer
+from hybridrl.controller.protocol import Claimed, Transfer
 from hybridrl.controller.table import Fetch, Part, ShardInfo
 from hybridrl.controller.worker import Context, Rendezvous, Worker
 from hybridrl.core.batch import Batch
@@ -131,7 +131,7 @@ class Host:
         transfer: Transfer = method.__transfer__
 
         def run(record: Record) -> tuple[Batch | None, Any, ShardInfo | None]:
-            rows = None
+            rows, total = None, None
 
             def resolve(argument: Any) -> Any:
                 nonlocal rows
@@ -146,18 +146,21 @@ class Host:
             arguments = [resolve(argument) for argument in call.arguments]
             keywords = {name: resolve(argument) for name, argument in call.keywords.items()}
             self._waiting = False
-            worker.record = record
+            worker.record, worker.rows = record, rows
             worker.enter()
             value = method(*arguments, **keywords)
             if not transfer.returns_batch:
                 return None, value if call.speaks else None, None
+            if isinstance(value, Claimed):
+                value, rows, total = value
             if rows is None or len(value) != len(rows):
                 raise DataError(
                     f"`{call.role}.{call.method}` returned {len(value)} rows for "
                     f"{0 if rows is None else len(rows)}: a worker method that returns a batch "
                     "returns one row for each that it was given."
                 )
-            return (value, None, ShardInfo.of(value, rows)) if call.speaks else (None, None, None)
+            info = ShardInfo.of(value, rows, total)
+            return (value, None, info) if call.speaks else (None, None, None)
 
         return self._run(Record(call.role, worker.context.rank, call.method), run)
 

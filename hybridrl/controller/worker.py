@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
 
+import numpy as np
+import numpy.typing as npt
+
 from hybridrl.core.mesh import Coordinate
 from hybridrl.core.record import Record
 
@@ -49,10 +52,17 @@ class Context:
 
 
 class Worker:
-    """One rank of a group. `@transfer` marks the methods that the driver may call."""
+    """One rank of a group. `@transfer` marks the methods that the driver may call.
+
+    Attributes:
+        record: What this rank does in the current call.
+        rows: Numbers of the rows that the current call was given, in the driver's table; None if it
+            was given none.
+    """
 
     def __init__(self, context: Context) -> None:
         self.context = context
+        self.rows: npt.NDArray[np.int64] | None = None
         self.record = Record(context.role, context.rank, "__init__")
 
     def coordinates(self) -> Mapping[str, Coordinate]:

@@ -82,6 +82,11 @@ def enter(name: str) -> None:
     _current = name
 
 
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The key-value store that the ranks of a world share."""
+    return distributed_c10d._world.pg_map[group][1]
+
+
 def _leave() -> None:
     global _current
     if _current:

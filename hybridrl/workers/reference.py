@@ -37,7 +37,7 @@ class ReferenceWorker(ModelWorker):
         """Takes the weights of a model folder, those that this model has too."""
         self._engine.load(Path(folder))
 
-    @transfer(THREE_D)
+    @transfer(THREE_D, streams=True)
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
         """`ref_log_probs` of the responses."""
         with self.phase("score"):

@@ -78,13 +78,14 @@ class RewardWorker(ModelWorker):
         if self._pool is not None:
             self._pool.start()
 
-    @transfer(SCORE)
+    @transfer(SCORE, streams=True)
     def compute_reward(self, batch: Batch) -> Batch:
         """`scores`, or `costs` (NaN: dropped), the `response` as text, and a column for each
         function and the model."""
         with self.phase("score"):
             ids = [row.tolist() for row in batch["response_ids"].rows()]
-            texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+            # (transformers decodes no rows to one text)
+            texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
             scores, columns = torch.zeros(len(batch), dtype=torch.float32), {}
             rows = batch.rows_for_users()
             for row, text in zip(rows, texts, strict=True):
