@@ -107,6 +107,11 @@ def _check_flow(config: Config, placement: Placement) -> None:
             "weights that old have left the trainer when they are wanted. Set "
             "placement.transport=store."
         )
+    if settings.in_flight and (settings.staleness == 0 or settings.transport == "store"):
+        raise ConfigError(
+            "placement.in_flight=true means that samples under way go on with newer weights: set "
+            "placement.staleness=1 and leave placement.transport=auto."
+        )
     if placement.is_separated:
         return
     for name in ("staleness", "in_flight"):

@@ -83,7 +83,7 @@ class Worker:
             self.record.phases[name] += time.perf_counter() - begin
 
     def report(self, **metrics: float) -> None:
-        """Adds figures to the current call's record; they are added up over ranks."""
+        """Adds figures to the current call's record; see `Record.metrics`."""
         self.record.metrics.update(metrics)
 
     def close(self) -> None:

@@ -13,7 +13,8 @@ class Record:
     Attributes:
         start, end: Seconds since the epoch.
         phases: Seconds by phase name; the known ones are `generate`, `score`, `train`, `sync`.
-        metrics: Figures that the worker reported; they add up over ranks and calls.
+        metrics: Figures that the worker reported; they add up over ranks and calls, but of those
+            named `*_max` the largest counts.
     """
 
     role: str

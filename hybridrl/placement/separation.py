@@ -42,6 +42,8 @@ def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) ->
     found = {}
     for role in roles:
         side = training if role.trains else sides[settings.scoring]
+        if len(side) % devices_of(role.parallel):
+            side = training  # which the actor fits on, and this model is cut alike
         found[role.name] = RolePlace(tuple(side), role.parallel)
         if role.generation is not None:
             found[GENERATOR] = RolePlace(tuple(generation), role.generation)

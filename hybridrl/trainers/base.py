@@ -15,6 +15,8 @@ SAMPLE = ("prompt_ids", "response_ids")
 """What a model needs to score a sample."""
 LEARNED_FROM = (*SAMPLE, "response_mask", "loss_weights")
 """What every update needs of it besides."""
+SAMPLED = ("rollout_log_probs", "policy_version")
+"""What an update needs to know of the policy that made it."""
 
 
 class Trainer(ABC):

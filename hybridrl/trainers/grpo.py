@@ -17,7 +17,7 @@ from hybridrl.algorithms import keep_informative
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.trainers import base
-from hybridrl.trainers.base import LEARNED_FROM, SAMPLE
+from hybridrl.trainers.base import LEARNED_FROM, SAMPLE, SAMPLED
 from hybridrl.trainers.shaping import GROUP_COLUMNS, group_advantages, loss_weights
 
 
@@ -33,7 +33,7 @@ class Trainer(base.Trainer):
         config, longest = self.config.algorithm, self.config.rollout.max_tokens
         actor, reference = self.groups["actor"], self.groups.get("reference")
         updates = self.config.actor.updates_per_step
-        columns = [*LEARNED_FROM, "rollout_log_probs", "advantages"]
+        columns = [*LEARNED_FROM, *SAMPLED, "advantages"]
 
         batch = self._informative_samples() if config.dynamic_sampling else self._samples()
         if reference is not None:

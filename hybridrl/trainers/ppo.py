@@ -12,10 +12,10 @@ from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.trainers import base
 from hybridrl.trainers.adaptive_kl import KLCoefficient
-from hybridrl.trainers.base import LEARNED_FROM, SAMPLE
+from hybridrl.trainers.base import LEARNED_FROM, SAMPLE, SAMPLED
 from hybridrl.trainers.shaping import TOKEN_COLUMNS, critic_advantages, loss_weights
 
-ACTOR_COLUMNS = (*LEARNED_FROM, "rollout_log_probs", "log_probs", "advantages")
+ACTOR_COLUMNS = (*LEARNED_FROM, *SAMPLED, "log_probs", "advantages")
 CRITIC_COLUMNS = (*LEARNED_FROM, "values", "returns")
 
 

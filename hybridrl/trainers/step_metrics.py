@@ -51,8 +51,11 @@ def step_metrics(
     total: dict[str, float] = defaultdict(float)
     for record in records:
         for name, value in record.metrics.items():
-            total[name] += value
+            total[name] = max(total[name], value) if name.endswith("_max") else total[name] + value
     metrics = _scores("reward", total) | _scores("cost", total) | _responses(total, seconds)
+    if "behind_rows" in total:
+        metrics["staleness/mean"] = total["behind_sum"] / max(1.0, total["behind_rows"])
+        metrics["staleness/max"] = total["behind_max"]
     if "sync_received" in total:  # weights went to the generator box by box
         metrics |= {f"sync/{name}_bytes": total[f"sync_{name}"] for name in SYNC}
     for name, written in UPDATE.items():

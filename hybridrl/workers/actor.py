@@ -28,6 +28,7 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.mesh import Coordinate, Mesh
 from hybridrl.engine import HybridEngine, Loss
 from hybridrl.engine.weight_channel import WeightChannel
+from hybridrl.errors import RolloutError
 from hybridrl.models import load_tokenizer
 from hybridrl.models.loading import DTYPES
 from hybridrl.parallel import process_group
@@ -50,6 +51,8 @@ class ActorWorker(ModelWorker):
         seed: Of all sampling.
         job: A name that no other job on this machine has.
         generates: Whether a rollout engine is needed.
+        most_behind: Updates that samples may be older than the policy that learns from them; None:
+            any number.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class ActorWorker(ModelWorker):
         seed: int,
         job: str,
         generates: bool = True,
+        most_behind: int | None = None,
     ) -> None:
         super().__init__(context)
         self._source = source
@@ -72,6 +76,7 @@ class ActorWorker(ModelWorker):
         self._temperature = rollout.temperature
         self._seed = seed
         self._generations = 0
+        self._most_behind = most_behind
         share = rollout.parallel.tp if generates else 1
         self._rollout_mesh = Mesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
         train = policy_engine(context, source, config, rollout_tp=share)
@@ -116,7 +121,12 @@ class ActorWorker(ModelWorker):
 
     @transfer(UPDATE)
     def update_actor(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step on the objective; the metrics of the whole mini-batch."""
+        """One optimizer step on the objective; the metrics of the whole mini-batch.
+
+        Raises:
+            RolloutError: if samples are of an older policy than the job allows.
+        """
+        self._check_age(batch)
         return self._engine.update(batch, self._objective, temperature=self._temperature)
 
     @transfer(UPDATE_PAIRS)
@@ -183,6 +193,19 @@ class ActorWorker(ModelWorker):
     def process_id(self) -> int:
         """Of the host that this rank lives in."""
         return os.getpid()
+
+    def _check_age(self, batch: Batch) -> None:
+        """Reports how many updates the samples' policy is behind."""
+        if "policy_version" not in batch or not len(batch):
+            return
+        behind = self._engine.policy_version - batch["policy_version"]
+        oldest = int(behind.max())
+        self.report(behind_sum=float(behind.sum()), behind_rows=len(batch), behind_max=oldest)
+        if self._most_behind is not None and oldest > self._most_behind:
+            raise RolloutError(
+                f"Samples of {oldest} updates ago came to be learned from, but "
+                f"placement.staleness allows {self._most_behind}."
+            )
 
     def close(self) -> None:
         if self._engine.rollout is not None:

@@ -275,3 +275,52 @@ def test_errors_are_sentences():
     for evaluate in (len, BatchRef.collect, lambda ref: ref.apply(lambda batch: batch, ["a_ids"])):
         with pytest.raises(DataError, match="on the driver only"):
             evaluate(travelled)
+
+
+class NotYet(Exception):
+    """A shard was asked for that has not come."""
+
+
+def shards_of_stream(batch, blocks, come):
+    """A stream of `batch`, a block of rows at a time, of which the first `come` are there."""
+
+    class Late:
+        info = property(lambda self: (_ for _ in ()).throw(NotYet()))
+
+    parts = []
+    for number, block in enumerate(blocks):
+        part = batch.take(block)
+        info = ShardInfo.of(part, np.asarray(block, dtype=np.int64), len(batch))
+        reply = Reply(Record("generator", 0, "take"), info=info) if number < come else Late()
+        parts.append(BatchRef(Table((Shard(part, reply),))))
+    return BatchRef.of_stream(parts)
+
+
+def test_parts_of_a_stream_are_read_before_the_rest_has_come():
+    prompts, samples = columns([2, 1, 3, 1, 2], "prompt"), columns([4, 5, 1, 2, 3], "response")
+    blocks = [[3, 0], [], [4, 1, 2]]
+    stream = shards_of_stream(samples, blocks, come=2)
+    joined = (shard_table(prompts, [range(5)]) | stream).select("prompt_number", "response_ids")
+    with pytest.raises(NotYet):
+        joined.read(WHOLE, Store())
+    parts = joined.by_parts()
+    batch, rows = parts[0].read(WHOLE, Store())
+    assert rows.tolist() == [0, 3]
+    assert batch["prompt_number"].tolist() == [0, 3]
+    assert [r.tolist() for r in batch["response_ids"].rows()] == [
+        samples["response_ids"].rows()[row].tolist() for row in (0, 3)
+    ]
+    empty, rows = parts[1].read(WHOLE, Store())
+    assert len(empty) == len(rows) == 0 and set(empty.columns) == {"prompt_number", "response_ids"}
+    halves = [parts[0].read(Part(i, 2, "tokens"), Store())[1].tolist() for i in (0, 1)]
+    assert sorted(halves[0] + halves[1]) == [0, 3] and all(halves)
+
+
+def test_a_stream_that_has_come_is_a_table_like_any_other():
+    samples = columns([4, 5, 1, 2, 3], "response")
+    stream = shards_of_stream(samples, [[3, 0], [], [4, 1, 2]], come=3)
+    assert stream.read(WHOLE, Store())[0].to_pylist() == samples.to_pylist()
+    assert (
+        stream.take([2, 0]).read(WHOLE, Store())[0].to_pylist() == samples.take([2, 0]).to_pylist()
+    )
+    assert stream.take([2, 0]).by_parts()[0].only is None
