@@ -277,7 +277,7 @@ def test_errors_are_sentences():
             evaluate(travelled)
 
 
-class NotYet(Exception):
+class NotYetError(Exception):
     """A shard was asked for that has not come."""
 
 
@@ -285,7 +285,7 @@ def shards_of_stream(batch, blocks, come):
     """A stream of `batch`, a block of rows at a time, of which the first `come` are there."""
 
     class Late:
-        info = property(lambda self: (_ for _ in ()).throw(NotYet()))
+        info = property(lambda self: (_ for _ in ()).throw(NotYetError()))
 
     parts = []
     for number, block in enumerate(blocks):
@@ -301,7 +301,7 @@ def test_parts_of_a_stream_are_read_before_the_rest_has_come():
     blocks = [[3, 0], [], [4, 1, 2]]
     stream = shards_of_stream(samples, blocks, come=2)
     joined = (shard_table(prompts, [range(5)]) | stream).select("prompt_number", "response_ids")
-    with pytest.raises(NotYet):
+    with pytest.raises(NotYetError):
         joined.read(WHOLE, Store())
     parts = joined.by_parts()
     batch, rows = parts[0].read(WHOLE, Store())
