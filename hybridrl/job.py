@@ -21,6 +21,7 @@ from hybridrl.config.checks import check
 from hybridrl.config.load import to_yaml
 from hybridrl.config.placement_checks import check_placement, played_by
 from hybridrl.config.schema import Config
+from hybridrl.config.shared_paths import paths_of_workers
 from hybridrl.errors import ConfigError
 from hybridrl.observe.metrics import open_writers
 from hybridrl.observe.run_directory import RunDirectory
@@ -174,6 +175,7 @@ class Job:
             timeout_s=config.controller.timeout_s,
             start_timeout_s=config.ray.start_timeout_s,
             preload=self._modules_of_workers(),
+            paths=paths_of_workers(config, self.directory.path),
         )
 
     def _modules_of_workers(self) -> list[str]:

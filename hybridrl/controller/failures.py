@@ -5,37 +5,77 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hybridrl.controller.host import Failure
 from hybridrl.errors import CallTimeoutError, WorkerError
 
-Identities = Sequence[tuple[str, int]]
-"""Node address and process id of every host."""
 LOG_LINES = 15
+
+
+class Identity(NamedTuple):
+    """Where a host runs: the node's address, the process id, and Ray's id of the node."""
+
+    address: str
+    pid: int
+    node: str = ""
+
+
+Identities = Sequence[Identity]
+"""Of every host."""
+Roles = Mapping[int, Sequence[tuple[str, int]]]
+"""By host: the roles that live there, each with its rank."""
 
 
 @dataclass(frozen=True)
 class Death:
-    """A host process ended while a call was due, or (`refused`) could not even read the call.
-    `text` is what Ray says of it."""
+    """A host process ended while a call was due, alone or (`with_node`) because its whole node was
+    lost; or (`refused`) it could not even read the call. `text` is what Ray says of it."""
 
     host: int
     call: str
     text: str
     refused: bool = False
+    with_node: bool = False
 
 
 def explain(
-    found: Sequence[Failure | Death], identities: Identities, run_directory: Path | None
+    found: Sequence[Failure | Death],
+    identities: Identities,
+    roles: Roles,
+    run_directory: Path | None,
 ) -> WorkerError:
     """The error to report: a death comes before an exception, because a rank that dies makes its
-    peers raise; among exceptions the earliest is the cause."""
-    if deaths := [item for item in found if isinstance(item, Death)]:
-        return _of_death(deaths, identities, run_directory)
+    peers raise; a lost node before a single death; among exceptions the earliest is the cause."""
+    deaths = [item for item in found if isinstance(item, Death)]
+    if lost := next((death for death in deaths if death.with_node), None):
+        return node_lost(identities[lost.host].node, lost.call, identities, roles)
+    if deaths:
+        return _of_death(deaths[0], identities, run_directory)
     cause = min((item for item in found if isinstance(item, Failure)), key=lambda item: item.time)
     return WorkerError(
         f"{cause.role}.{cause.method} failed on rank {cause.rank}: {cause.message}\n\n"
         f"{cause.traceback.rstrip()}"
+    )
+
+
+def node_lost(node: str, call: str, identities: Identities, roles: Roles) -> WorkerError:
+    """The error for a node of which nothing is heard any more, seen by `call`."""
+    hosts = [host for host, identity in enumerate(identities) if identity.node == node]
+    ranks: dict[str, list[str]] = {}
+    for host in hosts:
+        for role, rank in roles.get(host, ()):
+            ranks.setdefault(role, []).append(str(rank))
+    lived = ", ".join(
+        f"{role} rank{'s' if len(numbers) > 1 else ''} {' '.join(numbers)}"
+        for role, numbers in ranks.items()
+    )
+    left = len(identities) - len(hosts)
+    without = f", or start it again with num_devices={left}" if left else ""
+    return WorkerError(
+        f"Node {identities[hosts[0]].address} ({lived}) was lost during {call}: its machine or its "
+        "Ray process ended, or the network does not reach it; bring it back (`ray status` shows "
+        f"it) and start the job again{without}."
     )
 
 
@@ -49,8 +89,8 @@ def timed_out(
     who = ", ".join(f"{call} on rank {host}" for host, call in late.items())
     text = []
     for host, stack in enumerate(stacks):
-        node, pid = identities[host]
-        text.append(f"--- host {host} (process {pid} on {node}) ---")
+        identity = identities[host]
+        text.append(f"--- host {host} (process {identity.pid} on {identity.address}) ---")
         text.append(
             stack
             or "did not answer within 5 s: stopped, or blocked in native code (see `py-spy dump`)"
@@ -61,11 +101,8 @@ def timed_out(
     )
 
 
-def _of_death(
-    deaths: Sequence[Death], identities: Identities, run_directory: Path | None
-) -> WorkerError:
-    death = deaths[0]
-    node, pid = identities[death.host]
+def _of_death(death: Death, identities: Identities, run_directory: Path | None) -> WorkerError:
+    node, pid, _ = identities[death.host]
     role = death.call.split(".")[0]
     if death.refused:
         return WorkerError(

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybridrl.controller import failures
+from hybridrl.controller import failures, ray_cluster
 from hybridrl.controller.batch_ref import BatchRef
 from hybridrl.controller.envelope import seal, unseal
 from hybridrl.controller.executor import Executor
 from hybridrl.controller.host import Call, Failure, Reply
+from hybridrl.controller.nodes import by_address, table
 from hybridrl.controller.ray_host import RayHost, ray
 from hybridrl.controller.table import Shard
 from hybridrl.controller.worker import Context, Worker
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import Cluster, Device, choose_devices
-from hybridrl.errors import ConfigError, HybridRLError, WorkerError
+from hybridrl.errors import ConfigError, WorkerError
 
 CLOSE_SECONDS = 4.0
 """How long hosts may take to close their workers before they are ended."""
@@ -49,9 +49,11 @@ class RayExecutor(Executor):
         start_timeout_s: Longest wait for the cluster to give the devices.
         cpus_per_host: None: the cores are shared out.
         preload: Modules that the hosts import at once, while the driver prepares.
+        paths: What every node of a cluster has to see, by the setting that it comes from.
 
     Raises:
-        ConfigError: if the cluster has fewer devices, or does not give them in time.
+        ConfigError: if the cluster has fewer devices, does not give them in time, or has nodes
+            that cannot take part.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class RayExecutor(Executor):
         start_timeout_s: float = 120.0,
         cpus_per_host: float | None = None,
         preload: Sequence[str] = (),
+        paths: Mapping[str, Path] | None = None,
     ) -> None:
         super().__init__()
         self.run_directory = run_directory.absolute() if run_directory else None
@@ -73,53 +76,63 @@ class RayExecutor(Executor):
         self._broken = False
         self._rendezvous: dict[str, Any] = {}
         self._pending: dict[Any, _Pending] = {}
-        if self._started_ray:
-            _start(address)
+        self._roles: dict[int, list[tuple[str, int]]] = {}
+        self._unreachable: set[str] = set()
+        joined = self._started_ray and ray_cluster.connect(address)
         try:
-            there = ray.cluster_resources()
-            kind, number = choose_devices(
-                devices, num_devices, int(there.get("GPU", 0)), int(there.get("CPU", 0))
-            )
-            # On CPUs a host takes its share of the cores, and Ray gives it as many threads.
-            share = there.get("CPU", 1) // number if kind == "cpu" and self._started_ray else 1
-            self._reserve(kind, number, cpus_per_host or max(1.0, share), start_timeout_s, preload)
+            self._nodes = {node.id: node for node in ray_cluster.nodes()}
+            kind, number = self._choose(devices, num_devices)
+            share = ray_cluster.share(list(self._nodes.values()), number) if kind == "cpu" else 1.0
+            cpus = cpus_per_host or (share if self._started_ray else 1.0)
+            self._bundles = ray_cluster.reserve(kind, number, cpus, start_timeout_s)
+            if joined or len(self._nodes) > 1:
+                seen = {setting: str(path.absolute()) for setting, path in (paths or {}).items()}
+                ray_cluster.check_nodes(self._bundles, start_timeout_s, seen)
+            self._start_hosts(kind, number, cpus, preload)
         except BaseException:
             self._disconnect()
             raise
 
-    def _reserve(
-        self, kind: str, devices: int, cpus: float, limit: float, preload: Sequence[str]
-    ) -> None:
-        bundle = {"CPU": cpus, "GPU": 1.0} if kind == "cuda" else {"CPU": cpus}
-        self._bundles = ray.util.placement_group([bundle] * devices, strategy="PACK")
-        if not self._bundles.wait(limit):
-            ray.util.remove_placement_group(self._bundles)
-            free = ray.available_resources()
-            raise ConfigError(
-                f"Ray did not give {devices} devices of kind `{kind}` within {limit:g} s "
-                f"(ray.start_timeout_s): {free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} "
-                "CPUs are free. Is another job using them?"
-            )
-        self._hosts = [
+    def _choose(self, devices: str, number: int | None) -> tuple[str, int]:
+        nodes = list(self._nodes.values())
+        gpus, cpus = (int(sum(getattr(n, kind) for n in nodes)) for kind in ("gpus", "cpus"))
+        try:
+            return choose_devices(devices, number, gpus, cpus)
+        except ConfigError as error:
+            raise ConfigError(f"{error} The nodes of the Ray cluster:\n{table(nodes)}") from None
+
+    def _start_hosts(self, kind: str, number: int, cpus: float, preload: Sequence[str]) -> None:
+        hosts = [
             RayHost.options(
                 num_cpus=cpus,
                 num_gpus=1 if kind == "cuda" else 0,
                 scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                     self._bundles, placement_group_bundle_index=index
                 ),
-            ).remote()
-            for index in range(devices)
+            ).remote(str(Path.cwd()))
+            for index in range(number)
         ]
-        for host in self._hosts:
+        for host in hosts:
             host.preload.remote(preload)
-        self._identities = ray.get([host.identity.remote() for host in self._hosts])
+        try:
+            identities = ray.get([host.identity.remote() for host in hosts])
+        except ray.exceptions.RayActorError as error:
+            raise WorkerError(f"A host process ended before it could start: {error}") from None
+        # The devices of a node are neighbours, so that what talks most stays inside it.
+        order = sorted(
+            range(number),
+            key=lambda index: by_address(identities[index].node, identities[index].address),
+        )
+        self._hosts = [hosts[index] for index in order]
+        self._identities = [identities[index] for index in order]
         self.cluster = Cluster(
-            [Device(kind, node, i) for i, (node, _) in enumerate(self._identities)]
+            [Device(kind, identity.address, i) for i, identity in enumerate(self._identities)]
         )
 
     def create(
         self, context: Context, worker_class: type[Worker], keywords: Mapping[str, Any]
     ) -> Any:
+        self._roles.setdefault(context.host, []).append((context.role, context.rank))
         if context.rank == 0:
             self._rendezvous[context.role] = self._hosts[context.host].listen.remote(context.role)
         reply = self._hosts[context.host].create.remote(
@@ -223,7 +236,8 @@ class RayExecutor(Executor):
 
     def _fail(self, first: Failure | failures.Death) -> None:
         """Raises the error behind a failure. A rank that dies makes its peers fail in their
-        collectives: listen a moment for all of them, then report the one that is the cause."""
+        collectives: listen a moment for all of them, then report the one that is the cause. Of a
+        node that is lost the peers know first, and Ray last: so it is asked for."""
         self._broken = True
         found: list[Failure | failures.Death] = [first]
         until = time.monotonic() + ROOT_CAUSE_SECONDS
@@ -238,12 +252,35 @@ class RayExecutor(Executor):
                     found.append(_death(host, name, error))
                 else:
                     found.extend([reply.failure] if reply.failure else [])
-        raise failures.explain(found, self._identities, self.run_directory)
+        found += self._lost(range(len(self._hosts)))
+        raise failures.explain(found, self._identities, self._roles, self.run_directory)
+
+    def _lost(self, hosts: Iterable[int]) -> list[failures.Death]:
+        """Of these hosts, those whose nodes cannot be reached."""
+        if len(self._nodes) < 2:
+            return []
+        ids = list({self._identities[host].node for host in hosts})
+        with ThreadPoolExecutor(16) as pool:
+            reached = pool.map(ray_cluster.is_reachable, [self._nodes[node] for node in ids])
+            lost = {node for node, there in zip(ids, reached, strict=True) if not there}
+        calls = {call.host: call.name for call in reversed(self._pending.values())}
+        return [
+            failures.Death(host, calls.get(host, "the step"), "", with_node=True)
+            for host in hosts
+            if self._identities[host].node in lost
+        ]
 
     def _check_deadlines(self) -> None:
-        """Raises if a host has been running one call for longer than the deadline."""
+        """Raises if a host has been running one call for longer than the deadline, or if nothing
+        was heard of its node twice in a row."""
         asked = [host.status.remote() for host in self._hosts]
         statuses = self._answers(asked, seconds=5.0)
+        lost = self._lost([host for host, status in enumerate(statuses) if status is None])
+        nodes = {self._identities[death.host].node for death in lost}
+        if again := [d for d in lost if self._identities[d.host].node in self._unreachable]:
+            self._broken = True
+            raise failures.explain(again, self._identities, self._roles, self.run_directory)
+        self._unreachable = nodes
         late = {}
         for host, status in enumerate(statuses):
             oldest = next((call for call in self._pending.values() if call.host == host), None)
@@ -275,18 +312,3 @@ def _death(host: int, name: str, error: Exception) -> failures.Death:
 
 def _replies(references: Sequence[Any], timeout: float | None = None) -> list[Reply]:
     return [unseal(reply) for reply in ray.get(list(references), timeout=timeout)]
-
-
-def _start(address: str | None) -> None:
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-    try:
-        if address is not None:
-            ray.init(address=address, **quiet)
-            return
-        ray.init(num_cpus=os.cpu_count(), include_dashboard=False, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise HybridRLError(
-            f"Ray could not be reached at ray.address={address}: {error}"
-            if address
-            else f"Ray could not be started on this machine: {error}"
-        ) from error

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import ipaddress
 import logging
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import psutil
 
 from hybridrl.errors import HybridRLError, MissingPackageError
 
@@ -30,6 +33,7 @@ except ImportError as error:
 
 from hybridrl.controller.batch_ref import BatchRef
 from hybridrl.controller.envelope import seal, unseal
+from hybridrl.controller.failures import Identity
 from hybridrl.controller.host import Call, Host, Reply, Status
 from hybridrl.controller.worker import Context, Rendezvous, Worker
 from hybridrl.core.batch import Batch
@@ -37,13 +41,20 @@ from hybridrl.core.batch import Batch
 
 @ray.remote(concurrency_groups={"work": 1, "health": 3}, max_restarts=0, max_task_retries=0)
 class RayHost:
-    """A `Host` in a process of its own."""
+    """A `Host` in a process of its own.
 
-    def __init__(self) -> None:
+    Args:
+        folder: The driver's working folder, so that relative paths mean the same here.
+    """
+
+    def __init__(self, folder: str) -> None:
         # Ctrl-C in a terminal reaches every process of the job; only the driver decides.
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+        _use_network_of(ray.util.get_node_ip_address())
+        with contextlib.suppress(OSError):  # no such folder here: then paths must be absolute
+            os.chdir(folder)
         self._host = Host(lambda reference: unseal(ray.get(reference)))
 
     @ray.method(concurrency_group="health")
@@ -51,9 +62,9 @@ class RayHost:
         return self._host.listen(role, ray.util.get_node_ip_address())
 
     @ray.method(concurrency_group="health")
-    def identity(self) -> tuple[str, int]:
-        """Node address and process id."""
-        return ray.util.get_node_ip_address(), os.getpid()
+    def identity(self) -> Identity:
+        node = ray.get_runtime_context().get_node_id()
+        return Identity(ray.util.get_node_ip_address(), os.getpid(), node)
 
     @ray.method(concurrency_group="work")
     def preload(self, modules: Sequence[str]) -> None:
@@ -99,3 +110,15 @@ class RayHost:
     @ray.method(concurrency_group="health")
     def stacks(self) -> str:
         return self._host.stacks()
+
+
+def _use_network_of(address: str) -> None:
+    """Lets gloo and vLLM use the network on which Ray's nodes meet. By themselves they take the
+    address that the machine's name stands for, often 127.0.0.1 or 127.0.1.1. NCCL looks for itself,
+    and for InfiniBand."""
+    os.environ.setdefault("VLLM_HOST_IP", address)
+    if ipaddress.ip_address(address).is_loopback:
+        address = "127.0.0.1"  # its interface answers at all others, and lists this one
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(found.address == address for found in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

