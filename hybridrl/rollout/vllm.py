@@ -51,6 +51,7 @@ try:
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     from hybridrl.rollout import vllm_weights
+    from hybridrl.rollout.vllm_groups import EngineGroups
 except ImportError as error:
     raise MissingPackageError(
         "rollout=vllm needs vLLM, which could not be imported "
@@ -115,6 +116,8 @@ class VLLMRollout(RolloutEngine):
                 "enable_chunked_prefill": False,
             }
         _name_shared_memory(job)
+        self._groups = EngineGroups()
+        self._groups.enter()
         threads, set_threads = torch.get_num_threads(), torch.set_num_threads
         try:
             self._llm = LLM(
@@ -175,6 +178,7 @@ class VLLMRollout(RolloutEngine):
 
     def poll(self) -> list[Finished]:
         """One step of the engine: one more token for each sample that runs."""
+        self._groups.enter()
         found = []
         for output in self._llm.llm_engine.step():
             if output.finished:
@@ -209,6 +213,7 @@ class VLLMRollout(RolloutEngine):
         self._running.clear()
 
     def _take_cache(self) -> None:
+        self._groups.enter()
         if self._asleep:
             self.wake()
         if not self._has_cache:
@@ -237,6 +242,7 @@ class VLLMRollout(RolloutEngine):
         return self._llm.llm_engine.model_executor.driver_worker.worker
 
     def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> Pieces | None:
+        self._groups.enter()
         worker = self._worker
         try:
             found = vllm_weights.probe_vllm(worker.get_model(), worker.vllm_config, shapes)
@@ -247,6 +253,7 @@ class VLLMRollout(RolloutEngine):
         return found
 
     def writer(self) -> WeightWriter:
+        self._groups.enter()
         self._llm.reset_prefix_cache()
         worker = self._worker
         return vllm_weights.VLLMWeightWriter(worker.get_model(), worker.vllm_config, self._pieces)
@@ -258,6 +265,7 @@ class VLLMRollout(RolloutEngine):
 
     @torch.no_grad()
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._groups.enter()
         worker = self._worker
         worker.reload_weights(weights_iterator=weights)
         head = getattr(worker.get_model(), "lm_head", None)

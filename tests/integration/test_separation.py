@@ -1,0 +1,74 @@
+"""Generation on devices of its own, with real Ray and vLLM."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+from conftest import SHORT, TINY
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
+LEARNS = [
+    *("reward.function=length", "reward.options.length.limit=4", "reward.options.length.ramp=3"),
+    "actor.optimizer.learning_rate=1e-2",
+]
+SEPARATED = [*SHORT, *LEARNS, "placement=separation"]
+
+
+def steps_of(run):
+    rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "policy/loss" in row]
+
+
+@pytest.mark.parametrize("flow", ["collective", "store", "in_flight"])
+def test_the_main_job_runs_and_samples_are_as_old_as_they_may_be(command, flow):
+    options = {
+        "collective": ["placement.staleness=1"],
+        "store": ["placement.staleness=2"],
+        "in_flight": ["placement.staleness=1", "placement.in_flight=true"],
+    }[flow]
+    run = command(*SEPARATED, *options, "trainer.steps=6", "observe.samples_every=1")
+    assert run.finish(timeout=240) == 0, run.output
+    steps = steps_of(run)
+    assert len(steps) == 6
+    most = 2 if flow == "store" else 1
+    ages = [row["staleness/max"] for row in steps]
+    # Warm-up is over before the first samples, so these are fresh; later ones have fallen behind.
+    if flow == "in_flight":
+        assert ages[0] == 0 and all(0 <= age <= most for age in ages)
+    else:
+        assert ages == [min(step, most) for step in range(6)]
+    # What the trainer says of samples differs from what vLLM said just where they are stale.
+    mismatch = [row["mismatch/k3"] for row in steps]
+    assert mismatch[0] < 1e-6
+    if flow != "in_flight":
+        assert max(mismatch[1:]) > 1e-6
+    versions = pq.read_table(run.directory / "samples" / "step-000006.parquet")["policy_version"]
+    warm_up = 3
+    assert min(versions.to_pylist()) >= warm_up + 5 - most
+
+
+def test_two_replicas_of_two_devices_share_the_rows(ray, tmp_path):
+    """vLLM over two devices each: the ranks of a replica claim the same prompts."""
+    from hybridrl import Job, load_config
+
+    config = load_config(
+        [
+            *(*TINY, "data.prompts_per_step=12", "eval.prompts=8", "placement=explicit"),
+            *("num_devices=4", "rollout.parallel.tp=2", "rollout.max_sequences=16"),
+            *("placement.roles.generator.devices=[0,1,2,3]", "placement.roles.actor.devices=[1]"),
+            *("placement.roles.reward.devices=[0]", f"run.directory={tmp_path / 'run'}"),
+            *("rollout.samples_per_prompt=4", "ray.address=auto"),
+        ]
+    )
+    with Job(config) as job:
+        batch = job.next_batch().repeat(4)
+        samples = batch | job.groups["actor"].generate_sequences(batch, job.sampling)
+        found = samples.collect(["group_id", "prompt_ids", "response_ids", "rollout_log_probs"])
+        assert len(found) == 48 and found["group_id"].tolist() == [
+            i for i in range(12) for _ in "abcd"
+        ]
+        said = job.groups["actor"].compute_log_prob(samples.select("prompt_ids", "response_ids"))
+        log_probs = said.collect(["log_probs"])["log_probs"].values
+        assert log_probs.numpy() == pytest.approx(
+            found["rollout_log_probs"].values.numpy(), abs=1e-4
+        )
