@@ -67,6 +67,11 @@ def _strategy(name: str) -> Strategy:
 
 def _check(placement: Placement, roles: Sequence[Role], devices: int) -> None:
     by = f"The placement `{placement.strategy}`"
+    if placement.is_separated and "actor" in placement.co_residents(GENERATOR):
+        raise ConfigError(
+            f"{by} puts `{GENERATOR}` and `actor` on the same device. Give them different ones, or "
+            f"leave `{GENERATOR}` out: then the actor generates where it trains."
+        )
     for role in roles:
         if role.name not in placement.roles:
             raise ConfigError(

@@ -47,15 +47,17 @@ def test_the_main_job_runs_and_samples_are_as_old_as_they_may_be(command, flow):
     assert min(versions.to_pylist()) >= warm_up + 5 - most
 
 
-def test_two_replicas_of_two_devices_share_the_rows(ray, tmp_path):
-    """vLLM over two devices each: the ranks of a replica claim the same prompts."""
+@pytest.mark.parametrize("tp", [1, 2])
+def test_replicas_share_the_rows(tp, ray, tmp_path):
+    """There are more prompts than run at a time: two replicas claim them one by one, and the two
+    ranks of one replica claim the same."""
     from hybridrl import Job, load_config
 
     config = load_config(
         [
             *(*TINY, "data.prompts_per_step=12", "eval.prompts=8", "placement=explicit"),
-            *("num_devices=4", "rollout.parallel.tp=2", "rollout.max_sequences=16"),
-            *("placement.roles.generator.devices=[0,1,2,3]", "placement.roles.actor.devices=[1]"),
+            *("num_devices=3", f"rollout.parallel.tp={tp}", "rollout.max_sequences=8"),
+            *("placement.roles.generator.devices=[1,2]", "placement.roles.actor.devices=[0]"),
             *("placement.roles.reward.devices=[0]", f"run.directory={tmp_path / 'run'}"),
             *("rollout.samples_per_prompt=4", "ray.address=auto"),
         ]

@@ -100,6 +100,14 @@ def test_a_user_brings_a_strategy(tmp_path):
         (["placement=file"], "needs placement.path"),
         (["placement=file", "placement.path=/nowhere.json"], "there is no such file"),
         (["placement=separation", "placement.generation_devices=4"], "1 to 3 can generate"),
+        (
+            [
+                *("placement=explicit", "placement.roles.critic.devices=[0]"),
+                *(f"placement.roles.{role}.devices=[1]" for role in ("reward", "reference")),
+                *(f"placement.roles.{role}.devices=[2]" for role in ("actor", "generator")),
+            ],
+            "on the same device",
+        ),
         (["placement=separation", "placement.scoring=both"], "`training` or `generation`"),
         (["placement.staleness=1"], "set placement=separation"),
         (["placement=separation", "placement.in_flight=true"], "placement.staleness=1"),
