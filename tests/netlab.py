@@ -143,6 +143,7 @@ class Node:
 
     Attributes:
         cluster: The address that a job joins, `ray.address`.
+        dashboard: Port of the dashboard, on the head's loopback; 0: there is none.
         host: Where it runs; None: beside the others on this machine.
     """
 
@@ -150,6 +151,7 @@ class Node:
     cluster: str
     directory: Path
     host: Host | None = None
+    dashboard: int = 0
 
     def processes(self) -> list[psutil.Process]:
         """The node's daemons and all that they started."""
@@ -194,9 +196,10 @@ def ray_nodes(
             address = host.address if host else f"127.0.0.{index + 1}"
             cluster = started[0].cluster if started else f"{address}:{port}"
             node = Node(address, cluster, root / str(index), host)
+            node.dashboard = _free_port() if dashboard and not started else 0
             started.append(node)
             added = environments[index] if index < len(environments) else {}
-            _start_node(node, slots[index], index == 0, dashboard, added)
+            _start_node(node, slots[index], index == 0, added)
         yield started
     finally:
         for node in reversed(started):
@@ -254,9 +257,7 @@ def _limit(name: str, cpu_share: float | None, memory_bytes: int | None) -> list
     return made
 
 
-def _start_node(
-    node: Node, cpus: int, head: bool, dashboard: bool, environment: dict[str, str]
-) -> None:
+def _start_node(node: Node, cpus: int, head: bool, environment: dict[str, str]) -> None:
     command = [
         str(Path(sys.executable).with_name("ray")),
         "start",
@@ -268,7 +269,8 @@ def _start_node(
     ]
     if head:
         command += ["--head", f"--port={node.cluster.rsplit(':')[1]}"]
-        command += [f"--include-dashboard={str(dashboard).lower()}"]
+        command += [f"--include-dashboard={str(bool(node.dashboard)).lower()}"]
+        command += [f"--dashboard-port={node.dashboard}"] if node.dashboard else []
         command += ["--dashboard-host=127.0.0.1", f"--ray-client-server-port={_free_port()}"]
     else:
         command += [f"--address={node.cluster}"]
