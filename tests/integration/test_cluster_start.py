@@ -15,6 +15,8 @@ from conftest import SHORT
 from netlab import RAY_ENVIRONMENT, ray_nodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+QUIET = {"capture_output": True, "text": True, "timeout": 100, "check": False}
+QUIET["env"] = {**os.environ, **RAY_ENVIRONMENT}
 OVERRIDES = [*SHORT, "rollout=transformers", "trainer.steps=1"]
 
 
@@ -26,15 +28,7 @@ def nodes():
 
 def run(script: str, *arguments: str, folder: Path | None = None) -> tuple[int, str]:
     """A program of its own, because a process joins one Ray in its life."""
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=folder,
-        env={**os.environ, **RAY_ENVIRONMENT},
-        check=False,
-    )
+    done = subprocess.run([sys.executable, "-c", script, *arguments], cwd=folder, **QUIET)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -81,15 +75,19 @@ def test_an_address_at_which_nothing_answers(tmp_path):
 
 def test_a_submitted_job(nodes, tmp_path):
     ray = str(Path(sys.executable).with_name("ray"))
-    command = [ray, "job", "submit", f"--address=http://127.0.0.1:{nodes[0].dashboard}", "--"]
+    address = f"--address=http://127.0.0.1:{nodes[0].dashboard}"
+    # Without waiting: on a busy machine the command may lose the log and return too early.
+    command = [ray, "job", "submit", address, "--no-wait", "--"]
     command += [sys.executable, "-m", "hybridrl.main", "ray.address=auto", *OVERRIDES]
-    done = subprocess.run(
-        [*command, f"run.directory={tmp_path / 'run'}"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, **RAY_ENVIRONMENT},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
+    command.append(f"run.directory={tmp_path / 'run'}")
+    summary = tmp_path / "run" / "summary.json"
+    deadline = time.monotonic() + 200
+    while (submitted := subprocess.run(command, **QUIET)).returncode:
+        # Ray's agents start after its head.
+        assert "No available agent" in submitted.stderr, submitted.stderr
+        assert time.monotonic() < deadline
+        time.sleep(2)
+    while not summary.exists() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert summary.exists(), subprocess.run([ray, "job", "list", address], **QUIET).stdout
+    assert json.loads(summary.read_text())["steps"] == 1
