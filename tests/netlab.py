@@ -41,18 +41,23 @@ class Host:
         address: Its IPv4 address, on a link of its own.
         namespace: Name of its network namespace.
         cpus: Numbers of this machine's cores that its processes may use; None: all.
+        hides: Folders of this machine that the host does not see: they are empty there.
     """
 
     address: str
     namespace: str
     cpus: set[int] | None = None
     groups: list[Path] = field(default_factory=list)
+    hides: list[Path] = field(default_factory=list)
 
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Starts a command on this host; the options are Popen's."""
         before = ["ip", "netns", "exec", self.namespace]
         if self.cpus is not None:
             before += ["taskset", "-c", ",".join(map(str, sorted(self.cpus)))]
+        if self.hides:  # `ip netns exec` gives each command a table of mounts of its own
+            mounts = " && ".join(f"mount -t tmpfs none '{folder}'" for folder in self.hides)
+            before += ["sh", "-c", f'{mounts} && exec "$@"', "sh"]
         options.setdefault("env", {**os.environ, **RAY_ENVIRONMENT})
         return subprocess.Popen([*before, *command], preexec_fn=self._enter_groups, **options)
 
@@ -138,6 +143,7 @@ class Node:
 
     Attributes:
         cluster: The address that a job joins, `ray.address`.
+        dashboard: Port of the dashboard, on the head's loopback; 0: there is none.
         host: Where it runs; None: beside the others on this machine.
     """
 
@@ -145,6 +151,7 @@ class Node:
     cluster: str
     directory: Path
     host: Host | None = None
+    dashboard: int = 0
 
     def processes(self) -> list[psutil.Process]:
         """The node's daemons and all that they started."""
@@ -167,14 +174,15 @@ def ray_nodes(
     nodes: int = 2,
     cpus: Sequence[int] | int = 2,
     dashboard: bool = False,
-    environment: dict[str, str] | None = None,
+    environments: Sequence[dict[str, str]] = (),
 ) -> Iterator[list[Node]]:
-    """A Ray cluster with a node on each host, or with `nodes` nodes on this machine.
+    """A Ray cluster with a node on each host, or with `nodes` nodes on this machine. (There the
+    first has this machine's own address: Ray gives no head a loopback address.)
 
     Args:
         cpus: CPU slots of each node, or of every node.
         dashboard: With the dashboard, which `ray job submit` talks to.
-        environment: Added to that of the nodes and all their workers.
+        environments: By node, what is added to the environment of it and its workers.
     """
     number = len(hosts) if hosts else nodes
     slots = [cpus] * number if isinstance(cpus, int) else list(cpus)
@@ -188,8 +196,10 @@ def ray_nodes(
             address = host.address if host else f"127.0.0.{index + 1}"
             cluster = started[0].cluster if started else f"{address}:{port}"
             node = Node(address, cluster, root / str(index), host)
+            node.dashboard = _free_port() if dashboard and not started else 0
             started.append(node)
-            _start_node(node, slots[index], index == 0, dashboard, environment or {})
+            added = environments[index] if index < len(environments) else {}
+            _start_node(node, slots[index], index == 0, added)
         yield started
     finally:
         for node in reversed(started):
@@ -247,9 +257,7 @@ def _limit(name: str, cpu_share: float | None, memory_bytes: int | None) -> list
     return made
 
 
-def _start_node(
-    node: Node, cpus: int, head: bool, dashboard: bool, environment: dict[str, str]
-) -> None:
+def _start_node(node: Node, cpus: int, head: bool, environment: dict[str, str]) -> None:
     command = [
         str(Path(sys.executable).with_name("ray")),
         "start",
@@ -261,7 +269,8 @@ def _start_node(
     ]
     if head:
         command += ["--head", f"--port={node.cluster.rsplit(':')[1]}"]
-        command += [f"--include-dashboard={str(dashboard).lower()}"]
+        command += [f"--include-dashboard={str(bool(node.dashboard)).lower()}"]
+        command += [f"--dashboard-port={node.dashboard}"] if node.dashboard else []
         command += ["--dashboard-host=127.0.0.1", f"--ray-client-server-port={_free_port()}"]
     else:
         command += [f"--address={node.cluster}"]

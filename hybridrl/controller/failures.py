@@ -71,11 +71,11 @@ def node_lost(node: str, call: str, identities: Identities, roles: Roles) -> Wor
         for role, numbers in ranks.items()
     )
     left = len(identities) - len(hosts)
-    without = f", or start it again with num_devices={left}" if left else ""
+    without = f", or go on without it (num_devices={left})," if left else ""
     return WorkerError(
         f"Node {identities[hosts[0]].address} ({lived}) was lost during {call}: its machine or its "
         "Ray process ended, or the network does not reach it; bring it back (`ray status` shows "
-        f"it) and start the job again{without}."
+        f"it){without} and start the job again."
     )
 
 

@@ -81,7 +81,7 @@ class RayExecutor(Executor):
         joined = self._started_ray and ray_cluster.connect(address)
         try:
             self._nodes = {node.id: node for node in ray_cluster.nodes()}
-            kind, number = self._choose(devices, num_devices)
+            kind, number = self._choose(devices, num_devices, cpus_per_host or 1.0)
             share = ray_cluster.share(list(self._nodes.values()), number) if kind == "cpu" else 1.0
             cpus = cpus_per_host or (share if self._started_ray else 1.0)
             self._bundles = ray_cluster.reserve(kind, number, cpus, start_timeout_s)
@@ -93,11 +93,12 @@ class RayExecutor(Executor):
             self._disconnect()
             raise
 
-    def _choose(self, devices: str, number: int | None) -> tuple[str, int]:
+    def _choose(self, devices: str, number: int | None, cpus_per_host: float) -> tuple[str, int]:
         nodes = list(self._nodes.values())
-        gpus, cpus = (int(sum(getattr(n, kind) for n in nodes)) for kind in ("gpus", "cpus"))
+        gpus = int(sum(node.gpus for node in nodes))
+        slots = sum(node.slots("cpu", cpus_per_host) for node in nodes)
         try:
-            return choose_devices(devices, number, gpus, cpus)
+            return choose_devices(devices, number, gpus, slots)
         except ConfigError as error:
             raise ConfigError(f"{error} The nodes of the Ray cluster:\n{table(nodes)}") from None
 

@@ -1,0 +1,93 @@
+"""Starting on a cluster of two Ray nodes of different size, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import SHORT
+from netlab import RAY_ENVIRONMENT, ray_nodes
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+QUIET = {"capture_output": True, "text": True, "timeout": 100, "check": False}
+QUIET["env"] = {**os.environ, **RAY_ENVIRONMENT}
+OVERRIDES = [*SHORT, "rollout=transformers", "trainer.steps=1"]
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    with ray_nodes(cpus=[1, 3], dashboard=True) as started:
+        yield started
+
+
+def run(script: str, *arguments: str, folder: Path | None = None) -> tuple[int, str]:
+    """A program of its own, because a process joins one Ray in its life."""
+    done = subprocess.run([sys.executable, "-c", script, *arguments], cwd=folder, **QUIET)
+    return done.returncode, done.stdout + done.stderr
+
+
+JOIN = """
+import json, sys
+from hybridrl.controller.ray_executor import RayExecutor
+with RayExecutor("cpu", 4, address=sys.argv[1], cpus_per_host=1) as first:
+    print(json.dumps([device.node for device in first.cluster.devices]))
+    try:
+        RayExecutor("cpu", 2, start_timeout_s=1, cpus_per_host=1)
+    except Exception as error:
+        print(json.dumps(f"{type(error).__name__}: {error}"))
+"""
+
+
+def test_devices_of_a_node_are_neighbours_and_taken_ones_are_shown(nodes):
+    code, output = run(JOIN, nodes[0].cluster)
+    assert code == 0, output
+    places, busy = (json.loads(line) for line in output.splitlines() if line[0] in '["')
+    assert len(places) == 4 and sorted(places) == places
+    assert sorted(places.count(node) for node in set(places)) == [1, 3]
+    assert busy.startswith("ConfigError") and "ray.start_timeout_s" in busy
+    assert f"{nodes[1].address}: 0 of 0 GPUs and 0 of 3 CPUs free" in busy
+
+
+MAIN = "from hybridrl.main import main; main()"
+
+
+def test_a_cluster_that_is_too_small(nodes, tmp_path):
+    address = f"ray.address={nodes[0].cluster}"
+    code, output = run(MAIN, address, *OVERRIDES, "num_devices=9", folder=tmp_path)
+    assert code == 2 and "num_devices=9" in output and "Traceback" not in output
+    assert f"{nodes[1].address}: 0 of 0 GPUs and 3 of 3 CPUs free" in output
+
+
+def test_an_address_at_which_nothing_answers(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    begin = time.monotonic()
+    code, output = run(MAIN, f"ray.address=127.0.0.1:{port}", *OVERRIDES, folder=tmp_path)
+    assert code == 2 and f"ray.address=127.0.0.1:{port}: nothing answers there" in output
+    assert time.monotonic() - begin < 60  # Ray's own patience is twice that
+
+
+def test_a_submitted_job(nodes, tmp_path):
+    ray = str(Path(sys.executable).with_name("ray"))
+    address = f"--address=http://127.0.0.1:{nodes[0].dashboard}"
+    # Without waiting: on a busy machine the command may lose the log and return too early.
+    command = [ray, "job", "submit", address, "--no-wait", "--"]
+    command += [sys.executable, "-m", "hybridrl.main", "ray.address=auto", *OVERRIDES]
+    command.append(f"run.directory={tmp_path / 'run'}")
+    summary = tmp_path / "run" / "summary.json"
+    deadline = time.monotonic() + 200
+    while (submitted := subprocess.run(command, **QUIET)).returncode:
+        # Ray's agents start after its head.
+        assert "No available agent" in submitted.stderr, submitted.stderr
+        assert time.monotonic() < deadline
+        time.sleep(2)
+    while not summary.exists() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert summary.exists(), subprocess.run([ray, "job", "list", address], **QUIET).stdout
+    assert json.loads(summary.read_text())["steps"] == 1

@@ -1,0 +1,110 @@
+"""Nodes of a cluster: the sentences, and which order they stand in."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridrl.config.load import load_config
+from hybridrl.config.shared_paths import paths_of_workers
+from hybridrl.controller import node_probe
+from hybridrl.controller.failures import Death, Identity, explain
+from hybridrl.controller.host import Failure
+from hybridrl.controller.nodes import Node, NodeReport, by_address, check_reports, check_room
+from hybridrl.errors import ConfigError
+
+SMALL = Node("a", "10.0.0.10", cpus=8, gpus=3, free_cpus=8, free_gpus=1)
+LARGE = Node("b", "10.0.0.9", cpus=8, gpus=5, free_cpus=2, free_gpus=5)
+
+
+def test_nodes_of_different_size_add_up():
+    check_room([SMALL, LARGE], "cuda", 8, 1.0)
+    check_room([SMALL, LARGE], "cpu", 16, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "cpus", "room"),
+    [("cuda", 9, 1.0, 8), ("cuda", 8, 2.0, 7), ("cpu", 9, 2.0, 8), ("cpu", 3, 5.0, 2)],
+)
+def test_a_cluster_that_is_too_small_is_shown(kind, devices, cpus, room):
+    with pytest.raises(ConfigError) as found:
+        check_room([SMALL, LARGE], kind, devices, cpus)
+    text = str(found.value)
+    assert f"num_devices={devices}" in text and f"num_devices={room} or fewer" in text
+    assert "  10.0.0.9: 5 of 5 GPUs and 2 of 8 CPUs free\n  10.0.0.10: 1 of 3 GPUs" in text
+
+
+def test_addresses_are_in_the_order_of_numbers():
+    keys = [by_address("x", a) for a in ("10.0.0.9", "10.0.0.10", "10.0.1.1")]
+    assert keys == sorted(keys)
+    assert by_address("a", "10.0.0.1") < by_address("b", "10.0.0.1")
+    assert by_address("a", "node-1") != by_address("a", "node-2")
+
+
+HERE = {"Python": "3.11.7", "hybridrl": "0.1.0 (sources 12345678)", "torch": "2.13.0", "vllm": ""}
+
+
+def test_equal_nodes_are_fine_and_what_the_driver_lacks_is_not_asked_for():
+    check_reports(HERE, [NodeReport("10.0.0.1", HERE | {"vllm": "0.32.0"})], {})
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ({"torch": "2.12.0"}, "10.0.0.2 has torch 2.12.0 (the driver: 2.13.0)"),
+        ({"hybridrl": ""}, "10.0.0.2 has no hybridrl (the driver: 0.1.0"),
+        ({"hybridrl": "0.1.0 (sources 87654321)"}, "10.0.0.2 has hybridrl 0.1.0 (sources 8"),
+        ({"Python": "3.12.1"}, "10.0.0.2 has Python 3.12.1"),
+    ],
+)
+def test_a_node_that_differs_is_named(theirs, words):
+    reports = [NodeReport("10.0.0.1", HERE), NodeReport("10.0.0.2", HERE | theirs)]
+    with pytest.raises(ConfigError) as found:
+        check_reports(HERE, reports, {})
+    assert words in str(found.value) and "10.0.0.1" not in str(found.value)
+
+
+def test_nodes_that_do_not_see_a_file_are_named_by_setting():
+    paths = {"run.root": "/runs/1", "model.path": "/models/m"}
+    reports = [NodeReport("n1", HERE, ["run.root"]), NodeReport("n2", HERE, list(paths))]
+    with pytest.raises(ConfigError) as found:
+        check_reports(HERE, reports, paths)
+    text = str(found.value)
+    assert "  run.root=/runs/1 is not on n1, n2\n  model.path=/models/m is not on n2" in text
+
+
+def test_the_probe_tells_versions_and_what_is_unseen(tmp_path):
+    packages = {"hybridrl": ("hybridrl",), "no_such_package": ("no-such-package",)}
+    versions, unseen = node_probe.report(packages, {"a": str(tmp_path), "b": str(tmp_path / "b")})
+    assert versions["no_such_package"] == "" and versions["hybridrl"].endswith(")")
+    assert versions["Python"].startswith("3.") and unseen == ["b"]
+
+
+def test_workers_need_folders_and_files_but_no_names_of_the_hub(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "score.py").write_text("")
+    overrides = ["model.path=Qwen/Qwen2.5-0.5B", f"reward.model={tmp_path}/model"]
+    overrides.append(f"reward.function=[exact,{tmp_path}/score.py:score]")
+    assert paths_of_workers(load_config(overrides), tmp_path) == {
+        "run.root": tmp_path,
+        "reward.model": tmp_path / "model",
+        "reward.function": tmp_path / "score.py",
+    }
+
+
+IDENTITIES = [Identity("10.0.0.1", 11, "x"), Identity("10.0.0.2", 12, "y")]
+IDENTITIES.append(Identity("10.0.0.2", 13, "y"))
+ROLES = {0: [("actor", 0)], 1: [("actor", 1), ("reward", 0)], 2: [("actor", 2)]}
+
+
+def test_a_lost_node_comes_before_what_it_made_others_say():
+    peer = Failure("actor", 0, "update_actor", "connection reset", "Traceback", 1.0)
+    dead = Death(2, "actor.update_actor", "killed")
+    lost = Death(1, "actor.update_actor", "", with_node=True)
+    text = str(explain([peer, dead, lost], IDENTITIES, ROLES, None))
+    assert text.startswith("Node 10.0.0.2 (actor ranks 1 2, reward rank 0) was lost during actor.u")
+    assert "num_devices=1" in text and "\n" not in text
+
+
+def test_a_single_death_is_still_that_of_a_process():
+    text = str(explain([Death(1, "actor.update_actor", "killed")], IDENTITIES, ROLES, None))
+    assert text.startswith("Rank 1 (process 12 on 10.0.0.2) died during actor.update_actor.")
