@@ -45,7 +45,7 @@ class ModelPart:
         ends: Whether it has the input embedding, and whether it has the output.
         shards: Devices that share its parameters.
         micro_batches_held: Forwards that wait for their backward in a pipeline.
-        trains, scores: What it is called for.
+        trains: Whether it learns.
         is_cuda: Whether it lies on a GPU.
         offload_parameters, offload_optimizer: See `ActorConfig`.
     """
@@ -56,7 +56,6 @@ class ModelPart:
     shards: int
     micro_batches_held: int
     trains: bool
-    scores: bool
     is_cuda: bool
     offload_parameters: bool
     offload_optimizer: bool
@@ -97,8 +96,6 @@ class ModelPart:
 
     def left_gathered(self) -> Parts:
         """What a forward without a backward leaves until the next."""
-        if not self.scores:
-            return {}
         unit = self.parameters if self.is_small else self.around
         return {"gathered": self.shape.item * unit.all}
 
@@ -199,7 +196,6 @@ def model_part(
     devices: int,
     stage: int,
     trains: bool,
-    scores: bool,
     is_cuda: bool,
 ) -> ModelPart:
     """What a device of this pipeline stage holds of a role.
@@ -218,7 +214,6 @@ def model_part(
         shards=parallel.shards or data,
         micro_batches_held=parallel.pp - stage,
         trains=trains,
-        scores=scores,
         is_cuda=is_cuda,
         offload_parameters=offload,
         offload_optimizer=config.actor.offload_optimizer and is_cuda and not offload,

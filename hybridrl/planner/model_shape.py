@@ -149,9 +149,9 @@ class _Key:
 def _shape(
     key: _Key, dtype: str, tp: int, scalar: bool, checkpointing: bool, lora: tuple[Any, ...] | None
 ) -> ModelShape:
-    whole = _part(key.config, tp, key.config.get_text_config().num_hidden_layers)
+    whole = narrowed(key.config, tp, key.config.get_text_config().num_hidden_layers)
     adapters = key.lora if lora else None
-    shallow, deep = (_build(_part(whole, 1, n), dtype, scalar, adapters) for n in DEPTHS)
+    shallow, deep = (_build(narrowed(whole, 1, n), dtype, scalar, adapters) for n in DEPTHS)
     text = whole.get_text_config()
     layer_names = _layer_counts(deep), _layer_counts(shallow)
     embedding = deep.get_input_embeddings().weight
@@ -195,7 +195,7 @@ def _key_value_heads(text: PretrainedConfig) -> int:
     return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
 
 
-def _part(config: PretrainedConfig, tp: int, layers: int) -> PretrainedConfig:
+def narrowed(config: PretrainedConfig, tp: int, layers: int) -> PretrainedConfig:
     """A model of so many layers that is as wide as a rank's part: its matrices are those of a
     narrower model."""
     config = copy.deepcopy(config)

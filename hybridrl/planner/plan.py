@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,6 @@ from hybridrl.models import load_config
 from hybridrl.placement import GENERATOR, Placement
 from hybridrl.planner import memory
 from hybridrl.planner.dataflow import (
-    PHASES,
     Call,
     MicroBatches,
     Sizes,
@@ -30,9 +29,10 @@ from hybridrl.planner.dataflow import (
 from hybridrl.planner.devices import GIB, Machines
 from hybridrl.planner.memory import ModelPart, Parts, total
 from hybridrl.planner.model_shape import ModelShape, shape_of
+from hybridrl.planner.step_time import Rates, Times, estimate
 
-PROCESS = {"cpu": 0.45 * GIB, "cuda": 1.5 * GIB}
-"""Of a process that has done nothing yet: on CPUs what Python, torch and transformers have loaded,
+PROCESS = {"cpu": 0.5 * GIB, "cuda": 1.5 * GIB}
+"""Of a process that has done nothing yet: on CPUs what Python, torch and transformers have loaded and keep,
 on GPUs the context, the kernels and the buffers of NCCL."""
 VLLM_PROCESS = {"cpu": 0.35 * GIB, "cuda": 0.0}
 """What importing vLLM adds."""
@@ -92,6 +92,7 @@ class Plan:
         parameters: Of each role's model.
         memory: Of the devices, those alike together.
         sync_bytes: That a device receives at a weight sync, at most.
+        times: Of a step, where rates are known.
     """
 
     placement: Placement
@@ -101,6 +102,7 @@ class Plan:
     parameters: Mapping[str, int]
     memory: Sequence[DeviceMemory]
     sync_bytes: float
+    times: Times | None = None
 
     @property
     def fullest(self) -> float:
@@ -122,21 +124,27 @@ def make_plan(
     machines: Machines,
     placement: Placement | None = None,
     lengths: tuple[float, float] | None = None,
+    rates: Rates | None = None,
 ) -> Plan:
     """The plan of a job whose model paths are folders.
 
     Args:
         placement: None: as the settings say.
         lengths: Tokens of a prompt and of a response; None: the longest that are allowed.
+        rates: Of the machines; None: without an estimate of time.
 
     Raises:
         ConfigError: if there is no such placement.
     """
     placement = placement or check_placement(config, machines.cluster)
-    return _Planner(config, machines, placement, sizes_of(config, lengths)).plan()
+    planner = Planner(config, machines, placement, sizes_of(config, lengths))
+    plan = planner.plan()
+    return plan if rates is None else replace(plan, times=estimate(planner, rates))
 
 
-class _Planner:
+class Planner:
+    """Works a plan out; what it knows of roles, others may ask."""
+
     def __init__(
         self, config: Config, machines: Machines, placement: Placement, sizes: Sizes
     ) -> None:
@@ -178,21 +186,25 @@ class _Planner:
         stays: dict[str, Parts] = {"": {"process": self.process(here)}}
         for role, stage in here:
             stays[role] = self.resident(role, stage)
-        phases = []
-        for role, stage in here:
-            for phase in PHASES:
-                call = next((c for c in self.calls if (c.role, c.phase) == (role, phase)), None)
-                if call is None:
-                    continue
-                added, lacks = self.working(role, stage, phase)
-                left = [self.left(other, at, phase) for other, at in here if other != role]
-                parts = _sum([*stays.values(), *left, added])
-                phases.append(PhaseMemory(role, phase, parts))
-                lacking += lacks
-        if not phases:  # a role that is never called
-            phases.append(PhaseMemory(here[0][0], "idle", _sum(stays.values())))
-        roles = tuple(role for role, _ in here)
-        return DeviceMemory(tuple(devices), roles, tuple(phases), tuple(dict.fromkeys(lacking)))
+        stages = dict(here)
+        phases: dict[tuple[str, str], PhaseMemory] = {}
+        left: dict[str, Parts] = {}
+        for call in [*self.calls, *self.calls]:  # a second step finds what the first one left
+            role, phase = call.role, call.phase
+            if role not in stages:
+                continue
+            if phase in ("sync", "train"):
+                left.pop(role, None)  # reading the shards, or a backward, frees what was gathered
+            added, lacks = self.working(role, stages[role], phase)
+            others = [parts for name, parts in left.items() if name != role]
+            parts = _sum([*stays.values(), *others, added])
+            phases[role, phase] = PhaseMemory(role, phase, parts)
+            lacking += lacks
+            if phase == "score" and has_model(self.config, role):
+                left[role] = self.part(role, stages[role]).left_gathered()
+        idle = PhaseMemory(here[0][0], "idle", _sum(stays.values()))
+        found = tuple(phases.values()) or (idle,)  # idle: roles that are never called
+        return DeviceMemory(tuple(devices), tuple(stages), found, tuple(dict.fromkeys(lacking)))
 
     def process(self, here: tuple[tuple[str, int], ...]) -> float:
         uses_vllm = self.config.rollout.engine == "vllm" and any(
@@ -210,14 +222,6 @@ class _Planner:
             if self.config.rollout.engine == "vllm":
                 found["kv_cache"] = self.config.rollout.kv_cache_gib * GIB
         return found | self.judge(role)
-
-    def left(self, role: str, stage: int, phase: str) -> Parts:
-        """What a role that has worked before leaves while another works in this phase."""
-        if role == GENERATOR or not has_model(self.config, role):
-            return {}
-        if role in LEARNERS and phase in ("sync", "generate"):
-            return {}  # its update has freed it
-        return self.part(role, stage).left_gathered()
 
     def working(self, role: str, stage: int, phase: str) -> tuple[Parts, list[str]]:
         """What a phase adds, and sentences for what cannot be done in it."""
@@ -291,7 +295,6 @@ class _Planner:
     @cache  # noqa: B019
     def part(self, role: str, stage: int) -> ModelPart:
         place = self.placement.roles[role]
-        called = {call.phase for call in self.calls if call.role == role}
         return memory.model_part(
             self.shape(role),
             self.config,
@@ -299,7 +302,6 @@ class _Planner:
             devices=len(place.devices),
             stage=stage,
             trains=role in LEARNERS,
-            scores="score" in called,
             is_cuda=self.kind == "cuda",
         )
 
@@ -396,4 +398,10 @@ def to_json(plan: Plan) -> str:
         "sync_bytes": plan.sync_bytes,
         "fits": plan.fits(),
     }
+    if plan.times is not None:
+        calls = [
+            {"role": call.role, "phase": call.phase, "seconds": seconds}
+            for call, seconds in plan.times.calls
+        ]
+        found["time"] = {"step": plan.times.step, "source": plan.times.source, "calls": calls}
     return json.dumps(found, indent=2)
