@@ -188,6 +188,7 @@ def profiled(wanted: bool) -> Iterator[Any]:
         yield None
         return
     import torch
+
     from hybridrl.controller import worker
 
     spans: list[tuple[str, str, int, int]] = []

@@ -7,12 +7,20 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from hybridrl.config.load import load_config
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, HybridRLError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from hybridrl.planner.devices import Machines
+    from hybridrl.planner.plan import Plan
+    from hybridrl.planner.step_time import Rates
 
 REFUSED = 2
 """Exit code for wrong settings and for what does not fit, as of `python -m hybridrl.main`."""
@@ -58,20 +66,22 @@ def _plan(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     machines = _machines(config, chosen.devices)
     with with_described_models(config, _tiny(config)) as described:
         plan = make_plan(described, machines, lengths=lengths)
+        if plan.fits():
+            rates = _rates(described, plan)
+            plan = make_plan(described, machines, lengths=lengths, rates=rates)
         if chosen.json:
             sys.stdout.write(to_json(plan) + "\n")
         else:
             console = Console(width=None if sys.stdout.isatty() else 160)
             for line in table.sizes_lines(plan):
                 console.print(line, highlight=False, markup=False)
-            for shown in (table.roles_table(plan), table.memory_table(plan)):
+            for shown in table.tables(plan):
                 console.print()
                 console.print(shown)
-        if not plan.fits():
-            raise ConfigError(cures.refusal(plan, described, machines, lengths))
+        cures.refuse(plan, described, machines, lengths)
 
 
-def _machines(config: Config, text: str | None):  # type: ignore[no-untyped-def]
+def _machines(config: Config, text: str | None) -> Machines:
     from hybridrl.planner import devices
 
     if text is not None:
@@ -88,7 +98,20 @@ def _machines(config: Config, text: str | None):  # type: ignore[no-untyped-def]
     return devices.present(Cluster.of_one_node(kind, count))
 
 
-def _tiny(config: Config):  # type: ignore[no-untyped-def]
+def _rates(config: Config, plan: Plan) -> Rates:
+    """Known ones, or measured here."""
+    from hybridrl.planner.step_time import Rates
+
+    if plan.machines.accelerator is not None:
+        return Rates.known(plan.machines.accelerator)
+    from hybridrl.planner.probe import probe
+
+    tokens = max((batch.tokens for batch in plan.batches.values()), default=1)
+    length = plan.sizes.sample_tokens
+    return probe(config.model.path, config.model.dtype, plan.machines, tokens, length)
+
+
+def _tiny(config: Config) -> PretrainedConfig | None:
     """The architecture of the model that is made where none is given."""
     if config.model.path is not None:
         return None

@@ -45,10 +45,25 @@ def cures(
     return []
 
 
-def refusal(
-    plan: Plan, config: Config, machines: Machines, lengths: tuple[float, float] | None = None
+def refuse(
+    plan: Plan,
+    config: Config,
+    machines: Machines,
+    lengths: tuple[float, float] | None = None,
+    tolerance: float = 1.0,
+) -> None:
+    """Says no to a plan that does not fit.
+
+    Raises:
+        ConfigError: a sentence with what is missing where, and with what it would fit.
+    """
+    if not plan.fits(tolerance):
+        raise ConfigError(_refusal(plan, config, machines, lengths))
+
+
+def _refusal(
+    plan: Plan, config: Config, machines: Machines, lengths: tuple[float, float] | None
 ) -> str:
-    """A sentence for a plan that does not fit, with what to do."""
     device = max(plan.memory, key=lambda device: device.fullest.bytes)
     phase = device.fullest
     if plan.lacking:

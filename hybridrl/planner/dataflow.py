@@ -1,6 +1,6 @@
-"""What a step does: which role is called for what, in which order, on how many samples of what size.
+"""What a step does: which role is called for what, in which order, on how many samples.
 
-The driver programs of `hybridrl.trainers` say the same in code that runs; a test compares the two.
+The driver programs of `hybridrl.trainers` say the same in code that runs; a test compares them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Bytes that a role takes of one device: what stays there, and what each phase adds at its fullest
 moment.
 
-A model lies in float32 shards, with Adam's two moments beside them where it is trained. FSDP gathers
-a unit (a layer, or the whole of a small model) in the precision of computation, sums its gradients
-in float32, and leaves the last unit of a forward gathered. `hybridrl.parallel.fsdp` and
+A model lies in float32 shards, with Adam's two moments beside them where it is trained. FSDP
+gathers a unit (a layer, or the whole of a small model) in the precision of computation, sums its
+gradients in float32, and leaves the last unit of a forward gathered. `hybridrl.parallel.fsdp` and
 `hybridrl.engine.train` do what is counted here.
 """
 

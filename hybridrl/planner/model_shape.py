@@ -51,7 +51,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Bytes that one token takes in memory, beside the parameters: `per_layer` x layers + `fixed`."""
+    """Bytes that a token takes in memory, beside the parameters: `per_layer` x layers + `fixed`."""
 
     per_layer: float
     fixed: float

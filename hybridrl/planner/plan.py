@@ -1,4 +1,4 @@
-"""A plan: where every role lives, what it takes there, and how long a step will last. Plain data."""
+"""A plan: where every role lives, what it takes there, how long a step will last. Plain data."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from hybridrl.planner.model_shape import ModelShape, shape_of
 from hybridrl.planner.step_time import Rates, Times, estimate
 
 PROCESS = {"cpu": 0.5 * GIB, "cuda": 1.5 * GIB}
-"""Of a process that has done nothing yet: on CPUs what Python, torch and transformers have loaded and keep,
-on GPUs the context, the kernels and the buffers of NCCL."""
+"""Of a process that holds nothing yet: on CPUs what Python, torch and transformers have loaded and
+keep, on GPUs the context, the kernels and the buffers of NCCL."""
 VLLM_PROCESS = {"cpu": 0.35 * GIB, "cuda": 0.0}
 """What importing vLLM adds."""
 ENGINE_ROOM = GIB

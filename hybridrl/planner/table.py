@@ -8,8 +8,30 @@ from rich.table import Table
 
 from hybridrl.planner.devices import GIB
 from hybridrl.planner.plan import DeviceMemory, Plan
+from hybridrl.planner.step_time import Times
 
 SHORT = {"train": "trains", "score": "scores", "generate": "generates", "sync": "syncs"}
+
+
+def tables(plan: Plan) -> list[Table]:
+    """All that a plan says in tables."""
+    found = [roles_table(plan), memory_table(plan)]
+    return found if plan.times is None else [*found, time_table(plan, plan.times)]
+
+
+def time_table(plan: Plan, times: Times) -> Table:
+    """Seconds of each role's phases, and of the step."""
+    table = Table(
+        title=f"time of a step, by {times.source}", title_justify="left", box=None, pad_edge=False
+    )
+    for name in ("call", "devices", "seconds"):
+        table.add_column(name, justify="right" if name == "seconds" else "left")
+    for (role, phase), seconds in times.phases.items():
+        where = ranges(plan.placement.roles[role].devices)
+        table.add_row(f"{role} {SHORT[phase]}", where, f"{seconds:.3g}")
+    beside = f", {times.overlap:.0%} of the work beside other work" if times.overlap > 0.005 else ""
+    table.add_row(f"a step{beside}", "", f"{times.step:.3g}", style="bold")
+    return table
 
 
 def roles_table(plan: Plan) -> Table:
