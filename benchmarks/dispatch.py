@@ -117,7 +117,7 @@ def main() -> None:
         report(name, ours, baseline, "<= 1.6", "s")
 
         made = group.make(batch)
-        executor.settle()
+        executor.settle(executor.chapter)
         before = loopback_bytes()
         renamed = made.select("made_prompt_ids", "made_response_ids")
         other.read(renamed).collect(["total"])

@@ -27,9 +27,10 @@ from hybridrl.observe.run_directory import RunDirectory
 from hybridrl.trainers import load_trainer
 
 if TYPE_CHECKING:
-    from hybridrl.controller import BatchRef
+    from hybridrl.controller import BatchRef, WorkerGroup
     from hybridrl.core.batch import Batch
     from hybridrl.data.loader import PromptLoader
+    from hybridrl.placement.separated_actor import SeparatedActor
     from hybridrl.planner.plan import Plan
     from hybridrl.trainers.base import Trainer
 
@@ -319,8 +320,25 @@ class Job:
             )
         for group in self.groups.values():
             group.ready()
+        if self.placement.is_separated:
+            self.groups["actor"] = self._join_actor(self.groups["actor"], self.groups["generator"])
         for role in wanted:
             self.groups[role] = self.groups[played_by(role, self.config)]
+
+    def _join_actor(self, trainer: WorkerGroup, generator: WorkerGroup) -> SeparatedActor:
+        from hybridrl.placement.separated_actor import SeparatedActor
+
+        flow = self.config.placement
+        store = flow.transport == "store" or (flow.transport == "auto" and flow.staleness > 1)
+        return SeparatedActor(
+            trainer, generator, staleness=flow.staleness, in_flight=flow.in_flight, store=store
+        )
+
+    def publish(self) -> None:
+        """Has the next samples come from the newest weights, however old `placement.staleness`
+        allows them to be."""
+        if self.placement.is_separated:
+            self.groups["actor"].publish()
 
 
 def _make_directory(config: Config) -> RunDirectory:

@@ -15,6 +15,7 @@ from hybridrl.config.schema import (
     JudgeConfig,
     LoraSettings,
     RewardConfig,
+    RolloutParallelConfig,
 )
 from hybridrl.controller import Worker
 from hybridrl.engine import Loss
@@ -23,6 +24,7 @@ from hybridrl.trainers import load_trainer
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.engines import ModelSource
+from hybridrl.workers.generator import GeneratorWorker
 from hybridrl.workers.reference import ReferenceWorker
 from hybridrl.workers.reward import RewardWorker
 from hybridrl.workers.reward_model import RewardModelWorker
@@ -76,7 +78,19 @@ def _actor(job: Job) -> Keywords:
         "updates": _updates(config) + (config.trainer.steps if algorithm.ptx_coefficient else 0),
         "seed": config.run.seed,
         "job": job.name,
-        "generates": load_trainer(config.trainer.name).GENERATES,
+        "generates": load_trainer(config.trainer.name).GENERATES and not job.placement.is_separated,
+    }
+
+
+def _generator(job: Job) -> Keywords:
+    config = job.config
+    tp = job.placement.roles["generator"].parallel.tp
+    return {
+        "source": _source(job),
+        "rollout": replace(config.rollout, parallel=RolloutParallelConfig(tp)),
+        "seed": config.run.seed,
+        "job": job.name,
+        "in_flight": config.placement.in_flight,
     }
 
 
@@ -163,6 +177,7 @@ def objective(config: Config) -> Loss:
 
 ROLES: dict[str, tuple[type[Worker], Callable[[Job], Keywords]]] = {
     "actor": (ActorWorker, _actor),
+    "generator": (GeneratorWorker, _generator),
     "critic": (CriticWorker, partial(_critic, prefix="")),
     "cost_critic": (CriticWorker, partial(_critic, prefix="cost_")),
     "reference": (ReferenceWorker, _reference),

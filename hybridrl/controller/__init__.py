@@ -6,12 +6,14 @@ from hybridrl.controller.group import Handle, WorkerGroup
 from hybridrl.controller.inline import InlineExecutor
 from hybridrl.controller.protocol import (
     DP,
+    FIRST,
     ONE_TO_ALL,
     THREE_D,
     THREE_D_ALL_MICRO_DP,
     THREE_D_PP_ONLY,
     UPDATE,
     UPDATE_PAIRS,
+    Claimed,
     Protocol,
     transfer,
 )
@@ -19,6 +21,7 @@ from hybridrl.controller.worker import Context, Worker
 
 __all__ = [
     "DP",
+    "FIRST",
     "ONE_TO_ALL",
     "THREE_D",
     "THREE_D_ALL_MICRO_DP",
@@ -26,6 +29,7 @@ __all__ = [
     "UPDATE",
     "UPDATE_PAIRS",
     "BatchRef",
+    "Claimed",
     "Context",
     "Executor",
     "Handle",

@@ -24,8 +24,10 @@ from hybridrl.controller.table import (
     Part,
     Repeat,
     Rows,
+    Table,
     Take,
     part_rows,
+    with_part,
 )
 from hybridrl.core.batch import Batch
 from hybridrl.errors import DataError
@@ -39,17 +41,25 @@ class BatchRef:
     """A table of samples that lies with the workers. `batch |= group.method(batch)` adds columns.
 
     `executor` is left behind when the reference travels to a worker.
+
+    Attributes:
+        stream: A table in `node` that comes bit by bit, and its parts, the first ones first; see
+            `by_parts`.
+        only: The part of it that this reference is about; None: everything.
     """
 
     node: Node
     executor: Executor | None = field(default=None, repr=False, compare=False)
     columns: frozenset[str] | None = None
+    stream: tuple[Table, tuple[Table, ...]] | None = field(default=None, repr=False, compare=False)
+    only: Table | None = field(default=None, repr=False, compare=False)
 
     def __or__(self, other: BatchRef) -> BatchRef:
         """Joins by row: handles only, nothing moves."""
         if self.columns is not None or other.columns is not None:
             raise DataError("Join before `select`: a selection is the last thing done to a batch.")
-        return replace(self, node=Join(self.node, other.node))
+        stream = other.stream or self.stream
+        return replace(self, node=Join(self.node, other.node), stream=stream)
 
     def select(self, *columns: str) -> BatchRef:
         """Only these columns; a worker that gets the result fetches nothing else."""
@@ -62,7 +72,25 @@ class BatchRef:
             raise DataError("Concatenate before `select`: it is the last thing done to a batch.")
         if len(parts) == 1:
             return parts[0]
-        return replace(parts[0], node=Concat(tuple(part.node for part in parts)))
+        return replace(parts[0], node=Concat(tuple(part.node for part in parts)), stream=None)
+
+    @staticmethod
+    def of_stream(parts: Sequence[BatchRef]) -> BatchRef:
+        """One table of calls that return its rows bit by bit, in this order."""
+        tables = tuple(part.node for part in parts if isinstance(part.node, Table))
+        whole = Table(tuple(shard for table in tables for shard in table.parts))
+        return replace(parts[0], node=whole, stream=(whole, tables))
+
+    def by_parts(self) -> list[BatchRef]:
+        """The same reference to the rows of each part of its stream, if it has one, so that work on
+        the first can begin before the last are there."""
+        if self.stream is None:
+            return [self]
+        whole, parts = self.stream
+        return [
+            replace(self, node=with_part(self.node, whole, part), stream=None, only=part)
+            for part in parts
+        ]
 
     def take(self, rows: Sequence[int] | Rows) -> BatchRef:
         """The rows with these numbers, in this order."""
@@ -94,15 +122,19 @@ class BatchRef:
 
     def read(self, part: Part, fetch: Fetch) -> tuple[Batch, Rows]:
         """On a worker: the rows of `part` and their numbers in this table."""
-        rows = part_rows(self.node, part, fetch)
+        if self.only is None:
+            rows = part_rows(self.node, part, fetch)
+        else:
+            present = self.only.present(fetch)
+            rows = present[part_rows(Choose(self.node, Take(present)), part, fetch)]
         batch = self.node.read(rows, self.columns, fetch)
-        missing = (self.columns or frozenset()) - set(batch.columns if batch else ())
+        missing = (self.columns or frozenset()) - set(() if batch is None else batch.columns)
         if batch is None or missing:
             raise DataError(f"No call has made the column(s) {', '.join(sorted(missing))} yet.")
         return batch, rows
 
     def _choose(self, choice: Take | Repeat | Part) -> BatchRef:
-        return replace(self, node=Choose(self.node, choice))
+        return replace(self, node=Choose(self.node, choice), stream=None)
 
     def _connected(self) -> Executor:
         if self.executor is None:
@@ -110,4 +142,10 @@ class BatchRef:
         return self.executor
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"node": self.node, "executor": None, "columns": self.columns}
+        return {
+            "node": self.node,
+            "executor": None,
+            "columns": self.columns,
+            "stream": None,
+            "only": self.only,
+        }

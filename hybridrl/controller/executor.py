@@ -7,6 +7,7 @@ host in the driver's own process, no Ray, so that `pdb` and profilers work).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,20 @@ from hybridrl.core.record import Record
 class Executor(ABC):
     """Runs calls on hosts.
 
+    Calls belong to chapters, such as the steps of a training run, of which several may be under way
+    at a time.
+
     Attributes:
         cluster: The devices, one host each.
-        records: What the ranks did, of every call waited for since the last `take_records`.
+        chapter: The number of the one that calls belong to now.
     """
 
     cluster: Cluster
     run_directory: Path | None
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.chapter = 0
+        self._records: dict[int, list[Record]] = defaultdict(list)
 
     @abstractmethod
     def create(
@@ -69,8 +74,8 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def settle(self) -> None:
-        """Waits until every call made so far is done; raises as `wait` does."""
+    def settle(self, chapter: int) -> None:
+        """Waits until every call up to the end of this chapter is done; raises as `wait` does."""
 
     @abstractmethod
     def close(self) -> None:
@@ -91,11 +96,18 @@ class Executor(ABC):
         self.wait([shard.reply for shard in table.node.shards()])
         return table.read(Part(0, 1, "rows"), self.fetch)[0]
 
-    def take_records(self) -> list[Record]:
-        """Waits for every call made so far; the records since the last time, oldest first."""
-        self.settle()
-        records, self.records = self.records, []
-        return records
+    def end_chapter(self) -> int:
+        """Calls made from now on belong to the next chapter; gives the number of this one."""
+        self.chapter += 1
+        return self.chapter - 1
+
+    def take_records(self, chapter: int | None = None) -> list[Record]:
+        """Waits for every call up to the end of this chapter (None: the current one); what the
+        ranks did in those whose records were not taken before."""
+        chapter = self.chapter if chapter is None else chapter
+        self.settle(chapter)
+        done = sorted(number for number in self._records if number <= chapter)
+        return [record for number in done for record in self._records.pop(number)]
 
     def __enter__(self) -> Executor:
         return self

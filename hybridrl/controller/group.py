@@ -105,20 +105,33 @@ class WorkerGroup:
         arguments = tuple(self._refer(argument) for argument in arguments)
         keywords = {name: self._refer(argument) for name, argument in keywords.items()}
         spread = self._spread(method, transfer.protocol)
-        shards = [
-            self._executor.submit(
-                device,
-                Call(self.role, method, arguments, keywords, *spread[rank]),
-                transfer.returns_batch,
-            )
-            for rank, device in enumerate(self.devices)
-        ]
         answers = [rank for rank, (_, speaks) in enumerate(spread) if speaks]
         if not transfer.returns_batch:
+            shards = self._submit(method, False, spread, arguments, keywords)
             return Handle(self._executor, shards, answers, transfer.protocol.answers == "one")
         if not transfer.protocol.split:
             answers = answers[:1]  # every rank holds the same rows: one copy makes the table
-        return BatchRef(Table(tuple(shards[rank] for rank in answers)), self._executor)
+        found: list[Shard] = []
+        for part in _parts(arguments) if transfer.streams else [arguments]:
+            shards = self._submit(method, True, spread, part, keywords)
+            found += [shards[rank] for rank in answers]
+        return BatchRef(Table(tuple(found)), self._executor)
+
+    def _submit(
+        self,
+        method: str,
+        returns_batch: bool,
+        spread: list[tuple[tuple[int, int], bool]],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> list[Shard]:
+        """The call, to every rank."""
+        return [
+            self._executor.submit(
+                device, Call(self.role, method, arguments, keywords, *spread[rank]), returns_batch
+            )
+            for rank, device in enumerate(self.devices)
+        ]
 
     def _spread(self, method: str, protocol: Protocol) -> list[tuple[tuple[int, int], bool]]:
         """By rank: which part of how many it gets, and whether it answers. Worked out once."""
@@ -132,3 +145,11 @@ class WorkerGroup:
 
     def _refer(self, argument: Any) -> Any:
         return self._executor.put(argument) if isinstance(argument, Batch) else argument
+
+
+def _parts(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """The arguments once for each part of the table that is the first of them."""
+    match arguments:
+        case (BatchRef() as table, *rest):
+            return [(part, *rest) for part in table.by_parts()]
+    return [arguments]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridrl.controller.batch_ref import BatchRef
-from hybridrl.controller.protocol import Transfer
+from hybridrl.controller.protocol import Claimed, Transfer
 from hybridrl.controller.table import Fetch, Part, ShardInfo
 from hybridrl.controller.worker import Context, Rendezvous, Worker
 from hybridrl.core.batch import Batch
@@ -97,14 +97,14 @@ class Host:
         self._workers: dict[str, Worker] = {}
         self._output: dict[str, int] = {}
         self._output_of = ""
-        self._listener: socket.socket | None = None
+        self._listeners: dict[str, socket.socket] = {}
         self._current: tuple[Record, float] | None = None
         self._waiting = False
 
-    def listen(self, address: str) -> Rendezvous:
-        """Opens the socket at which the job's process groups will meet, on `address` only."""
-        self._listener = socket.create_server((address, 0))
-        return Rendezvous(address, self._listener.getsockname()[1])
+    def listen(self, role: str, address: str) -> Rendezvous:
+        """Opens the socket at which the ranks of a role will meet, on `address` only."""
+        self._listeners[role] = listener = socket.create_server((address, 0))
+        return Rendezvous(address, listener.getsockname()[1])
 
     def create(
         self, context: Context, worker_class: type[Worker], keywords: Mapping[str, Any]
@@ -113,10 +113,9 @@ class Host:
 
         def build(record: Record) -> tuple[Batch | None, Any, ShardInfo | None]:
             here = context
-            if context.rendezvous is not None and context.host == 0:
-                here = replace(
-                    context, rendezvous=replace(context.rendezvous, listener=self._listener)
-                )
+            if context.rendezvous is not None and context.rank == 0:
+                listener = self._listeners.pop(context.role)
+                here = replace(context, rendezvous=replace(context.rendezvous, listener=listener))
             worker = worker_class(here, **keywords)
             self._workers[context.role] = worker
             record.metrics.update(worker.record.metrics)
@@ -132,7 +131,7 @@ class Host:
         transfer: Transfer = method.__transfer__
 
         def run(record: Record) -> tuple[Batch | None, Any, ShardInfo | None]:
-            rows = None
+            rows, total = None, None
 
             def resolve(argument: Any) -> Any:
                 nonlocal rows
@@ -147,17 +146,21 @@ class Host:
             arguments = [resolve(argument) for argument in call.arguments]
             keywords = {name: resolve(argument) for name, argument in call.keywords.items()}
             self._waiting = False
-            worker.record = record
+            worker.record, worker.rows = record, rows
+            worker.enter()
             value = method(*arguments, **keywords)
             if not transfer.returns_batch:
                 return None, value if call.speaks else None, None
+            if isinstance(value, Claimed):
+                value, rows, total = value
             if rows is None or len(value) != len(rows):
                 raise DataError(
                     f"`{call.role}.{call.method}` returned {len(value)} rows for "
                     f"{0 if rows is None else len(rows)}: a worker method that returns a batch "
                     "returns one row for each that it was given."
                 )
-            return (value, None, ShardInfo.of(value, rows)) if call.speaks else (None, None, None)
+            info = ShardInfo.of(value, rows, total)
+            return (value, None, info) if call.speaks else (None, None, None)
 
         return self._run(Record(call.role, worker.context.rank, call.method), run)
 
@@ -199,6 +202,7 @@ class Host:
     def close(self) -> None:
         """Closes every worker, the last one first."""
         for worker in reversed(self._workers.values()):
+            worker.enter()
             worker.close()
         self._workers.clear()
 

@@ -34,7 +34,7 @@ class InlineExecutor(Executor):
         self, context: Context, worker_class: type[Worker], keywords: Mapping[str, Any]
     ) -> Reply:
         reply = self._host.create(context, worker_class, keywords)
-        self.records.append(reply.record)
+        self._records[self.chapter].append(reply.record)
         return reply
 
     def submit(self, host: int, call: Call, returns_batch: bool) -> Shard:
@@ -52,12 +52,12 @@ class InlineExecutor(Executor):
     def wait(self, replies: Sequence[Any], limit: float | None = None) -> list[Reply] | None:
         return list(replies)  # every call is done when it returns
 
-    def settle(self) -> None:
+    def settle(self, chapter: int) -> None:
         """Nothing to wait for: every call is done when it returns."""
 
     def close(self) -> None:
         self._host.close()
 
     def _done(self, batch: Batch | None, reply: Reply) -> Shard:
-        self.records.append(reply.record)
+        self._records[self.chapter].append(reply.record)
         return Shard(batch, reply)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
+from hybridrl.controller.table import Rows
 from hybridrl.core.batch import Batch
 from hybridrl.core.mesh import Coordinate
 from hybridrl.errors import ConfigError
@@ -72,6 +73,8 @@ class Protocol:
 
 ONE_TO_ALL = Protocol()
 """Every rank gets the same arguments, every rank answers."""
+FIRST = Protocol(answers="one")
+"""Every rank gets the same arguments, the first rank answers."""
 DP = Protocol(split=("dp",), balance="tokens")
 """Rows split over data-parallel ranks; one rank of each model-parallel group answers."""
 THREE_D = Protocol(split=("dp",), speakers={"pp": -1}, balance="tokens")
@@ -87,16 +90,30 @@ UPDATE_PAIRS = replace(UPDATE, rows_together=2)
 """As `UPDATE`, for a loss that compares neighbouring rows: chosen and rejected."""
 
 
+class Claimed(NamedTuple):
+    """What a method returns in place of a batch if it chose for itself which rows of a table to
+    make: those rows, their numbers, and how many the table has in all."""
+
+    batch: Batch
+    rows: Rows
+    total: int
+
+
 @dataclass(frozen=True)
 class Transfer:
     """What `@transfer` notes on a method."""
 
     protocol: Protocol
     returns_batch: bool
+    streams: bool
 
 
-def transfer(protocol: Protocol) -> Callable[[Function], Function]:
+def transfer(protocol: Protocol, *, streams: bool = False) -> Callable[[Function], Function]:
     """Marks a worker method as callable from the driver.
+
+    Args:
+        streams: Of a table that comes bit by bit the method is called for each part, as soon as
+            that is there. For methods that look at each row by itself.
 
     The method must say what it returns: `-> Batch` gives the driver a `BatchRef` with as many rows
     as went in; anything else gives a `Handle`.
@@ -113,7 +130,7 @@ def transfer(protocol: Protocol) -> Callable[[Function], Function]:
                 "say what it returns; add `-> Batch` or another return annotation."
             )
         returns_batch = returns in (Batch, "Batch")
-        method.__transfer__ = Transfer(protocol, returns_batch)  # type: ignore[attr-defined]
+        method.__transfer__ = Transfer(protocol, returns_batch, streams)  # type: ignore[attr-defined]
         return method
 
     return mark

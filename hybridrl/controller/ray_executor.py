@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridrl.controller import failures
 from hybridrl.controller.batch_ref import BatchRef
@@ -27,6 +27,15 @@ CLOSE_SECONDS = 4.0
 """How long hosts may take to close their workers before they are ended."""
 ROOT_CAUSE_SECONDS = 1.0
 """After a failure, how long to listen for an earlier one or a death that may be its cause."""
+
+
+class _Pending(NamedTuple):
+    """A call that was not waited for: where it runs, since when, and its chapter."""
+
+    host: int
+    name: str
+    since: float
+    chapter: int
 
 
 class RayExecutor(Executor):
@@ -62,7 +71,8 @@ class RayExecutor(Executor):
         self._timeout = timeout_s
         self._started_ray = not ray.is_initialized()
         self._broken = False
-        self._pending: dict[Any, tuple[int, str, float]] = {}
+        self._rendezvous: dict[str, Any] = {}
+        self._pending: dict[Any, _Pending] = {}
         if self._started_ray:
             _start(address)
         try:
@@ -102,7 +112,6 @@ class RayExecutor(Executor):
         ]
         for host in self._hosts:
             host.preload.remote(preload)
-        self._rendezvous = self._hosts[0].listen.remote()
         self._identities = ray.get([host.identity.remote() for host in self._hosts])
         self.cluster = Cluster(
             [Device(kind, node, i) for i, (node, _) in enumerate(self._identities)]
@@ -111,8 +120,10 @@ class RayExecutor(Executor):
     def create(
         self, context: Context, worker_class: type[Worker], keywords: Mapping[str, Any]
     ) -> Any:
+        if context.rank == 0:
+            self._rendezvous[context.role] = self._hosts[context.host].listen.remote(context.role)
         reply = self._hosts[context.host].create.remote(
-            context, worker_class, keywords, self._rendezvous
+            context, worker_class, keywords, self._rendezvous[context.role]
         )
         return self._track(reply, context.host, f"{context.role}.__init__")
 
@@ -164,8 +175,8 @@ class RayExecutor(Executor):
                 checked = time.monotonic()
         return _replies(list(replies))
 
-    def settle(self) -> None:
-        self.wait(list(self._pending))
+    def settle(self, chapter: int) -> None:
+        self.wait([reply for reply, call in self._pending.items() if call.chapter <= chapter])
 
     def close(self) -> None:
         if not self._broken:
@@ -181,7 +192,7 @@ class RayExecutor(Executor):
             ray.shutdown()
 
     def _track(self, reply: Any, host: int, name: str) -> Any:
-        self._pending[reply] = (host, name, time.monotonic())
+        self._pending[reply] = _Pending(host, name, time.monotonic(), self.chapter)
         return reply
 
     def _settle(self, finished: Sequence[Any]) -> None:
@@ -195,7 +206,7 @@ class RayExecutor(Executor):
                 try:
                     replies += _replies([reference])
                 except ray.exceptions.RayError as error:
-                    host, name, _ = self._pending[reference]
+                    host, name, *_ = self._pending[reference]
                     death = _death(host, name, error)
         if death is not None:  # outside the handler, so that Ray's own traceback is not chained
             self._fail(death)
@@ -203,11 +214,12 @@ class RayExecutor(Executor):
 
     def _take(self, finished: Sequence[Any], replies: Sequence[Reply]) -> None:
         for reference, reply in zip(finished, replies, strict=True):
-            if self._pending.pop(reference, None) is None:
+            call = self._pending.pop(reference, None)
+            if call is None:
                 continue  # taken before
             if reply.failure is not None:
                 self._fail(reply.failure)
-            self.records.append(reply.record)
+            self._records[call.chapter].append(reply.record)
 
     def _fail(self, first: Failure | failures.Death) -> None:
         """Raises the error behind a failure. A rank that dies makes its peers fail in their
@@ -219,7 +231,7 @@ class RayExecutor(Executor):
         while waiting and (left := until - time.monotonic()) > 0:
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=left)
             for reference in ready:
-                host, name, _ = self._pending[reference]
+                host, name, *_ = self._pending[reference]
                 try:
                     (reply,) = _replies([reference])
                 except ray.exceptions.RayError as error:
@@ -234,10 +246,10 @@ class RayExecutor(Executor):
         statuses = self._answers(asked, seconds=5.0)
         late = {}
         for host, status in enumerate(statuses):
-            oldest = next((p for p in self._pending.values() if p[0] == host), None)
+            oldest = next((call for call in self._pending.values() if call.host == host), None)
             if status is None:  # cannot even say what it does: judge by the driver's own clock
-                if oldest and time.monotonic() - oldest[2] > self._timeout:
-                    late[host] = oldest[1]
+                if oldest and time.monotonic() - oldest.since > self._timeout:
+                    late[host] = oldest.name
             elif status.method and not status.waiting and status.seconds > self._timeout:
                 late[host] = f"{status.role}.{status.method}"
         if late:

@@ -47,8 +47,8 @@ class RayHost:
         self._host = Host(lambda reference: unseal(ray.get(reference)))
 
     @ray.method(concurrency_group="health")
-    def listen(self) -> Rendezvous:
-        return self._host.listen(ray.util.get_node_ip_address())
+    def listen(self, role: str) -> Rendezvous:
+        return self._host.listen(role, ray.util.get_node_ip_address())
 
     @ray.method(concurrency_group="health")
     def identity(self) -> tuple[str, int]:

@@ -29,17 +29,19 @@ Fetch = Callable[[Any], Any]
 @dataclass(frozen=True)
 class ShardInfo:
     """What may be known of a shard without fetching it: its row numbers in its table, its column
-    names, and the tokens of each of its `*_ids` columns by row."""
+    names, the tokens of each of its `*_ids` columns by row, and how many rows the table has in all
+    (None: as many as the shards that stand beside it)."""
 
     rows: Rows
     columns: tuple[str, ...]
     tokens: dict[str, Rows]
+    total: int | None = None
 
     @classmethod
-    def of(cls, batch: Batch, rows: Rows) -> ShardInfo:
+    def of(cls, batch: Batch, rows: Rows, total: int | None = None) -> ShardInfo:
         """Describes `batch` as the shard that holds `rows` of its table."""
         tokens = {name: batch.lengths(name) for name in batch.columns if name.endswith("_ids")}
-        return cls(rows, tuple(batch.columns), tokens)
+        return cls(rows, tuple(batch.columns), tokens, total)
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Table(Node):
-    """What one call returned: a shard from each answering rank, in any order of rows."""
+    """What one call returned: a shard from each answering rank, in any order of rows. Of a table
+    that comes bit by bit, the shards that came first."""
 
     parts: tuple[Shard, ...]
 
@@ -79,23 +82,30 @@ class Table(Node):
         return [fetch(shard.reply).info for shard in self.parts]
 
     def num_rows(self, fetch: Fetch) -> int:
-        return sum(len(info.rows) for info in self._infos(fetch))
+        infos = self._infos(fetch)
+        total = infos[0].total
+        return sum(len(info.rows) for info in infos) if total is None else total
+
+    def present(self, fetch: Fetch) -> Rows:
+        """The numbers of the rows that are in these shards, ascending."""
+        return np.sort(np.concatenate([info.rows for info in self._infos(fetch)]))
 
     def tokens(self, fetch: Fetch) -> dict[str, Rows]:
         infos = self._infos(fetch)
-        order = np.argsort(np.concatenate([info.rows for info in infos]), kind="stable")
-        return {
-            name: np.concatenate([info.tokens[name] for info in infos])[order]
-            for name in infos[0].tokens
-        }
+        rows = np.concatenate([info.rows for info in infos])
+        found = {}
+        for name in infos[0].tokens:
+            found[name] = np.zeros(self.num_rows(fetch), np.int64)
+            found[name][rows] = np.concatenate([info.tokens[name] for info in infos])
+        return found
 
     def read(self, rows: Rows, columns: frozenset[str] | None, fetch: Fetch) -> Batch | None:
         infos = self._infos(fetch)
         names = [name for name in infos[0].columns if columns is None or name in columns]
         if not names:
             return None
-        total = sum(len(info.rows) for info in infos)
-        owner, place = np.empty(total, np.int64), np.empty(total, np.int64)
+        total = self.num_rows(fetch)
+        owner, place = np.full(total, -1, np.int64), np.empty(total, np.int64)
         for number, info in enumerate(infos):
             owner[info.rows] = number
             place[info.rows] = np.arange(len(info.rows))
@@ -136,6 +146,16 @@ class Join(Node):
 
     def shards(self) -> list[Shard]:
         return self.left.shards() + self.right.shards()
+
+
+def with_part(node: Node, whole: Table, part: Table) -> Node:
+    """The expression with `part` in the place of the table `whole` that it is a part of: what can
+    be read of it before the rest has come."""
+    if node is whole:
+        return part
+    if isinstance(node, Join):
+        return Join(with_part(node.left, whole, part), with_part(node.right, whole, part))
+    return node
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
 
+import numpy as np
+import numpy.typing as npt
+
 from hybridrl.core.mesh import Coordinate
 from hybridrl.core.record import Record
 from hybridrl.observe.memory import PeakMemory
@@ -16,9 +19,9 @@ from hybridrl.observe.memory import PeakMemory
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the hosts of a job meet to build process groups.
+    """Where the ranks of a group meet to build process groups.
 
-    `listener` is the bound socket on the host that serves, None on the others.
+    `listener` is the bound socket on rank 0, which serves, and None on the others.
     """
 
     address: str
@@ -36,7 +39,7 @@ class Context:
         host: This host process's number in the job of `hosts`.
         device_kind: `cpu` or `cuda`.
         run_directory: Folder of the run; None when the run keeps no files.
-        rendezvous: Where the hosts meet; None when there is only one.
+        rendezvous: Where the ranks meet; None in the `inline` executor, which has one only.
     """
 
     role: str
@@ -50,15 +53,26 @@ class Context:
 
 
 class Worker:
-    """One rank of a group. `@transfer` marks the methods that the driver may call."""
+    """One rank of a group. `@transfer` marks the methods that the driver may call.
+
+    Attributes:
+        record: What this rank does in the current call.
+        rows: Numbers of the rows that the current call was given, in the driver's table; None if it
+            was given none.
+    """
 
     def __init__(self, context: Context) -> None:
         self.context = context
+        self.rows: npt.NDArray[np.int64] | None = None
         self.record = Record(context.role, context.rank, "__init__")
 
     def coordinates(self) -> Mapping[str, Coordinate]:
         """Where this rank stands on the axes of its meshes; the driver asks once."""
         return {"dp": Coordinate(self.context.rank, self.context.world_size)}
+
+    def enter(self) -> None:
+        """Called before each call: what belongs to the whole process, and is another for each
+        role, becomes this role's."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

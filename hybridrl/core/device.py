@@ -30,8 +30,3 @@ def free_cached_memory(device: torch.device) -> None:
     """Gives cached blocks back to the device, for another role's allocator."""
     if device.type != "cpu":
         torch.accelerator.empty_cache()
-
-
-def generators(device: torch.device) -> list[int]:
-    """Indices of the accelerators whose random state `torch.random.fork_rng` must keep."""
-    return [] if device.type == "cpu" else [device.index or 0]

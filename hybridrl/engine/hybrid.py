@@ -58,8 +58,7 @@ class HybridEngine:
         self._is_planned = False
 
     def generate(self, batch: Batch, sampling: Sampling, seed: int) -> Batch:
-        """One response per prompt, from the newest weights. Where the engine does not say which of
-        its tokens were sampled, all were: `response_mask` is 1."""
+        """One response per prompt, from the newest weights."""
         self.cost = None
         if self._loaded_version != self.policy_version:
             with self._phase("sync"):
@@ -70,12 +69,8 @@ class HybridEngine:
         if not self.rollout.keeps_weights:
             self._loaded_version = NOT_LOADED
         free_cached_memory(self.train.device)
-        columns = {"policy_version": torch.full((len(batch),), self.policy_version)}
-        if "response_mask" not in samples:
-            tokens = samples.ragged("response_ids")
-            ones = torch.ones(len(tokens.values), dtype=torch.uint8)
-            columns["response_mask"] = tokens._replace(values=ones)
-        return samples.with_columns(columns)
+        versions = torch.full((len(batch),), self.policy_version)
+        return with_mask(samples).with_columns({"policy_version": versions})
 
     def update(self, batch: Batch, loss: Loss, **options: Any) -> dict[str, float]:
         """One optimizer step; see `TrainEngine.update`."""
@@ -102,3 +97,13 @@ class HybridEngine:
                 )
         synchronize(self.train.device)
         self._loaded_version = self.policy_version
+
+
+def with_mask(samples: Batch) -> Batch:
+    """Samples with a `response_mask`: where the engine does not say which of the tokens were
+    sampled, all were."""
+    if "response_mask" in samples:
+        return samples
+    tokens = samples.ragged("response_ids")
+    ones = torch.ones(len(tokens.values), dtype=torch.uint8)
+    return samples.with_columns({"response_mask": tokens._replace(values=ones)})

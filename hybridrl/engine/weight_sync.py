@@ -7,6 +7,7 @@ Sheng et al., "HybridFlow" (EuroSys'25, arXiv:2409.19256), section 5: the 3D-Hyb
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,49 +43,98 @@ class WeightSync:
     """The way from the one layout to the other, worked out once.
 
     Args:
-        train: Source of the weights.
-        rollout: Its `pieces` are the target.
-        target: Of all ranks.
+        source: Layout of the weights that are trained.
+        target: Of those that generate. Ranks of both are those of `group`.
         dtype: Precision of the rollout engine's weights.
+        device: This rank's.
+        group: None: this rank is alone.
+        train: What this rank has of the source; None: nothing.
+        rollout: What it has of the target; None: nothing.
     """
 
     def __init__(
-        self, train: TrainEngine, rollout: RolloutEngine, target: Layout, dtype: torch.dtype
+        self,
+        source: Layout,
+        target: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        train: TrainEngine | None = None,
+        rollout: RolloutEngine | None = None,
     ) -> None:
         self._train, self._rollout, self._dtype = train, rollout, dtype
-        source = train.layout()
-        self._plan = plan(source, target)
-        self._rank = train.mesh.place
-        group = train.mesh.group()
-        self._reshard = None if group is None else Reshard(self._plan, dtype, train.device, group)
-        self._peak = peak(source, target)[self._rank] * dtype.itemsize
-        self._redundant = redundant(source, target)[self._rank] * dtype.itemsize
+        self.plan = plan(source, target)
+        self._rank = (
+            0 if group is None else group.rank()
+        )  # of a group that may be of another world than the current one
+        self._reshard = None if group is None else Reshard(self.plan, dtype, device, group)
+        self._peak = peak(source, target).get(self._rank, 0) * dtype.itemsize
+        kept = redundant(source, target) if rollout is not None else {}
+        self._redundant = kept.get(self._rank, 0) * dtype.itemsize
 
     @classmethod
     def between(
         cls, train: TrainEngine, rollout: RolloutEngine, dtype: torch.dtype
     ) -> WeightSync | None:
-        """The way, or None where the weights have to go whole: an engine somewhere cannot
-        say what it holds, or adapters are to be multiplied in. Collective."""
+        """The way between two layouts on the same ranks, or None where the weights have to go
+        whole: an engine somewhere cannot say what it holds, or adapters are to be multiplied in.
+        Collective."""
         pieces = None if train.has_adapters else rollout.pieces(train.layout().shapes)
-        found = [pieces]
-        if (group := train.mesh.group()) is not None:
-            found = [None] * dist.get_world_size(group)
-            dist.all_gather_object(found, pieces, group=group)
+        group = train.mesh.group()
+        found = [pieces] if group is None else _all(pieces, group)
         if any(of_rank is None for of_rank in found):
             return None
-        target = Layout(train.layout().shapes, dict(enumerate(found)))
-        return cls(train, rollout, target, dtype)
+        source = train.layout()
+        target = Layout(source.shapes, dict(enumerate(found)))
+        return cls(source, target, dtype, train.device, group, train, rollout)
+
+    @classmethod
+    def across(
+        cls,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        train: TrainEngine | None = None,
+        rollout: RolloutEngine | None = None,
+    ) -> WeightSync | None:
+        """The way from ranks of `group` that train to others that generate, or None as in
+        `between`. Collective over the group, in which those that train come first."""
+        source = None if train is None or train.has_adapters else train.layout()
+        source = _of_first(source, group)
+        if source is None:
+            return None
+        pieces = {} if rollout is None else rollout.pieces(source.shapes)
+        found = _all(pieces, group)
+        if any(of_rank is None for of_rank in found):
+            return None
+        target = Layout(source.shapes, {rank: here for rank, here in enumerate(found) if here})
+        return cls(source, target, dtype, device, group, train, rollout)
 
     def run(self) -> SyncCost:
         """Brings the weights of now into the rollout engine. Collective."""
-        writer = self._rollout.writer()
-        read = self._train.local_parameters().__getitem__
+        writer = None if self._rollout is None else self._rollout.writer()
+        read = None if self._train is None else self._train.local_parameters().__getitem__
+        write = None if writer is None else writer.write
         if self._reshard is None:
-            at, tensors, places = self._rank, read, writer.write
-            traffic = reshard_in_process(self._plan, {at: tensors}, {at: places}, self._dtype)
+            at = self._rank
+            traffic = reshard_in_process(self.plan, {at: read}, {at: write}, self._dtype)
             traffic = traffic.get(at, Traffic())
         else:
-            traffic = self._reshard(read, writer.write)
-        writer.finish()
+            traffic = self._reshard(read, write)
+        if writer is not None:
+            writer.finish()
         return SyncCost(traffic.received, traffic.sent, self._peak, self._redundant, traffic.buffer)
+
+
+def _all(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Every rank's value."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def _of_first(value: Any, group: dist.ProcessGroup) -> Any:
+    """The first rank's value."""
+    found = [value]
+    dist.broadcast_object_list(found, group=group, group_src=0)
+    return found[0]

@@ -1,52 +1,117 @@
-"""Joining the hosts of a job into torch.distributed's default process group."""
+"""A worker group's own torch.distributed world.
+
+The hosts of a job hold many groups, on all devices or on some. Each group is a world of its own:
+its ranks count from 0, what is inside it - meshes, FSDP, vLLM - need not know that there are
+others, and no host has to take part in making a process group that it is not in. While a worker
+runs a call, torch.distributed's default process group is that of its group (`enter`).
+"""
 
 from __future__ import annotations
 
 import os
+import zlib
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from hybridrl.controller.worker import Context
+from hybridrl.controller.worker import Context, Rendezvous
 from hybridrl.core.device import COLLECTIVES, make_current
 
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 """Longer than any call's deadline, which reports who hangs and where; this only ends orphans."""
+NAMES_PER_WORLD = 100_000
+
+_worlds: dict[str, dist.ProcessGroup] = {}
+_counts: dict[str, int] = {}
+_current = ""
 
 
 def join(context: Context) -> torch.device:
-    """Makes this host a member of the job's process group, once, and returns its device.
+    """Makes this host a member of the world of `context.role`, once, and enters it. Collective over
+    the group. Returns the host's device.
 
-    All hosts meet at the first one. In a job of this machine alone every socket is bound to
+    The ranks meet at the first one. In a job of this machine alone every socket is bound to
     loopback. The environment variables that launchers set, and vLLM reads, are set as well.
     """
     device = make_current(context.device_kind, context.host)
-    if dist.is_initialized():
-        return device
-    meeting = context.rendezvous
-    os.environ.update(RANK=str(context.host), WORLD_SIZE=str(context.hosts), LOCAL_RANK="0")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    if meeting is None:
-        store: dist.Store = dist.HashStore()
-    else:
-        os.environ.update(MASTER_ADDR=meeting.address, MASTER_PORT=str(meeting.port))
-        if meeting.address == "127.0.0.1":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        store = dist.TCPStore(
-            meeting.address,
-            meeting.port,
-            context.hosts,
-            is_master=meeting.listener is not None,
-            wait_for_workers=False,
-            master_listen_fd=meeting.listener.detach() if meeting.listener else None,
-        )
-    dist.init_process_group(
-        COLLECTIVES[context.device_kind],
-        store=store,
-        rank=context.host,
-        world_size=context.hosts,
-        timeout=COLLECTIVE_TIMEOUT,
+    join_world(
+        context.role, context.rank, context.world_size, context.rendezvous, context.device_kind
     )
     return device
+
+
+def join_world(
+    name: str, rank: int, world_size: int, meeting: Rendezvous | None, device_kind: str
+) -> dist.ProcessGroup:
+    """As `join`, for a world of any name.
+
+    Args:
+        meeting: Where the ranks meet; None: there is one only.
+    """
+    if name not in _worlds:
+        store = _store(meeting, world_size)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
+        _leave()
+        # torch names process groups by counting, and ranks that meet must use the same names: each
+        # world counts from a number of its own, however many worlds a host was in before.
+        _counts[name] = NAMES_PER_WORLD * (1 + zlib.crc32(name.encode()))
+        _set(None, _counts[name])
+        dist.init_process_group(
+            COLLECTIVES[device_kind],
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+        _worlds[name] = dist.group.WORLD
+        _counts[name] = distributed_c10d._world.group_count
+    enter(name)
+    return _worlds[name]
+
+
+def enter(name: str) -> None:
+    """Makes a world that this host is in the one that torch.distributed speaks of. Nothing happens
+    for a name that is no world's: not every role has models."""
+    global _current
+    if name == _current or name not in _worlds:
+        return
+    _leave()
+    _set(_worlds[name], _counts[name])
+    _current = name
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The key-value store that the ranks of a world share."""
+    return distributed_c10d._world.pg_map[group][1]
+
+
+def _leave() -> None:
+    global _current
+    if _current:
+        _counts[_current] = distributed_c10d._world.group_count
+    _current = ""
+
+
+def _set(group: dist.ProcessGroup | None, count: int) -> None:
+    distributed_c10d._update_default_pg(group)
+    distributed_c10d._world.group_count = count
+
+
+def _store(meeting: Rendezvous | None, world_size: int) -> dist.Store:
+    if meeting is None:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        return dist.HashStore()
+    os.environ.update(MASTER_ADDR=meeting.address, MASTER_PORT=str(meeting.port))
+    if meeting.address == "127.0.0.1":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    return dist.TCPStore(
+        meeting.address,
+        meeting.port,
+        world_size,
+        is_master=meeting.listener is not None,
+        wait_for_workers=False,
+        master_listen_fd=meeting.listener.detach() if meeting.listener else None,
+    )

@@ -286,11 +286,9 @@ class Planner:
         place = self.placement.roles[role]
         if place.parallel.pp == 1:
             return [0] * len(place.devices)
-        mesh = training_mesh(len(place.devices), place.parallel, self.rollout_tp(role))
+        share = self.rollout_tp if self.generates(role) else 1
+        mesh = training_mesh(len(place.devices), place.parallel, share)
         return [mesh.coordinates(rank)["pp"].index for rank in range(len(place.devices))]
-
-    def rollout_tp(self, role: str) -> int:
-        return self.config.rollout.parallel.tp if self.generates(role) else 1
 
     @cache  # noqa: B019
     def part(self, role: str, stage: int) -> ModelPart:
@@ -305,8 +303,16 @@ class Planner:
             is_cuda=self.kind == "cuda",
         )
 
+    @property
+    def rollout_tp(self) -> int:
+        """Devices that share a copy while generating."""
+        if self.placement.is_separated:
+            return self.placement.roles[GENERATOR].parallel.tp
+        return self.config.rollout.parallel.tp
+
     def generation_shape(self) -> ModelShape:
-        return self._shape(self.config.model.path, self.config.rollout.parallel.tp, False)
+        """Of one rank's part of the generation copy."""
+        return self._shape(self.config.model.path, self.rollout_tp, False)
 
     def shape(self, role: str, whole: bool = False) -> ModelShape:
         """Of one rank's part of a role's model, or of all of it."""

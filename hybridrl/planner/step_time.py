@@ -247,7 +247,7 @@ class _Clock:
         planner, rates = self.planner, self.rates
         rollout, sizes = planner.config.rollout, planner.sizes
         shape = planner.generation_shape()
-        replicas = len(planner.placement.roles[call.role].devices) / rollout.parallel.tp
+        replicas = len(planner.placement.roles[call.role].devices) / planner.rollout_tp
         rows = max(1.0, call.samples / replicas)
         running = min(rows, rollout.max_sequences)
         rounds = max(1.0, rows / running)

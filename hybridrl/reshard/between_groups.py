@@ -108,6 +108,13 @@ def take_parcels(
     return Traffic(received=received, rounds=len(indices), buffer=largest)
 
 
+def parcel_keys(
+    plan: Plan, dtype: torch.dtype, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> list[tuple[int, int, int]]:
+    """Round, sender and receiver of every parcel, in the same order everywhere."""
+    return sorted(_parcels(plan, dtype, bucket_bytes))
+
+
 def _parcels(
     plan: Plan, dtype: torch.dtype, bucket_bytes: int
 ) -> dict[tuple[int, int, int], list[Move]]:

@@ -50,7 +50,8 @@ class Reshard:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
         self._dtype, self._device, self._group = dtype, device, group
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        group = group or dist.group.WORLD
+        self._rank, self._size = group.rank(), group.size()
         self._bucket = bucket_elements(bucket_bytes, dtype)
         self._copies = [move for move in plan.copies if move.receiver == self._rank]
         self._rounds = [

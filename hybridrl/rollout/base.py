@@ -44,17 +44,18 @@ class Request(NamedTuple):
     """A turn of the model to generate.
 
     Attributes:
-        key: Of the caller's choice; no two requests under way may share one.
+        key: Of the caller's choice; no two samples under way may share one.
         prompt_ids: All tokens so far.
         sampling: Limits and distribution of this turn.
-        seed: Of this request, so that what it samples does not depend on what runs beside it. An
-            engine that draws for a whole batch at once takes the seed of the batch's first row.
+        seed: Of this request, so that what it samples does not depend on what runs beside it.
+        samples: How many; the others have the keys and the seeds that follow.
     """
 
     key: int
     prompt_ids: list[int]
     sampling: Sampling
     seed: int
+    samples: int = 1
 
 
 class Finished(NamedTuple):
@@ -88,8 +89,12 @@ class RolloutEngine(ABC):
         self._waiting: list[Request] = []
 
     @abstractmethod
-    def generate(self, batch: Batch, sampling: Sampling, seed: int) -> Batch:
+    def generate(self, batch: Batch, sampling: Sampling, seed: int | Sequence[int]) -> Batch:
         """One response for each row of `prompt_ids`.
+
+        Args:
+            seed: Of each row, or of the first one: then the next has the next seed. What a row
+                samples depends on its seed alone, not on the rows beside it.
 
         Returns:
             Columns `response_ids`, `rollout_log_probs` (of the distribution sampled from) and
@@ -97,8 +102,10 @@ class RolloutEngine(ABC):
         """
 
     def start(self, request: Request) -> None:
-        """Takes a request; `poll` will give its outcome."""
-        self._waiting.append(request)
+        """Takes a request; `poll` will give the outcome of each of its samples."""
+        for number in range(request.samples):
+            key, seed = request.key + number, request.seed + number
+            self._waiting.append(request._replace(key=key, seed=seed, samples=1))
 
     def poll(self) -> list[Finished]:
         """Works for a while on the requests under way, and gives those that it finished."""
@@ -107,6 +114,10 @@ class RolloutEngine(ABC):
         for request in waiting:
             batches.setdefault(replace(request.sampling, max_tokens=0), []).append(request)
         return [finished for batch in batches.values() for finished in self._finish(batch)]
+
+    def progress(self) -> dict[int, int]:
+        """How many tokens each sample under way has, by key."""
+        return {request.key: 0 for request in self._waiting}
 
     def cancel(self) -> None:
         """Drops all requests under way."""
@@ -120,7 +131,7 @@ class RolloutEngine(ABC):
         samples = self.generate(
             Batch.from_columns({"prompt_ids": prompts}),
             replace(requests[0].sampling, max_tokens=longest),
-            requests[0].seed,
+            [request.seed for request in requests],
         )
         rows = zip(
             requests,
@@ -185,6 +196,11 @@ class RolloutEngine(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Ends the engine."""
+
+
+def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
+    """The seed of each row; see `RolloutEngine.generate`."""
+    return list(range(seed, seed + rows)) if isinstance(seed, int) else list(seed)
 
 
 def responses(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,15 @@ from torch import Tensor
 from hybridrl.core.batch import Batch
 from hybridrl.core.turn import Episode, Turn
 from hybridrl.rollout import tool_loop
-from hybridrl.rollout.base import Finished, Request, RolloutEngine, Sampling, ragged, responses
+from hybridrl.rollout.base import (
+    Finished,
+    Request,
+    RolloutEngine,
+    Sampling,
+    ragged,
+    responses,
+    row_seeds,
+)
 from hybridrl.rollout.tool_loop import Outcome, ToolLoop
 from hybridrl.rollout.transcript import Transcript
 from hybridrl.rollout.weights import Pieces, WeightWriter
@@ -62,7 +70,7 @@ class EpisodeRollout(RolloutEngine):
         self.tools = ToolLoop(tool_timeout_s)
         self._logged: set[str] = set()
 
-    def generate(self, batch: Batch, sampling: Sampling, seed: int) -> Batch:
+    def generate(self, batch: Batch, sampling: Sampling, seed: int | Sequence[int]) -> Batch:
         """Plays the episodes of all rows; the columns of the data go to their `reset`.
 
         `sampling.max_tokens` is the limit of the whole response, what the environment says
@@ -75,7 +83,8 @@ class EpisodeRollout(RolloutEngine):
             `finish_reason` is `stop` (the environment said `done`), `length`, `max_turns`,
             `tool_timeout` or `tool_error`.
         """
-        playing = _Episodes(self, self._engine, sampling, seed)
+        seeds = row_seeds(seed, len(batch))
+        playing = _Episodes(self, self._engine, sampling, seeds)
         try:
             samples = playing.play(batch)
         finally:
@@ -152,13 +161,13 @@ class _Episodes:
     the coroutines of the user's."""
 
     def __init__(
-        self, rollout: EpisodeRollout, engine: RolloutEngine, sampling: Sampling, seed: int
+        self, rollout: EpisodeRollout, engine: RolloutEngine, sampling: Sampling, seeds: list[int]
     ) -> None:
         self._rollout = rollout
         self._tools = rollout.tools
         self._engine = engine
         self._sampling = sampling
-        self._seed = seed
+        self._seeds = seeds
         self._samples: list[_Sample] = []
         self._generating = 0
 
@@ -230,7 +239,7 @@ class _Episodes:
         limit = min(left, self._rollout.max_turn_tokens or left)
         least = min(limit, max(0, self._sampling.min_tokens - transcript.sampled))
         sampling = replace(self._sampling, max_tokens=limit, min_tokens=least)
-        seed = hash((self._seed, key, turn)) % 2**63
+        seed = hash((self._seeds[key], turn)) % 2**63
         self._engine.start(Request(key, transcript.token_ids, sampling, seed))
         self._generating += 1
 

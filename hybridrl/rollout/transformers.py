@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.boxes import whole
 from hybridrl.core.layout import Piece
 from hybridrl.models.loading import DTYPES
-from hybridrl.rollout.base import RolloutEngine, Sampling, responses
+from hybridrl.rollout.base import RolloutEngine, Sampling, responses, row_seeds
+from hybridrl.rollout.noise import gumbel
 from hybridrl.rollout.weights import Pieces, WeightWriter, differences
 
 
@@ -51,14 +52,16 @@ class TransformersRollout(RolloutEngine):
         self._model.to(device).eval().requires_grad_(False)
 
     @torch.inference_mode()
-    def generate(self, batch: Batch, sampling: Sampling, seed: int) -> Batch:
+    def generate(self, batch: Batch, sampling: Sampling, seed: int | Sequence[int]) -> Batch:
         prompts = batch["prompt_ids"].rows()
-        generator = torch.Generator(self._device).manual_seed(seed)
+        seeds = row_seeds(seed, len(prompts))
         order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
         done: dict[int, _Sample] = {}
         for start in range(0, len(order), self._max_sequences):
             rows = order[start : start + self._max_sequences]
-            samples = self._generate([prompts[row] for row in rows], sampling, generator)
+            samples = self._generate(
+                [prompts[row] for row in rows], [seeds[row] for row in rows], sampling
+            )
             done.update(zip(rows, samples, strict=True))
         found = [done[row] for row in range(len(prompts))]
         return responses(
@@ -95,7 +98,7 @@ class TransformersRollout(RolloutEngine):
         return {name: tuple(p.shape) for name, p in self._model.named_parameters()}
 
     def _generate(
-        self, prompts: list[Tensor], sampling: Sampling, generator: torch.Generator
+        self, prompts: list[Tensor], seeds: list[int], sampling: Sampling
     ) -> list[_Sample]:
         warpers = _warpers(sampling)
         longest = max(len(prompt) for prompt in prompts)
@@ -106,6 +109,7 @@ class TransformersRollout(RolloutEngine):
             mask[row, longest - len(prompt) :] = 1
         ids, mask = ids.to(self._device), mask.to(self._device)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
+        seeds_left = torch.tensor(seeds, device=self._device)
         samples = [_Sample() for _ in prompts]
         running = samples  # one for each row of the batch in the cache
         cache = None
@@ -126,7 +130,9 @@ class TransformersRollout(RolloutEngine):
             if sampling.temperature == 0:
                 tokens = log_probs.argmax(-1, keepdim=True)
             else:
-                tokens = torch.multinomial(log_probs.exp(), 1, generator=generator)
+                places = torch.full_like(seeds_left, position)
+                noise = gumbel(seeds_left, places, log_probs.shape[1])
+                tokens = (log_probs + noise).argmax(-1, keepdim=True)
             chosen = log_probs.gather(1, tokens)
             ended = torch.isin(tokens, self._eos)
             for sample, token, log_prob, end in zip(
@@ -150,6 +156,7 @@ class TransformersRollout(RolloutEngine):
                 keep = torch.tensor(alive, device=self._device)
                 cache.batch_select_indices(keep)
                 mask, ids, positions = mask[keep], ids[keep], positions[keep]
+                seeds_left = seeds_left[keep]
                 running = [running[row] for row in alive]
         return samples
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing import shared_memory
 from typing import Any
@@ -19,9 +19,15 @@ from torch import Tensor
 
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.core.batch import Batch
-from hybridrl.core.device import generators
 from hybridrl.errors import ConfigError, MissingPackageError
-from hybridrl.rollout.base import Finished, Request, RolloutEngine, Sampling, responses
+from hybridrl.rollout.base import (
+    Finished,
+    Request,
+    RolloutEngine,
+    Sampling,
+    responses,
+    row_seeds,
+)
 from hybridrl.rollout.vllm_layout import NotProbedError
 from hybridrl.rollout.weights import Pieces, WeightWriter, differences
 
@@ -90,7 +96,7 @@ class VLLMRollout(RolloutEngine):
         self._sleeps = device.type != "cpu"
         self._asleep = False
         self._has_cache = True
-        self._running: set[str] = set()
+        self._running: dict[str, int] = {}  # samples of each request
         self._pieces: Pieces = {}
         if self._sleeps:
             memory: dict[str, Any] = {
@@ -104,11 +110,10 @@ class VLLMRollout(RolloutEngine):
                 "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
                 "enforce_eager": True,
                 "enable_prefix_caching": False,
-            }
-            if config.episode is not None:
                 # A request's own seed and a prompt read in parts do not go together on CPUs: vLLM
                 # winds the random state back after each part, which only CUDA's can be.
-                memory["enable_chunked_prefill"] = False
+                "enable_chunked_prefill": False,
+            }
         _name_shared_memory(job)
         threads, set_threads = torch.get_num_threads(), torch.set_num_threads
         try:
@@ -134,22 +139,21 @@ class VLLMRollout(RolloutEngine):
             torch.set_num_threads = set_threads  # vLLM replaces it on CPUs
             torch.set_num_threads(threads)
 
-    def generate(self, batch: Batch, sampling: Sampling, seed: int) -> Batch:
+    def generate(self, batch: Batch, sampling: Sampling, seed: int | Sequence[int]) -> Batch:
         self._take_cache()
-        # Samples of one prompt lie next to each other: vLLM takes them as one request.
+        # Samples of one prompt lie next to each other: vLLM takes them as one request, and gives
+        # them consecutive seeds.
         prompts = [row.tolist() for row in batch["prompt_ids"].rows()]
-        groups = [(ids, len(list(copies))) for ids, copies in itertools.groupby(prompts)]
         greedy = sampling.temperature == 0  # then all copies are alike, and vLLM allows one only
-        with torch.random.fork_rng(generators(self._device)):
-            torch.manual_seed(seed)
-            found = self._llm.generate(
-                [{"prompt_token_ids": ids} for ids, _ in groups],
-                [self._parameters(sampling, 1 if greedy else samples) for _, samples in groups],
-                use_tqdm=False,
-            )
+        groups = list(_folded(prompts, row_seeds(seed, len(prompts))))
+        found = self._llm.generate(
+            [{"prompt_token_ids": ids} for ids, _, _ in groups],
+            [self._parameters(sampling, 1 if greedy else n, first) for _, first, n in groups],
+            use_tqdm=False,
+        )
         outputs = [
             output
-            for request, (_, samples) in zip(found, groups, strict=True)
+            for request, (_, _, samples) in zip(found, groups, strict=True)
             for output in request.outputs * (samples if greedy else 1)
         ]
         return responses(
@@ -160,28 +164,45 @@ class VLLMRollout(RolloutEngine):
 
     def start(self, request: Request) -> None:
         self._take_cache()
-        parameters = self._parameters(request.sampling, 1)
-        parameters.seed = request.seed
+        greedy = request.sampling.temperature == 0  # one sample stands for all
+        samples = 1 if greedy else request.samples
+        parameters = self._parameters(request.sampling, samples, request.seed)
         parameters.output_kind = RequestOutputKind.FINAL_ONLY
         key = str(request.key)
         prompt = {"type": "token", "prompt_token_ids": request.prompt_ids}
         self._llm.llm_engine.add_request(key, prompt, parameters)
-        self._running.add(key)
+        self._running[key] = request.samples
 
     def poll(self) -> list[Finished]:
         """One step of the engine: one more token for each sample that runs."""
-        found = [output for output in self._llm.llm_engine.step() if output.finished]
-        self._running -= {output.request_id for output in found}
-        return [
-            Finished(
-                int(output.request_id),
-                list(output.prompt_token_ids),
-                list(output.outputs[0].token_ids),
-                list(output.outputs[0].logprobs.logprobs),
-                output.outputs[0].finish_reason,
-            )
-            for output in found
-        ]
+        found = []
+        for output in self._llm.llm_engine.step():
+            if output.finished:
+                samples = self._running.pop(output.request_id)
+                alike = samples // len(output.outputs)
+                answers = [answer for answer in output.outputs for _ in range(alike)]
+                found += [
+                    Finished(
+                        int(output.request_id) + number,
+                        list(output.prompt_token_ids),
+                        list(answer.token_ids),
+                        list(answer.logprobs.logprobs),
+                        answer.finish_reason,
+                    )
+                    for number, answer in enumerate(answers)
+                ]
+        return found
+
+    def progress(self) -> dict[int, int]:
+        engine, found = self._llm.llm_engine, {}
+        states = engine.output_processor.request_states
+        for name, request in engine.engine_core.engine_core.scheduler.requests.items():
+            parent, number = states[name].parent_req, 0
+            key = states[name].external_req_id
+            if parent is not None:  # the engine's own name of a sample begins with its number
+                key, number = parent.external_req_id, int(name.split("_", 1)[0])
+            found[int(key) + number] = request.num_output_tokens
+        return found
 
     def cancel(self) -> None:
         self._llm.llm_engine.abort_request(list(self._running))
@@ -194,9 +215,10 @@ class VLLMRollout(RolloutEngine):
             self._llm.wake_up(tags=["kv_cache"])
             self._has_cache = True
 
-    def _parameters(self, sampling: Sampling, samples: int) -> SamplingParams:
+    def _parameters(self, sampling: Sampling, samples: int, seed: int) -> SamplingParams:
         return SamplingParams(
             n=samples,
+            seed=seed,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -261,6 +283,14 @@ class VLLMRollout(RolloutEngine):
 
     def close(self) -> None:
         self._llm.llm_engine.model_executor.shutdown()
+
+
+def _folded(prompts: list[list[int]], seeds: list[int]) -> Iterator[tuple[list[int], int, int]]:
+    """Runs of equal prompts with consecutive seeds: prompt, first seed, length."""
+    rows = enumerate(zip(prompts, seeds, strict=True))
+    for (ids, _), run in itertools.groupby(rows, lambda row: (row[1][0], row[1][1] - row[0])):
+        copies = list(run)
+        yield ids, copies[0][1][1], len(copies)
 
 
 def _name_shared_memory(job: str) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hybridrl.controller import BatchRef
+from hybridrl.controller import BatchRef, Handle
 from hybridrl.observe.curves import draw_curves
 from hybridrl.observe.step_view import StepView
 from hybridrl.observe.storage import explain_write_errors
@@ -24,6 +25,18 @@ SPOKEN = {"accuracy": "greedy accuracy"}
 KEPT = ("prompt", "answer", "response", "scores", "advantages", "finish_reason", "policy_version")
 
 
+class _Step(NamedTuple):
+    """A step whose calls are made."""
+
+    number: int
+    begin: float
+    batch: BatchRef
+    handles: list[Handle]
+    chapter: int
+    figures: dict[str, float]
+    notices: list[str]
+
+
 class Loop:
     """Runs a job's trainer for its steps, and leaves metrics, samples, model and summary.
 
@@ -38,6 +51,7 @@ class Loop:
         self.config = job.config
         self.trainer = job.make_trainer()
         self.evaluated: dict[str, float] = {}
+        self._ended = 0.0
         self.summary: dict[str, Any] = {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
 
     def run(self) -> dict[str, Any]:
@@ -46,11 +60,7 @@ class Loop:
         try:
             self._warm_up()
             self._evaluate(0)
-            for step in range(1, steps + 1):
-                self._step(step)
-                every = self.config.eval.every
-                if step == steps or (every and step % every == 0):
-                    self._evaluate(step)
+            self._train(steps)
         except KeyboardInterrupt:
             self.view.message("Interrupted: saving the model.")
             self.summary["interrupted"] = True
@@ -71,6 +81,7 @@ class Loop:
             self.view.phase_progress(step, steps, f"loss {metrics['loss']:.3f}")
 
         warm_up(self.job, progress)
+        self.job.publish()
         self.summary["seconds_warmup"] = time.perf_counter() - begin
         self.summary["seconds_train"] += self.summary["seconds_warmup"]
         self.job.executor.take_records()
@@ -79,6 +90,7 @@ class Loop:
         if self.job.held_out is None:
             return
         self.view.phase("evaluating")
+        self.job.publish()
         figures = self.trainer.evaluate(self.job.put(self.job.held_out))
         self.job.executor.take_records()
         for name, value in figures.items():
@@ -88,18 +100,39 @@ class Loop:
         shown = [f"{SPOKEN.get(name, name)} {value:.3f}" for name, value in figures.items()]
         self.view.message(f"step {step}: {', '.join(shown)}")
 
-    def _step(self, step: int) -> None:
+    def _train(self, steps: int) -> None:
+        """Makes the calls of a step while up to `placement.staleness` earlier ones are under way:
+        its samples may be generated while theirs are learned from."""
+        under_way: deque[_Step] = deque()
+        every = self.config.eval.every
+        for number in range(1, steps + 1):
+            under_way.append(self._begin(number))
+            evaluates = number == steps or (every and number % every == 0)
+            ahead = 0 if evaluates else self.config.placement.staleness
+            while len(under_way) > ahead:
+                self._end(under_way.popleft())
+            if evaluates:
+                self._evaluate(number)
+
+    def _begin(self, number: int) -> _Step:
         begin = time.perf_counter()
         batch, handles = self.trainer.step()
-        updates = [handle.get() for handle in handles]
-        seconds = time.perf_counter() - begin
-        metrics = step_metrics(self.job.executor.take_records(), updates, seconds)
-        metrics |= self.trainer.figures
+        notices, self.trainer.notices = self.trainer.notices, []
+        figures = dict(self.trainer.figures)
+        return _Step(
+            number, begin, batch, handles, self.job.executor.end_chapter(), figures, notices
+        )
+
+    def _end(self, step: _Step) -> None:
+        updates = [handle.get() for handle in step.handles]
+        begin = max(step.begin, self._ended)  # before that, an earlier step was under way
+        self._ended = time.perf_counter()
+        records = self.job.executor.take_records(step.chapter)
+        metrics = step_metrics(records, updates, self._ended - begin) | step.figures
         self._note_first_step()
-        for notice in self.trainer.notices:
-            self.view.message(f"step {step}: {notice}")
-        self.trainer.notices.clear()
-        self._keep(step, metrics, batch)
+        for notice in step.notices:
+            self.view.message(f"step {step.number}: {notice}")
+        self._keep(step.number, metrics, step.batch)
 
     def _keep(self, step: int, metrics: dict[str, float], batch: BatchRef) -> None:
         self.summary["steps"] = step

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from hybridrl.algorithms import TokenLoss, negative_log_likelihood
 from hybridrl.config.schema import ActorConfig, OptimizerConfig, RolloutConfig
 from hybridrl.controller import (
+    FIRST,
     ONE_TO_ALL,
     THREE_D,
     THREE_D_ALL_MICRO_DP,
     UPDATE,
     UPDATE_PAIRS,
+    Claimed,
     Context,
-    Worker,
     transfer,
 )
+from hybridrl.controller.worker import Rendezvous
 from hybridrl.core.batch import Batch
 from hybridrl.core.mesh import Coordinate, Mesh
 from hybridrl.engine import HybridEngine, Loss
+from hybridrl.engine.weight_channel import WeightChannel
 from hybridrl.models import load_tokenizer
+from hybridrl.models.loading import DTYPES
+from hybridrl.parallel import process_group
 from hybridrl.rollout import Sampling
 from hybridrl.workers.engines import ModelSource, policy_engine
+from hybridrl.workers.generation import first_seed, report_samples, report_sync
+from hybridrl.workers.model_worker import ModelWorker
 from hybridrl.workers.rollout_engines import build_rollout
 
 
-class ActorWorker(Worker):
+class ActorWorker(ModelWorker):
     """One rank of the policy: a shard for training, a replica (or a slice of one) for generation.
 
     Args:
@@ -81,27 +92,12 @@ class ActorWorker(Worker):
         """One response for each row: `response_ids`, `response_mask`, `rollout_log_probs`,
         `finish_reason`, `policy_version`; of episodes also `turns`, `turn_rewards` and
         `episode_rewards`."""
-        replica = self.coordinates()["rollout_dp"].index
-        seed = hash((self._seed, self._generations, replica)) % 2**63
+        seed = first_seed(self._seed, self._generations) + int(self.rows[0] if len(batch) else 0)
         self._generations += 1
         samples = self._engine.generate(batch, sampling, seed)
-        if (cost := self._engine.cost) is not None:
-            self.report(
-                sync_received=cost.received, sync_redundant=cost.redundant, sync_peak=cost.peak
-            )
+        report_sync(self, self._engine.cost)
         if self.coordinates()["rollout_tp"].index == 0:
-            lengths, reasons = samples.lengths("response_ids"), samples["finish_reason"]
-            self.report(
-                samples=len(samples),
-                response_tokens=int(lengths.sum()),
-                truncated=reasons.count("length"),
-            )
-            if "turns" in samples:
-                self.report(
-                    turns=int(samples["turns"].sum()),
-                    tool_timeouts=reasons.count("tool_timeout"),
-                    tool_errors=reasons.count("tool_error"),
-                )
+            report_samples(self, samples)
         return samples
 
     @transfer(THREE_D)
@@ -140,6 +136,36 @@ class ActorWorker(Worker):
         """Begins a phase with a fresh optimizer; None: the settings and length of the job."""
         settings = config or self._config.optimizer
         self._engine.train.start_optimizer(settings, updates or self._updates)
+
+    @transfer(FIRST)
+    def open_meeting(self) -> Rendezvous:
+        """Opens a socket on the first rank at which a generator can meet this group."""
+        self._listener = socket.create_server((self.context.rendezvous.address, 0))
+        return Rendezvous(self.context.rendezvous.address, self._listener.getsockname()[1])
+
+    @transfer(ONE_TO_ALL)
+    def meet(self, meeting: Rendezvous, receivers: int) -> None:
+        """Meets the ranks of a generator, which come after those of this group."""
+        if self.context.rank == 0:
+            meeting = replace(meeting, listener=self._listener)
+        rank, size = self.context.rank, self.context.world_size + receivers
+        group = process_group.join_world("weights", rank, size, meeting, self.context.device_kind)
+        self.enter()
+        train = self._engine.train
+        self._channel = WeightChannel(group, DTYPES[self._source.dtype], train.device, train)
+
+    @transfer(ONE_TO_ALL)
+    def send_weights(self) -> None:
+        """Gives the generator the weights of now."""
+        with self.phase("sync"):
+            self._channel.send(self._engine.policy_version)
+
+    @transfer(THREE_D_ALL_MICRO_DP)
+    def pack_weights(self) -> Batch:
+        """The weights of now as parcels, for the generator's `load_weights`."""
+        with self.phase("sync"):
+            parcels, numbers, total = self._channel.pack()
+        return Claimed(parcels, np.asarray(numbers, dtype=np.int64), total)
 
     @transfer(ONE_TO_ALL)
     def save_model(self, folder: str) -> None:

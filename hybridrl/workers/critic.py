@@ -9,15 +9,16 @@ from torch import Tensor
 
 from hybridrl.algorithms import Segments, TokenLoss, value_loss
 from hybridrl.config.schema import ActorConfig
-from hybridrl.controller import ONE_TO_ALL, THREE_D, UPDATE, Context, Worker, transfer
+from hybridrl.controller import ONE_TO_ALL, THREE_D, UPDATE, Context, transfer
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import synchronize
 from hybridrl.core.mesh import Coordinate
 from hybridrl.models import load_tokenizer
 from hybridrl.workers.engines import ModelSource, scalar_engine
+from hybridrl.workers.model_worker import ModelWorker
 
 
-class CriticWorker(Worker):
+class CriticWorker(ModelWorker):
     """One rank of the value model.
 
     Args:

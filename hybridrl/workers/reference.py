@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hybridrl.config.schema import ActorConfig
-from hybridrl.controller import ONE_TO_ALL, THREE_D, Context, Worker, transfer
+from hybridrl.controller import ONE_TO_ALL, THREE_D, Context, transfer
 from hybridrl.core.batch import Batch
 from hybridrl.core.mesh import Coordinate
 from hybridrl.workers.engines import ModelSource, policy_engine
+from hybridrl.workers.model_worker import ModelWorker
 
 
-class ReferenceWorker(Worker):
+class ReferenceWorker(ModelWorker):
     """One rank of the frozen model.
 
     Args:
@@ -36,7 +37,7 @@ class ReferenceWorker(Worker):
         """Takes the weights of a model folder, those that this model has too."""
         self._engine.load(Path(folder))
 
-    @transfer(THREE_D)
+    @transfer(THREE_D, streams=True)
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
         """`ref_log_probs` of the responses."""
         with self.phase("score"):

@@ -9,13 +9,14 @@ from typing import Any, Literal
 import torch
 
 from hybridrl.config.schema import ActorConfig, RewardConfig, RolloutConfig
-from hybridrl.controller import DP, Context, Worker, transfer
+from hybridrl.controller import DP, Context, transfer
 from hybridrl.core.batch import Batch
 from hybridrl.errors import RewardError
 from hybridrl.models import load_tokenizer
 from hybridrl.rewards import RewardPool, function_list
 from hybridrl.workers.engines import ModelSource, scalar_engine
 from hybridrl.workers.judge import Judge
+from hybridrl.workers.model_worker import ModelWorker
 from hybridrl.workers.reward_model import sample_scores
 
 COLUMN = {"reward": "scores", "cost": "costs"}
@@ -25,7 +26,7 @@ SCORE = replace(DP, balance="rows")
 """Rows split over ranks in blocks, which is how generation left them: texts need not move."""
 
 
-class RewardWorker(Worker):
+class RewardWorker(ModelWorker):
     """Scores the rows of its rank: by functions, in child processes so that none can stop the job,
     by a judge and by a model, if there are any.
 
@@ -77,13 +78,14 @@ class RewardWorker(Worker):
         if self._pool is not None:
             self._pool.start()
 
-    @transfer(SCORE)
+    @transfer(SCORE, streams=True)
     def compute_reward(self, batch: Batch) -> Batch:
         """`scores`, or `costs` (NaN: dropped), the `response` as text, and a column for each
         function and the model."""
         with self.phase("score"):
             ids = [row.tolist() for row in batch["response_ids"].rows()]
-            texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+            # (transformers decodes no rows to one text)
+            texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
             scores, columns = torch.zeros(len(batch), dtype=torch.float32), {}
             rows = batch.rows_for_users()
             for row, text in zip(rows, texts, strict=True):

@@ -9,16 +9,17 @@ import torch
 
 from hybridrl.algorithms import BradleyTerry, Segments
 from hybridrl.config.schema import ActorConfig
-from hybridrl.controller import ONE_TO_ALL, THREE_D, UPDATE_PAIRS, Context, Worker, transfer
+from hybridrl.controller import ONE_TO_ALL, THREE_D, UPDATE_PAIRS, Context, transfer
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import synchronize
 from hybridrl.core.mesh import Coordinate
 from hybridrl.engine import TrainEngine
 from hybridrl.models import load_tokenizer
 from hybridrl.workers.engines import ModelSource, scalar_engine
+from hybridrl.workers.model_worker import ModelWorker
 
 
-class RewardModelWorker(Worker):
+class RewardModelWorker(ModelWorker):
     """One rank of the model.
 
     Args:

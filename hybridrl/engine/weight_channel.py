@@ -1,0 +1,147 @@
+"""WeightChannel: new weights on their way to ranks that only generate.
+
+Those that train call `send`, those that generate `receive`: the same number of times, whenever each
+gets there. What waits is the side that is early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridrl.core.batch import Batch
+from hybridrl.core.device import synchronize
+from hybridrl.engine.train import TrainEngine
+from hybridrl.engine.weight_sync import SyncCost, WeightSync
+from hybridrl.errors import ConfigError
+from hybridrl.parallel.process_group import store_of
+from hybridrl.reshard.between_groups import Parcel, parcel_keys, send_parcels, take_parcels
+from hybridrl.rollout.base import RolloutEngine, ragged
+
+
+class WeightChannel:
+    """One end of the way from the trainer to the generator.
+
+    Building it is collective over `group`.
+
+    Args:
+        group: The ranks that train, then those that generate.
+        dtype: Precision of the rollout engine's weights.
+        train, rollout: What this rank has: one of them.
+
+    Attributes:
+        count: How many times weights were sent, or received, by this rank.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        train: TrainEngine | None = None,
+        rollout: RolloutEngine | None = None,
+    ) -> None:
+        self._group, self._dtype, self._device = group, dtype, device
+        self._train, self._rollout = train, rollout
+        self._sync = WeightSync.across(group, dtype, device, train, rollout)
+        self.count = 0
+
+    @torch.no_grad()
+    def send(self, version: int) -> SyncCost | None:
+        """Gives the trainer's weights of now, which are of this version. Collective."""
+        self.count += 1
+        if self._group.rank() == 0:
+            store_of(self._group).set(f"sent/{self.count}", str(version))
+        if self._sync is not None:
+            return self._sync.run()
+        self._send_whole()
+        return None
+
+    @property
+    def has_come(self) -> bool:
+        """Whether somebody is sending what was not yet received."""
+        return bool(store_of(self._group).check([f"sent/{self.count + 1}"]))
+
+    @torch.no_grad()
+    def receive(self) -> tuple[int, SyncCost | None]:
+        """Takes the next weights that were, or will be, sent; gives their version. Collective."""
+        self.count += 1
+        version = int(store_of(self._group).get(f"sent/{self.count}"))
+        cost = None
+        if self._sync is not None:
+            cost = self._sync.run()
+        else:
+            self._rollout.load(self._receive_whole())
+        synchronize(self._device)
+        return version, cost
+
+    def pack(self) -> tuple[Batch, list[int], int]:
+        """The weights of now as parcels for another way of travel: those of this rank, their
+        numbers among all, and how many these are."""
+        plan = self._planned().plan
+        numbers = {key: n for n, key in enumerate(parcel_keys(plan, self._dtype))}
+        read = self._train.local_parameters().__getitem__
+        rank = self._group.rank()
+        parcels = list(send_parcels(plan, rank, read, self._dtype))
+        mine = [numbers[p.round, p.sender, p.receiver] for p in parcels]
+        return _as_batch(parcels), mine, len(numbers)
+
+    @torch.no_grad()
+    def unpack(self, parcels: Batch) -> None:
+        """Takes weights from the parcels of all senders."""
+        rank, sync = self._group.rank(), self._planned()
+        mine = (p for p in _as_parcels(parcels) if p.receiver == rank)
+        writer = self._rollout.writer()
+        take_parcels(sync.plan, rank, writer.write, mine, self._dtype)
+        writer.finish()
+        synchronize(self._device)
+
+    def _planned(self) -> WeightSync:
+        if self._sync is None:
+            raise ConfigError(
+                "placement.transport=store needs weights that travel box by box, and these have to "
+                "go whole: adapters (actor.lora), or an architecture that rollout.engine cannot "
+                "take apart. Set placement.transport=collective and placement.staleness=1 or 0."
+            )
+        return self._sync
+
+    def _send_whole(self) -> None:
+        for name, tensor in self._train.full_weights():
+            self._tell((name, tuple(tensor.shape)))
+            whole = tensor.to(self._device, self._dtype).contiguous()
+            dist.broadcast(whole, group=self._group, group_src=0)
+        self._tell(None)
+
+    def _receive_whole(self) -> Iterator[tuple[str, Tensor]]:
+        while (header := self._tell(None)) is not None:
+            name, shape = header
+            whole = torch.empty(shape, dtype=self._dtype, device=self._device)
+            dist.broadcast(whole, group=self._group, group_src=0)
+            yield name, whole
+
+    def _tell(self, value: Any) -> Any:
+        """What the first rank says."""
+        found = [value]
+        dist.broadcast_object_list(found, group=self._group, group_src=0)
+        return found[0]
+
+
+def _as_batch(parcels: Sequence[Parcel]) -> Batch:
+    return Batch.from_columns(
+        {
+            "round": torch.tensor([p.round for p in parcels], dtype=torch.int64),
+            "sender": torch.tensor([p.sender for p in parcels], dtype=torch.int64),
+            "receiver": torch.tensor([p.receiver for p in parcels], dtype=torch.int64),
+            "data": [p.data for p in parcels] or ragged([], torch.uint8),
+        }
+    )
+
+
+def _as_parcels(batch: Batch) -> Iterator[Parcel]:
+    numbers = [batch[name].tolist() for name in ("round", "sender", "receiver")]
+    for *place, data in zip(*numbers, batch["data"].rows(), strict=True):
+        yield Parcel(*place, data)

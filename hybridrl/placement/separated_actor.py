@@ -1,0 +1,111 @@
+"""SeparatedActor: an actor that trains on some devices and generates on others, called as one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from hybridrl.controller import BatchRef, WorkerGroup
+
+PARTS = 4
+"""Bits in which samples leave the generator, to be scored while others are still generated."""
+
+
+class SeparatedActor:
+    """Speaks as the actor's worker group does; `generate_sequences` is the generator's.
+
+    With `staleness` 0 a generation waits for the weights of all updates called before it. With n it
+    uses those that there were n generations earlier, so that it need not wait for the updates
+    called since. What is called decides, not what is done first: the same calls always give the
+    same samples (but for `in_flight`).
+
+    Args:
+        trainer, generator: The groups.
+        staleness: See above.
+        in_flight: The generator takes weights as soon as the trainer has them, between two tokens.
+        store: Weights travel as parcels in the object store, and the trainer never waits for the
+            generator; otherwise by collectives.
+    """
+
+    def __init__(
+        self,
+        trainer: WorkerGroup,
+        generator: WorkerGroup,
+        *,
+        staleness: int,
+        in_flight: bool,
+        store: bool,
+    ) -> None:
+        self._trainer, self._generator = trainer, generator
+        self._staleness, self._in_flight, self._store = staleness, in_flight, store
+        self._updates = 0  # called so far
+        self._on_their_way = 0  # the number of updates in the weights that were last sent
+        self._sent = 0  # times
+        self._parcels: deque[tuple[int, BatchRef]] = deque()
+        meeting = trainer.open_meeting().get()
+        ranks = (len(trainer.devices), len(generator.devices))
+        met = trainer.meet(meeting, ranks[1]), generator.meet(meeting, ranks[0])
+        for handle in met:
+            handle.get()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._trainer, name)
+        if not name.startswith("update_"):
+            return method
+
+        def update(*arguments: Any, **keywords: Any) -> Any:
+            self._updates += 1
+            return method(*arguments, **keywords)
+
+        return update
+
+    @property
+    def devices(self) -> list[int]:
+        """Of the ranks that train."""
+        return self._trainer.devices
+
+    def generate_sequences(self, batch: BatchRef, sampling: Any) -> BatchRef:
+        """See `ActorWorker.generate_sequences`."""
+        if self._store:
+            self._give_parcels()
+        elif self._in_flight:
+            self._send()
+        elif not self._staleness:
+            self.publish()
+        self._generator.start_sequences(batch, sampling)
+        parts = [self._generator.take_sequences(part, PARTS) for part in range(PARTS)]
+        if self._staleness and not self._store:
+            # The trainer has nothing to do before these samples are there, so it does not mind
+            # that the generator takes weights after them only.
+            self.publish()
+        return BatchRef.of_stream(parts)
+
+    def publish(self) -> None:
+        """Has the next generation use the weights of all updates called so far."""
+        if self._store:
+            self._parcels.clear()
+            self._give_parcels()
+            return
+        self._send()
+        self._generator.receive_weights(self._sent)
+
+    def _send(self) -> None:
+        if self._on_their_way != self._updates:
+            self._trainer.send_weights()
+            self._on_their_way = self._updates
+            self._sent += 1
+
+    def _give_parcels(self) -> None:
+        """Weights of now join the line, and the generator gets those at its head."""
+        if not self._parcels or self._parcels[-1][0] != self._updates:
+            packed = self._trainer.pack_weights() if self._updates else None
+            self._parcels.append((self._updates, packed))
+        else:
+            self._parcels.append(self._parcels[-1])
+        while len(self._parcels) > self._staleness + 1:
+            self._parcels.popleft()
+        updates, packed = self._parcels[0]
+        if updates != self._on_their_way:
+            self._generator.load_weights(packed, updates)
+            self._on_their_way = updates

@@ -1,0 +1,188 @@
+"""GeneratorWorker: generates for the actor, on devices of its own, with weights that come to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hybridrl.config.schema import RolloutConfig
+from hybridrl.controller import (
+    ONE_TO_ALL,
+    THREE_D_ALL_MICRO_DP,
+    Claimed,
+    Context,
+    transfer,
+)
+from hybridrl.controller.worker import Rendezvous
+from hybridrl.core.batch import Batch
+from hybridrl.core.mesh import Coordinate, Mesh
+from hybridrl.engine.hybrid import with_mask
+from hybridrl.engine.weight_channel import WeightChannel
+from hybridrl.models.loading import DTYPES
+from hybridrl.parallel import process_group
+from hybridrl.rollout import Sampling
+from hybridrl.rollout.stream import SampleStream, Share
+from hybridrl.workers.engines import ModelSource
+from hybridrl.workers.generation import first_seed, report_samples, report_sync
+from hybridrl.workers.model_worker import ModelWorker
+from hybridrl.workers.rollout_engines import build_rollout
+
+if TYPE_CHECKING:
+    from hybridrl.rollout import RolloutEngine
+
+
+class GeneratorWorker(ModelWorker):
+    """One rank of a replica that generates.
+
+    Args:
+        source: The model.
+        rollout: Generation.
+        seed: Of all sampling.
+        job: A name that no other job on this machine has.
+        in_flight: Take new weights between two tokens, when they come.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        source: ModelSource,
+        rollout: RolloutConfig,
+        seed: int,
+        job: str,
+        in_flight: bool = False,
+    ) -> None:
+        super().__init__(context)
+        self._config = rollout
+        self._dtype = DTYPES[source.dtype]
+        self._seed = seed
+        self._in_flight = in_flight
+        self._generations = 0
+        self._version = 0
+        share = rollout.parallel.tp
+        self._mesh = Mesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
+        self._device = process_group.join(context)
+        self._world = dist.group.WORLD
+        self._peers: dist.ProcessGroup | None = None
+        if share > 1:
+            self._peers, _ = dist.new_subgroups_by_enumeration(self._mesh.groups("rollout_tp"))
+        self._engine: RolloutEngine = build_rollout(source, rollout, self._device, seed, job)
+
+    def coordinates(self) -> Mapping[str, Coordinate]:
+        return self._mesh.coordinates(self.context.rank)
+
+    @transfer(ONE_TO_ALL)
+    def meet(self, meeting: Rendezvous, senders: int) -> None:
+        """Meets the ranks that train, which come before those of this group."""
+        rank, size = senders + self.context.rank, senders + self.context.world_size
+        group = process_group.join_world("weights", rank, size, meeting, self.context.device_kind)
+        self.enter()
+        self._channel = WeightChannel(group, self._dtype, self._device, rollout=self._engine)
+
+    @transfer(ONE_TO_ALL)
+    def receive_weights(self, count: int) -> None:
+        """Sees to it that so many versions have been received in all."""
+        with self.phase("sync"):
+            while self._channel.count < count:
+                self._receive()
+
+    @transfer(ONE_TO_ALL)
+    def load_weights(self, parcels: Batch, version: int) -> None:
+        """Takes weights that came as parcels."""
+        with self.phase("sync"):
+            self._channel.unpack(parcels)
+        self._version = version
+
+    @transfer(ONE_TO_ALL)
+    def start_sequences(self, batch: Batch, sampling: Sampling) -> None:
+        """Begins to generate a response for each row; `take_sequences` gives them."""
+        self._batch, self._sampling = batch, sampling
+        self._first_seed = first_seed(self._seed, self._generations)
+        self._generations += 1
+        self._stream = None
+        if self._config.episode is None:
+            place = self.coordinates()["rollout_dp"]
+            self._stream = SampleStream(
+                self._engine,
+                [row.tolist() for row in batch["prompt_ids"].rows()],
+                sampling,
+                self._first_seed,
+                Share(place.index, place.size, partial(self._claim, self._generations)),
+                self._config.max_sequences,
+                self._version,
+            )
+
+    @transfer(THREE_D_ALL_MICRO_DP)
+    def take_sequences(self, part: int, parts: int) -> Batch:
+        """The samples that have finished since the last time: about one of `parts` of them all;
+        the columns are those of `ActorWorker.generate_sequences`."""
+        with self.phase("generate"):
+            if self._stream is None:
+                samples, rows = self._episodes(part)
+            else:
+                samples, rows = self._finished(part, parts)
+        samples = with_mask(samples)
+        if self.coordinates()["rollout_tp"].index == 0:
+            report_samples(self, samples)
+        return Claimed(samples, rows, len(self._batch))
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _finished(self, part: int, parts: int) -> tuple[Batch, np.ndarray]:
+        place = self.coordinates()["rollout_dp"]
+        share = -(-len(self._batch) // (place.size * parts))
+        least = share if part < parts - 1 else len(self._batch)
+        refresh = self._refresh if self._in_flight else None
+        samples, rows = self._stream.take(least, refresh)
+        tokens = samples.ragged("token_versions")
+        oldest = [int(row.min()) if len(row) else self._version for row in tokens.rows()]
+        samples = samples.with_columns({"policy_version": torch.tensor(oldest, dtype=torch.int64)})
+        if not self._in_flight:
+            samples = samples.select([n for n in samples.columns if n != "token_versions"])
+        return samples, rows
+
+    def _episodes(self, part: int) -> tuple[Batch, np.ndarray]:
+        """A block of rows, all with the first part: the turns of episodes are not streamed."""
+        place = self.coordinates()["rollout_dp"]
+        start, stop = (len(self._batch) * (place.index + i) // place.size for i in (0, 1))
+        rows = np.arange(start, stop if part == 0 else start)
+        samples = self._engine.generate(
+            self._batch.take(rows), self._sampling, self._first_seed + start
+        )
+        versions = torch.full((len(rows),), self._version)
+        return samples.with_columns({"policy_version": versions}), rows
+
+    def _refresh(self) -> int:
+        """Takes new weights if there are any; the version that generates now."""
+        if self._first_says(self._channel.has_come):
+            self._receive()
+        return self._version
+
+    def _receive(self) -> None:
+        self._version, cost = self._channel.receive()
+        report_sync(self, cost)
+
+    def _claim(self, generation: int) -> int:
+        """The next number that no replica has; see `Share`."""
+        number = 0
+        if self._leads:
+            store = process_group.store_of(self._world)
+            number = store.add(f"claimed/{generation}", 1) - 1
+        return self._first_says(number)
+
+    def _first_says(self, number: int) -> int:
+        """The same number on all ranks of the replica: that of the first."""
+        if self._peers is None:
+            return number
+        said = torch.tensor([int(number)])
+        dist.broadcast(said, group=self._peers, group_src=0)
+        return int(said)
+
+    @property
+    def _leads(self) -> bool:
+        return self.coordinates()["rollout_tp"].index == 0

@@ -1,0 +1,113 @@
+"""Where models live never changes what is learned: PPO with four models under every placement."""
+
+import json
+from collections import deque
+
+import pytest
+from conftest import TINY
+
+from hybridrl import Job, load_config
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+STEPS = 5
+PPO = [
+    *TINY,
+    *("algorithm=ppo", "algorithm.kl_coefficient=0.1", "rollout=transformers", "num_devices=2"),
+    *("warmup.steps=0", "data.prompts_per_step=8", "rollout.samples_per_prompt=4"),
+    *("reward.function=length", "reward.options.length.limit=4", "reward.options.length.ramp=3"),
+    *("actor.optimizer.learning_rate=1e-3", "actor.updates_per_step=2", "eval.prompts=8"),
+]
+EXPLICIT = [
+    "placement=explicit",
+    *("placement.roles.actor.devices=[0,1]", "placement.roles.critic.devices=[1]"),
+    *("placement.roles.reference.devices=[0]", "placement.roles.reward.devices=[1,0]"),
+]
+PLACEMENTS = {
+    "interleaving": ["placement=interleaving"],
+    "explicit": EXPLICIT,
+    "separation": ["placement=separation"],
+}
+
+
+@pytest.fixture(scope="module")
+def on_policy(ray, tmp_path_factory):
+    return run(tmp_path_factory.mktemp("flattening"))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_placement_learns_the_same(placement, on_policy, ray, tmp_path):
+    found, versions = run(tmp_path, *PLACEMENTS[placement])
+    assert found == pytest.approx(on_policy[0], abs=1e-5)
+    assert versions == on_policy[1]
+
+
+def test_staleness_1_is_one_step_off(on_policy, ray, tmp_path):
+    """The reference generates, with one set of weights, before the updates of the step before."""
+    wanted, versions = run(tmp_path / "reference", ahead=OneStepOff)
+    assert wanted != pytest.approx(on_policy[0], abs=1e-5)
+    assert [sorted(set(v)) for v in versions] == [[0], [0], [2], [4], [6]]
+    found = run(tmp_path / "separated", "placement=separation", "placement.staleness=1")
+    assert found[0] == pytest.approx(wanted, abs=1e-5)
+    assert found[1] == versions
+
+
+def test_older_weights_come_from_the_object_store(ray, tmp_path):
+    _, versions = run(tmp_path, "placement=separation", "placement.staleness=2")
+    assert [sorted(set(v)) for v in versions] == [[0], [0], [0], [2], [4]]
+
+
+def run(folder, *overrides, ahead=None):
+    """Losses of the policy and the critic in five steps, and the versions that made the samples."""
+    config = load_config([*PPO, *overrides, f"run.directory={folder / 'run'}"])
+    with Job(config) as job:
+        trainer = job.make_trainer()
+        if ahead is not None:
+            trainer.groups = {**job.groups, "actor": ahead(job)}
+            trainer.next_batch = trainer.groups["actor"].next_batch
+        if config.placement.strategy == "explicit":
+            place_is_what_was_written(job)
+        steps = [trainer.step() for _ in range(STEPS)]
+        losses = [
+            update[name]
+            for _, handles in steps
+            for update in (handle.get() for handle in handles)
+            for name in ("loss", "critic_loss")
+            if name in update
+        ]
+        versions = [batch.collect(["policy_version"])["policy_version"] for batch, _ in steps]
+    assert len(losses) == 2 * 2 * STEPS and len(set(losses)) > STEPS
+    return losses, [v.tolist() for v in versions]
+
+
+def place_is_what_was_written(job):
+    written = json.loads((job.directory.path / "placement.json").read_text())
+    assert written["roles"]["critic"] == {
+        "devices": [1],
+        "parallel": {},
+        "co_residents": ["actor", "reward"],
+    }
+
+
+class OneStepOff:
+    """An actor whose samples were generated before the last step's updates were called."""
+
+    def __init__(self, job):
+        self.job, self.actor = job, job.groups["actor"]
+        self.prompts, self.samples = deque(), deque()
+        self.generate()
+
+    def __getattr__(self, name):
+        return getattr(self.actor, name)
+
+    def generate(self):
+        prompts = self.job.next_batch()
+        repeated = prompts.repeat(self.job.config.rollout.samples_per_prompt)
+        self.prompts.append(prompts)
+        self.samples.append(self.actor.generate_sequences(repeated, self.job.sampling))
+
+    def next_batch(self):
+        self.generate()
+        return self.prompts.popleft()
+
+    def generate_sequences(self, batch, sampling):
+        return self.samples.popleft()
