@@ -136,7 +136,8 @@ class _Key:
 
     def __init__(self, config: PretrainedConfig, lora: LoraSettings | None) -> None:
         self.config, self.lora = config, lora
-        self.text = config.to_json_string(use_diff=False)
+        known = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
+        self.text = repr(sorted(known.items()))
 
     def __hash__(self) -> int:
         return hash(self.text)

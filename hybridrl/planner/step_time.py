@@ -233,8 +233,12 @@ class _Clock:
         return max(compute, moved) if self.planner.machines.is_cuda else compute + moved
 
     def _wire(self, devices: Sequence[int]) -> float:
-        nodes = {self.devices[device].node for device in devices}
-        return self.rates.link if len(nodes) == 1 else min(self.rates.link, self.rates.network)
+        """Bytes per second that each of these receives in a collective. Between nodes a ring goes
+        through the network cards of all devices of a node, each with a part of the data."""
+        nodes = [self.devices[device].node for device in devices]
+        if len(set(nodes)) == 1:
+            return self.rates.link
+        return min(self.rates.link, self.rates.network * nodes.count(nodes[0]))
 
     def _sync(self, role: str) -> float:
         shape = self.planner.generation_shape()
