@@ -26,7 +26,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 STEPS = 3
-TIMED_STEPS = 7
+TIMED_STEPS = 5
 KEPT_FROM = 2
 """The first steps make what later ones find."""
 MODES = (
@@ -111,7 +111,7 @@ def run(name: str, mode: str) -> dict[str, tuple[float, float]]:
     command = [sys.executable, __file__, "--child", mode, name]
     # Without it the C library keeps what was freed in blocks below 32 MiB for the next of its
     # kind, and every phase seems to take what the fullest one took.
-    environment = {"MALLOC_MMAP_THRESHOLD_": "1048576"} if mode == "resident" else {}
+    environment = {"MALLOC_MMAP_THRESHOLD_": "65536"} if mode == "resident" else {}
     done = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, timeout=280, env=os.environ | environment
     )

@@ -28,9 +28,18 @@ ADAM_TOUCHES = 16
 """Times that AdamW and the gradients' norm and scaling read or write an element."""
 LOGIT_TOUCHES = 24
 """Times that an update reads or writes a logit; scoring does half as often."""
-SMALL_OPS = {"call": 700, "sample": 7, "vllm_step": 300, "vllm_sample": 4, "transformers_step": 60}
-"""What costs no arithmetic, in small operations: a call of a group; a sample in it; a token-step of
-a generator, and a sample in that. Counted once, by fitting the default job."""
+SMALL_OPS = {
+    "call": 700,
+    "sample": 7,
+    "tensor": 7,
+    "synced tensor": 200,
+    "vllm step": 300,
+    "vllm sample": 28,
+    "transformers step": 60,
+}
+"""What costs no arithmetic, in small operations: a call of a group and a sample in it; a tensor that
+the optimizer steps, or a sync brings to the generator; a token-step of a generator, and a sample in
+it. Counted once, from the default job; the probe says what a small operation takes."""
 FLOW = (
     (("sync", "generate"), "weights", "samples"),
     (("score",), "samples", "scores"),
@@ -195,7 +204,7 @@ class _Clock:
         reduced = reduces * MASTER * part.parameters.trained
         copies = (3 * gathered + 4 * reduced) / rates.memory
         step = ADAM_TOUCHES * MASTER * part.parameters.trained / part.shards / rates.memory
-        step += SMALL_OPS["sample"] * part.shape.tensors * part.layers * rates.small_op
+        step += SMALL_OPS["tensor"] * part.shape.tensors * part.layers * rates.small_op
         one = self._with_transfer(compute + copies, call.role, part, gathered + reduced) + step
         return call.updates * one
 
@@ -244,7 +253,7 @@ class _Clock:
         shape = self.planner.generation_shape()
         place = self.planner.placement.roles[role]
         copies = 4 * generation_copy(shape) / self.rates.memory
-        small = SMALL_OPS["sample"] * shape.tensors * shape.layers * self.rates.small_op
+        small = SMALL_OPS["synced tensor"] * shape.tensors * shape.layers * self.rates.small_op
         return copies + small + self.planner.sync_bytes() / self._wire(place.devices)
 
     def _generate(self, call: Call) -> float:
@@ -265,10 +274,10 @@ class _Clock:
         layers = shape.layers * rates.forward_overhead
         if rollout.engine == "vllm":
             layers = 0.0 if planner.machines.is_cuda and rollout.cuda_graphs else layers
-            small = SMALL_OPS["vllm_step"] + SMALL_OPS["vllm_sample"] * running
+            small = SMALL_OPS["vllm step"] + SMALL_OPS["vllm sample"] * running
             prompts = rows / max(1, rollout.samples_per_prompt)
         else:  # its cache grows by copying
-            small = SMALL_OPS["transformers_step"] + running
+            small = SMALL_OPS["transformers step"] + running
             kv *= 3
             prompts = rows
         step = layers + products + head + kv / rates.memory + small * rates.small_op

@@ -71,7 +71,6 @@ def fits(size, devices, kind):
         ("7b", 64, 3),
         ("7b", 128, 3),
         ("70b", 8, 0),
-        ("70b", 32, 1),
         ("70b", 64, 2),
         ("70b", 128, 3),
     ],
@@ -96,7 +95,7 @@ def test_every_cure_cures():
             assert make_plan(changed(config, cure), machines).fits(), cure
         names = [cure[0][0] for cure in found]
         assert names[0] == "actor.tokens_per_microbatch"
-        with pytest.raises(ConfigError, match="It would fit with actor.tokens_per_microbatch="):
+        with pytest.raises(ConfigError, match=r"It would fit with actor\.tokens_per_microbatch="):
             refuse(plan, config, machines)
 
 
@@ -122,7 +121,7 @@ def test_what_cannot_fit_at_all_says_so():
 
 @pytest.mark.parametrize("text", ["8", "8xT1000", "x8xH100", "0xH100", "H100"])
 def test_devices_that_are_none(text):
-    with pytest.raises(ConfigError, match="--devices .*64xH200"):
+    with pytest.raises(ConfigError, match=r"--devices .*64xH200"):
         named(text)
 
 
@@ -192,8 +191,8 @@ def test_the_command(tmp_path):
 
 
 def test_the_command_refuses_with_a_sentence():
-    command = [sys.executable, "-m", "hybridrl.cli", "plan", "model.path=llama-70b", *PAPER]
-    done = subprocess.run([*command, "--devices", "8xA100"], capture_output=True, text=True)
+    command = [sys.executable, "-m", "hybridrl.cli", "plan", "model.path=llama-7b", *PAPER]
+    done = subprocess.run([*command, "--devices", "1xL4"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "where roles live" in done.stdout
     assert "GiB" in done.stderr and "Traceback" not in done.stderr
