@@ -50,12 +50,11 @@ def probe(path: str, dtype: str, machines: Machines, tokens: int, length: float)
     cluster, here = machines.cluster, machines.devices_per_node
     if machines.is_cuda:
         here = min(here, torch.accelerator.device_count())
-    threads = cores_per_device(cluster) if cluster.kind == "cpu" else 1
+    # One device has this process's own threads, whatever their number.
+    threads = torch.get_num_threads() if here == 1 else cores_per_device(cluster)
     job = (cluster.kind, threads, path, dtype, tokens, round(length))
     if here == 1:
-        before = torch.get_num_threads()
         found = [_measure(0, 1, *job)]
-        torch.set_num_threads(before)
     else:
         found = _on_all(cluster, here, threads, job)
     mean = {name: sum(f[name] for f in found) / len(found) for name in found[0]}
@@ -101,7 +100,7 @@ def _measure(
     rank: int, world: int, kind: str, threads: int, path: str, dtype: str, tokens: int, length: int
 ) -> dict[str, float]:
     device = make_current(kind, rank)
-    if kind == "cpu":
+    if world > 1:
         torch.set_num_threads(threads)
     config = load_config(path)
     model = _layers(config, dtype, device)

@@ -36,10 +36,11 @@ SMALL_OPS = {
     "vllm step": 300,
     "vllm sample": 28,
     "transformers step": 60,
+    "transformers layer": 400,
 }
-"""What costs no arithmetic, in small operations: a call of a group and a sample in it; a tensor that
-the optimizer steps, or a sync brings to the generator; a token-step of a generator, and a sample in
-it. Counted once, from the default job; the probe says what a small operation takes."""
+"""What costs no arithmetic, in small operations: a call of a group and a sample in it; a tensor
+that the optimizer steps, or a sync brings to the generator; a token-step of a generator, and a
+sample or a layer in it. Counted once, from the default job and one more; the probe says what a small operation takes."""
 FLOW = (
     (("sync", "generate"), "weights", "samples"),
     (("score",), "samples", "scores"),
@@ -278,6 +279,7 @@ class _Clock:
             prompts = rows / max(1, rollout.samples_per_prompt)
         else:  # its cache grows by copying
             small = SMALL_OPS["transformers step"] + running
+            small += SMALL_OPS["transformers layer"] * shape.layers
             kv *= 3
             prompts = rows
         step = layers + products + head + kv / rates.memory + small * rates.small_op
