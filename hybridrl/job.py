@@ -235,6 +235,7 @@ class Job:
             self.longest_response = max(int(lengths.max()) for lengths in columns)
         self.context_length = self.longest_prompt + self.longest_response
         self._check_lengths(load_config(self.model_path))
+        self._count_model(load_config(self.model_path))
 
     def _make_tiny_model(self) -> Path:
         from hybridrl.data.tasks import load_task
@@ -293,6 +294,21 @@ class Job:
                 f"{wanted}, but actor.tokens_per_microbatch={budget}: a sample (or a pair) is "
                 f"never cut. Raise actor.tokens_per_microbatch to {needed} or more, or lower "
                 f"{setting}."
+            )
+
+    def _count_model(self, model_config: Any) -> None:
+        """What the plan will ask, while Ray starts."""
+        from hybridrl.planner.model_shape import shape_of
+
+        actor, dtype = self.config.actor, self.config.model.dtype
+        for scalar in {"critic" in self.trainer_class.roles(self.config), False}:
+            shape_of(
+                model_config,
+                dtype,
+                tp=actor.parallel.tp,
+                scalar=scalar,
+                checkpointing=actor.gradient_checkpointing,
+                lora=actor.lora if actor.lora.rank else None,
             )
 
     def _make_plan(self) -> Plan:

@@ -40,7 +40,8 @@ SMALL_OPS = {
 }
 """What costs no arithmetic, in small operations: a call of a group and a sample in it; a tensor
 that the optimizer steps, or a sync brings to the generator; a token-step of a generator, and a
-sample or a layer in it. Counted once, from the default job and one more; the probe says what a small operation takes."""
+sample or a layer in it. Counted once, from the default job and one more; the probe says what a
+small operation takes."""
 FLOW = (
     (("sync", "generate"), "weights", "samples"),
     (("score",), "samples", "scores"),
