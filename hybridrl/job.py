@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +32,13 @@ if TYPE_CHECKING:
     from hybridrl.core.batch import Batch
     from hybridrl.data.loader import PromptLoader
     from hybridrl.placement.separated_actor import SeparatedActor
+    from hybridrl.planner.plan import Plan
     from hybridrl.trainers.base import Trainer
 
 HEAD_DIM_STEP = 32
+TOLERANCE = 1.15
+"""A job is refused when it is expected to need more than this multiple of the memory there is:
+predictions were seen to be right within as much."""
 
 
 class Job:
@@ -55,6 +59,7 @@ class Job:
         sampling: How samples are drawn while training.
         executor: The devices.
         placement: Which role lives on which devices.
+        plan: What that takes of each device.
         groups: The worker groups, by role.
         started: When this process began, seconds since the epoch.
     """
@@ -88,6 +93,7 @@ class Job:
             wanted = list(roles or self.trainer_class.roles(config))
             self.placement = check_placement(config, self.executor.cluster, wanted)
             self.directory.write_placement(self.placement.to_json())
+            self.plan = self._make_plan()
             progress(f"starting workers on {len(self.executor.cluster.devices)} devices")
             self._build_groups(wanted)
         except BaseException:
@@ -231,6 +237,7 @@ class Job:
             self.longest_response = max(int(lengths.max()) for lengths in columns)
         self.context_length = self.longest_prompt + self.longest_response
         self._check_lengths(load_config(self.model_path))
+        self._count_model(load_config(self.model_path))
 
     def _make_tiny_model(self) -> Path:
         from hybridrl.data.tasks import load_task
@@ -290,6 +297,34 @@ class Job:
                 f"never cut. Raise actor.tokens_per_microbatch to {needed} or more, or lower "
                 f"{setting}."
             )
+
+    def _count_model(self, model_config: Any) -> None:
+        """What the plan will ask, while Ray starts."""
+        from hybridrl.planner.model_shape import shape_of
+
+        actor, dtype = self.config.actor, self.config.model.dtype
+        for scalar in {"critic" in self.trainer_class.roles(self.config), False}:
+            shape_of(
+                model_config,
+                dtype,
+                tp=actor.parallel.tp,
+                scalar=scalar,
+                checkpointing=actor.gradient_checkpointing,
+                lora=actor.lora if actor.lora.rank else None,
+            )
+
+    def _make_plan(self) -> Plan:
+        """What the job will take, from its longest samples; refused if it is far too much."""
+        from hybridrl.planner.cures import refuse
+        from hybridrl.planner.devices import present
+        from hybridrl.planner.plan import make_plan
+
+        config = replace(self.config, model=replace(self.config.model, path=self.model_path))
+        machines = present(self.executor.cluster)
+        lengths = (float(self.longest_prompt), float(self.longest_response))
+        plan = make_plan(config, machines, self.placement, lengths)
+        refuse(plan, config, machines, lengths, tolerance=TOLERANCE)
+        return plan
 
     def _build_groups(self, wanted: Sequence[str]) -> None:
         from hybridrl.controller import WorkerGroup

@@ -57,6 +57,7 @@ def run(config: Config) -> dict[str, Any]:
     from hybridrl.observe.console import make_console
     from hybridrl.observe.overview import overview
     from hybridrl.observe.summary import final_sentence
+    from hybridrl.planner.table import short
     from hybridrl.trainers import load_trainer
     from hybridrl.trainers.loop import Loop
 
@@ -67,7 +68,7 @@ def run(config: Config) -> dict[str, Any]:
         with Job(config, view.phase) as job:
             # Now, because Ray sets a handler of its own when it starts.
             signal.signal(signal.SIGTERM, _interrupt)
-            view.message(overview(job))
+            view.message(overview(job, short(job.plan)))
             loop = Loop(job, view)
             summary = loop.summary
             try:

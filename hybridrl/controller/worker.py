@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from hybridrl.core.mesh import Coordinate
 from hybridrl.core.record import Record
+from hybridrl.observe.memory import PeakMemory
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,15 @@ class Worker:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times a part of the current call, for the share of the step shown to the user."""
+        """Times a part of the current call, for the share of the step shown to the user, and
+        takes the memory of its fullest moment."""
+        memory = PeakMemory(self.context.device_kind)
         begin = time.perf_counter()
         try:
             yield
         finally:
             self.record.phases[name] += time.perf_counter() - begin
+            self.record.peaks[name] = max(self.record.peaks.get(name, 0), memory.bytes())
 
     def report(self, **metrics: float) -> None:
         """Adds figures to the current call's record; see `Record.metrics`."""

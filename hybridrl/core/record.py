@@ -13,6 +13,7 @@ class Record:
     Attributes:
         start, end: Seconds since the epoch.
         phases: Seconds by phase name; the known ones are `generate`, `score`, `train`, `sync`.
+        peaks: By phase name, bytes of the device in use at its fullest moment.
         metrics: Figures that the worker reported; they add up over ranks and calls, but of those
             named `*_max` the largest counts.
     """
@@ -23,4 +24,5 @@ class Record:
     start: float = 0.0
     end: float = 0.0
     phases: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    peaks: dict[str, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)

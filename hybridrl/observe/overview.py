@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hybridrl.job import Job
 
 
-def overview(job: Job) -> str:
-    """A few lines: the derived sizes and the table of roles and devices."""
+def overview(job: Job, plan: Sequence[str]) -> str:
+    """A few lines: the derived sizes, and the plan's own lines of roles, devices and memory."""
     config, cluster = job.config, job.executor.cluster
     prompts, per_prompt = config.data.prompts_per_step, config.rollout.samples_per_prompt
     held_out = len(job.held_out) if job.held_out is not None else 0
@@ -28,9 +29,4 @@ def overview(job: Job) -> str:
         f"sample      up to {job.longest_prompt} + {job.longest_response} tokens",
         f"devices     {len(cluster.devices)} x {cluster.kind}, placement {job.placement.strategy}",
     ]
-    width = max(len(role) for role in job.placement.roles)
-    for role, place in job.placement.roles.items():
-        here = set(place.devices)
-        marks = " ".join(str(d) if d in here else "." for d in range(len(cluster.devices)))
-        lines.append(f"  {role:<{width}}  on {marks}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *plan])

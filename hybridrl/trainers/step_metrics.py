@@ -70,7 +70,17 @@ def step_metrics(
         metrics["mismatch/ess"] = first["mismatch_weight"] ** 2 / square if square else 1.0
     if any("critic_return" in update for update in updates):
         metrics["critic/explained_variance"] = _explained_variance(updates)
-    return metrics | {"time/step": seconds} | phase_shares(records, seconds)
+    return metrics | {"time/step": seconds} | phase_shares(records, seconds) | _peaks(records)
+
+
+def _peaks(records: Sequence[Record]) -> dict[str, float]:
+    """Memory at the fullest moment of any rank, by role and phase."""
+    found: dict[str, float] = defaultdict(float)
+    for record in records:
+        for phase, size in record.peaks.items():
+            name = f"memory/{record.role}/{phase}_peak_gib"
+            found[name] = max(found[name], size / 2**30)
+    return dict(found)
 
 
 def _scores(kind: str, total: Mapping[str, float]) -> dict[str, float]:

@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "models": {"core"},
     "controller": {"core", "observe"},
     "placement": {"core", "controller"},
+    "planner": {"core", "config", "placement", "models"},
     "reshard": {"core"},
     "parallel": {"core", "models", "=controller", "=controller.worker"},
     "rollout": {"core", "models"},

@@ -1,0 +1,146 @@
+"""The command `hybridrl`: what is no training run. `hybridrl plan [key=value ...]` says where roles
+will live, what that takes of each device, and how long a step will last; it starts nothing."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from hybridrl.config.load import load_config
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError, HybridRLError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from hybridrl.planner.devices import Machines
+    from hybridrl.planner.plan import Plan
+    from hybridrl.planner.step_time import Rates
+
+REFUSED = 2
+"""Exit code for wrong settings and for what does not fit, as of `python -m hybridrl.main`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="hybridrl", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    plan = commands.add_parser(
+        "plan",
+        help="what a job will do and take, before it starts",
+        usage="hybridrl plan [key=value ...] [--json] [--devices N] [--lengths P+R]",
+    )
+    plan.add_argument(
+        "--json", action="store_true", help="the plan as data; placement=file runs it"
+    )
+    plan.add_argument("--devices", help="plan for machines that are not here: 64xH200, 16x8xH100")
+    plan.add_argument(
+        "--lengths",
+        metavar="PROMPT+RESPONSE",
+        help="tokens of a usual sample, such as 300+800; else the longest that are allowed",
+    )
+    chosen, overrides = parser.parse_known_args(arguments)
+    if unknown := [word for word in overrides if word.startswith("-")]:
+        plan.error(f"unknown: {' '.join(unknown)}")
+    console = Console(stderr=True)
+    try:
+        _plan(chosen, overrides)
+    except HybridRLError as error:
+        console.print("error:", style="bold red", end=" ")
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        sys.exit(REFUSED)
+
+
+def _plan(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
+    from hybridrl.planner import cures, table
+    from hybridrl.planner.described import with_described_models
+    from hybridrl.planner.plan import make_plan, to_json
+
+    config = load_config(overrides)
+    lengths = _lengths(chosen.lengths)
+    machines = _machines(config, chosen.devices)
+    with with_described_models(config, _tiny(config)) as described:
+        plan = make_plan(described, machines, lengths=lengths)
+        if plan.fits():
+            rates = _rates(described, plan)
+            plan = make_plan(described, machines, lengths=lengths, rates=rates)
+        if chosen.json:
+            sys.stdout.write(to_json(plan) + "\n")
+        else:
+            console = Console(width=None if sys.stdout.isatty() else 160)
+            for line in table.sizes_lines(plan):
+                console.print(line, highlight=False, markup=False)
+            for shown in table.tables(plan):
+                console.print()
+                console.print(shown)
+        cures.refuse(plan, described, machines, lengths)
+
+
+def _machines(config: Config, text: str | None) -> Machines:
+    from hybridrl.planner import devices
+
+    if text is not None:
+        return devices.named(text)
+    import torch
+
+    from hybridrl.core.cluster import Cluster, choose_devices
+
+    inline = config.executor == "inline"
+    cpus = 1 if inline else os.cpu_count() or 1
+    number = 1 if inline else config.num_devices
+    gpus = torch.accelerator.device_count()
+    kind, count = choose_devices(config.devices, number, gpus, cpus)
+    return devices.present(Cluster.of_one_node(kind, count))
+
+
+def _rates(config: Config, plan: Plan) -> Rates:
+    """Known ones, or measured here."""
+    from hybridrl.planner.step_time import Rates
+
+    if plan.machines.accelerator is not None:
+        return Rates.known(plan.machines.accelerator)
+    from hybridrl.planner.probe import probe
+
+    tokens = max((batch.tokens for batch in plan.batches.values()), default=1)
+    length = plan.sizes.sample_tokens
+    return probe(config.model.path, config.model.dtype, plan.machines, tokens, length)
+
+
+def _tiny(config: Config) -> PretrainedConfig | None:
+    """The architecture of the model that is made where none is given."""
+    if config.model.path is not None:
+        return None
+    from dataclasses import asdict
+
+    from hybridrl.data.tasks import load_task
+    from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+    from hybridrl.models import tiny_config
+
+    found = tiny_config(**asdict(config.model.tiny))
+    task = config.data.task
+    if task is None:
+        raise ConfigError(
+            "model.path is not set. Set it to a folder, a hub name, or a size to plan with: "
+            "llama-7b, llama-13b, llama-34b, llama-70b."
+        )
+    found.vocab_size = len(build_tokenizer(load_task(task).CHARACTERS))
+    return found
+
+
+def _lengths(text: str | None) -> tuple[float, float] | None:
+    if text is None:
+        return None
+    try:
+        prompt, response = (float(part) for part in text.split("+"))
+    except ValueError as error:
+        raise ConfigError(f"--lengths {text}: write PROMPT+RESPONSE, such as 300+800.") from error
+    return prompt, response
+
+
+if __name__ == "__main__":
+    main()

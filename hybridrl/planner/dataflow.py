@@ -1,0 +1,163 @@
+"""What a step does: which role is called for what, in which order, on how many samples.
+
+The driver programs of `hybridrl.trainers` say the same in code that runs; a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hybridrl.config.placement_checks import played_by
+from hybridrl.config.schema import Config, ParallelConfig
+from hybridrl.core.training_mesh import devices_of
+from hybridrl.placement import GENERATOR, Placement
+
+PHASES = ("sync", "generate", "score", "train")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a step.
+
+    Attributes:
+        role: Who is called.
+        phase: One of `PHASES`.
+        samples: On how many samples, of all ranks.
+        updates: In how many optimizer updates, one after the other.
+    """
+
+    role: str
+    phase: str
+    samples: int
+    updates: int = 1
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a step works on.
+
+    Attributes:
+        prompts: Prompts, examples or pairs.
+        samples: Rows that are learned from.
+        prompt_tokens, response_tokens: Of one sample.
+        updates: Optimizer updates.
+    """
+
+    prompts: int
+    samples: int
+    prompt_tokens: float
+    response_tokens: float
+    updates: int
+
+    @property
+    def sample_tokens(self) -> float:
+        """Of one sample, prompt included."""
+        return self.prompt_tokens + self.response_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Of all samples of a step, prompts included."""
+        return round(self.samples * self.sample_tokens)
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """What one rank's share of the samples is packed into.
+
+    Attributes:
+        count: How many.
+        tokens: On one device in the fullest, prompts included.
+        samples: In the fullest, of all sequence-parallel ranks.
+        total: Tokens of this device's share.
+    """
+
+    count: int
+    tokens: int
+    samples: int
+    total: int
+
+
+def sizes_of(config: Config, lengths: tuple[float, float] | None = None) -> Sizes:
+    """The sizes of a step.
+
+    Args:
+        lengths: Tokens of a prompt and of a response; None: the longest that the settings allow.
+    """
+    data, rollout = config.data, config.rollout
+    generates = _generates(config)
+    longest = rollout.max_tokens if generates else data.max_response_tokens
+    prompt, response = lengths or (data.max_prompt_tokens, longest or data.max_prompt_tokens)
+    per_prompt = rollout.samples_per_prompt if generates else 2 if _pairs(config) else 1
+    samples = data.prompts_per_step * per_prompt
+    updates = config.actor.updates_per_step if config.trainer.name != "reward_model" else 1
+    return Sizes(data.prompts_per_step, samples, prompt, response, updates)
+
+
+def micro_batches(
+    config: Config, sizes: Sizes, call: Call, devices: int, parallel: ParallelConfig
+) -> MicroBatches:
+    """How a role on so many devices packs its samples, all of the same length."""
+    dp = max(1, devices // devices_of(parallel))
+    sharing = parallel.ring * parallel.ulysses
+    rows = max(1, -(-call.samples // (call.updates * dp)))
+    length = max(1.0, sizes.sample_tokens)
+    fitting = max(1, int(config.actor.tokens_per_microbatch * sharing // length))
+    together = min(rows, fitting)
+    return MicroBatches(
+        count=-(-rows // fitting),
+        tokens=max(1, round(together * length / sharing)),
+        samples=together,
+        total=max(1, round(rows * length / sharing)),
+    )
+
+
+def calls_of(config: Config, sizes: Sizes, placement: Placement) -> list[Call]:
+    """The calls of one step, in order."""
+    n, updates = sizes.samples, sizes.updates
+    generator = GENERATOR if placement.is_separated else "actor"
+    generation = [Call(generator, "sync", n), Call(generator, "generate", n)]
+    algorithm, roles = config.algorithm, placement.roles
+    reference = []
+    if algorithm.kl_coefficient or config.trainer.name == "dpo":
+        reference = [Call(played_by("reference", config), "score", n)]
+    score = [Call("actor", "score", n)]
+    learn = [Call("actor", "train", n, updates)]
+    supervised = [Call("actor", "train", sizes.prompts)] if algorithm.ptx_coefficient else []
+    critics = [name for name in ("critic", "cost_critic") if name in roles]
+    judges = [Call(name, "score", n) for name in ("reward", "cost") if name in roles]
+    values = [Call(name, "score", n) for name in critics]
+    critic_updates = [Call(name, "train", n, updates) for name in critics]
+    old = score if updates > 1 or algorithm.kl_in_reward else []
+    greedy = [
+        Call(generator, "generate", sizes.prompts),
+        Call("reward", "score", sizes.prompts),
+    ]
+    acting = [*generation, *judges]
+    judged = [*acting, *score, *reference, *values, *critic_updates, *learn, *supervised]
+    programs: Mapping[str, list[Call]] = {
+        "grpo": [*acting, *reference, *old, *learn],
+        "ppo": judged,
+        "safe_rlhf": judged,
+        "remax": [generation[0], *greedy, *acting[1:], *score, *reference, *learn],
+        "sft": learn,
+        "dpo": [*reference, *learn],
+        "reward_model": [Call("reward_model", "train", n)],
+        "evaluate": acting[1:],
+    }
+    return programs.get(config.trainer.name, judged)
+
+
+def has_model(config: Config, role: str) -> bool:
+    """Whether a role holds a model that is cut over its devices; functions and judges are not."""
+    settings: Any = {"reward": config.reward, "cost": config.cost}.get(role)
+    return settings is None or bool(settings.model)
+
+
+def _generates(config: Config) -> bool:
+    return config.trainer.name not in ("sft", "dpo", "reward_model")
+
+
+def _pairs(config: Config) -> bool:
+    return config.trainer.name in ("dpo", "reward_model")

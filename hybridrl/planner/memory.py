@@ -1,0 +1,247 @@
+"""Bytes that a role takes of one device: what stays there, and what each phase adds at its fullest
+moment.
+
+A model lies in float32 shards, with Adam's two moments beside them where it is trained. FSDP
+gathers a unit (a layer, or the whole of a small model) in the precision of computation, sums its
+gradients in float32, and leaves the last unit of a forward gathered. `hybridrl.parallel.fsdp` and
+`hybridrl.engine.train` do what is counted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hybridrl.config.schema import Config, ParallelConfig
+from hybridrl.models.log_probs import CHUNK_ELEMENTS
+from hybridrl.planner.dataflow import MicroBatches, Sizes
+from hybridrl.planner.model_shape import Counts, ModelShape
+
+SMALL_MODEL_BYTES = 256 << 20
+"""`hybridrl.parallel.fsdp.SMALL_MODEL_BYTES`, which a test compares."""
+MASTER = 4
+"""Bytes of float32: parameters, their summed gradients and each of Adam's two moments."""
+LOGITS_SCORING, LOGITS_TRAINING = 4, 6
+"""Chunks of float32 logits that live at once in `token_log_probs`, forward and backward."""
+SAMPLING_COPIES = 4
+"""Of `[samples, vocabulary]` logits while `rollout=transformers` chooses tokens."""
+
+Parts = dict[str, float]
+"""Bytes by what they are for."""
+
+
+def total(parts: Mapping[str, float]) -> float:
+    """All of them."""
+    return sum(parts.values())
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """What one device holds of a role's model.
+
+    Attributes:
+        shape: Of its tensor-parallel part.
+        layers: How many it has.
+        ends: Whether it has the input embedding, and whether it has the output.
+        shards: Devices that share its parameters.
+        micro_batches_held: Forwards that wait for their backward in a pipeline.
+        trains: Whether it learns.
+        is_cuda: Whether it lies on a GPU.
+        offload_parameters, offload_optimizer: See `ActorConfig`.
+    """
+
+    shape: ModelShape
+    layers: int
+    ends: tuple[bool, bool]
+    shards: int
+    micro_batches_held: int
+    trains: bool
+    is_cuda: bool
+    offload_parameters: bool
+    offload_optimizer: bool
+
+    @property
+    def around(self) -> Counts:
+        """Parameters that are in no layer."""
+        shape, (first, last) = self.shape, self.ends
+        found = Counts(0, 0)
+        if first or (last and shape.tied):
+            found += shape.embedding
+        if last:
+            found += shape.norm
+            found += Counts(0, 0) if shape.tied else shape.head
+        return found
+
+    @property
+    def parameters(self) -> Counts:
+        """On this device, were they not sharded."""
+        return self.shape.layer.times(self.layers) + self.around
+
+    @property
+    def is_small(self) -> bool:
+        """Gathered whole, its gradients summed once in an update."""
+        return self.parameters.all * MASTER < SMALL_MODEL_BYTES
+
+    def resident(self) -> Parts:
+        """What stays on the device between calls."""
+        parameters = self.parameters
+        shards: Parts = {"parameters": MASTER * parameters.all / self.shards}
+        if self.trains:
+            shards["optimizer"] = 2 * MASTER * parameters.trained / self.shards
+        if self.offload_parameters:
+            shards = {}
+        if self.offload_optimizer:
+            shards.pop("optimizer", None)
+        return shards
+
+    def left_gathered(self) -> Parts:
+        """What a forward without a backward leaves until the next."""
+        unit = self.parameters if self.is_small else self.around
+        return {"gathered": self.shape.item * unit.all}
+
+    def scoring(self, batch: MicroBatches, sizes: Sizes) -> Parts:
+        """A forward's fullest moment, beside what is resident."""
+        shape, tokens = self.shape, batch.tokens
+        in_layers = {"activations": tokens * shape.scoring.of(self.layers)}
+        head = {"activations": self._states(batch, sizes), **self._logits(batch, sizes, 1)}
+        return _fullest(
+            {"gathered": self._gathered(forward=True), **in_layers},
+            {"gathered": self._gathered(forward=True), **head},
+        )
+
+    def training(self, batch: MicroBatches, sizes: Sizes) -> Parts:
+        """An update's fullest moment, beside what is resident."""
+        shape, item = self.shape, self.shape.item
+        trained, around = self.parameters.trained, self.around
+        shard = 0 if self.offload_parameters else MASTER * trained / self.shards
+        optimizer = {}
+        if self.offload_optimizer:
+            optimizer = {"optimizer": 2 * shard}
+        held = self.micro_batches_held
+        kept = held * batch.tokens * shape.training.per_layer * self.layers
+        backward = batch.tokens * shape.training.fixed
+        head = item * shape.head.trained if self.ends[1] else 0
+        head_parts = self._logits(batch, sizes, 2)
+        several = batch.count > 1
+        if self.is_small:
+            before = MASTER * trained if several else 0
+            gathered, unit = self._gathered(forward=False), 0.0
+            # In float32 autograd adds to what is there; in others a second copy takes the new ones.
+            end = MASTER * trained if item == MASTER else before + item * trained
+            reduced = (MASTER if several else item) * trained + MASTER * trained
+            reduced = max(reduced, MASTER * trained + shard)
+        else:
+            before = shard if several else 0
+            gathered = self._gathered(forward=False)
+            unit = (item + MASTER) * shape.layer.trained
+            end = shard + (item + MASTER) * around.trained
+            reduced = end
+        temporary = shard if self.is_cuda else 2 * MASTER * shape.largest / self.shards
+        moments = (
+            {
+                "gathered": self._gathered(forward=True),
+                "gradients": before + head_parts.pop("gradients", 0.0),
+                "activations": kept + self._states(batch, sizes),
+                **head_parts,
+            },
+            {
+                "gathered": gathered,
+                "gradients": before + max(0 if several and self.is_small else head, unit),
+                "activations": kept + backward,
+            },
+            {"gathered": gathered, "gradients": end},
+            {"gradients": reduced},
+            {"gradients": shard, "optimizer": temporary},
+        )
+        best = _fullest(*moments)
+        return {k: best.get(k, 0.0) + optimizer.get(k, 0.0) for k in {**best, **optimizer}}
+
+    def _gathered(self, forward: bool) -> float:
+        """Parameters in the precision of computation. A forward over several shards keeps the
+        buffer that they came in until the next unit."""
+        item = self.shape.item
+        buffer = self.shards > 1
+        if self.is_small:
+            return item * self.parameters.all * (1 + (buffer and forward))
+        layers = min(self.layers, 2 if buffer else 1)
+        return item * (self.around.all + (layers + (buffer and forward)) * self.shape.layer.all)
+
+    def _states(self, batch: MicroBatches, sizes: Sizes) -> float:
+        """The last hidden states, and those of them that are read."""
+        if not self.ends[1]:
+            return 0.0
+        read = batch.tokens * (1 + sizes.response_tokens / sizes.sample_tokens)
+        return read * self.shape.hidden * self.shape.item
+
+    def _logits(self, batch: MicroBatches, sizes: Sizes, passes: int) -> Parts:
+        shape = self.shape
+        if not self.ends[1] or shape.vocabulary == 1:
+            return {}
+        responses = batch.tokens * sizes.response_tokens / sizes.sample_tokens
+        chunk = MASTER * min(CHUNK_ELEMENTS, responses * shape.vocabulary)
+        if passes == 1:
+            return {"logits": LOGITS_SCORING * chunk}
+        # The backward sums the output's gradient in float32, and makes that of the states.
+        copy = shape.item if shape.item != MASTER else 0
+        trained = (MASTER + copy) * shape.head.trained
+        states = responses * shape.hidden * shape.item
+        return {"logits": LOGITS_TRAINING * chunk + states, "gradients": trained}
+
+
+def model_part(
+    shape: ModelShape,
+    config: Config,
+    parallel: ParallelConfig,
+    *,
+    devices: int,
+    stage: int,
+    trains: bool,
+    is_cuda: bool,
+) -> ModelPart:
+    """What a device of this pipeline stage holds of a role.
+
+    Args:
+        devices: Of the role.
+    """
+    data = devices // (parallel.tp * parallel.pp)
+    base, more = divmod(shape.layers, parallel.pp * parallel.chunks)
+    virtual = [stage + chunk * parallel.pp for chunk in range(parallel.chunks)]
+    offload = config.actor.offload_parameters and is_cuda
+    return ModelPart(
+        shape,
+        layers=sum(base + (number < more) for number in virtual),
+        ends=(stage == 0, stage == parallel.pp - 1),
+        shards=parallel.shards or data,
+        micro_batches_held=parallel.pp - stage,
+        trains=trains,
+        is_cuda=is_cuda,
+        offload_parameters=offload,
+        offload_optimizer=config.actor.offload_optimizer and is_cuda and not offload,
+    )
+
+
+def generation_copy(shape: ModelShape) -> float:
+    """The generator's weights on one device, in the precision of computation."""
+    return float(shape.item * shape.parameters.all)
+
+
+def cache_bytes(shape: ModelShape, tokens: float) -> float:
+    """Keys and values of so many tokens on one device."""
+    return tokens * shape.layers * shape.key_value * shape.item
+
+
+def generating_with_transformers(
+    config: Config, shape: ModelShape, sizes: Sizes, rows: int
+) -> Parts:
+    """What a generation adds on one device with `rollout=transformers`."""
+    rows = min(rows, config.rollout.max_sequences)
+    cache = cache_bytes(shape, rows * sizes.sample_tokens)
+    one_layer = cache / shape.layers
+    prompts = rows * sizes.prompt_tokens * shape.scoring.of(shape.layers)
+    choosing = SAMPLING_COPIES * rows * shape.vocabulary * MASTER
+    # A layer's cache grows by copying; both copies live until the layer is done.
+    return {"kv_cache": cache + one_layer, "activations": max(prompts, choosing)}
+
+
+def _fullest(*moments: Parts) -> Parts:
+    return {name: size for name, size in max(moments, key=total).items() if size}

@@ -1,0 +1,317 @@
+"""What a model is to a planner: its parameters, and what a token costs on its way through it.
+
+Both are counted on torch's meta device: the transformers model itself runs forward and backward,
+two and three layers deep, on tensors without memory. No table per architecture is needed, and what
+autograd saves is what it will save.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
+
+from hybridrl.config.schema import LoraSettings
+from hybridrl.models.adapters import add_adapters
+from hybridrl.models.loading import DTYPES
+
+ATTENTION = "hybridrl_planned"
+TOKENS = 1 << 20
+"""Of the row that is run: so many that what does not grow with tokens counts for nothing."""
+DEPTHS = (2, 3)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Parameters: all, and those that are trained."""
+
+    all: int
+    trained: int
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.all + other.all, self.trained + other.trained)
+
+    def times(self, number: int) -> Counts:
+        return Counts(self.all * number, self.trained * number)
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """Bytes that a token takes in memory, beside the parameters: `per_layer` x layers + `fixed`."""
+
+    per_layer: float
+    fixed: float
+
+    def of(self, layers: int) -> float:
+        """In a model, or stage, of so many layers."""
+        return self.per_layer * layers + self.fixed
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """One tensor-parallel rank's part of a model.
+
+    Attributes:
+        layers: Of the whole model.
+        hidden: Width of the states between layers.
+        vocabulary: Rows of the output embedding that this rank has; 1 for a scalar head.
+        width: Widest vector that a layer computes for a token, in elements.
+        key_value: Elements of keys and values of a token in one layer.
+        query: Elements of the queries of a token in one layer.
+        layer, embedding, head, norm: Parameters of one layer, and of what is around the layers;
+            `head` is that of the output, whether it is the embedding's own tensor or not.
+        tied: Whether output and input embedding are one.
+        largest: Elements of the largest parameter.
+        tensors: Number of parameters of a layer.
+        item: Bytes of an element in computation.
+        training, scoring: Memory of a token in forward and backward, and in a forward alone.
+    """
+
+    layers: int
+    hidden: int
+    vocabulary: int
+    width: int
+    key_value: int
+    query: int
+    layer: Counts
+    embedding: Counts
+    head: Counts
+    norm: Counts
+    tied: bool
+    largest: int
+    tensors: int
+    item: int
+    training: TokenBytes
+    scoring: TokenBytes
+
+    @property
+    def rest(self) -> Counts:
+        """What is no layer."""
+        return self.embedding + self.norm + (Counts(0, 0) if self.tied else self.head)
+
+    @property
+    def parameters(self) -> Counts:
+        """Of this rank, all layers."""
+        return self.layer.times(self.layers) + self.rest
+
+
+def shape_of(
+    config: PretrainedConfig,
+    dtype: str,
+    *,
+    tp: int = 1,
+    scalar: bool = False,
+    checkpointing: bool = False,
+    lora: LoraSettings | None = None,
+) -> ModelShape:
+    """The part of one of `tp` ranks.
+
+    Args:
+        config: Of the whole model.
+        dtype: Name of the precision of computation.
+        scalar: With a scalar head instead of logits.
+        checkpointing: Each layer's forward is repeated in the backward.
+        lora: Adapters; None trains all.
+    """
+    rank = (lora.rank, lora.alpha, str(lora.targets)) if lora and lora.rank else None
+    return _shape(_Key(config, lora), dtype, tp, scalar, checkpointing, rank)
+
+
+class _Key:
+    """A configuration that can be a key of a cache."""
+
+    def __init__(self, config: PretrainedConfig, lora: LoraSettings | None) -> None:
+        self.config, self.lora = config, lora
+        known = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
+        self.text = repr(sorted(known.items()))
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.text == other.text
+
+
+@lru_cache(maxsize=64)
+def _shape(
+    key: _Key, dtype: str, tp: int, scalar: bool, checkpointing: bool, lora: tuple[Any, ...] | None
+) -> ModelShape:
+    whole = narrowed(key.config, tp, key.config.get_text_config().num_hidden_layers)
+    adapters = key.lora if lora else None
+    shallow, deep = (_build(narrowed(whole, 1, n), dtype, scalar, adapters) for n in DEPTHS)
+    text = whole.get_text_config()
+    layer_names = _layer_counts(deep), _layer_counts(shallow)
+    embedding = deep.get_input_embeddings().weight
+    output = deep.score if scalar else deep.get_output_embeddings()
+    head = output.weight if hasattr(output, "weight") else next(output.parameters())
+    around = _counts(deep.parameters()) + layer_names[0].times(-1)
+    tied = head is embedding
+    known = _counts([embedding] if tied else [embedding, head])
+    if checkpointing:
+        for model in (shallow, deep):
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    depth = head_dim_elements(text)
+    return ModelShape(
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        vocabulary=1 if scalar else head.shape[0],
+        width=max(
+            max(p.shape) for n, p in deep.named_parameters() if p.ndim > 1 and "layers." in n
+        ),
+        key_value=2 * depth * _key_value_heads(text),
+        query=depth * text.num_attention_heads,
+        layer=layer_names[0] + layer_names[1].times(-1),
+        embedding=_counts([embedding]),
+        head=_counts([head]),
+        norm=around + known.times(-1),
+        tied=tied,
+        largest=max(p.numel() for p in deep.parameters()),
+        tensors=len(list(deep.parameters())) - len(list(shallow.parameters())),
+        item=DTYPES[dtype].itemsize,
+        training=_slope(shallow, deep, _train),
+        scoring=_slope(shallow, deep, _score),
+    )
+
+
+def head_dim_elements(text: PretrainedConfig) -> int:
+    """Elements of one attention head."""
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def _key_value_heads(text: PretrainedConfig) -> int:
+    return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+
+
+def narrowed(config: PretrainedConfig, tp: int, layers: int) -> PretrainedConfig:
+    """A model of so many layers that is as wide as a rank's part: its matrices are those of a
+    narrower model."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.head_dim = head_dim_elements(text)
+    text.num_key_value_heads = max(1, _key_value_heads(text) // tp)
+    text.num_attention_heads //= tp
+    text.intermediate_size = math.ceil(text.intermediate_size / tp)
+    text.vocab_size = math.ceil(text.vocab_size / tp)
+    text.pad_token_id = text.bos_token_id = text.eos_token_id = None
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = (text.layer_types * layers)[:layers]
+    return config
+
+
+def _build(
+    config: PretrainedConfig, dtype: str, scalar: bool, lora: LoraSettings | None
+) -> nn.Module:
+    kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    if scalar:
+        config.num_labels = 1
+    with torch.device("meta"):
+        model = kind.from_config(config, dtype=DTYPES[dtype], attn_implementation=ATTENTION)
+    if not scalar:
+        model.tie_weights()
+    model.config.use_cache = False
+    if lora is not None:
+        add_adapters(model, lora)
+    return model.train()
+
+
+def _counts(parameters: Any) -> Counts:
+    parameters = list(parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    return Counts(sum(p.numel() for p in parameters), trained)
+
+
+def _layer_counts(model: nn.Module) -> Counts:
+    return _counts(p for name, p in model.named_parameters() if "layers." in name)
+
+
+def _slope(shallow: nn.Module, deep: nn.Module, run: Any) -> TokenBytes:
+    low, high = (_peak(model, run) / TOKENS for model in (shallow, deep))
+    return TokenBytes(high - low, low - DEPTHS[0] * (high - low))
+
+
+def _peak(model: nn.Module, run: Any) -> int:
+    model.zero_grad()
+    with _Live(model) as live:
+        run(model)
+    return live.peak
+
+
+def _train(model: nn.Module) -> None:
+    states = _forward(model)
+    states.backward(torch.empty_like(states))
+
+
+def _score(model: nn.Module) -> None:
+    with torch.no_grad():
+        _forward(model)
+
+
+def _forward(model: nn.Module) -> Tensor:
+    # A mask of four dims is passed on as it is, and nobody asks for its values.
+    mask = torch.empty(1, 1, 1, 1, device="meta")
+    ids = torch.empty(1, TOKENS, dtype=torch.int64, device="meta")
+    return model.base_model(
+        input_ids=ids, attention_mask=mask, use_cache=False
+    ).last_hidden_state.squeeze(0)
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of the storages that operations make, while they live; not those of the
+    model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._model = {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, list | tuple) else (made,):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._model:
+                    reference = StorageWeakRef(storage)
+                    self._storages[reference.cdata] = (reference, storage.nbytes())
+        self._storages = {k: v for k, v in self._storages.items() if not v[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._storages.values()))
+        return made
+
+
+class _Attention(torch.autograd.Function):
+    """What fused attention keeps: queries, keys, values, the result and a number for each head."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])  # type: ignore
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any
+) -> tuple[Tensor, None]:
+    return _Attention.apply(query, key, value).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)

@@ -1,0 +1,204 @@
+"""A second or two of measuring: the rates of this machine's devices, all of them at work at once.
+
+Two layers of the job's own model run forward and backward on samples as long as the job's, so what
+is measured is what training will do: products, attention and what lies between them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from hybridrl.core.cluster import Cluster
+from hybridrl.core.device import COLLECTIVES, make_current, synchronize
+from hybridrl.errors import HybridRLError
+from hybridrl.models import Packing, load_config
+from hybridrl.models.attention import NAME
+from hybridrl.models.loading import DTYPES
+from hybridrl.planner.devices import Machines, cores_per_device
+from hybridrl.planner.model_shape import narrowed, shape_of
+from hybridrl.planner.step_time import Rates
+
+LAYERS = 2
+SECONDS = 0.15
+"""Of one measurement, at least."""
+STREAM, MESSAGE = 64 << 20, 16 << 20
+"""Bytes that are copied, and that are sent, at a time."""
+SMALL_OPS = 2000
+LIMIT_S = 60
+ROUNDS = 5
+
+
+def probe(path: str, dtype: str, machines: Machines, tokens: int, length: float) -> Rates:
+    """Measures.
+
+    Args:
+        path: Model folder.
+        dtype: Name of the precision of computation.
+        tokens: Of a micro-batch.
+        length: Tokens of a sample.
+    """
+    cluster, here = machines.cluster, machines.devices_per_node
+    if machines.is_cuda:
+        here = min(here, torch.accelerator.device_count())
+    # One device has this process's own threads, whatever their number.
+    threads = torch.get_num_threads() if here == 1 else cores_per_device(cluster)
+    job = (cluster.kind, threads, path, dtype, tokens, round(length))
+    if here == 1:
+        found = [_measure(0, 1, *job)]
+    else:
+        found = _on_all(cluster, here, threads, job)
+    mean = {name: sum(f[name] for f in found) / len(found) for name in found[0]}
+    return Rates(**mean, source=f"a probe of {here} device(s) of this machine")
+
+
+def _on_all(cluster: Cluster, here: int, threads: int, job: tuple[Any, ...]) -> list[Any]:
+    # A fork is quick, but what used GPUs or several threads before must not be forked.
+    kind = "fork" if cluster.kind == "cpu" and threads == 1 else "spawn"
+    context = mp.get_context(kind)
+    with tempfile.TemporaryDirectory() as folder:
+        queue = context.SimpleQueue()
+        arguments = [(rank, here, *job, f"{folder}/meet", queue) for rank in range(here)]
+        processes = [context.Process(target=_child, args=a, daemon=True) for a in arguments]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(LIMIT_S)
+            process.kill()
+        if any(process.exitcode for process in processes):
+            raise HybridRLError(
+                f"A process of the probe failed, or took more than {LIMIT_S} s; its words stand "
+                "above. --devices plans with known rates instead."
+            )
+        return [queue.get() for _ in processes]
+
+
+def _child(rank: int, world: int, *job: Any) -> None:
+    *job_, meet, queue = job
+    dist.init_process_group(
+        COLLECTIVES[job_[0]],
+        init_method=f"file://{meet}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    queue.put(_measure(rank, world, *job_))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measure(
+    rank: int, world: int, kind: str, threads: int, path: str, dtype: str, tokens: int, length: int
+) -> dict[str, float]:
+    device = make_current(kind, rank)
+    if world > 1:
+        torch.set_num_threads(threads)
+    config = load_config(path)
+    model = _layers(config, dtype, device)
+    run = _Run(model, device)
+    few = max(1, length)
+    many = max(2, min(tokens, max(8 * length, 512)) // few) * few
+    forward = [run.seconds(n, few, trains=False, world=world) / LAYERS for n in (few, many)]
+    training = [run.seconds(n, few, trains=True, world=world) / LAYERS for n in (few, many)]
+    shape = shape_of(config, dtype)
+    operations = 2 * shape.layer.all + 2 * length * shape.query
+    found = {}
+    for name, (low, high), passes in (("forward", forward, 1), ("training", training, 3)):
+        per_token = max(1e-12, (high - low) / (many - few))
+        if per_token * many > high:
+            per_token = high / many
+        found[name] = passes * operations / per_token
+        found[f"{name}_overhead"] = max(0.0, low - per_token * few)
+    del model, run
+    found["memory"] = _memory_rate(device, world)
+    found["small_op"] = _small_op(world)
+    found["link"] = found["network"] = _link(device, world)
+    return found
+
+
+def _layers(config: PretrainedConfig, dtype: str, device: torch.device) -> Any:
+    few = narrowed(config, 1, LAYERS)
+    few.get_text_config().vocab_size = min(few.get_text_config().vocab_size, 1024)
+    with device:
+        model = AutoModelForCausalLM.from_config(few, dtype=DTYPES[dtype], attn_implementation=NAME)
+    return model.base_model.train()
+
+
+class _Run:
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self.model, self.device = model, device
+
+    def seconds(self, tokens: int, length: int, *, trains: bool, world: int) -> float:
+        bounds = torch.arange(0, tokens + 1, length)
+        packing = Packing.of(bounds, self.device)
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device=self.device)
+        positions = packing.position_ids()[None]
+
+        def once() -> None:
+            with contextlib.nullcontext() if trains else torch.no_grad():
+                states = self.model(
+                    input_ids=ids, position_ids=positions, packing=packing, use_cache=False
+                ).last_hidden_state
+            if trains:
+                states.sum().backward()
+
+        found = _timed(once, self.device, world)
+        self.model.zero_grad()
+        return found
+
+
+def _timed(once: Callable[[], object], device: torch.device, world: int) -> float:
+    """Seconds of one run, the quickest of as many as fit into `SECONDS`: what else the machine does
+    only slows."""
+    once()
+    synchronize(device)
+    if world > 1:
+        dist.barrier()
+    found: list[float] = []
+    start = time.perf_counter()
+    while time.perf_counter() - start < SECONDS or len(found) < 2:
+        begin = time.perf_counter()
+        once()
+        synchronize(device)
+        found.append(time.perf_counter() - begin)
+    return min(found)
+
+
+def _memory_rate(device: torch.device, world: int) -> float:
+    source = torch.zeros(STREAM // 4, device=device)
+    target = torch.zeros_like(source)
+    return 2 * STREAM / _timed(lambda: target.copy_(source), device, world)
+
+
+def _small_op(world: int) -> float:
+    x = torch.zeros(4)
+
+    def once() -> None:
+        for _ in range(SMALL_OPS):
+            x.add_(1.0)
+
+    return _timed(once, torch.device("cpu"), world) / SMALL_OPS
+
+
+def _link(device: torch.device, world: int) -> float:
+    """Bytes per second that a rank receives in an all-gather."""
+    if world == 1:
+        return float("inf")
+    part = torch.zeros(MESSAGE // 4 // world, device=device)
+    parts = [torch.empty_like(part) for _ in range(world)]
+    received = len(part) * part.itemsize * (world - 1)
+    for _ in range(ROUNDS):  # as many on all ranks
+        begin = time.perf_counter()
+        dist.all_gather(parts, part)
+        synchronize(device)
+        seconds = time.perf_counter() - begin
+    return received / seconds

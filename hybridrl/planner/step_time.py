@@ -1,0 +1,288 @@
+"""How long a step will last: each call from the rates of a device, all calls along the placement.
+
+Calls are made in order; one begins when its devices are free and its inputs are there. That is what
+the executors do, so roles that share a device take turns, others overlap, and with separation the
+next samples are generated while the last are learned, as far as `placement.staleness` lets them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hybridrl.planner.dataflow import Call, has_model
+from hybridrl.planner.devices import Accelerator
+from hybridrl.planner.memory import MASTER, ModelPart, cache_bytes, generation_copy
+
+if TYPE_CHECKING:
+    from hybridrl.planner.plan import Planner
+
+COMPUTE, BANDWIDTH, WIRE = 0.45, 0.7, 0.7
+"""Of what the makers promise, the shares that training reaches in matrix products, and memory and
+links in streaming; for machines that cannot be probed."""
+LAUNCH = 1.5e-4
+"""Seconds to launch a layer's kernels on a GPU; a backward takes twice as many."""
+ADAM_TOUCHES = 16
+"""Times that AdamW and the gradients' norm and scaling read or write an element."""
+LOGIT_TOUCHES = 24
+"""Times that an update reads or writes a logit; scoring does half as often."""
+SMALL_OPS = {
+    "call": 700,
+    "sample": 7,
+    "tensor": 7,
+    "synced tensor": 200,
+    "vllm step": 300,
+    "vllm sample": 28,
+    "transformers step": 60,
+    "transformers layer": 400,
+}
+"""What costs no arithmetic, in small operations: a call of a group and a sample in it; a tensor
+that the optimizer steps, or a sync brings to the generator; a token-step of a generator, and a
+sample or a layer in it. Counted once, from the default job and one more; the probe says what a
+small operation takes."""
+FLOW = (
+    (("sync", "generate"), "weights", "samples"),
+    (("score",), "samples", "scores"),
+    (("train",), "scores", "step"),
+)
+"""Phases, what they need and what they make."""
+STEPS = 6
+"""Simulated, so that what overlaps from step to step is in its steady state."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one device does in a second, while all work.
+
+    Attributes:
+        forward, training: Floating-point operations in a layer's forward, or forward and backward.
+        forward_overhead, training_overhead: Seconds of a layer that do not grow with its tokens.
+        memory: Bytes of memory, read or written.
+        link, network: Bytes from other devices of its node, and of other nodes.
+        small_op: Seconds of an operation on a handful of numbers, dispatched from Python.
+        source: Where this is from.
+    """
+
+    forward: float
+    training: float
+    forward_overhead: float
+    training_overhead: float
+    memory: float
+    link: float
+    network: float
+    small_op: float
+    source: str
+
+    @classmethod
+    def known(cls, accelerator: Accelerator) -> Rates:
+        """Of a device that is not here."""
+        return cls(
+            forward=COMPUTE * accelerator.flops,
+            training=COMPUTE * accelerator.flops,
+            forward_overhead=LAUNCH,
+            training_overhead=3 * LAUNCH,
+            memory=BANDWIDTH * accelerator.bandwidth,
+            link=WIRE * accelerator.link,
+            network=WIRE * accelerator.network,
+            small_op=1e-5,
+            source=f"known rates, of which {COMPUTE:.0%} in products, {BANDWIDTH:.0%} of memory "
+            f"and {WIRE:.0%} of links",
+        )
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one step.
+
+    Attributes:
+        calls: Each call of the step with its seconds.
+        step: Seconds from one step's end to the next one's.
+        source: Where the rates are from.
+    """
+
+    calls: Sequence[tuple[Call, float]]
+    step: float
+    source: str
+
+    @property
+    def phases(self) -> Mapping[tuple[str, str], float]:
+        """Seconds by role and phase."""
+        found: defaultdict[tuple[str, str], float] = defaultdict(float)
+        for call, seconds in self.calls:
+            found[call.role, call.phase] += seconds
+        return dict(found)
+
+    @property
+    def overlap(self) -> float:
+        """Share of the work that is done beside other work."""
+        together = sum(seconds for _, seconds in self.calls)
+        return max(0.0, 1 - self.step / together) if together else 0.0
+
+
+def estimate(planner: Planner, rates: Rates) -> Times:
+    """The time of a step, and of its calls."""
+    clock = _Clock(planner, rates)
+    calls = [(call, clock.seconds(call)) for call in planner.calls]
+    devices = {role: place.devices for role, place in planner.placement.roles.items()}
+    staleness = planner.config.placement.staleness if planner.placement.is_separated else 0
+    return Times(calls, simulate(calls, devices, staleness), rates.source)
+
+
+def simulate(
+    calls: Sequence[tuple[Call, float]], devices: Mapping[str, Sequence[int]], staleness: int
+) -> float:
+    """Seconds between the ends of two steps.
+
+    Args:
+        calls: In order, with their seconds.
+        devices: Of each role.
+        staleness: So many steps old the weights may be with which samples are generated.
+    """
+    free: defaultdict[int, float] = defaultdict(float)
+    ends = [0.0] * (staleness + 1)  # of the steps whose weights each step generates with, in turn
+    for step in range(STEPS + staleness):
+        # What each phase has to wait for, and when it is done.
+        done = {"weights": ends[step], "samples": ends[step], "scores": 0.0, "step": 0.0}
+        for phases, needs, makes in FLOW:
+            for call, seconds in calls:
+                if call.phase not in phases:
+                    continue
+                at = devices[call.role]
+                end = max(done[needs], *(free[device] for device in at)) + seconds
+                free.update(dict.fromkeys(at, end))
+                done[makes] = max(done[makes], end)
+            done[makes] = max(done[makes], done[needs])
+        ends.append(done["step"])
+    return ends[-1] - ends[-2]
+
+
+class _Clock:
+    """Seconds of calls."""
+
+    def __init__(self, planner: Planner, rates: Rates) -> None:
+        self.planner, self.rates = planner, rates
+        self.devices = planner.machines.cluster.devices
+
+    def seconds(self, call: Call) -> float:
+        """Of one call on its devices."""
+        place = self.planner.placement.roles[call.role]
+        rows = call.samples / len(place.devices)
+        fixed = SMALL_OPS["call"] * call.updates + SMALL_OPS["sample"] * rows
+        driver = fixed * self.rates.small_op
+        if call.phase == "sync":
+            return self._sync(call.role)
+        if call.phase == "generate":
+            return driver + self._generate(call)
+        if not has_model(self.planner.config, call.role):
+            return driver
+        stages = sorted(set(self.planner.stages(call.role)))
+        parts = [self.planner.part(call.role, stage) for stage in stages]
+        work = self._train if call.phase == "train" else self._score
+        slowest = max(work(call, part) for part in parts)
+        batch = self.planner.batches[call.role, call.phase]
+        bubble = (batch.count + len(stages) - 1) / batch.count
+        return driver + slowest * bubble
+
+    def _score(self, call: Call, part: ModelPart) -> float:
+        rates, batch = self.rates, self.planner.batches[call.role, "score"]
+        compute = self._layers(part, batch.count, batch.total, False)
+        compute += self._head(part, batch.total, 2, LOGIT_TOUCHES / 2)
+        moved = part.shape.item * part.parameters.all
+        rounds = 1 if part.is_small else batch.count
+        copies = 3 * rounds * moved / rates.memory
+        return self._with_transfer(compute + copies, call.role, part, rounds * moved)
+
+    def _train(self, call: Call, part: ModelPart) -> float:
+        rates, batch = self.rates, self.planner.batches[call.role, "train"]
+        again = self.planner.config.actor.gradient_checkpointing
+        compute = self._layers(part, batch.count, batch.total, True)
+        compute += self._layers(part, batch.count, batch.total, False) if again else 0.0
+        compute += self._head(part, batch.total, 8, LOGIT_TOUCHES)
+        gathers = batch.count * (1 if part.is_small else 2)
+        reduces = 1 if part.is_small else batch.count
+        gathered = gathers * part.shape.item * part.parameters.all
+        reduced = reduces * MASTER * part.parameters.trained
+        copies = (3 * gathered + 4 * reduced) / rates.memory
+        step = ADAM_TOUCHES * MASTER * part.parameters.trained / part.shards / rates.memory
+        step += SMALL_OPS["tensor"] * part.shape.tensors * part.layers * rates.small_op
+        one = self._with_transfer(compute + copies, call.role, part, gathered + reduced) + step
+        return call.updates * one
+
+    def _layers(self, part: ModelPart, count: int, tokens: float, trains: bool) -> float:
+        """All layers over all micro-batches: matrix products and attention."""
+        rates, shape = self.rates, part.shape
+        length = self.planner.sizes.sample_tokens
+        passes = 3 if trains else 1
+        # Two operations for each parameter, and causal attention over half of the sample.
+        operations = 2 * shape.layer.all + 2 * length * shape.query
+        overhead, rate = rates.forward_overhead, rates.forward
+        if trains:
+            overhead, rate = rates.training_overhead, rates.training
+        return part.layers * (count * overhead + tokens * passes * operations / rate)
+
+    def _head(self, part: ModelPart, tokens: float, operations: int, touches: float) -> float:
+        """The output embedding: `operations` for each of its parameters and response tokens."""
+        if not part.ends[1] or part.shape.vocabulary == 1:
+            return 0.0
+        shape, sizes = part.shape, self.planner.sizes
+        tokens *= sizes.response_tokens / sizes.sample_tokens
+        products = operations * tokens * shape.head.all / self.rates.forward
+        return products + touches * MASTER * tokens * shape.vocabulary / self.rates.memory
+
+    def _with_transfer(self, compute: float, role: str, part: ModelPart, size: float) -> float:
+        """GPUs gather the next layer while they compute; CPUs have one thread for both."""
+        place = self.planner.placement.roles[role]
+        wire = self._wire(place.devices)
+        moved = size * (1 - 1 / part.shards) / wire
+        tp = place.parallel.tp
+        if tp > 1:  # two sums of the states in a layer's forward, two in its backward
+            batch = self.planner.batches.get((role, "train")) or self.planner.batches[role, "score"]
+            states = batch.total * part.shape.hidden * part.shape.item * part.layers
+            compute += 4 * states * 2 * (1 - 1 / tp) / self.rates.link
+        return max(compute, moved) if self.planner.machines.is_cuda else compute + moved
+
+    def _wire(self, devices: Sequence[int]) -> float:
+        """Bytes per second that each of these receives in a collective. Between nodes a ring goes
+        through the network cards of all devices of a node, each with a part of the data."""
+        nodes = [self.devices[device].node for device in devices]
+        if len(set(nodes)) == 1:
+            return self.rates.link
+        return min(self.rates.link, self.rates.network * nodes.count(nodes[0]))
+
+    def _sync(self, role: str) -> float:
+        shape = self.planner.generation_shape()
+        place = self.planner.placement.roles[role]
+        copies = 4 * generation_copy(shape) / self.rates.memory
+        small = SMALL_OPS["synced tensor"] * shape.tensors * shape.layers * self.rates.small_op
+        return copies + small + self.planner.sync_bytes() / self._wire(place.devices)
+
+    def _generate(self, call: Call) -> float:
+        planner, rates = self.planner, self.rates
+        rollout, sizes = planner.config.rollout, planner.sizes
+        shape = planner.generation_shape()
+        replicas = len(planner.placement.roles[call.role].devices) / planner.rollout_tp
+        rows = max(1.0, call.samples / replicas)
+        running = min(rows, rollout.max_sequences)
+        rounds = max(1.0, rows / running)
+        steps = sizes.response_tokens
+        kv = cache_bytes(shape, running * (sizes.prompt_tokens + steps / 2))
+        operations = 2 * shape.layer.all * shape.layers
+        head = 2 * running * shape.head.all / rates.forward
+        head += 8 * MASTER * running * shape.vocabulary / rates.memory
+        copy = generation_copy(shape) / rates.memory
+        products = max(copy, operations * running / rates.forward)
+        layers = shape.layers * rates.forward_overhead
+        if rollout.engine == "vllm":
+            layers = 0.0 if planner.machines.is_cuda and rollout.cuda_graphs else layers
+            small = SMALL_OPS["vllm step"] + SMALL_OPS["vllm sample"] * running
+            prompts = rows / max(1, rollout.samples_per_prompt)
+        else:  # its cache grows by copying
+            small = SMALL_OPS["transformers step"] + running
+            small += SMALL_OPS["transformers layer"] * shape.layers
+            kv *= 3
+            prompts = rows
+        step = layers + products + head + kv / rates.memory + small * rates.small_op
+        prefill = operations * prompts * sizes.prompt_tokens / rates.forward
+        return rounds * steps * step + prefill

@@ -1,0 +1,170 @@
+"""A plan as a person reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.table import Table
+
+from hybridrl.planner.devices import GIB
+from hybridrl.planner.plan import DeviceMemory, Plan
+from hybridrl.planner.step_time import Times
+
+SHORT = {"train": "trains", "score": "scores", "generate": "generates", "sync": "syncs"}
+
+
+def tables(plan: Plan) -> list[Table]:
+    """All that a plan says in tables."""
+    found = [roles_table(plan), memory_table(plan)]
+    return found if plan.times is None else [*found, time_table(plan, plan.times)]
+
+
+def time_table(plan: Plan, times: Times) -> Table:
+    """Seconds of each role's phases, and of the step."""
+    table = Table(
+        title=f"time of a step, by {times.source}", title_justify="left", box=None, pad_edge=False
+    )
+    for name in ("call", "devices", "seconds"):
+        table.add_column(name, justify="right" if name == "seconds" else "left")
+    for (role, phase), seconds in times.phases.items():
+        where = ranges(plan.placement.roles[role].devices)
+        table.add_row(f"{role} {SHORT[phase]}", where, f"{seconds:.3g}")
+    beside = f", {times.overlap:.0%} of the work beside other work" if times.overlap > 0.005 else ""
+    table.add_row(f"a step{beside}", "", f"{times.step:.3g}", style="bold")
+    return table
+
+
+def roles_table(plan: Plan) -> Table:
+    """Role by device: where it lives, how it is cut, with whom it shares."""
+    table = Table(title="where roles live", title_justify="left", box=None, pad_edge=False)
+    for name in ("role", "parameters", "devices", "cut", "beside"):
+        table.add_column(name, justify="right" if name == "parameters" else "left")
+    for role, place in plan.placement.roles.items():
+        size = plan.parameters.get(role)
+        table.add_row(
+            role,
+            count(size) if size else "",
+            ranges(place.devices),
+            cut(plan, role),
+            ", ".join(plan.placement.co_residents(role)) or "nobody",
+        )
+    return table
+
+
+def memory_table(plan: Plan) -> Table:
+    """Each phase of each group of like devices, in GiB, against capacity."""
+    names = list(
+        dict.fromkeys(
+            name for device in plan.memory for phase in device.phases for name in phase.parts
+        )
+    )
+    capacity = plan.machines.memory / GIB
+    table = Table(
+        title=f"memory of a device in GiB, of {capacity:.1f}",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    for name in ("devices", "while"):
+        table.add_column(name)
+    for name in (*names, "together", "of all"):
+        table.add_column(name, justify="right")
+    for device in plan.memory:
+        for number, phase in enumerate(device.phases):
+            share = phase.bytes / plan.machines.memory
+            table.add_row(
+                ranges(device.devices) if number == 0 else "",
+                f"{phase.role} {SHORT.get(phase.phase, phase.phase)}",
+                *(gib(phase.parts.get(name, 0)) for name in names),
+                gib(phase.bytes),
+                f"{share:.0%}",
+                style="bold red" if share > 1 else "bold" if phase is device.fullest else "",
+            )
+    return table
+
+
+def sizes_lines(plan: Plan) -> list[str]:
+    """The derived sizes."""
+    sizes = plan.sizes
+    lines = [
+        f"devices     {len(plan.machines.cluster.devices)} x {plan.machines.name}, "
+        f"placement {plan.placement.strategy}",
+        f"step        {sizes.prompts:,} prompts, {sizes.samples:,} samples of "
+        f"{sizes.prompt_tokens:g} + {sizes.response_tokens:g} tokens = {sizes.tokens:,} tokens, "
+        f"{sizes.updates} update(s)",
+    ]
+    for (role, phase), batch in plan.batches.items():
+        if phase == "train":
+            lines.append(
+                f"            {role} learns from {batch.total:,} tokens a device and update, in "
+                f"{batch.count} micro-batch(es) of up to {batch.tokens:,}"
+            )
+    if plan.sync_bytes:
+        lines.append(f"sync        {plan.sync_bytes / GIB:.2f} GiB to each device")
+    return lines
+
+
+def short(plan: Plan) -> list[str]:
+    """Roles on devices and what they take, a line each, for the start of a run."""
+    width = max(len(role) for role in plan.placement.roles)
+    total = len(plan.machines.cluster.devices)
+    lines = []
+    for role, place in plan.placement.roles.items():
+        here = set(place.devices)
+        marks = " ".join(str(d) if d in here else "." for d in range(total))
+        where = f"on {marks if total <= 16 else ranges(place.devices)}"
+        how = cut(plan, role)
+        lines.append(f"  {role:<{width}}  {where}" + (f"  {how}" if how != "whole" else ""))
+    device = fullest(plan)
+    phase = device.fullest
+    lines.append(
+        f"memory      up to {phase.bytes / GIB:.1f} of {plan.machines.memory / GIB:.1f} GiB a "
+        f"device, while {phase.role} {SHORT.get(phase.phase, phase.phase)}"
+    )
+    return lines
+
+
+def fullest(plan: Plan) -> DeviceMemory:
+    """The devices that are filled most."""
+    return max(plan.memory, key=lambda device: device.fullest.bytes)
+
+
+def cut(plan: Plan, role: str) -> str:
+    """How a role's model is cut: `dp=4 tp=2`."""
+    if role not in plan.parameters and role != "generator":
+        return "whole"
+    place = plan.placement.roles[role]
+    sizes = {name: getattr(place.parallel, name) for name in ("ring", "ulysses", "pp", "tp")}
+    product = 1
+    for size in sizes.values():
+        product *= size
+    found = {"dp": len(place.devices) // product, **sizes}
+    if place.parallel.shards:
+        found["shards"] = place.parallel.shards
+    return " ".join(f"{name}={size}" for name, size in found.items() if size > 1) or "whole"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`0-3, 6` for 0, 1, 2, 3, 6."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def count(number: int) -> str:
+    """6,738,415,616 as `6.7B`."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
+
+
+def gib(size: float) -> str:
+    """In GiB; small ones too."""
+    if not size:
+        return "."
+    return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2g}"

@@ -1,0 +1,148 @@
+"""What a plan says of memory: against what torch allocates, and against what must be."""
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from hybridrl import load_config
+from hybridrl.config.schema import LoraSettings
+from hybridrl.core.batch import Batch
+from hybridrl.core.cluster import Cluster
+from hybridrl.models import CausalPolicy, PackedSamples, tiny_config
+from hybridrl.models.adapters import add_adapters
+from hybridrl.parallel import fsdp
+from hybridrl.planner import memory
+from hybridrl.planner.devices import GIB, Machines, named, present
+from hybridrl.planner.model_shape import shape_of
+from hybridrl.planner.plan import make_plan
+
+CONFIG = Qwen2Config(
+    hidden_size=64,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=100,
+    tie_word_embeddings=False,
+)
+
+
+def model_of(config, lora=None):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config)
+    if lora is not None:
+        add_adapters(model, lora)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])
+def test_parameters_are_those_of_the_model(tied, lora):
+    config = Qwen2Config(**{**CONFIG.to_dict(), "tie_word_embeddings": tied})
+    shape, model = shape_of(config, "float32", lora=lora), model_of(config, lora)
+    assert shape.parameters.all == sum(p.numel() for p in model.parameters())
+    assert shape.parameters.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert shape.tied is tied
+
+
+def test_a_rank_of_tensor_parallelism_has_its_part():
+    whole, part = shape_of(CONFIG, "float32"), shape_of(CONFIG, "float32", tp=2)
+    # All matrices are halved; norms and biases are small.
+    assert part.layer.all == pytest.approx(whole.layer.all / 2, rel=0.02)
+    assert part.embedding.all == whole.embedding.all / 2
+    assert part.key_value == whole.key_value / 2
+
+
+def test_saved_activations_are_what_autograd_saves():
+    """Each tensor that a real forward keeps for its backward, counted once, without parameters."""
+    tokens, found = 64, []
+    for layers in (2, 3):
+        given = {**CONFIG.to_dict(), "num_hidden_layers": layers}
+        config = Qwen2Config(**{**given, "layer_types": CONFIG.layer_types[:1] * layers})
+        model = model_of(config)
+        model.set_attn_implementation("hybridrl_packed")
+        own = {p.data_ptr() for p in model.parameters()}
+        saved = {}
+
+        def keep(tensor, own=own, saved=saved):
+            if tensor.data_ptr() not in own:
+                saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        rows = [[1] * 16] * (tokens // 16)
+        batch = Batch.from_columns({"prompt_ids": rows, "response_ids": [[1]] * len(rows)})
+        samples = PackedSamples.of(batch, torch.device("cpu"))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            states = CausalPolicy(model).hidden(samples)
+        found.append(sum(saved.values()) / len(samples.input_ids))
+        del states
+    shape = shape_of(CONFIG, "float32")
+    assert shape.training.per_layer == pytest.approx(found[1] - found[0], rel=0.05)
+
+
+def test_checkpointing_keeps_one_state_for_each_layer():
+    shape = shape_of(CONFIG, "float32", checkpointing=True)
+    assert shape.training.per_layer == 64 * 4
+    assert shape.training.fixed > shape_of(CONFIG, "float32").training.fixed
+
+
+def test_small_is_what_fsdp_takes_for_small():
+    assert memory.SMALL_MODEL_BYTES == fsdp.SMALL_MODEL_BYTES
+
+
+def plan_of(*overrides, devices=1, lengths=(16, 48), tmp_path):
+    config = tiny_config(hidden_size=128, layers=2, heads=4, context=128)
+    config.vocab_size = 64
+    config.save_pretrained(tmp_path)
+    overrides = [f"model.path={tmp_path}", "rollout=transformers", *overrides]
+    cluster = Cluster.of_one_node("cpu", devices)
+    return make_plan(load_config(overrides), present(cluster), lengths=lengths)
+
+
+def phases(plan):
+    return {(p.role, p.phase): p.parts for device in plan.memory for p in device.phases}
+
+
+def test_shards_shrink_with_devices_and_copies_do_not(tmp_path):
+    one, two = (phases(plan_of(devices=n, tmp_path=tmp_path)) for n in (1, 2))
+    at = ("actor", "train")
+    for name, factor in {"parameters": 2, "optimizer": 2, "generation copy": 1}.items():
+        assert one[at][name] == pytest.approx(factor * two[at][name])
+
+
+def test_a_forward_leaves_the_reference_gathered(tmp_path):
+    """As FSDP does with the root of a model; the actor's backward frees its own."""
+    kl = phases(plan_of("algorithm.kl_coefficient=0.1", tmp_path=tmp_path))
+    without = phases(plan_of(tmp_path=tmp_path))
+    parameters = without["actor", "train"]["parameters"]
+    assert "gathered" not in without["actor", "generate"]
+    assert kl["actor", "generate"]["gathered"] == pytest.approx(parameters)
+
+
+def test_fewer_tokens_and_offloading_take_less():
+    machines = named("8xA100")
+    base = ["model.path=llama-7b", "model.dtype=bfloat16", "rollout.max_tokens=1024"]
+    base += ["data.max_prompt_tokens=1024"]
+
+    def fullest(*overrides):
+        from hybridrl.planner.described import with_described_models
+
+        with with_described_models(load_config([*base, *overrides])) as config:
+            plan = make_plan(config, machines)
+        return {k: memory.total(v) for k, v in phases(plan).items()}["actor", "train"]
+
+    usual = fullest()
+    for override in (
+        "actor.tokens_per_microbatch=4096",
+        "actor.gradient_checkpointing=true",
+        "actor.offload_parameters=true",
+        "actor.parallel.tp=2",
+    ):
+        assert fullest(override) < usual
+
+
+def test_every_node_shares_its_memory_among_its_slots():
+    one = present(Cluster.of_one_node("cpu", 1))
+    assert present(Cluster.of_one_node("cpu", 4)).memory == one.memory / 4
+    assert isinstance(one, Machines) and one.memory > GIB / 4

@@ -1,0 +1,198 @@
+"""Plans for machines that are not here: what fits, what would make it fit, and the command."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from hybridrl import load_config
+from hybridrl.config.placement_checks import check_placement
+from hybridrl.errors import ConfigError
+from hybridrl.planner.cures import changed, cures, refuse
+from hybridrl.planner.dataflow import Call
+from hybridrl.planner.described import with_described_models
+from hybridrl.planner.devices import named
+from hybridrl.planner.plan import make_plan, to_json
+from hybridrl.planner.step_time import Rates, simulate
+
+PAPER = [  # section 8 of the HybridFlow paper
+    "algorithm=ppo",
+    "algorithm.kl_coefficient=0.1",
+    "model.dtype=bfloat16",
+    "data.prompts_per_step=1024",
+    "rollout.samples_per_prompt=1",
+    "data.max_prompt_tokens=1024",
+    "rollout.max_tokens=1024",
+    "actor.gradient_checkpointing=true",
+    "actor.tokens_per_microbatch=4096",
+]
+COLOCATED = ("placement=flattening", "rollout.memory_share=0.45")
+
+
+def placed(kind, devices):
+    """Overrides for the placements that the paper compares."""
+    if kind == "colocate":
+        return list(COLOCATED)
+    parts = {  # role: part of all devices
+        "split": {"actor": (0, 2), "reference": (0, 2), "critic": (2, 4), "reward": (2, 4)},
+        "standalone": {
+            "actor": (0, 1),
+            "generator": (1, 2),
+            "critic": (2, 3),
+            "reference": (3, 3.5),
+            "reward": (3.5, 4),
+        },
+    }[kind]
+    found = ["placement=explicit", "rollout.memory_share=0.6" if kind == "standalone" else ""]
+    found[1] = found[1] or COLOCATED[1]
+    for role, (start, end) in parts.items():
+        numbers = list(range(int(start * devices / 4), int(end * devices / 4)))
+        found.append(f"placement.roles.{role}.devices={numbers}")
+    return found
+
+
+def fits(size, devices, kind):
+    tp = {"7b": 1, "70b": 8}[size]
+    cuts = ["actor.parallel.tp=1", f"rollout.parallel.tp={tp}"]
+    overrides = [*PAPER, f"model.path=llama-{size}", f"reward.model=llama-{size}", *cuts]
+    with with_described_models(load_config([*overrides, *placed(kind, devices)])) as config:
+        try:
+            return make_plan(config, named(f"{devices}xA100")).fits()
+        except ConfigError as error:  # too few devices for one copy of the model
+            assert "divide" in str(error) or "takes" in str(error)
+            return False
+
+
+@pytest.mark.parametrize(
+    ("size", "devices", "expected"),
+    [
+        ("7b", 8, 3),
+        ("7b", 64, 3),
+        ("7b", 128, 3),
+        ("70b", 8, 0),
+        ("70b", 64, 2),
+        ("70b", 128, 3),
+    ],
+)
+def test_few_devices_leave_only_colocation(size, devices, expected):
+    """The fewer the devices, the more of them each model has to be spread over: standalone models
+    fit last, colocated ones first."""
+    order = ("colocate", "split", "standalone")
+    assert [kind for kind in order if fits(size, devices, kind)] == list(order[:expected])
+
+
+def test_every_cure_cures():
+    overrides = [*PAPER, "model.path=llama-7b", "actor.gradient_checkpointing=false"]
+    overrides += ["actor.tokens_per_microbatch=32768"]
+    machines = named("8xA100")
+    with with_described_models(load_config(overrides)) as config:
+        plan = make_plan(config, machines)
+        assert not plan.fits()
+        found = cures(config, machines)
+        assert len(found) >= 2
+        for cure in found:
+            assert make_plan(changed(config, cure), machines).fits(), cure
+        names = [cure[0][0] for cure in found]
+        assert names[0] == "actor.tokens_per_microbatch"
+        with pytest.raises(ConfigError, match=r"It would fit with actor\.tokens_per_microbatch="):
+            refuse(plan, config, machines)
+
+
+def test_cures_come_together_where_none_is_enough():
+    overrides = [*PAPER, "model.path=llama-13b", "actor.tokens_per_microbatch=32768"]
+    overrides += ["actor.gradient_checkpointing=false"]
+    machines = named("4xA100")
+    with with_described_models(load_config(overrides)) as config:
+        (found,) = cures(config, machines)
+        assert len(found) > 1
+        assert make_plan(changed(config, found), machines).fits()
+        for cure in found:
+            fewer = [c for c in found if c != cure]
+            assert not make_plan(changed(config, fewer), machines).fits()
+
+
+def test_what_cannot_fit_at_all_says_so():
+    with with_described_models(load_config([*PAPER, "model.path=llama-70b"])) as config:
+        machines = named("1xL4")
+        with pytest.raises(ConfigError, match="take more devices, or a smaller model"):
+            refuse(make_plan(config, machines), config, machines)
+
+
+@pytest.mark.parametrize("text", ["8", "8xT1000", "x8xH100", "0xH100", "H100"])
+def test_devices_that_are_none(text):
+    with pytest.raises(ConfigError, match=r"--devices .*64xH200"):
+        named(text)
+
+
+def test_devices_by_name():
+    machines = named("2x4xh100")
+    assert len(machines.cluster.devices) == 8
+    assert {device.node for device in machines.cluster.devices} == {"node0", "node1"}
+    assert named("64xH200").devices_per_node == 8
+
+
+def test_json_is_a_placement(tmp_path):
+    overrides = [*PAPER, "model.path=llama-7b", "placement=separation"]
+    with with_described_models(load_config(overrides)) as config:
+        machines = named("8xA100")
+        plan = make_plan(config, machines, rates=Rates.known(machines.accelerator))
+        (tmp_path / "plan.json").write_text(to_json(plan))
+        again = [*overrides[:-1], "placement=file", f"placement.path={tmp_path}/plan.json"]
+        config.placement = load_config(again).placement
+        found = check_placement(config, machines.cluster)
+    assert found.roles == plan.placement.roles
+
+
+def test_roles_that_share_devices_take_turns_and_others_do_not():
+    calls = [
+        (Call("actor", "generate", 1), 4.0),
+        (Call("reward", "score", 1), 2.0),
+        (Call("reference", "score", 1), 3.0),
+        (Call("actor", "train", 1), 4.0),
+    ]
+    together = {"actor": [0, 1], "reward": [0, 1], "reference": [0, 1]}
+    assert simulate(calls, together, 0) == 13
+    apart = {"actor": [0, 1], "reward": [0], "reference": [1]}
+    assert simulate(calls, apart, 0) == 11
+
+
+def test_staleness_overlaps_generation_with_training():
+    calls = [
+        (Call("generator", "generate", 1), 4.0),
+        (Call("reward", "score", 1), 1.0),
+        (Call("actor", "train", 1), 6.0),
+    ]
+    devices = {"generator": [1], "reward": [1], "actor": [0]}
+    assert simulate(calls, devices, 0) == 11
+    assert simulate(calls, devices, 1) == 6
+
+
+def test_more_devices_are_faster():
+    def step(devices):
+        overrides = [*PAPER, "model.path=llama-7b"]
+        machines = named(f"{devices}xH100")
+        with with_described_models(load_config(overrides)) as config:
+            plan = make_plan(config, machines, rates=Rates.known(machines.accelerator))
+        return plan.times.step
+
+    assert step(8) > 1.5 * step(16)
+
+
+def test_the_command(tmp_path):
+    command = [sys.executable, "-m", "hybridrl.cli", "plan", "model.path=llama-7b", *PAPER]
+    done = subprocess.run(
+        [*command, "--json", "--devices", "16xH100"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["fits"] and found["time"]["step"] > 0
+    assert found["roles"]["critic"]["devices"] == list(range(16))
+
+
+def test_the_command_refuses_with_a_sentence():
+    command = [sys.executable, "-m", "hybridrl.cli", "plan", "model.path=llama-7b", *PAPER]
+    done = subprocess.run([*command, "--devices", "1xL4"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "where roles live" in done.stdout
+    assert "GiB" in done.stderr and "Traceback" not in done.stderr
