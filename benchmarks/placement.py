@@ -35,7 +35,7 @@ STEP = [
     *("rollout=transformers", "rollout.max_tokens=24", "rollout.min_tokens=24"),
     *("data.prompts_per_step=4", "rollout.samples_per_prompt=4", "reward.function=length"),
     *("reward.options.length.limit=8", "reward.options.length.ramp=8"),
-    *("observe.samples_every=0", "observe.show_every=0"),
+    *("observe.samples_every=0", "observe.show_every=0", "observe.timeline_every=4"),
 ]
 WARM_UP_STEPS = 3
 

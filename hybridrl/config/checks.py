@@ -43,6 +43,7 @@ NOT_NEGATIVE = (
     "algorithm.max_refills",
     "observe.samples_every",
     "observe.show_every",
+    "observe.timeline_every",
 )
 
 

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridrl.controller import BatchRef, Handle
+from hybridrl.core.record import Record
 from hybridrl.observe.curves import draw_curves
 from hybridrl.observe.step_view import StepView
 from hybridrl.observe.storage import explain_write_errors
+from hybridrl.observe.timeline import draw_timeline
 from hybridrl.trainers.step_metrics import step_metrics
 from hybridrl.trainers.warmup import warm_up
 
@@ -52,6 +54,7 @@ class Loop:
         self.trainer = job.make_trainer()
         self.evaluated: dict[str, float] = {}
         self._ended = 0.0
+        self._last_records: list[Record] = []
         self.summary: dict[str, Any] = {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
 
     def run(self) -> dict[str, Any]:
@@ -133,6 +136,7 @@ class Loop:
         for notice in step.notices:
             self.view.message(f"step {step.number}: {notice}")
         self._keep(step.number, metrics, step.batch)
+        self._draw(step.number, records)
 
     def _keep(self, step: int, metrics: dict[str, float], batch: BatchRef) -> None:
         self.summary["steps"] = step
@@ -153,6 +157,17 @@ class Loop:
         if observe.show_every and (step == 1 or step % observe.show_every == 0):
             row = batch.take([0]).collect(KEPT).to_pylist()[0]
             self.view.sample(row["prompt"], row["response"], row["scores"])
+
+    def _draw(self, step: int, records: list[Record]) -> None:
+        """The timeline of this step and the one before, which it may overlap."""
+        shown, self._last_records = self._last_records + records, records
+        every = self.config.observe.timeline_every
+        if every and step % every == 0:
+            folder = self.job.directory.path / "timelines"
+            folder.mkdir(exist_ok=True)
+            places = self.job.placement.roles.items()
+            devices = {role: list(place.devices) for role, place in places}
+            draw_timeline(shown, devices, folder / f"step-{step:06d}.png", f"steps to {step}")
 
     def _note(self, name: str, value: float) -> None:
         self.summary.setdefault(f"{name}_first", value)
