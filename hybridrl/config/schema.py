@@ -230,6 +230,9 @@ class ActorConfig:
     """Keep parameters, gradients and optimizer state on the CPU (GPUs only)."""
     offload_optimizer: bool = False
     """Keep the optimizer state on the CPU between updates (GPUs only)."""
+    offload_between_calls: bool = False
+    """Roles that share a device take its memory in turns: what a role keeps moves to the CPU while
+    others work (GPUs only)."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     lora: LoraSettings = field(default_factory=LoraSettings)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

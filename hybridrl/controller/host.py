@@ -118,6 +118,7 @@ class Host:
                 here = replace(context, rendezvous=replace(context.rendezvous, listener=listener))
             worker = worker_class(here, **keywords)
             self._workers[context.role] = worker
+            worker.leave()
             record.metrics.update(worker.record.metrics)
             return None, dict(worker.coordinates()), None
 
@@ -149,6 +150,7 @@ class Host:
             worker.record, worker.rows = record, rows
             worker.enter()
             value = method(*arguments, **keywords)
+            worker.leave()
             if not transfer.returns_batch:
                 return None, value if call.speaks else None, None
             if isinstance(value, Claimed):

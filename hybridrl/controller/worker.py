@@ -74,6 +74,9 @@ class Worker:
         """Called before each call: what belongs to the whole process, and is another for each
         role, becomes this role's."""
 
+    def leave(self) -> None:
+        """Called after each call, and after the worker is built."""
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times a part of the current call, for the share of the step shown to the user, and

@@ -58,11 +58,13 @@ class HybridEngine:
         self._is_planned = False
 
     def generate(self, batch: Batch, sampling: Sampling, seed: int) -> Batch:
-        """One response per prompt, from the newest weights."""
+        """One response per prompt, from the newest weights. The trainer's own give way to
+        the KV cache, if they may."""
         self.cost = None
         if self._loaded_version != self.policy_version:
             with self._phase("sync"):
                 self._synchronise()
+        self.train.park()
         with self._phase("generate"):
             samples = self.rollout.generate(batch, sampling, seed)
         self.rollout.sleep()

@@ -20,10 +20,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from hybridrl.algorithms import Segments, TokenLoss
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.core.balance import pack
-from hybridrl.core.batch import Batch, Ragged
+from hybridrl.core.batch import Batch
+from hybridrl.core.device import free_cached_memory
 from hybridrl.core.layout import Layout
 from hybridrl.engine.gradients import Gradients
 from hybridrl.engine.optimizer import make_optimizer
+from hybridrl.engine.token_columns import token_columns, token_places
+from hybridrl.engine.update_metrics import UpdateMetrics
 from hybridrl.engine.whole_parameters import whole_parameters
 from hybridrl.models import PackedModel, PackedSamples
 from hybridrl.models.adapters import has_adapters, merged
@@ -39,9 +42,6 @@ Loss = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Segments], TokenLos
 """(outputs of the model, columns of the batch, samples), packed `[tokens]`, to a loss per token.
 Metrics are averaged over the tokens of `response_mask`; those named `*_by_row` have a value for
 each sample, and are averaged over samples; of those named `*_max` the largest is taken."""
-
-
-BY_ROW = "_by_row"
 
 
 class TrainEngine:
@@ -84,12 +84,31 @@ class TrainEngine:
         model = model if offload else model.to(device)
         self.model = shard(model, mesh.fsdp, DTYPES[dtype], offload=offload)
         self._gradients = self._watch_gradients(cuts.partial)
-        self._offload_optimizer = config.offload_optimizer and not offload and device.type != "cpu"
+        moves = not offload and device.type != "cpu"
+        self._offload_optimizer = config.offload_optimizer and moves
+        self._parks, self._is_parked = config.offload_between_calls and moves, False
 
     def start_optimizer(self, config: OptimizerConfig, updates: int) -> None:
         """Begins a phase of `updates` optimizer steps with a fresh optimizer and schedule."""
         self._max_grad_norm = config.max_grad_norm
         self.optimizer, self.schedule = make_optimizer(self.model.parameters(), config, updates)
+
+    def park(self) -> None:
+        """Gives the device's memory to others until `unpark`: parameters and optimizer state move
+        to the CPU. Only with `actor.offload_between_calls`."""
+        if self._parks and not self._is_parked:
+            self.model.to("cpu")
+            self._move_optimizer(torch.device("cpu"))
+            free_cached_memory(self.device)
+            self._is_parked = True
+
+    def unpark(self) -> None:
+        """Takes the memory back; to be called before anything else is."""
+        if self._is_parked:
+            self.model.to(self.device)
+            if not self._offload_optimizer:
+                self._move_optimizer(self.device)
+            self._is_parked = False
 
     @torch.no_grad()
     def forward(self, batch: Batch, **options: float) -> Batch:
@@ -138,8 +157,9 @@ class TrainEngine:
             Metrics of the global mini-batch, the same on every rank.
         """
         self.model.train()
-        self._move_optimizer(self.device)
-        gathered = _Metrics()
+        if self._offload_optimizer:
+            self._move_optimizer(self.device)
+        gathered = UpdateMetrics()
         parts = [batch.take(rows) for rows in self._micro_batches(batch, rows_together)]
         samples = [self._pack(part) for part in parts]
 
@@ -173,7 +193,8 @@ class TrainEngine:
         metrics["grad_norm"] = self._step()
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         self.schedule.step()
-        self._move_optimizer(torch.device("cpu"))
+        if self._offload_optimizer:
+            self._move_optimizer(torch.device("cpu"))
         return metrics
 
     def layout(self) -> Layout:
@@ -307,71 +328,8 @@ class TrainEngine:
         return norm
 
     def _move_optimizer(self, device: torch.device) -> None:
-        if not self._offload_optimizer:
-            return
-        for state in self.optimizer.state.values():
+        optimizer = getattr(self, "optimizer", None)  # a model that only scores has none
+        for state in optimizer.state.values() if optimizer else ():
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.ndim:
                     state[name] = value.to(device)
-
-
-def token_places(cu_seqlens: Tensor, rows: list[int]) -> Tensor:
-    """Where the tokens of these rows lie in a ragged column's values, row after row."""
-    starts, lengths = cu_seqlens[:-1][rows], cu_seqlens.diff()[rows]
-    shift = starts - (lengths.cumsum(0) - lengths)
-    return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
-
-
-def token_columns(batch: Batch, device: torch.device) -> dict[str, Tensor]:
-    """Every numeric column as `[response tokens]` on the device: token-level columns as they are,
-    per-sample numbers repeated over the sample's tokens."""
-    lengths = torch.from_numpy(batch.lengths("response_ids"))
-    columns: dict[str, Tensor] = {}
-    for name in batch.columns:
-        values = batch[name]
-        if isinstance(values, Tensor):
-            columns[name] = values.repeat_interleave(lengths).to(device)
-        elif isinstance(values, Ragged) and torch.equal(values.lengths, lengths):
-            columns[name] = values.values.to(device)
-    return columns
-
-
-class _Metrics:
-    """Sums over micro-batches, then over ranks, in one small collective each for sum and max.
-    Averages are over tokens; of metrics named `*_by_row`, over rows that have any."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._tops: dict[str, Tensor] = {}
-
-    def add(self, loss: Tensor, metrics: Mapping[str, Tensor], mask: Tensor, rows: Tensor) -> None:
-        self._add("loss", loss.detach())
-        self._add("tokens", mask.sum())
-        self._add("rows", rows.sum())
-        for name, values in metrics.items():
-            if name.endswith("_max"):
-                top = values.masked_fill(~mask, 0.0).max() if len(values) else values.new_zeros(())
-                self._tops[name] = torch.maximum(self._tops.get(name, top), top)
-            else:
-                where = rows if name.endswith(BY_ROW) else mask
-                self._add(name, torch.where(where, values, 0.0).sum())
-
-    def reduce(self, group: dist.ProcessGroup | None) -> dict[str, float]:
-        sums = torch.tensor([float(v) for v in self._sums.values()], dtype=torch.float64)
-        if group is not None:
-            dist.all_reduce(sums, group=group)
-        found = dict(zip(self._sums, sums.tolist(), strict=True))
-        result = {name: found.pop(name) for name in ("loss", "tokens", "rows")}
-        for name, total in found.items():
-            count = result["rows"] if name.endswith(BY_ROW) else result["tokens"]
-            result[name.removesuffix(BY_ROW)] = total / max(1.0, count)
-        if self._tops:
-            tops = torch.tensor([float(v) for v in self._tops.values()], dtype=torch.float64)
-            if group is not None:
-                dist.all_reduce(tops, dist.ReduceOp.MAX, group=group)
-            result |= dict(zip(self._tops, tops.tolist(), strict=True))
-        return result
-
-    def _add(self, name: str, value: Tensor) -> None:
-        value = value.detach().double()
-        self._sums[name] = self._sums[name] + value if name in self._sums else value

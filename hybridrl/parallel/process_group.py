@@ -50,7 +50,8 @@ def join_world(
     Args:
         meeting: Where the ranks meet; None: there is one only.
     """
-    if name not in _worlds:
+    global _current
+    if _worlds.get(name) not in distributed_c10d._world.pg_map:  # never made, or destroyed
         store = _store(meeting, world_size)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
         _leave()
@@ -67,6 +68,7 @@ def join_world(
         )
         _worlds[name] = dist.group.WORLD
         _counts[name] = distributed_c10d._world.group_count
+        _current = name
     enter(name)
     return _worlds[name]
 
@@ -89,7 +91,7 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
 
 def _leave() -> None:
     global _current
-    if _current:
+    if _worlds.get(_current) in distributed_c10d._world.pg_map:
         _counts[_current] = distributed_c10d._world.group_count
     _current = ""
 

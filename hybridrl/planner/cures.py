@@ -117,6 +117,8 @@ def _candidates(config: Config, machines: Machines) -> Iterator[Setting]:
         yield "actor.gradient_checkpointing", True
     if rollout.engine == "vllm":
         yield from _doubled("rollout.parallel.tp", rollout.parallel.tp)
+    if machines.is_cuda and not actor.offload_between_calls:
+        yield "actor.offload_between_calls", True
     if machines.is_cuda and not actor.offload_optimizer:
         yield "actor.offload_optimizer", True
     yield from _doubled("actor.parallel.tp", actor.parallel.tp)

@@ -196,8 +196,10 @@ class Planner:
             if phase in ("sync", "train"):
                 left.pop(role, None)  # reading the shards, or a backward, frees what was gathered
             added, lacks = self.working(role, stages[role], phase)
-            others = [parts for name, parts in left.items() if name != role]
-            parts = _sum([*stays.values(), *others, added])
+            parked = self.kind == "cuda" and self.config.actor.offload_between_calls
+            others = [] if parked else [parts for name, parts in left.items() if name != role]
+            here_now = ("", role) if parked else stays
+            parts = _sum([*(stays[name] for name in here_now), *others, added])
             phases[role, phase] = PhaseMemory(role, phase, parts)
             lacking += lacks
             if phase == "score" and has_model(self.config, role):

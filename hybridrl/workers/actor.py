@@ -26,7 +26,7 @@ from hybridrl.controller import (
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.core.batch import Batch
 from hybridrl.core.mesh import Coordinate, Mesh
-from hybridrl.engine import HybridEngine, Loss
+from hybridrl.engine import HybridEngine, Loss, TrainEngine
 from hybridrl.engine.weight_channel import WeightChannel
 from hybridrl.errors import RolloutError
 from hybridrl.models import load_tokenizer
@@ -91,6 +91,10 @@ class ActorWorker(ModelWorker):
             **self._engine.train.mesh.coordinates,
             **self._rollout_mesh.coordinates(self.context.rank),
         }
+
+    @property
+    def model_engine(self) -> TrainEngine:
+        return self._engine.train
 
     @transfer(THREE_D_ALL_MICRO_DP)
     def generate_sequences(self, batch: Batch, sampling: Sampling) -> Batch:

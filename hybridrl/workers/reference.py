@@ -9,6 +9,7 @@ from hybridrl.config.schema import ActorConfig
 from hybridrl.controller import ONE_TO_ALL, THREE_D, Context, transfer
 from hybridrl.core.batch import Batch
 from hybridrl.core.mesh import Coordinate
+from hybridrl.engine import TrainEngine
 from hybridrl.workers.engines import ModelSource, policy_engine
 from hybridrl.workers.model_worker import ModelWorker
 
@@ -31,6 +32,10 @@ class ReferenceWorker(ModelWorker):
 
     def coordinates(self) -> Mapping[str, Coordinate]:
         return self._engine.mesh.coordinates
+
+    @property
+    def model_engine(self) -> TrainEngine:
+        return self._engine
 
     @transfer(ONE_TO_ALL)
     def load_weights(self, folder: str) -> None:

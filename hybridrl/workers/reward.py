@@ -11,6 +11,7 @@ import torch
 from hybridrl.config.schema import ActorConfig, RewardConfig, RolloutConfig
 from hybridrl.controller import DP, Context, transfer
 from hybridrl.core.batch import Batch
+from hybridrl.engine import TrainEngine
 from hybridrl.errors import RewardError
 from hybridrl.models import load_tokenizer
 from hybridrl.rewards import RewardPool, function_list
@@ -77,6 +78,10 @@ class RewardWorker(ModelWorker):
             self._judge = Judge(context, judge, config.judge, rollout, job)
         if self._pool is not None:
             self._pool.start()
+
+    @property
+    def model_engine(self) -> TrainEngine | None:
+        return self._engine
 
     @transfer(SCORE, streams=True)
     def compute_reward(self, batch: Batch) -> Batch:

@@ -46,6 +46,10 @@ class RewardModelWorker(ModelWorker):
     def coordinates(self) -> Mapping[str, Coordinate]:
         return self._engine.mesh.coordinates
 
+    @property
+    def model_engine(self) -> TrainEngine:
+        return self._engine
+
     @transfer(THREE_D)
     def compute_score(self, batch: Batch) -> Batch:
         """`scores`, one for each row."""
