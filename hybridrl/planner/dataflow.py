@@ -114,7 +114,8 @@ def micro_batches(
 
 
 def calls_of(config: Config, sizes: Sizes, placement: Placement) -> list[Call]:
-    """The calls of one step, in order."""
+    """The calls of one step, in order, of the roles that are placed: a job may be built with fewer
+    than its trainer needs."""
     n, updates = sizes.samples, sizes.updates
     generator = GENERATOR if placement.is_separated else "actor"
     generation = [Call(generator, "sync", n), Call(generator, "generate", n)]
@@ -146,7 +147,7 @@ def calls_of(config: Config, sizes: Sizes, placement: Placement) -> list[Call]:
         "reward_model": [Call("reward_model", "train", n)],
         "evaluate": acting[1:],
     }
-    return programs.get(config.trainer.name, judged)
+    return [call for call in programs.get(config.trainer.name, judged) if call.role in roles]
 
 
 def has_model(config: Config, role: str) -> bool:
