@@ -16,14 +16,9 @@ _OfRank = Mapping[str, tuple[Piece, ...]]
 _NOTHING: _OfRank = {}
 
 
-def held(layout: Layout) -> dict[int, int]:
-    """Elements on each rank."""
-    return peak(layout)
-
-
 def peak(*layouts: Layout) -> dict[int, int]:
     """Elements on each rank that has all these layouts at once, sharing what they have in common:
-    the peak of a change from one to another, without its buffers."""
+    the peak of a change from one to another, without its buffers. Of one layout: what it holds."""
     ranks = sorted({rank for layout in layouts for rank in layout.pieces})
     return {rank: _count(layout.pieces.get(rank, _NOTHING) for layout in layouts) for rank in ranks}
 

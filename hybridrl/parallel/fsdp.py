@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: torch's FSDP2 over the `dp` axis."""
+"""Fully sharded data parallelism: torch's FSDP2 over the ranks that have different tokens."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ def shard(
                 fully_shard(module, **settings)
     fully_shard(model, **settings)
     # The weights of the global loss already divide by all ranks' tokens: sum, do not average.
-    # (gloo has no scaled sum, so the factor 1 is undone in `TrainEngine` for both back ends.)
+    # (gloo has no scaled sum: for both back ends `TrainEngine` multiplies the loss by the ranks.)
     return model

@@ -20,7 +20,7 @@ from layout_cases import (
 )
 
 from hybridrl.core import boxes
-from hybridrl.core.footprint import held, peak, redundant
+from hybridrl.core.footprint import peak, redundant
 from hybridrl.core.layout import (
     Layout,
     Piece,
@@ -156,7 +156,7 @@ def test_footprints_count_elements_once(pair):
         before, after = elements(source, rank), elements(target, rank)
         assert peak(source, target)[rank] == len(before | after)
         if rank in source.pieces:
-            assert held(source)[rank] == len(before)
+            assert peak(source)[rank] == len(before)
             assert redundant(source, target)[rank] == len(before - after)
 
 
