@@ -17,7 +17,7 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.device import synchronize
 from hybridrl.engine.train import TrainEngine
 from hybridrl.engine.weight_sync import SyncCost, WeightSync
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, RolloutError
 from hybridrl.parallel.process_group import store_of
 from hybridrl.reshard.between_groups import Parcel, parcel_keys, send_parcels, take_parcels
 from hybridrl.rollout.base import RolloutEngine, ragged
@@ -32,6 +32,7 @@ class WeightChannel:
         group: The ranks that train, then those that generate.
         dtype: Precision of the rollout engine's weights.
         train, rollout: What this rank has: one of them.
+        verify: Send all weights whole besides and compare them; as slow as that.
 
     Attributes:
         count: How many times weights were sent, or received, by this rank.
@@ -44,10 +45,12 @@ class WeightChannel:
         device: torch.device,
         train: TrainEngine | None = None,
         rollout: RolloutEngine | None = None,
+        verify: bool = False,
     ) -> None:
         self._group, self._dtype, self._device = group, dtype, device
         self._train, self._rollout = train, rollout
         self._sync = WeightSync.across(group, dtype, device, train, rollout)
+        self._verify = verify and self._sync is not None
         self.count = 0
 
     @torch.no_grad()
@@ -56,10 +59,10 @@ class WeightChannel:
         self.count += 1
         if self._group.rank() == 0:
             store_of(self._group).set(f"sent/{self.count}", str(version))
-        if self._sync is not None:
-            return self._sync.run()
-        self._send_whole()
-        return None
+        cost = None if self._sync is None else self._sync.run()
+        if self._sync is None or self._verify:
+            self._send_whole()
+        return cost
 
     @property
     def has_come(self) -> bool:
@@ -71,11 +74,14 @@ class WeightChannel:
         """Takes the next weights that were, or will be, sent; gives their version. Collective."""
         self.count += 1
         version = int(store_of(self._group).get(f"sent/{self.count}"))
-        cost = None
-        if self._sync is not None:
-            cost = self._sync.run()
-        else:
+        cost = None if self._sync is None else self._sync.run()
+        if self._sync is None:
             self._rollout.load(self._receive_whole())
+        elif self._verify and (wrong := self._rollout.differences(self._receive_whole())):
+            raise RolloutError(
+                f"{len(wrong)} parts of the generator's weights are not those of the trainer's "
+                f"version {version}: {' '.join(wrong[:3])}"
+            )
         synchronize(self._device)
         return version, cost
 

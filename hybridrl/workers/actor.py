@@ -74,6 +74,7 @@ class ActorWorker(ModelWorker):
         self._objective = objective
         self._updates = updates
         self._temperature = rollout.temperature
+        self._verify = rollout.verify_weights
         self._seed = seed
         self._generations = 0
         self._most_behind = most_behind
@@ -165,8 +166,8 @@ class ActorWorker(ModelWorker):
         rank, size = self.context.rank, self.context.world_size + receivers
         group = process_group.join_world("weights", rank, size, meeting, self.context.device_kind)
         self.enter()
-        train = self._engine.train
-        self._channel = WeightChannel(group, DTYPES[self._source.dtype], train.device, train)
+        train, dtype = self._engine.train, DTYPES[self._source.dtype]
+        self._channel = WeightChannel(group, dtype, train.device, train, verify=self._verify)
 
     @transfer(ONE_TO_ALL)
     def send_weights(self) -> None:

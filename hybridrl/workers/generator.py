@@ -81,7 +81,13 @@ class GeneratorWorker(ModelWorker):
         rank, size = senders + self.context.rank, senders + self.context.world_size
         group = process_group.join_world("weights", rank, size, meeting, self.context.device_kind)
         self.enter()
-        self._channel = WeightChannel(group, self._dtype, self._device, rollout=self._engine)
+        self._channel = WeightChannel(
+            group,
+            self._dtype,
+            self._device,
+            rollout=self._engine,
+            verify=self._config.verify_weights,
+        )
 
     @transfer(ONE_TO_ALL)
     def receive_weights(self, count: int) -> None:

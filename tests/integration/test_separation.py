@@ -11,7 +11,7 @@ LEARNS = [
     *("reward.function=length", "reward.options.length.limit=4", "reward.options.length.ramp=3"),
     "actor.optimizer.learning_rate=1e-2",
 ]
-SEPARATED = [*SHORT, *LEARNS, "placement=separation"]
+SEPARATED = [*SHORT, *LEARNS, "placement=separation", "rollout.verify_weights=true"]
 
 
 def steps_of(run):
