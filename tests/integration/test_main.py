@@ -14,10 +14,10 @@ from hybridrl.data.tasks.arithmetic import problems
 INLINE = ["executor=inline", "rollout=transformers"]
 
 
-def without_times(path):
+def without_measurements(path):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    timed = ("time/", "share/", "throughput/")
-    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
+    measured = ("time/", "share/", "throughput/", "memory/")
+    return [{k: v for k, v in row.items() if not k.startswith(measured)} for row in rows]
 
 
 @pytest.mark.ray
@@ -46,7 +46,7 @@ def test_a_run_leaves_everything_a_user_needs(command):
     # 3 supervised steps and one GRPO update came before the second step's samples.
     assert set(samples["policy_version"].to_pylist()) == {4}
     assert str(run.directory) in run.output.strip().splitlines()[-1]
-    metrics = without_times(run.directory / "metrics.jsonl")
+    metrics = without_measurements(run.directory / "metrics.jsonl")
     steps = [row for row in metrics if "policy/loss" in row]
     assert all(row["mismatch/k3"] < 1e-6 and row["response/tokens"] > 0 for row in steps)
     # The figures of a step are those of its own samples.
@@ -61,7 +61,7 @@ def test_equal_seeds_give_equal_rewards_with_vllm(command, tmp_path):
     for name in ("first", "second"):
         run = command(*SHORT, f"run.directory={tmp_path / name}")
         assert run.finish() == 0, run.output
-        rewards.append(without_times(tmp_path / name / "metrics.jsonl"))
+        rewards.append(without_measurements(tmp_path / name / "metrics.jsonl"))
     keys = ("reward/mean", "response/tokens", "accuracy")
     assert [[row.get(k) for k in keys] for row in rewards[0]] == [
         [row.get(k) for k in keys] for row in rewards[1]
@@ -74,7 +74,7 @@ def test_equal_seeds_give_equal_metrics_with_transformers(command, tmp_path):
     for name in ("first", "second"):
         run = command(*SHORT, "rollout=transformers", f"run.directory={tmp_path / name}")
         assert run.finish() == 0, run.output
-        metrics.append(without_times(tmp_path / name / "metrics.jsonl"))
+        metrics.append(without_measurements(tmp_path / name / "metrics.jsonl"))
     assert metrics[0] == metrics[1]
 
 
@@ -158,7 +158,7 @@ def test_real_work_reads_files_and_functions_of_the_users(command, tmp_path):
         "observe.samples_every=1",
     )
     assert run.finish() == 0, run.output
-    metrics = without_times(tmp_path / "second" / "metrics.jsonl")
+    metrics = without_measurements(tmp_path / "second" / "metrics.jsonl")
     assert any(row.get("policy/kl", 0) > 0 for row in metrics)
 
 
