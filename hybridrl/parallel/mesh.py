@@ -13,10 +13,11 @@ from hybridrl.core.training_mesh import DATA
 class ParallelMesh:
     """What this rank needs of the mesh: a group for each axis, and FSDP's own mesh.
 
-    Building it is collective: every process of the job takes part, in the same order.
+    Building it is collective over the default process group, which is the worker group's own (see
+    `process_group`): all its ranks take part, in the same order.
 
     Args:
-        mesh: Its ranks are those of the default process group.
+        mesh: Its ranks are those of the default process group, or some of them.
         device: This rank's device.
         shards: See `ParallelConfig.shards`.
 
@@ -83,7 +84,7 @@ class ParallelMesh:
         grid = data.reshape(-1, *shape).movedim(0, -1)
         whole = DeviceMesh(self.device.type, grid, mesh_dim_names=(*names, "model"))
         if self.rank not in self.mesh.grid:
-            return whole  # only made because all processes make it together
+            return whole  # only made because all ranks of the group make it together
         return whole[tuple(names)] if self.copies > 1 else whole[names[0]]
 
     def _make_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
