@@ -30,7 +30,12 @@ import pytest
 CGROUPS = Path("/sys/fs/cgroup")
 OBJECT_STORE_BYTES = 256 << 20
 # Ray's own networking threads and agents; and a token would have to be brought to every host.
-RAY_ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+RAY_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # hybridrl switches it off, for clusters of one machine, in processes that have imported it.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
+}
 
 
 @dataclass
