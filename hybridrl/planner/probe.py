@@ -1,4 +1,4 @@
-"""A second or two of measuring: the rates of this machine's devices, all of them at work at once.
+"""A few seconds of measuring: the rates of this machine's devices, all of them at work at once.
 
 Two layers of the job's own model run forward and backward on samples as long as the job's, so what
 is measured is what training will do: products, attention and what lies between them.
@@ -7,6 +7,7 @@ is measured is what training will do: products, attention and what lies between 
 from __future__ import annotations
 
 import contextlib
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -34,6 +35,9 @@ SECONDS = 0.15
 STREAM, MESSAGE = 64 << 20, 16 << 20
 """Bytes that are copied, and that are sent, at a time."""
 SMALL_OPS = 2000
+WORK = 1e10
+"""Operations of the longest run: the tokens of a whole micro-batch if that is no more, because what
+fits into a cache is quicker by token than what does not."""
 LIMIT_S = 60
 ROUNDS = 5
 
@@ -105,12 +109,13 @@ def _measure(
     config = load_config(path)
     model = _layers(config, dtype, device)
     run = _Run(model, device)
-    few = max(1, length)
-    many = max(2, min(tokens, max(8 * length, 512)) // few) * few
-    forward = [run.seconds(n, few, trains=False, world=world) / LAYERS for n in (few, many)]
-    training = [run.seconds(n, few, trains=True, world=world) / LAYERS for n in (few, many)]
     shape = shape_of(config, dtype)
     operations = 2 * shape.layer.all + 2 * length * shape.query
+    fitting = round(WORK / (LAYERS * 3 * operations))
+    few = max(1, length)
+    many = max(2, min(tokens, max(8 * length, 512, fitting)) // few) * few
+    forward = [run.seconds(n, few, trains=False, world=world) / LAYERS for n in (few, many)]
+    training = [run.seconds(n, few, trains=True, world=world) / LAYERS for n in (few, many)]
     found = {}
     for name, (low, high), passes in (("forward", forward, 1), ("training", training, 3)):
         per_token = max(1e-12, (high - low) / (many - few))
@@ -138,9 +143,9 @@ class _Run:
         self.model, self.device = model, device
 
     def seconds(self, tokens: int, length: int, *, trains: bool, world: int) -> float:
-        bounds = torch.arange(0, tokens + 1, length)
+        bounds = _bounds(tokens, length)
         packing = Packing.of(bounds, self.device)
-        ids = torch.zeros(1, tokens, dtype=torch.int64, device=self.device)
+        ids = torch.zeros(1, int(bounds[-1]), dtype=torch.int64, device=self.device)
         positions = packing.position_ids()[None]
 
         def once() -> None:
@@ -156,21 +161,28 @@ class _Run:
         return found
 
 
+def _bounds(tokens: int, length: int) -> torch.Tensor:
+    """Of samples from half to one and a half times this length, as a step's differ."""
+    shares = (torch.arange(tokens // length) + 0.5) / (tokens // length)
+    lengths = (length * (0.5 + shares)).round().long().clamp(min=1)
+    return torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+
+
 def _timed(once: Callable[[], object], device: torch.device, world: int) -> float:
-    """Seconds of one run, the quickest of as many as fit into `SECONDS`: what else the machine does
-    only slows."""
+    """Seconds of one run, the median of as many as fit into `SECONDS`: what else this machine does
+    will slow the job, too."""
     once()
     synchronize(device)
     if world > 1:
         dist.barrier()
     found: list[float] = []
     start = time.perf_counter()
-    while time.perf_counter() - start < SECONDS or len(found) < 2:
+    while time.perf_counter() - start < SECONDS or len(found) < 3:
         begin = time.perf_counter()
         once()
         synchronize(device)
         found.append(time.perf_counter() - begin)
-    return min(found)
+    return statistics.median(found)
 
 
 def _memory_rate(device: torch.device, world: int) -> float:
