@@ -37,7 +37,7 @@ class PhaseMemory:
     @property
     def bytes(self) -> float:
         """All of them."""
-        return memory.total(self.parts)
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)

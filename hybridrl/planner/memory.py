@@ -9,12 +9,9 @@ gradients in float32, and leaves the last unit of a forward gathered. `hybridrl.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hybridrl.config.schema import Config
 from hybridrl.models.log_probs import CHUNK_ELEMENTS
-from hybridrl.placement import RolePlace
 from hybridrl.planner.dataflow import MicroBatches, Sizes
 from hybridrl.planner.model_shape import Counts, ModelShape
 
@@ -29,11 +26,6 @@ SAMPLING_COPIES = 4
 
 Parts = dict[str, float]
 """Bytes by what they are for."""
-
-
-def total(parts: Mapping[str, float]) -> float:
-    """All of them."""
-    return sum(parts.values())
 
 
 @dataclass(frozen=True)
@@ -175,33 +167,6 @@ class ModelPart:
         return MASTER * min(CHUNK_ELEMENTS, logits)
 
 
-def model_part(
-    shape: ModelShape,
-    config: Config,
-    place: RolePlace,
-    *,
-    stage: int,
-    trains: bool,
-    is_cuda: bool,
-) -> ModelPart:
-    """What a device of this pipeline stage holds of a role that lives there."""
-    parallel = place.parallel
-    base, more = divmod(shape.layers, parallel.pp * parallel.chunks)
-    chunks = range(stage, parallel.pp * parallel.chunks, parallel.pp)
-    offload = config.actor.offload_parameters and is_cuda
-    return ModelPart(
-        shape,
-        layers=sum(base + (chunk < more) for chunk in chunks),
-        ends=(stage == 0, stage == parallel.pp - 1),
-        shards=parallel.shards or len(place.devices) // (parallel.tp * parallel.pp),
-        micro_batches_held=parallel.pp - stage,
-        trains=trains,
-        is_cuda=is_cuda,
-        offload_parameters=offload,
-        offload_optimizer=config.actor.offload_optimizer and is_cuda and not offload,
-    )
-
-
 def generation_copy(shape: ModelShape) -> float:
     """The generator's weights on one device, in the precision of computation."""
     return float(shape.item * shape.parameters.all)
@@ -222,4 +187,4 @@ def generating_with_transformers(shape: ModelShape, sizes: Sizes, rows: int) -> 
 
 
 def _fullest(*moments: Parts) -> Parts:
-    return {name: size for name, size in max(moments, key=total).items() if size}
+    return {name: size for name, size in max(moments, key=lambda parts: sum(parts.values())).items() if size}

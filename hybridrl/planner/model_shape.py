@@ -169,8 +169,8 @@ def _count(
         largest=max(p.numel() for p in deep.parameters()),
         tensors=len(list(deep.parameters())) - len(list(shallow.parameters())),
         item=DTYPES[dtype].itemsize,
-        training=_slope(shallow, deep, _train),
-        scoring=_slope(shallow, deep, _score),
+        training=_token_bytes(shallow, deep, trains=True),
+        scoring=_token_bytes(shallow, deep, trains=False),
     )
 
 
@@ -225,26 +225,18 @@ def _layer_counts(model: nn.Module) -> Counts:
     return _counts(p for name, p in model.named_parameters() if "layers." in name)
 
 
-def _slope(shallow: nn.Module, deep: nn.Module, run: Any) -> TokenBytes:
-    low, high = (_peak(model, run) / TOKENS for model in (shallow, deep))
+def _token_bytes(shallow: nn.Module, deep: nn.Module, trains: bool) -> TokenBytes:
+    low, high = (_peak(model, trains) / TOKENS for model in (shallow, deep))
     return TokenBytes(high - low, low - DEPTHS[0] * (high - low))
 
 
-def _peak(model: nn.Module, run: Any) -> int:
+def _peak(model: nn.Module, trains: bool) -> int:
     model.zero_grad()
-    with _Live(model) as live:
-        run(model)
+    with _Live(model) as live, torch.set_grad_enabled(trains):
+        states = _forward(model)
+        if trains:
+            states.backward(torch.empty_like(states))
     return live.peak
-
-
-def _train(model: nn.Module) -> None:
-    states = _forward(model)
-    states.backward(torch.empty_like(states))
-
-
-def _score(model: nn.Module) -> None:
-    with torch.no_grad():
-        _forward(model)
 
 
 def _forward(model: nn.Module) -> Tensor:

@@ -14,7 +14,7 @@ from hybridrl.models import load_config
 from hybridrl.placement import GENERATOR, Placement
 from hybridrl.planner.dataflow import Sizes, calls_of, has_model, micro_batches
 from hybridrl.planner.devices import Machines
-from hybridrl.planner.memory import ModelPart, generation_copy, model_part
+from hybridrl.planner.memory import ModelPart, generation_copy
 from hybridrl.planner.model_shape import ModelShape, shape_of
 
 
@@ -61,13 +61,21 @@ class Planner:
     @cache  # noqa: B019
     def part(self, role: str, stage: int) -> ModelPart:
         """What one device of a pipeline stage holds of a role's model."""
-        return model_part(
-            self.shape(role),
-            self.config,
-            self.placement.roles[role],
-            stage=stage,
+        place, actor, shape = self.placement.roles[role], self.config.actor, self.shape(role)
+        parallel, is_cuda = place.parallel, self.machines.is_cuda
+        base, more = divmod(shape.layers, parallel.pp * parallel.chunks)
+        chunks = range(stage, parallel.pp * parallel.chunks, parallel.pp)
+        offload = actor.offload_parameters and is_cuda
+        return ModelPart(
+            shape,
+            layers=sum(base + (chunk < more) for chunk in chunks),
+            ends=(stage == 0, stage == parallel.pp - 1),
+            shards=parallel.shards or len(place.devices) // (parallel.tp * parallel.pp),
+            micro_batches_held=parallel.pp - stage,
             trains=role in LEARNERS,
-            is_cuda=self.machines.is_cuda,
+            is_cuda=is_cuda,
+            offload_parameters=offload,
+            offload_optimizer=actor.offload_optimizer and is_cuda and not offload,
         )
 
     def generation_shape(self) -> ModelShape:
