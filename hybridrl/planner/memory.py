@@ -187,4 +187,8 @@ def generating_with_transformers(shape: ModelShape, sizes: Sizes, rows: int) -> 
 
 
 def _fullest(*moments: Parts) -> Parts:
-    return {name: size for name, size in max(moments, key=lambda parts: sum(parts.values())).items() if size}
+    return {
+        name: size
+        for name, size in max(moments, key=lambda parts: sum(parts.values())).items()
+        if size
+    }
