@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -110,6 +111,27 @@ def test_cures_come_together_where_none_is_enough():
         for cure in found:
             fewer = [c for c in found if c != cure]
             assert not make_plan(changed(config, fewer), machines).fits()
+
+
+def test_cures_are_for_the_roles_that_are_there():
+    """All roles of the job would need two settings at once; the actor alone needs one of them."""
+    overrides = [*PAPER, "model.path=llama-13b", "actor.tokens_per_microbatch=32768"]
+    overrides += ["actor.gradient_checkpointing=false"]
+    machines = named("4xA100")
+    with with_described_models(load_config(overrides)) as config:
+        plan = make_plan(config, machines, check_placement(config, machines.cluster, ["actor"]))
+        assert all(len(cure) == 1 for cure in cures(plan))
+        assert any(cure[0][0] == "actor.gradient_checkpointing" for cure in cures(plan))
+
+
+def test_a_job_may_need_a_little_more_than_there_is():
+    with with_described_models(load_config([*PAPER, "model.path=llama-7b"])) as config:
+        machines = named("8xA100")
+        plan = make_plan(config, machines)
+        used = plan.fullest.fullest.bytes
+        refuse(replace(plan, machines=replace(machines, memory=used / 1.1)), tolerance=1.15)
+        with pytest.raises(ConfigError, match="does not fit"):
+            refuse(replace(plan, machines=replace(machines, memory=used / 1.2)), tolerance=1.15)
 
 
 def test_what_cannot_fit_at_all_says_so():
