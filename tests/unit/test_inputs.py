@@ -35,5 +35,5 @@ def test_what_fits_is_not_refused():
 
 
 def test_a_tiny_model_has_heads_that_kernels_take(tmp_path):
-    with pytest.raises(ConfigError, match="multiple of 32 x model.tiny.heads=4"):
+    with pytest.raises(ConfigError, match=r"multiple of 32 x model\.tiny\.heads=4"):
         model_folder(load_config(["model.tiny.hidden_size=100"]), tmp_path)
