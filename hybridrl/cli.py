@@ -4,7 +4,6 @@ will live, what that takes of each device, and how long a step will last; it sta
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -57,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _plan(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from hybridrl.planner import cures, table
+    from hybridrl.planner import table
+    from hybridrl.planner.cures import refuse
     from hybridrl.planner.described import with_described_models
     from hybridrl.planner.plan import make_plan, to_json
 
@@ -78,7 +78,7 @@ def _plan(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
             for shown in table.tables(plan):
                 console.print()
                 console.print(shown)
-        cures.refuse(plan, described, machines, lengths)
+        refuse(plan)
 
 
 def _machines(config: Config, text: str | None) -> Machines:
@@ -86,16 +86,9 @@ def _machines(config: Config, text: str | None) -> Machines:
 
     if text is not None:
         return devices.named(text)
-    import torch
+    from hybridrl.config.checks import devices_here
 
-    from hybridrl.core.cluster import Cluster, choose_devices
-
-    inline = config.executor == "inline"
-    cpus = 1 if inline else os.cpu_count() or 1
-    number = 1 if inline else config.num_devices
-    gpus = torch.accelerator.device_count()
-    kind, count = choose_devices(config.devices, number, gpus, cpus)
-    return devices.present(Cluster.of_one_node(kind, count))
+    return devices.present(devices_here(config))
 
 
 def _rates(config: Config, plan: Plan) -> Rates:

@@ -35,11 +35,6 @@ if TYPE_CHECKING:
     from hybridrl.planner.plan import Plan
     from hybridrl.trainers.base import Trainer
 
-HEAD_DIM_STEP = 32
-TOLERANCE = 1.15
-"""A job is refused when it is expected to need more than this multiple of the memory there is:
-predictions were seen to be right within as much."""
-
 
 class Job:
     """A run: its folder, model, data, executor and worker groups. Use it in a `with`.
@@ -192,31 +187,23 @@ class Job:
         return modules
 
     def _load(self) -> None:
-        """Model folder, tokenizer and prompts, and what follows from their sizes."""
+        """Model folder, tokenizer and data, and what follows from their sizes."""
+        from hybridrl import inputs
         from hybridrl.data.loader import PromptLoader
-        from hybridrl.data.preferences import samples_of_pairs
-        from hybridrl.data.sources import load_examples, load_pairs, load_prompts
-        from hybridrl.models import check_model, load_config, load_tokenizer
+        from hybridrl.models import load_config, load_tokenizer
+        from hybridrl.planner.at_start import count_models
         from hybridrl.rollout import Sampling
 
-        config, rollout = self.config, self.config.rollout
-        if config.model.path is not None:
-            check_model(config.model.path)
-        self.model_path = config.model.path or str(self._make_tiny_model())
+        config, rollout, kind = self.config, self.config.rollout, self.trainer_class.DATA
+        self.model_path = inputs.model_folder(config, self.directory.path)
         self.tokenizer_path = config.model.tokenizer or self.model_path
         self.tokenizer = load_tokenizer(self.tokenizer_path)
-        self._check_reward_tokenizers()
-        settings = {"held_out": config.eval.prompts, "seed": config.run.seed}
-        self.examples = None
-        if self.trainer_class.DATA == "prompts":
-            self.training, self.held_out, self.examples = load_prompts(
-                config.data, self.tokenizer, **settings
-            )
-        elif self.trainer_class.DATA == "examples":
-            self.training, self.held_out = load_examples(config.data, self.tokenizer, **settings)
-        else:
-            self.training, held_out = load_pairs(config.data, self.tokenizer, **settings)
-            self.held_out = None if held_out is None else samples_of_pairs(held_out)
+        inputs.check_reward_tokenizers(config, self.tokenizer, self.tokenizer_path)
+        rows = inputs.load_rows(config, kind, self.tokenizer)
+        self.training, self.held_out, self.examples = rows.training, rows.held_out, rows.examples
+        self.longest_prompt, self.longest_response = rows.longest_prompt, rows.longest_response
+        self.context_length = self.longest_prompt + self.longest_response
+        inputs.check_lengths(config, kind, rows, load_config(self.model_path))
         self.loader = PromptLoader(
             self.training, config.data.prompts_per_step, config.run.seed, config.data.shuffle
         )
@@ -228,103 +215,17 @@ class Job:
             tuple(rollout.stop),
             rollout.min_tokens,
         )
-        kinds = [b for b in (self.training, self.held_out) if b is not None]
-        self.longest_prompt = max(int(b.lengths("prompt_ids").max()) for b in kinds)
-        self.longest_response = rollout.max_tokens
-        if self.trainer_class.DATA != "prompts":
-            names = ("response_ids", "chosen_ids", "rejected_ids")
-            columns = [b.lengths(name) for b in kinds for name in names if name in b.columns]
-            self.longest_response = max(int(lengths.max()) for lengths in columns)
-        self.context_length = self.longest_prompt + self.longest_response
-        self._check_lengths(load_config(self.model_path))
-        self._count_model(load_config(self.model_path))
-
-    def _make_tiny_model(self) -> Path:
-        from hybridrl.data.tasks import load_task
-        from hybridrl.data.tasks.character_tokenizer import build_tokenizer
-        from hybridrl.models import make_tiny_model
-
-        tiny = self.config.model.tiny
-        if tiny.hidden_size % (HEAD_DIM_STEP * tiny.heads):
-            raise ConfigError(
-                f"model.tiny.hidden_size={tiny.hidden_size} must be a multiple of "
-                f"{HEAD_DIM_STEP} x model.tiny.heads={tiny.heads}: vLLM's attention kernels take "
-                "heads of 32, 64, 96 ... dimensions."
-            )
-        return make_tiny_model(
-            self.directory.path / "initial_model",
-            build_tokenizer(load_task(self.config.data.task).CHARACTERS),
-            seed=self.config.run.seed,
-            **asdict(tiny),
-        )
-
-    def _check_reward_tokenizers(self) -> None:
-        """A reward model reads the policy's own token ids."""
-        from hybridrl.models import load_tokenizer
-
-        for kind, config in (("reward", self.config.reward), ("cost", self.config.cost)):
-            if config is None or not config.model:
-                continue
-            if load_tokenizer(config.model).get_vocab() != self.tokenizer.get_vocab():
-                raise ConfigError(
-                    f"{kind}.model={config.model} has another vocabulary than the policy's "
-                    f"tokenizer ({self.tokenizer_path}): it would read other words than were "
-                    "written. Take a reward model of the same family, or a judge "
-                    f"({kind}.judge.path), which reads text."
-                )
-
-    def _check_lengths(self, model_config: Any) -> None:
-        limit = getattr(model_config, "max_position_embeddings", None)
-        generated = self.trainer_class.DATA == "prompts"
-        setting = "rollout.max_tokens" if generated else "data.max_response_tokens"
-        response = f"{setting}={self.longest_response}" if generated else "its response"
-        wanted = (
-            f"The longest sample has {self.context_length} tokens (a prompt of up to "
-            f"{self.longest_prompt} and {response})"
-        )
-        if limit is not None and self.context_length > limit:
-            raise ConfigError(
-                f"{wanted}, but the model takes {limit}. Lower {setting}, or leave long rows out "
-                "with data.max_prompt_tokens and data.too_long=drop."
-            )
-        parallel, budget = self.config.actor.parallel, self.config.actor.tokens_per_microbatch
-        sharing = parallel.ring * parallel.ulysses  # ranks that take the budget each
-        tokens = self.context_length * (2 if self.trainer_class.DATA == "pairs" else 1)
-        needed = -(-tokens // sharing)
-        if needed > budget:
-            raise ConfigError(
-                f"{wanted}, but actor.tokens_per_microbatch={budget}: a sample (or a pair) is "
-                f"never cut. Raise actor.tokens_per_microbatch to {needed} or more, or lower "
-                f"{setting}."
-            )
-
-    def _count_model(self, model_config: Any) -> None:
-        """What the plan will ask, while Ray starts."""
-        from hybridrl.planner.model_shape import shape_of
-
-        actor, dtype = self.config.actor, self.config.model.dtype
-        for scalar in {"critic" in self.trainer_class.roles(self.config), False}:
-            shape_of(
-                model_config,
-                dtype,
-                tp=actor.parallel.tp,
-                scalar=scalar,
-                checkpointing=actor.gradient_checkpointing,
-                lora=actor.lora if actor.lora.rank else None,
-            )
+        count_models(self._with_model(), self.trainer_class.roles(config))
 
     def _make_plan(self) -> Plan:
-        """What the job will take, from its longest samples; refused if it is far too much."""
-        from hybridrl.planner.cures import refuse
-        from hybridrl.planner.devices import present
-        from hybridrl.planner.plan import make_plan
+        from hybridrl.planner.at_start import plan_job
 
-        config = replace(self.config, model=replace(self.config.model, path=self.model_path))
-        machines = present(self.executor.cluster)
-        lengths = (float(self.longest_prompt), float(self.longest_response))
-        plan = make_plan(config, machines, self.placement, lengths)
-        refuse(plan, config, machines, lengths, tolerance=TOLERANCE)
-        return plan
+        lengths = (self.longest_prompt, self.longest_response)
+        return plan_job(self._with_model(), self.executor.cluster, self.placement, lengths)
+
+    def _with_model(self) -> Config:
+        """The settings, with the tiny model's folder if there was none."""
+        return replace(self.config, model=replace(self.config.model, path=self.model_path))
 
     def _build_groups(self, wanted: Sequence[str]) -> None:
         from hybridrl.controller import WorkerGroup

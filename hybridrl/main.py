@@ -56,14 +56,14 @@ def run(config: Config) -> dict[str, Any]:
     from hybridrl.job import Job
     from hybridrl.observe.console import make_console
     from hybridrl.observe.overview import overview
-    from hybridrl.observe.summary import final_sentence
+    from hybridrl.observe.summary import accuracy_name, final_sentence
     from hybridrl.planner.table import short
     from hybridrl.trainers import load_trainer
     from hybridrl.trainers.loop import Loop
 
     title = f"HybridRL {config.trainer.name}: {config.run.name}"
     steps = config.trainer.steps if load_trainer(config.trainer.name).TRAINS else 0
-    with make_console(steps, title) as view:
+    with make_console(steps, title, accuracy=accuracy_name(config.reward, short=True)) as view:
         summary: dict[str, Any] = {}
         with Job(config, view.phase) as job:
             # Now, because Ray sets a handler of its own when it starts.
@@ -75,7 +75,8 @@ def run(config: Config) -> dict[str, Any]:
                 loop.run()
             finally:
                 view.phase("closing")
-        view.close(final_sentence(summary, job.directory.path))
+        accuracy = accuracy_name(config.reward)
+        view.close(final_sentence(summary, job.directory.path, accuracy))
     return summary
 
 

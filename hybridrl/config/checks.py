@@ -11,6 +11,7 @@ from pathlib import Path
 from hybridrl.config.algorithm_checks import check_algorithm
 from hybridrl.config.placement_checks import check_placement
 from hybridrl.config.schema import Config
+from hybridrl.core.cluster import Cluster, choose_devices
 from hybridrl.errors import ConfigError, MissingPackageError, nearest
 
 POSITIVE = (
@@ -229,17 +230,23 @@ def _check_packages(config: Config) -> None:
 
 def _check_devices(config: Config) -> None:
     """On this machine; a cluster's devices are counted when it has been joined."""
-    if config.ray.address is not None or "RAY_ADDRESS" in os.environ:
-        return
+    if config.ray.address is None and "RAY_ADDRESS" not in os.environ:
+        check_placement(config, devices_here(config))
+
+
+def devices_here(config: Config) -> Cluster:
+    """The devices that a job gets of this machine.
+
+    Raises:
+        ConfigError: if there are fewer than asked for.
+    """
     import torch
 
-    from hybridrl.core.cluster import Cluster, choose_devices
-
-    cpus = 1 if config.executor == "inline" else os.cpu_count() or 1
-    number = 1 if config.executor == "inline" else config.num_devices
+    inline = config.executor == "inline"
+    cpus = 1 if inline else os.cpu_count() or 1
+    number = 1 if inline else config.num_devices
     gpus = torch.accelerator.device_count()
-    kind, devices = choose_devices(config.devices, number, gpus, cpus)
-    check_placement(config, Cluster.of_one_node(kind, devices))
+    return Cluster.of_one_node(*choose_devices(config.devices, number, gpus, cpus))
 
 
 def one_of(setting: str, value: str, known: Iterable[str]) -> None:

@@ -29,6 +29,7 @@ def check_placement(
         ConfigError: naming the setting and what would fit.
     """
     roles = roles_of(config, names)
+    _check_generates(config, roles)
     placement = place(roles, cluster, config.placement)
     _check_flow(config, placement)
     for name, where in placement.roles.items():
@@ -40,6 +41,23 @@ def check_placement(
         if name != GENERATOR:
             _check_cut(config, where.parallel, setting)
     return placement
+
+
+def _check_generates(config: Config, roles: Sequence[Role]) -> None:
+    """A job may be built with roles of a person's choice, the one that generates left out."""
+    from hybridrl.trainers import load_trainer
+
+    chosen = [role.name for role in roles]
+    if (
+        config.placement.strategy == "separation"
+        and load_trainer(config.trainer.name).GENERATES
+        and "actor" not in chosen
+    ):
+        raise ConfigError(
+            "placement=separation gives generation its own devices, but it is the actor that "
+            f"generates, and the job's roles are only {', '.join(chosen)}. Add `actor` to "
+            "Job(roles=[...]), or set placement=flattening."
+        )
 
 
 def roles_of(config: Config, names: Sequence[str] | None = None) -> list[Role]:

@@ -13,15 +13,18 @@ from hybridrl.observe.step_view import StepView
 __all__ = ["StepView", "make_console"]
 
 
-def make_console(total_steps: int, title: str, console: Console | None = None) -> StepView:
+def make_console(
+    total_steps: int, title: str, console: Console | None = None, accuracy: str = "accuracy"
+) -> StepView:
     """A `LiveConsole` if standard output is a terminal that can move its cursor and say Unicode.
 
-    Otherwise a `LineConsole`: a log file, a pipe, a notebook, `TERM=dumb`.
+    Otherwise a `LineConsole`: a log file, a pipe, a notebook, `TERM=dumb`. The metric `accuracy` is
+    shown by the name given.
     """
     if console is None:
         # FORCE_COLOR makes rich take a log file for a terminal; a file cannot be redrawn.
         console = Console(force_terminal=None if sys.stdout.isatty() else False)
     unicode = console.encoding.startswith("utf")
     if console.is_interactive and not console.is_jupyter and unicode:
-        return LiveConsole(total_steps, title, console)
-    return LineConsole(total_steps, title, console)
+        return LiveConsole(total_steps, title, console, accuracy=accuracy)
+    return LineConsole(total_steps, title, console, accuracy=accuracy)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.observe.metrics_history import read_metrics, series
 from hybridrl.observe.step_clock import PHASE_COLOURS, PHASES
 from hybridrl.observe.storage import replacing
+from hybridrl.observe.summary import GAINS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,11 +20,14 @@ _COLUMNS_AT_MOST = 80
 _SMOOTH_FROM = 30  # with fewer steps than this the raw line is readable by itself
 
 
-def draw_curves(metrics_file: Path, out: Path) -> None:
+def draw_curves(metrics_file: Path, out: Path, accuracy: str = GAINS["accuracy"]) -> None:
     """Draws reward, length, entropy and step time over the steps, 1200 x 800 pixels, PNG.
 
     Works with any number of lines, none included; a metric never measured leaves its panel with a
     note. Steps below zero are drawn as the warm-up.
+
+    Args:
+        accuracy: what the metric `accuracy` is, see `accuracy_name`.
 
     Raises:
         StorageError: `out` cannot be written.
@@ -38,7 +42,7 @@ def draw_curves(metrics_file: Path, out: Path) -> None:
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.03)
         figure = Figure(figsize=(12, 8), dpi=100, layout=layout, facecolor="white")
         panels = figure.subplots(2, 2)
-        _draw_reward(panels[0, 0], rows)
+        _draw_reward(panels[0, 0], rows, accuracy)
         _draw_length(panels[0, 1], rows)
         _draw_policy(panels[1, 0], rows)
         _draw_times(panels[1, 1], rows)
@@ -48,7 +52,7 @@ def draw_curves(metrics_file: Path, out: Path) -> None:
             figure.savefig(part, format="png")
 
 
-def _draw_reward(panel: Axes, rows: list[dict[str, Any]]) -> None:
+def _draw_reward(panel: Axes, rows: list[dict[str, Any]], accuracy: str) -> None:
     if (
         rows
         and not any("reward/mean" in row for row in rows)
@@ -56,7 +60,7 @@ def _draw_reward(panel: Axes, rows: list[dict[str, Any]]) -> None:
     ):
         _draw_loss(panel, rows)
         return
-    panel.set_title("Reward and greedy accuracy")
+    panel.set_title(f"Reward and {accuracy}")
     _line(panel, rows, "reward/mean", _REWARD, "reward, mean of the step")
     _line(panel, rows, "cost/mean", _KL, "cost, mean of the step")
     steps, values = series(rows, "accuracy")
@@ -68,9 +72,9 @@ def _draw_reward(panel: Axes, rows: list[dict[str, Any]]) -> None:
             "o-",
             color=_ACCURACY,
             markersize=size,
-            label="greedy accuracy, evaluation",
+            label=f"{accuracy}, evaluation",
         )
-    panel.set_ylabel("reward, accuracy")
+    panel.set_ylabel("reward, accuracy" if accuracy == GAINS["accuracy"] else "reward, share")
     if rows and rows[0]["step"] < 0:
         panel.fill_between([], [], color="#e4e4ea", label="warm-up")
 

@@ -44,7 +44,7 @@ def value_lines(readings: Readings, width: int) -> list[Text]:
         *(costs if value("cost/mean") is not None else []),
         ("loss", shown(value("policy/loss"), ".3f"), ""),
         *(pairs if value("pairs/accuracy") is not None else []),
-        ("accuracy", accuracy, when),
+        (readings.accuracy_name, accuracy, when),
         ("length", shown(value("response/length_mean"), ".1f"), "tokens"),
         ("entropy", shown(value("policy/entropy"), ".3f"), ""),
         ("KL", shown(value("policy/kl"), ".2g"), ""),

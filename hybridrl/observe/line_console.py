@@ -27,8 +27,9 @@ class LineConsole(StepView):
         console: Console,
         sample_every: int = 10,
         clock: Callable[[], float] = time.monotonic,
+        accuracy: str = "accuracy",
     ) -> None:
-        self._readings = Readings(total_steps, clock)
+        self._readings = Readings(total_steps, clock, accuracy)
         self._console = console
         self._clock = clock
         self._sample_every = sample_every
@@ -103,7 +104,7 @@ def step_line(readings: Readings) -> str:
         if value("cost/mean") is not None:
             parts.append(f"cost {shown(value('cost/mean'), '.3f')}")
         parts += [
-            f"accuracy {shown(readings.accuracy, '.2f')}",
+            f"{readings.accuracy_name} {shown(readings.accuracy, '.2f')}",
             f"length {shown(value('response/length_mean'), '.1f')}",
             f"kl {shown(value('policy/kl'), '.2g')}",
             f"entropy {shown(value('policy/entropy'), '.2f')}",

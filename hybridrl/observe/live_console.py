@@ -42,8 +42,9 @@ class LiveConsole(StepView):
         title: str,
         console: Console,
         clock: Callable[[], float] = time.monotonic,
+        accuracy: str = "accuracy",
     ) -> None:
-        self._readings = Readings(total_steps, clock)
+        self._readings = Readings(total_steps, clock, accuracy)
         self._title = title
         self._console = console
         self._clock = clock

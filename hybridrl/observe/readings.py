@@ -20,10 +20,17 @@ class Readings:
     Args:
         total_steps: the step at which the run ends.
         clock: seconds, counting up.
+        accuracy_name: what the metric `accuracy` is called.
     """
 
-    def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        total_steps: int,
+        clock: Callable[[], float] = time.monotonic,
+        accuracy_name: str = "accuracy",
+    ) -> None:
         self.total_steps = total_steps
+        self.accuracy_name = accuracy_name
         self.current_step: int | None = None
         self.rewards: list[float] = []
         self.accuracy: float | None = None

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.schema import RewardConfig
+
 GAINS = {
     "accuracy": "greedy accuracy",
     "reward": "reward",
@@ -16,15 +18,28 @@ GAINS = {
 """What a run may gain, and how it is called."""
 
 
-def final_sentence(summary: Mapping[str, Any], directory: Path) -> str:
+def accuracy_name(reward: RewardConfig, short: bool = False) -> str:
+    """What the metric `accuracy` is: a model that grades may be wrong, so with one it is only the
+    share of greedy answers that it scores `reward.correct_at` or more."""
+    if reward.model or reward.judge.path:
+        limit = f"{reward.correct_at:g}"
+        return f"score>={limit}" if short else f"greedy answers (score >= {limit})"
+    return "accuracy" if short else GAINS["accuracy"]
+
+
+def final_sentence(
+    summary: Mapping[str, Any], directory: Path, accuracy: str = GAINS["accuracy"]
+) -> str:
     """Such as: greedy accuracy 0.53 -> 0.86, reward 0.48 -> 0.84 in 60 steps (41 s); model, ...
 
     Args:
         summary: `<name>_first` and `<name>_last` of any of `GAINS`, `steps` and `seconds`; what is
             missing or None is left out of the sentence.
         directory: the run's folder.
+        accuracy: see `accuracy_name`.
     """
-    gains = [text for name, label in GAINS.items() if (text := _gain(label, name, summary))]
+    labels = GAINS | {"accuracy": accuracy}
+    gains = [text for name, label in labels.items() if (text := _gain(label, name, summary))]
     steps = summary.get("steps")
     seconds = summary.get("seconds")
     sentence = ", ".join(gains) or "finished"

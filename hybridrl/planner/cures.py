@@ -6,9 +6,11 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+from hybridrl.config.placement_checks import check_placement
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
-from hybridrl.planner.devices import GIB, Machines
+from hybridrl.placement import GENERATOR
+from hybridrl.planner.devices import GIB
 from hybridrl.planner.plan import Plan, make_plan
 
 SHARES = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
@@ -18,70 +20,55 @@ LARGEST_TP = 8
 Setting = tuple[str, Any]
 
 
-def cures(
-    config: Config, machines: Machines, lengths: tuple[float, float] | None = None
-) -> list[list[Setting]]:
+def cures(plan: Plan) -> list[list[Setting]]:
     """Every single setting with which the job fits, cheapest first; if none does, the shortest
     run of them that does together, less what it can spare."""
-    candidates = list(_candidates(config, machines))
-    alone = [[cure] for cure in candidates if _fits(config, machines, [cure], lengths)]
+    alone: dict[str, list[Setting]] = {}
+    for cure in _candidates(plan):
+        if cure[0] not in alone and _fits(plan, [cure]):
+            alone[cure[0]] = [cure]
     if alone:
-        names = [cure[0][0] for cure in alone]
-        return [cure for n, cure in enumerate(alone) if cure[0][0] not in names[:n]]
-    together: list[Setting] = []
-    for cure in candidates:
+        return list(alone.values())
+    together, before = list[Setting](), plan
+    for cure in _candidates(plan):
         trial = [c for c in together if c[0] != cure[0]] + [cure]
-        before, after = (_plan(config, machines, c, lengths) for c in (together, trial))
-        if after is None or (before is not None and not _is_better(after, before)):
+        after = _replanned(plan, trial)
+        if after is None or _badness(after) >= _badness(before):
             continue
-        together = trial
+        together, before = trial, after
         if after.fits():
-            spare = list(together)
-            for one in spare:
+            for one in trial:
                 fewer = [c for c in together if c != one]
-                if _fits(config, machines, fewer, lengths):
+                if _fits(plan, fewer):
                     together = fewer
             return [together]
     return []
 
 
-def refuse(
-    plan: Plan,
-    config: Config,
-    machines: Machines,
-    lengths: tuple[float, float] | None = None,
-    tolerance: float = 1.0,
-) -> None:
+def refuse(plan: Plan, tolerance: float = 1.0) -> None:
     """Says no to a plan that does not fit.
 
     Raises:
         ConfigError: a sentence with what is missing where, and with what it would fit.
     """
-    if not plan.fits(tolerance):
-        raise ConfigError(_refusal(plan, config, machines, lengths))
-
-
-def _refusal(
-    plan: Plan, config: Config, machines: Machines, lengths: tuple[float, float] | None
-) -> str:
-    device = max(plan.memory, key=lambda device: device.fullest.bytes)
-    phase = device.fullest
-    if plan.lacking:
-        what = "; ".join(plan.lacking)
-    else:
+    if plan.fits(tolerance):
+        return
+    what = plan.lacking
+    if not what:
+        phase = plan.fullest.fullest
         parts = sorted(phase.parts.items(), key=lambda part: -part[1])[:3]
         mostly = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
         what = (
             f"This does not fit: while `{phase.role}` does `{phase.phase}`, device "
-            f"{device.devices[0]} needs {phase.bytes / GIB:.1f} GiB ({mostly}, ...) and has "
-            f"{machines.memory / GIB:.1f}"
+            f"{plan.fullest.devices[0]} needs {phase.bytes / GIB:.1f} GiB ({mostly}, ...) and has "
+            f"{plan.machines.memory / GIB:.1f}"
         )
-    found = [
-        " ".join(f"{k}={_text(v)}" for k, v in cure) for cure in cures(config, machines, lengths)
-    ]
+    found = [" ".join(f"{name}={_text(value)}" for name, value in cure) for cure in cures(plan)]
     if not found:
-        return f"{what}. No single setting helps: take more devices, or a smaller model."
-    return f"{what}. It would fit with {'; or with '.join(found)}."
+        raise ConfigError(
+            f"{what}. No single setting helps: take more devices, or a smaller model."
+        )
+    raise ConfigError(f"{what}. It would fit with {'; or with '.join(found)}.")
 
 
 def changed(config: Config, settings: list[Setting]) -> Config:
@@ -96,33 +83,34 @@ def changed(config: Config, settings: list[Setting]) -> Config:
     return config
 
 
-def _candidates(config: Config, machines: Machines) -> Iterator[Setting]:
+def _candidates(plan: Plan) -> Iterator[Setting]:
     """From what costs nothing to what costs most time."""
+    config, is_cuda = plan.config, plan.machines.is_cuda
     actor, rollout = config.actor, config.rollout
     longest = config.data.max_prompt_tokens + rollout.max_tokens
     tokens = actor.tokens_per_microbatch // 2
     while tokens >= longest:
         yield "actor.tokens_per_microbatch", tokens
         tokens //= 2
-    if machines.is_cuda and rollout.engine == "vllm":
-        for share in SHARES:
-            yield "rollout.memory_share", share
-    elif rollout.engine == "vllm":
-        for divisor in (2, 4, 8):
-            yield "rollout.kv_cache_gib", rollout.kv_cache_gib / divisor
-    else:
+    if rollout.engine == "transformers":
         for divisor in (2, 4, 8, 16):
             yield "rollout.max_sequences", max(1, rollout.max_sequences // divisor)
+    elif is_cuda:
+        for share in SHARES:
+            yield "rollout.memory_share", share
+    else:
+        for divisor in (2, 4, 8):
+            yield "rollout.kv_cache_gib", rollout.kv_cache_gib / divisor
     if not actor.gradient_checkpointing:
         yield "actor.gradient_checkpointing", True
     if rollout.engine == "vllm":
         yield from _doubled("rollout.parallel.tp", rollout.parallel.tp)
-    if machines.is_cuda and not actor.offload_between_calls:
+    if is_cuda and not actor.offload_between_calls:
         yield "actor.offload_between_calls", True
-    if machines.is_cuda and not actor.offload_optimizer:
+    if is_cuda and not actor.offload_optimizer:
         yield "actor.offload_optimizer", True
     yield from _doubled("actor.parallel.tp", actor.parallel.tp)
-    if machines.is_cuda and not actor.offload_parameters:
+    if is_cuda and not actor.offload_parameters:
         yield "actor.offload_parameters", True
     if config.placement.strategy not in ("flattening", "interleaving"):
         yield "placement.strategy", "flattening"
@@ -134,33 +122,28 @@ def _doubled(name: str, size: int) -> Iterator[Setting]:
         yield name, size
 
 
-def _plan(
-    config: Config,
-    machines: Machines,
-    settings: list[Setting],
-    lengths: tuple[float, float] | None,
-) -> Plan | None:
-    """None: there is no such job."""
+def _replanned(plan: Plan, settings: list[Setting]) -> Plan | None:
+    """The same roles with these settings; None: there is no such job."""
+    config = changed(plan.config, settings)
+    roles = [role for role in plan.placement.roles if role != GENERATOR]
+    lengths = plan.sizes.prompt_tokens, plan.sizes.response_tokens
     try:
-        return make_plan(changed(config, settings), machines, lengths=lengths)
+        placement = check_placement(config, plan.machines.cluster, roles)
+        return make_plan(config, plan.machines, placement, lengths)
     except ConfigError:
         return None
 
 
-def _fits(config: Config, machines: Machines, settings: list[Setting], lengths: Any) -> bool:
-    plan = _plan(config, machines, settings, lengths)
-    return plan is not None and plan.fits()
+def _fits(plan: Plan, settings: list[Setting]) -> bool:
+    after = _replanned(plan, settings)
+    return after is not None and after.fits()
 
 
-def _is_better(after: Plan, before: Plan) -> bool:
-    return (len(after.lacking), after.fullest) < (len(before.lacking), before.fullest)
+def _badness(plan: Plan) -> tuple[bool, float]:
+    return bool(plan.lacking), plan.fullest.fullest.bytes
 
 
 def _text(value: Any) -> str:
-    return (
-        str(value).lower()
-        if isinstance(value, bool)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

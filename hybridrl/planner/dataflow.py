@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.placement_checks import played_by
-from hybridrl.config.schema import Config, ParallelConfig
+from hybridrl.config.schema import Config
 from hybridrl.core.training_mesh import devices_of
-from hybridrl.placement import GENERATOR, Placement
-
-PHASES = ("sync", "generate", "score", "train")
+from hybridrl.placement import GENERATOR, Placement, RolePlace
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Call:
 
     Attributes:
         role: Who is called.
-        phase: One of `PHASES`.
+        phase: `sync`, `generate`, `score` or `train`.
         samples: On how many samples, of all ranks.
         updates: In how many optimizer updates, one after the other.
     """
@@ -57,6 +55,11 @@ class Sizes:
         return self.prompt_tokens + self.response_tokens
 
     @property
+    def response_share(self) -> float:
+        """Of a sample's tokens, the part that is response."""
+        return self.response_tokens / self.sample_tokens
+
+    @property
     def tokens(self) -> int:
         """Of all samples of a step, prompts included."""
         return round(self.samples * self.sample_tokens)
@@ -85,22 +88,21 @@ def sizes_of(config: Config, lengths: tuple[float, float] | None = None) -> Size
     Args:
         lengths: Tokens of a prompt and of a response; None: the longest that the settings allow.
     """
-    data, rollout = config.data, config.rollout
-    generates = _generates(config)
-    longest = rollout.max_tokens if generates else data.max_response_tokens
-    prompt, response = lengths or (data.max_prompt_tokens, longest or data.max_prompt_tokens)
-    per_prompt = rollout.samples_per_prompt if generates else 2 if _pairs(config) else 1
+    data, rollout, trainer = config.data, config.rollout, config.trainer.name
+    longest, per_prompt = rollout.max_tokens, rollout.samples_per_prompt
+    if trainer in ("sft", "dpo", "reward_model"):  # which generate nothing
+        longest = data.max_response_tokens or data.max_prompt_tokens
+        per_prompt = 1 if trainer == "sft" else 2
+    prompt, response = lengths or (data.max_prompt_tokens, longest)
     samples = data.prompts_per_step * per_prompt
-    updates = config.actor.updates_per_step if config.trainer.name != "reward_model" else 1
+    updates = config.actor.updates_per_step if trainer != "reward_model" else 1
     return Sizes(data.prompts_per_step, samples, prompt, response, updates)
 
 
-def micro_batches(
-    config: Config, sizes: Sizes, call: Call, devices: int, parallel: ParallelConfig
-) -> MicroBatches:
-    """How a role on so many devices packs its samples, all of the same length."""
-    dp = max(1, devices // devices_of(parallel))
-    sharing = parallel.ring * parallel.ulysses
+def micro_batches(config: Config, sizes: Sizes, call: Call, place: RolePlace) -> MicroBatches:
+    """How a role packs its samples, all of the same length."""
+    dp = max(1, len(place.devices) // devices_of(place.parallel))
+    sharing = place.parallel.ring * place.parallel.ulysses
     rows = max(1, -(-call.samples // (call.updates * dp)))
     length = max(1.0, sizes.sample_tokens)
     fitting = max(1, int(config.actor.tokens_per_microbatch * sharing // length))
@@ -116,49 +118,35 @@ def micro_batches(
 def calls_of(config: Config, sizes: Sizes, placement: Placement) -> list[Call]:
     """The calls of one step, in order, of the roles that are placed: a job may be built with fewer
     than its trainer needs."""
-    n, updates = sizes.samples, sizes.updates
+    n, updates, roles = sizes.samples, sizes.updates, placement.roles
+    algorithm, trainer = config.algorithm, config.trainer.name
     generator = GENERATOR if placement.is_separated else "actor"
-    generation = [Call(generator, "sync", n), Call(generator, "generate", n)]
-    algorithm, roles = config.algorithm, placement.roles
+    sync = [Call(generator, "sync", n)]
+    judges = [Call(name, "score", n) for name in ("reward", "cost")]
+    acting = [Call(generator, "generate", n), *judges]
+    greedy = [Call(generator, "generate", sizes.prompts), Call("reward", "score", sizes.prompts)]
     reference = []
-    if algorithm.kl_coefficient or config.trainer.name == "dpo":
+    if algorithm.kl_coefficient or trainer == "dpo":
         reference = [Call(played_by("reference", config), "score", n)]
-    score = [Call("actor", "score", n)]
-    learn = [Call("actor", "train", n, updates)]
-    supervised = [Call("actor", "train", sizes.prompts)] if algorithm.ptx_coefficient else []
-    critics = [name for name in ("critic", "cost_critic") if name in roles]
-    judges = [Call(name, "score", n) for name in ("reward", "cost") if name in roles]
-    values = [Call(name, "score", n) for name in critics]
-    critic_updates = [Call(name, "train", n, updates) for name in critics]
+    score, learn = [Call("actor", "score", n)], [Call("actor", "train", n, updates)]
     old = score if updates > 1 or algorithm.kl_in_reward else []
-    greedy = [
-        Call(generator, "generate", sizes.prompts),
-        Call("reward", "score", sizes.prompts),
-    ]
-    acting = [*generation, *judges]
-    judged = [*acting, *score, *reference, *values, *critic_updates, *learn, *supervised]
+    critics = ("critic", "cost_critic")
+    values = [Call(name, "score", n) for name in critics]
+    fits = [Call(name, "train", n, updates) for name in critics]
+    supervised = [Call("actor", "train", sizes.prompts)] if algorithm.ptx_coefficient else []
+    judged = [*sync, *acting, *score, *reference, *values, *fits, *learn, *supervised]
     programs: Mapping[str, list[Call]] = {
-        "grpo": [*acting, *reference, *old, *learn],
-        "ppo": judged,
-        "safe_rlhf": judged,
-        "remax": [generation[0], *greedy, *acting[1:], *score, *reference, *learn],
+        "grpo": [*sync, *acting, *reference, *old, *learn],
+        "remax": [*sync, *greedy, *acting, *score, *reference, *learn],
         "sft": learn,
         "dpo": [*reference, *learn],
         "reward_model": [Call("reward_model", "train", n)],
-        "evaluate": acting[1:],
+        "evaluate": acting,
     }
-    return [call for call in programs.get(config.trainer.name, judged) if call.role in roles]
+    return [call for call in programs.get(trainer, judged) if call.role in roles]
 
 
 def has_model(config: Config, role: str) -> bool:
     """Whether a role holds a model that is cut over its devices; functions and judges are not."""
     settings: Any = {"reward": config.reward, "cost": config.cost}.get(role)
     return settings is None or bool(settings.model)
-
-
-def _generates(config: Config) -> bool:
-    return config.trainer.name not in ("sft", "dpo", "reward_model")
-
-
-def _pairs(config: Config) -> bool:
-    return config.trainer.name in ("dpo", "reward_model")

@@ -9,10 +9,8 @@ gradients in float32, and leaves the last unit of a forward gathered. `hybridrl.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hybridrl.config.schema import Config, ParallelConfig
 from hybridrl.models.log_probs import CHUNK_ELEMENTS
 from hybridrl.planner.dataflow import MicroBatches, Sizes
 from hybridrl.planner.model_shape import Counts, ModelShape
@@ -28,11 +26,6 @@ SAMPLING_COPIES = 4
 
 Parts = dict[str, float]
 """Bytes by what they are for."""
-
-
-def total(parts: Mapping[str, float]) -> float:
-    """All of them."""
-    return sum(parts.values())
 
 
 @dataclass(frozen=True)
@@ -84,14 +77,11 @@ class ModelPart:
 
     def resident(self) -> Parts:
         """What stays on the device between calls."""
-        parameters = self.parameters
-        shards: Parts = {"parameters": MASTER * parameters.all / self.shards}
-        if self.trains:
-            shards["optimizer"] = 2 * MASTER * parameters.trained / self.shards
         if self.offload_parameters:
-            shards = {}
-        if self.offload_optimizer:
-            shards.pop("optimizer", None)
+            return {}
+        shards: Parts = {"parameters": MASTER * self.parameters.all / self.shards}
+        if self.trains and not self.offload_optimizer:
+            shards["optimizer"] = 2 * MASTER * self.parameters.trained / self.shards
         return shards
 
     def left_gathered(self) -> Parts:
@@ -101,60 +91,56 @@ class ModelPart:
 
     def scoring(self, batch: MicroBatches, sizes: Sizes) -> Parts:
         """A forward's fullest moment, beside what is resident."""
-        shape, tokens = self.shape, batch.tokens
-        in_layers = {"activations": tokens * shape.scoring.of(self.layers)}
-        head = {"activations": self._states(batch, sizes), **self._logits(batch, sizes, 1)}
-        return _fullest(
-            {"gathered": self._gathered(forward=True), **in_layers},
-            {"gathered": self._gathered(forward=True), **head},
-        )
+        gathered = {"gathered": self._gathered(forward=True)}
+        layers = batch.tokens * self.shape.scoring.of(self.layers)
+        head = {"activations": self._states(batch, sizes)}
+        if chunk := self._logits(batch, sizes):
+            head["logits"] = LOGITS_SCORING * chunk
+        return _fullest({**gathered, "activations": layers}, {**gathered, **head})
 
     def training(self, batch: MicroBatches, sizes: Sizes) -> Parts:
         """An update's fullest moment, beside what is resident."""
         shape, item = self.shape, self.shape.item
-        trained, around = self.parameters.trained, self.around
+        trained = self.parameters.trained
         shard = 0 if self.offload_parameters else MASTER * trained / self.shards
-        optimizer = {}
-        if self.offload_optimizer:
-            optimizer = {"optimizer": 2 * shard}
-        held = self.micro_batches_held
-        kept = held * batch.tokens * shape.training.per_layer * self.layers
+        kept = self.micro_batches_held * batch.tokens * shape.training.per_layer * self.layers
         backward = batch.tokens * shape.training.fixed
         head = item * shape.head.trained if self.ends[1] else 0
-        head_parts = self._logits(batch, sizes, 2)
         several = batch.count > 1
         if self.is_small:
             before = MASTER * trained if several else 0
-            gathered, unit = self._gathered(forward=False), 0.0
+            unit = 0.0 if several else head
             # In float32 autograd adds to what is there; in others a second copy takes the new ones.
             end = MASTER * trained if item == MASTER else before + item * trained
             reduced = (MASTER if several else item) * trained + MASTER * trained
             reduced = max(reduced, MASTER * trained + shard)
         else:
             before = shard if several else 0
-            gathered = self._gathered(forward=False)
-            unit = (item + MASTER) * shape.layer.trained
-            end = shard + (item + MASTER) * around.trained
-            reduced = end
+            unit = max(head, (item + MASTER) * shape.layer.trained)
+            end = reduced = shard + (item + MASTER) * self.around.trained
+        loss: Parts = {
+            "gathered": self._gathered(forward=True),
+            "gradients": before,
+            "activations": kept + self._states(batch, sizes),
+        }
+        if chunk := self._logits(batch, sizes):
+            states = batch.tokens * sizes.response_share * shape.hidden * item
+            loss["logits"] = LOGITS_TRAINING * chunk + states
+            # The backward sums the output's gradient in float32, and makes that of the states.
+            loss["gradients"] += (MASTER + (item if item != MASTER else 0)) * shape.head.trained
+        gathered = self._gathered(forward=False)
+        layers = {"gathered": gathered, "gradients": before + unit, "activations": kept + backward}
         temporary = shard if self.is_cuda else 2 * MASTER * shape.largest / self.shards
-        moments = (
-            {
-                "gathered": self._gathered(forward=True),
-                "gradients": before + head_parts.pop("gradients", 0.0),
-                "activations": kept + self._states(batch, sizes),
-                **head_parts,
-            },
-            {
-                "gathered": gathered,
-                "gradients": before + max(0 if several and self.is_small else head, unit),
-                "activations": kept + backward,
-            },
+        best = _fullest(
+            loss,
+            layers,
             {"gathered": gathered, "gradients": end},
             {"gradients": reduced},
             {"gradients": shard, "optimizer": temporary},
         )
-        best = _fullest(*moments)
-        return {k: best.get(k, 0.0) + optimizer.get(k, 0.0) for k in {**best, **optimizer}}
+        if self.offload_optimizer:
+            best["optimizer"] = best.get("optimizer", 0.0) + 2 * shard
+        return best
 
     def _gathered(self, forward: bool) -> float:
         """Parameters in the precision of computation. A forward over several shards keeps the
@@ -170,54 +156,15 @@ class ModelPart:
         """The last hidden states, and those of them that are read."""
         if not self.ends[1]:
             return 0.0
-        read = batch.tokens * (1 + sizes.response_tokens / sizes.sample_tokens)
+        read = batch.tokens * (1 + sizes.response_share)
         return read * self.shape.hidden * self.shape.item
 
-    def _logits(self, batch: MicroBatches, sizes: Sizes, passes: int) -> Parts:
-        shape = self.shape
-        if not self.ends[1] or shape.vocabulary == 1:
-            return {}
-        responses = batch.tokens * sizes.response_tokens / sizes.sample_tokens
-        chunk = MASTER * min(CHUNK_ELEMENTS, responses * shape.vocabulary)
-        if passes == 1:
-            return {"logits": LOGITS_SCORING * chunk}
-        # The backward sums the output's gradient in float32, and makes that of the states.
-        copy = shape.item if shape.item != MASTER else 0
-        trained = (MASTER + copy) * shape.head.trained
-        states = responses * shape.hidden * shape.item
-        return {"logits": LOGITS_TRAINING * chunk + states, "gradients": trained}
-
-
-def model_part(
-    shape: ModelShape,
-    config: Config,
-    parallel: ParallelConfig,
-    *,
-    devices: int,
-    stage: int,
-    trains: bool,
-    is_cuda: bool,
-) -> ModelPart:
-    """What a device of this pipeline stage holds of a role.
-
-    Args:
-        devices: Of the role.
-    """
-    data = devices // (parallel.tp * parallel.pp)
-    base, more = divmod(shape.layers, parallel.pp * parallel.chunks)
-    virtual = [stage + chunk * parallel.pp for chunk in range(parallel.chunks)]
-    offload = config.actor.offload_parameters and is_cuda
-    return ModelPart(
-        shape,
-        layers=sum(base + (number < more) for number in virtual),
-        ends=(stage == 0, stage == parallel.pp - 1),
-        shards=parallel.shards or data,
-        micro_batches_held=parallel.pp - stage,
-        trains=trains,
-        is_cuda=is_cuda,
-        offload_parameters=offload,
-        offload_optimizer=config.actor.offload_optimizer and is_cuda and not offload,
-    )
+    def _logits(self, batch: MicroBatches, sizes: Sizes) -> float:
+        """A chunk of logits in float32."""
+        if not self.ends[1] or self.shape.vocabulary == 1:
+            return 0.0
+        logits = batch.tokens * sizes.response_share * self.shape.vocabulary
+        return MASTER * min(CHUNK_ELEMENTS, logits)
 
 
 def generation_copy(shape: ModelShape) -> float:
@@ -230,18 +177,18 @@ def cache_bytes(shape: ModelShape, tokens: float) -> float:
     return tokens * shape.layers * shape.key_value * shape.item
 
 
-def generating_with_transformers(
-    config: Config, shape: ModelShape, sizes: Sizes, rows: int
-) -> Parts:
-    """What a generation adds on one device with `rollout=transformers`."""
-    rows = min(rows, config.rollout.max_sequences)
+def generating_with_transformers(shape: ModelShape, sizes: Sizes, rows: int) -> Parts:
+    """What a generation of so many samples at a time adds with `rollout=transformers`."""
     cache = cache_bytes(shape, rows * sizes.sample_tokens)
-    one_layer = cache / shape.layers
     prompts = rows * sizes.prompt_tokens * shape.scoring.of(shape.layers)
     choosing = SAMPLING_COPIES * rows * shape.vocabulary * MASTER
     # A layer's cache grows by copying; both copies live until the layer is done.
-    return {"kv_cache": cache + one_layer, "activations": max(prompts, choosing)}
+    return {"kv_cache": cache + cache / shape.layers, "activations": max(prompts, choosing)}
 
 
 def _fullest(*moments: Parts) -> Parts:
-    return {name: size for name, size in max(moments, key=total).items() if size}
+    return {
+        name: size
+        for name, size in max(moments, key=lambda parts: sum(parts.values())).items()
+        if size
+    }

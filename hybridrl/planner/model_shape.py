@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -45,6 +44,9 @@ class Counts:
     def __add__(self, other: Counts) -> Counts:
         return Counts(self.all + other.all, self.trained + other.trained)
 
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(self.all - other.all, self.trained - other.trained)
+
     def times(self, number: int) -> Counts:
         return Counts(self.all * number, self.trained * number)
 
@@ -69,7 +71,6 @@ class ModelShape:
         layers: Of the whole model.
         hidden: Width of the states between layers.
         vocabulary: Rows of the output embedding that this rank has; 1 for a scalar head.
-        width: Widest vector that a layer computes for a token, in elements.
         key_value: Elements of keys and values of a token in one layer.
         query: Elements of the queries of a token in one layer.
         layer, embedding, head, norm: Parameters of one layer, and of what is around the layers;
@@ -84,7 +85,6 @@ class ModelShape:
     layers: int
     hidden: int
     vocabulary: int
-    width: int
     key_value: int
     query: int
     layer: Counts
@@ -99,14 +99,13 @@ class ModelShape:
     scoring: TokenBytes
 
     @property
-    def rest(self) -> Counts:
-        """What is no layer."""
-        return self.embedding + self.norm + (Counts(0, 0) if self.tied else self.head)
-
-    @property
     def parameters(self) -> Counts:
         """Of this rank, all layers."""
-        return self.layer.times(self.layers) + self.rest
+        around = self.embedding + self.norm + (Counts(0, 0) if self.tied else self.head)
+        return self.layer.times(self.layers) + around
+
+
+_counted: dict[str, ModelShape] = {}
 
 
 def shape_of(
@@ -127,68 +126,55 @@ def shape_of(
         checkpointing: Each layer's forward is repeated in the backward.
         lora: Adapters; None trains all.
     """
-    rank = (lora.rank, lora.alpha, str(lora.targets)) if lora and lora.rank else None
-    return _shape(_Key(config, lora), dtype, tp, scalar, checkpointing, rank)
+    lora = lora if lora and lora.rank else None
+    known = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+    key = repr((sorted(known.items()), dtype, tp, scalar, checkpointing, lora))
+    if key not in _counted:
+        _counted[key] = _count(config, dtype, tp, scalar, checkpointing, lora)
+    return _counted[key]
 
 
-class _Key:
-    """A configuration that can be a key of a cache."""
-
-    def __init__(self, config: PretrainedConfig, lora: LoraSettings | None) -> None:
-        self.config, self.lora = config, lora
-        known = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
-        self.text = repr(sorted(known.items()))
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.text == other.text
-
-
-@lru_cache(maxsize=64)
-def _shape(
-    key: _Key, dtype: str, tp: int, scalar: bool, checkpointing: bool, lora: tuple[Any, ...] | None
+def _count(
+    config: PretrainedConfig,
+    dtype: str,
+    tp: int,
+    scalar: bool,
+    checkpointing: bool,
+    lora: LoraSettings | None,
 ) -> ModelShape:
-    whole = narrowed(key.config, tp, key.config.get_text_config().num_hidden_layers)
-    adapters = key.lora if lora else None
-    shallow, deep = (_build(narrowed(whole, 1, n), dtype, scalar, adapters) for n in DEPTHS)
+    whole = narrowed(config, tp, config.get_text_config().num_hidden_layers)
+    shallow, deep = (_build(narrowed(whole, 1, n), dtype, scalar, lora) for n in DEPTHS)
     text = whole.get_text_config()
-    layer_names = _layer_counts(deep), _layer_counts(shallow)
+    in_two, in_three = (_layer_counts(model) for model in (shallow, deep))
     embedding = deep.get_input_embeddings().weight
     output = deep.score if scalar else deep.get_output_embeddings()
     head = output.weight if hasattr(output, "weight") else next(output.parameters())
-    around = _counts(deep.parameters()) + layer_names[0].times(-1)
     tied = head is embedding
     known = _counts([embedding] if tied else [embedding, head])
     if checkpointing:
         for model in (shallow, deep):
             model.gradient_checkpointing_enable({"use_reentrant": False})
-    depth = head_dim_elements(text)
+    width = _head_width(text)
     return ModelShape(
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         vocabulary=1 if scalar else head.shape[0],
-        width=max(
-            max(p.shape) for n, p in deep.named_parameters() if p.ndim > 1 and "layers." in n
-        ),
-        key_value=2 * depth * _key_value_heads(text),
-        query=depth * text.num_attention_heads,
-        layer=layer_names[0] + layer_names[1].times(-1),
+        key_value=2 * width * _key_value_heads(text),
+        query=width * text.num_attention_heads,
+        layer=in_three - in_two,
         embedding=_counts([embedding]),
         head=_counts([head]),
-        norm=around + known.times(-1),
+        norm=_counts(deep.parameters()) - in_three - known,
         tied=tied,
         largest=max(p.numel() for p in deep.parameters()),
         tensors=len(list(deep.parameters())) - len(list(shallow.parameters())),
         item=DTYPES[dtype].itemsize,
-        training=_slope(shallow, deep, _train),
-        scoring=_slope(shallow, deep, _score),
+        training=_token_bytes(shallow, deep, trains=True),
+        scoring=_token_bytes(shallow, deep, trains=False),
     )
 
 
-def head_dim_elements(text: PretrainedConfig) -> int:
-    """Elements of one attention head."""
+def _head_width(text: PretrainedConfig) -> int:
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
@@ -201,7 +187,7 @@ def narrowed(config: PretrainedConfig, tp: int, layers: int) -> PretrainedConfig
     narrower model."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
-    text.head_dim = head_dim_elements(text)
+    text.head_dim = _head_width(text)
     text.num_key_value_heads = max(1, _key_value_heads(text) // tp)
     text.num_attention_heads //= tp
     text.intermediate_size = math.ceil(text.intermediate_size / tp)
@@ -239,26 +225,18 @@ def _layer_counts(model: nn.Module) -> Counts:
     return _counts(p for name, p in model.named_parameters() if "layers." in name)
 
 
-def _slope(shallow: nn.Module, deep: nn.Module, run: Any) -> TokenBytes:
-    low, high = (_peak(model, run) / TOKENS for model in (shallow, deep))
+def _token_bytes(shallow: nn.Module, deep: nn.Module, trains: bool) -> TokenBytes:
+    low, high = (_peak(model, trains) / TOKENS for model in (shallow, deep))
     return TokenBytes(high - low, low - DEPTHS[0] * (high - low))
 
 
-def _peak(model: nn.Module, run: Any) -> int:
+def _peak(model: nn.Module, trains: bool) -> int:
     model.zero_grad()
-    with _Live(model) as live:
-        run(model)
+    with _Live(model) as live, torch.set_grad_enabled(trains):
+        states = _forward(model)
+        if trains:
+            states.backward(torch.empty_like(states))
     return live.peak
-
-
-def _train(model: nn.Module) -> None:
-    states = _forward(model)
-    states.backward(torch.empty_like(states))
-
-
-def _score(model: nn.Module) -> None:
-    with torch.no_grad():
-        _forward(model)
 
 
 def _forward(model: nn.Module) -> Tensor:

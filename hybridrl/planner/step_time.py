@@ -17,7 +17,7 @@ from hybridrl.planner.devices import Accelerator
 from hybridrl.planner.memory import MASTER, ModelPart, cache_bytes, generation_copy
 
 if TYPE_CHECKING:
-    from hybridrl.planner.plan import Planner
+    from hybridrl.planner.planner import Planner
 
 COMPUTE, BANDWIDTH, WIRE = 0.45, 0.7, 0.7
 """Of what the makers promise, the shares that training reaches in matrix products, and memory and

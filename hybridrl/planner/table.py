@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
+from hybridrl.core.training_mesh import devices_of
 from hybridrl.planner.devices import GIB
-from hybridrl.planner.plan import DeviceMemory, Plan
+from hybridrl.planner.plan import Plan
 from hybridrl.planner.step_time import Times
 
 SHORT = {"train": "trains", "score": "scores", "generate": "generates", "sync": "syncs"}
@@ -21,11 +22,7 @@ def tables(plan: Plan) -> list[Table]:
 
 def time_table(plan: Plan, times: Times) -> Table:
     """Seconds of each role's phases, and of the step."""
-    table = Table(
-        title=f"time of a step, by {times.source}", title_justify="left", box=None, pad_edge=False
-    )
-    for name in ("call", "devices", "seconds"):
-        table.add_column(name, justify="right" if name == "seconds" else "left")
+    table = _table(f"time of a step, by {times.source}", ["call", "devices"], ["seconds"])
     for (role, phase), seconds in times.phases.items():
         where = ranges(plan.placement.roles[role].devices)
         table.add_row(f"{role} {SHORT[phase]}", where, f"{seconds:.3g}")
@@ -36,9 +33,7 @@ def time_table(plan: Plan, times: Times) -> Table:
 
 def roles_table(plan: Plan) -> Table:
     """Role by device: where it lives, how it is cut, with whom it shares."""
-    table = Table(title="where roles live", title_justify="left", box=None, pad_edge=False)
-    for name in ("role", "parameters", "devices", "cut", "beside"):
-        table.add_column(name, justify="right" if name == "parameters" else "left")
+    table = _table("where roles live", ["role"], ["parameters"], ["devices", "cut", "beside"])
     for role, place in plan.placement.roles.items():
         size = plan.parameters.get(role)
         table.add_row(
@@ -53,22 +48,13 @@ def roles_table(plan: Plan) -> Table:
 
 def memory_table(plan: Plan) -> Table:
     """Each phase of each group of like devices, in GiB, against capacity."""
-    names = list(
-        dict.fromkeys(
-            name for device in plan.memory for phase in device.phases for name in phase.parts
-        )
+    phases = [phase for device in plan.memory for phase in device.phases]
+    names = list(dict.fromkeys(name for phase in phases for name in phase.parts))
+    table = _table(
+        f"memory of a device in GiB, of {plan.machines.memory / GIB:.1f}",
+        ["devices", "while"],
+        [*names, "together", "of all"],
     )
-    capacity = plan.machines.memory / GIB
-    table = Table(
-        title=f"memory of a device in GiB, of {capacity:.1f}",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-    )
-    for name in ("devices", "while"):
-        table.add_column(name)
-    for name in (*names, "together", "of all"):
-        table.add_column(name, justify="right")
     for device in plan.memory:
         for number, phase in enumerate(device.phases):
             share = phase.bytes / plan.machines.memory
@@ -80,6 +66,17 @@ def memory_table(plan: Plan) -> Table:
                 f"{share:.0%}",
                 style="bold red" if share > 1 else "bold" if phase is device.fullest else "",
             )
+    return table
+
+
+def _table(
+    title: str, left: Iterable[str], right: Iterable[str], more: Iterable[str] = ()
+) -> Table:
+    """Without rows: columns of words, of numbers, and of words again."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for names, side in ((left, "left"), (right, "right"), (more, "left")):
+        for name in names:
+            table.add_column(name, justify=side)  # type: ignore[arg-type]
     return table
 
 
@@ -115,8 +112,7 @@ def short(plan: Plan) -> list[str]:
         where = f"on {marks if total <= 16 else ranges(place.devices)}"
         how = cut(plan, role)
         lines.append(f"  {role:<{width}}  {where}" + (f"  {how}" if how != "whole" else ""))
-    device = fullest(plan)
-    phase = device.fullest
+    phase = plan.fullest.fullest
     lines.append(
         f"memory      up to {phase.bytes / GIB:.1f} of {plan.machines.memory / GIB:.1f} GiB a "
         f"device, while {phase.role} {SHORT.get(phase.phase, phase.phase)}"
@@ -124,21 +120,13 @@ def short(plan: Plan) -> list[str]:
     return lines
 
 
-def fullest(plan: Plan) -> DeviceMemory:
-    """The devices that are filled most."""
-    return max(plan.memory, key=lambda device: device.fullest.bytes)
-
-
 def cut(plan: Plan, role: str) -> str:
     """How a role's model is cut: `dp=4 tp=2`."""
     if role not in plan.parameters and role != "generator":
         return "whole"
     place = plan.placement.roles[role]
-    sizes = {name: getattr(place.parallel, name) for name in ("ring", "ulysses", "pp", "tp")}
-    product = 1
-    for size in sizes.values():
-        product *= size
-    found = {"dp": len(place.devices) // product, **sizes}
+    found = {"dp": len(place.devices) // devices_of(place.parallel)}
+    found |= {name: getattr(place.parallel, name) for name in ("ring", "ulysses", "pp", "tp")}
     if place.parallel.shards:
         found["shards"] = place.parallel.shards
     return " ".join(f"{name}={size}" for name, size in found.items() if size > 1) or "whole"

@@ -12,6 +12,7 @@ from hybridrl.core.record import Record
 from hybridrl.observe.curves import draw_curves
 from hybridrl.observe.step_view import StepView
 from hybridrl.observe.storage import explain_write_errors
+from hybridrl.observe.summary import accuracy_name
 from hybridrl.observe.timeline import draw_timeline
 from hybridrl.trainers.step_metrics import step_metrics
 from hybridrl.trainers.warmup import warm_up
@@ -23,7 +24,6 @@ SAVE_SECONDS_AFTER_INTERRUPT = 6.0
 """After Ctrl-C: how long the workers may take to finish the call in hand and save the model."""
 GAINS = {"reward": "reward/mean", "cost": "cost/mean"}
 """What the summary keeps of the first and the last step, and the metrics that it is taken from."""
-SPOKEN = {"accuracy": "greedy accuracy"}
 KEPT = ("prompt", "answer", "response", "scores", "advantages", "finish_reason", "policy_version")
 
 
@@ -100,7 +100,8 @@ class Loop:
             self._note(name.removeprefix("eval/"), value)
         self.job.write(step, figures)
         self.evaluated = figures
-        shown = [f"{SPOKEN.get(name, name)} {value:.3f}" for name, value in figures.items()]
+        spoken = {"accuracy": accuracy_name(self.config.reward)}
+        shown = [f"{spoken.get(name, name)} {value:.3f}" for name, value in figures.items()]
         self.view.message(f"step {step}: {', '.join(shown)}")
 
     def _train(self, steps: int) -> None:
@@ -190,4 +191,5 @@ class Loop:
                         "saved."
                     )
         directory.write_summary(self.summary)
-        draw_curves(directory.metrics_file, directory.curves_file)
+        accuracy = accuracy_name(self.config.reward)
+        draw_curves(directory.metrics_file, directory.curves_file, accuracy)

@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "main": EVERYTHING,
     "cli": EVERYTHING,
     "job": EVERYTHING,
+    "inputs": EVERYTHING,
     "roles": EVERYTHING,
     "errors": set(),
 }

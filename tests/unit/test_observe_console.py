@@ -10,7 +10,7 @@ from rich.console import Console
 
 from hybridrl.observe.console import make_console
 from hybridrl.observe.dashboard import split_cells
-from hybridrl.observe.line_console import LineConsole
+from hybridrl.observe.line_console import LineConsole, step_line
 from hybridrl.observe.live_console import LiveConsole
 from hybridrl.observe.readings import Readings, clock_time, sparkline
 from hybridrl.observe.safe_text import encodable, one_line, plain_lines
@@ -76,6 +76,15 @@ def test_a_step_is_one_readable_line():
         "step 12/60 | reward 0.613 | accuracy 0.71 | length 4.2 | kl 0.0012 | entropy 0.31 | "
         "5,210 tok/s | gen 41% score 3% train 48% sync 6% | 0.52 s | 00:31 left"
     )
+
+
+def test_what_is_no_accuracy_is_not_called_so():
+    for console in (log_file(), terminal(120)):
+        view = make_console(2, "t", console, accuracy="score>=0.5")
+        view._readings.record(1, STEP)
+        shown = picture(view, console) if isinstance(view, LiveConsole) else []
+        said = "\n".join([step_line(view._readings), *shown])
+        assert said.count("score>=0.5") == 1 + bool(shown) and "accuracy" not in said
 
 
 def test_missing_and_absurd_metrics_are_dashes_and_accuracy_stays():

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from hybridrl.config.schema import JudgeConfig, RewardConfig
 from hybridrl.core.record import Record
 from hybridrl.observe.step_clock import phase_shares
-from hybridrl.observe.summary import final_sentence, readable_seconds
+from hybridrl.observe.summary import accuracy_name, final_sentence, readable_seconds
 
 
 def call(role, rank, phases, method="run", start=0.0, end=1.0):
@@ -59,6 +60,19 @@ def test_the_last_sentence():
         "reward 0.50 in 1 step; "
     )
     assert final_sentence({}, Path("x")).startswith("finished; ")
+
+
+def test_what_a_model_scores_is_no_accuracy():
+    by_function, by_model, by_judge = (RewardConfig(correct_at=0.5) for _ in range(3))
+    by_model.model, by_judge.judge = "rm", JudgeConfig(path="judge")
+    assert accuracy_name(by_function) == "greedy accuracy"
+    assert accuracy_name(by_function, short=True) == "accuracy"
+    for reward in (by_model, by_judge):
+        assert accuracy_name(reward) == "greedy answers (score >= 0.5)"
+        assert accuracy_name(reward, short=True) == "score>=0.5"
+    assert final_sentence({"accuracy_last": 0.9}, Path("x"), accuracy_name(by_model)).startswith(
+        "greedy answers (score >= 0.5) 0.90; "
+    )
 
 
 def test_readable_seconds():

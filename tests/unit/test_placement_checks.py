@@ -30,6 +30,17 @@ def test_what_cannot_be_is_a_sentence(devices, overrides, words):
         check_placement(load_config(overrides), Cluster.of_one_node("cpu", devices))
 
 
+def test_separation_says_what_it_misses():
+    cluster = Cluster.of_one_node("cpu", 2)
+    config = load_config(["placement=separation", "algorithm=ppo"])
+    with pytest.raises(ConfigError, match=r"only reference, reward. Add `actor` to Job\(roles="):
+        check_placement(config, cluster, ["reference", "reward"])
+    assert check_placement(config, cluster, ["actor", "reward"]).is_separated
+    config.trainer.name = "sft"
+    with pytest.raises(ConfigError, match="this trainer generates nothing"):
+        check_placement(config, cluster)
+
+
 @pytest.mark.parametrize(
     ("devices", "overrides"),
     [

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -89,14 +90,14 @@ def test_every_cure_cures():
     with with_described_models(load_config(overrides)) as config:
         plan = make_plan(config, machines)
         assert not plan.fits()
-        found = cures(config, machines)
+        found = cures(plan)
         assert len(found) >= 2
         for cure in found:
             assert make_plan(changed(config, cure), machines).fits(), cure
         names = [cure[0][0] for cure in found]
         assert names[0] == "actor.tokens_per_microbatch"
         with pytest.raises(ConfigError, match=r"It would fit with actor\.tokens_per_microbatch="):
-            refuse(plan, config, machines)
+            refuse(plan)
 
 
 def test_cures_come_together_where_none_is_enough():
@@ -104,7 +105,7 @@ def test_cures_come_together_where_none_is_enough():
     overrides += ["actor.gradient_checkpointing=false"]
     machines = named("4xA100")
     with with_described_models(load_config(overrides)) as config:
-        (found,) = cures(config, machines)
+        (found,) = cures(make_plan(config, machines))
         assert len(found) > 1
         assert make_plan(changed(config, found), machines).fits()
         for cure in found:
@@ -112,11 +113,32 @@ def test_cures_come_together_where_none_is_enough():
             assert not make_plan(changed(config, fewer), machines).fits()
 
 
+def test_cures_are_for_the_roles_that_are_there():
+    """All roles of the job would need two settings at once; the actor alone needs one of them."""
+    overrides = [*PAPER, "model.path=llama-13b", "actor.tokens_per_microbatch=32768"]
+    overrides += ["actor.gradient_checkpointing=false"]
+    machines = named("4xA100")
+    with with_described_models(load_config(overrides)) as config:
+        plan = make_plan(config, machines, check_placement(config, machines.cluster, ["actor"]))
+        assert all(len(cure) == 1 for cure in cures(plan))
+        assert any(cure[0][0] == "actor.gradient_checkpointing" for cure in cures(plan))
+
+
+def test_a_job_may_need_a_little_more_than_there_is():
+    with with_described_models(load_config([*PAPER, "model.path=llama-7b"])) as config:
+        machines = named("8xA100")
+        plan = make_plan(config, machines)
+        used = plan.fullest.fullest.bytes
+        refuse(replace(plan, machines=replace(machines, memory=used / 1.1)), tolerance=1.15)
+        with pytest.raises(ConfigError, match="does not fit"):
+            refuse(replace(plan, machines=replace(machines, memory=used / 1.2)), tolerance=1.15)
+
+
 def test_what_cannot_fit_at_all_says_so():
     with with_described_models(load_config([*PAPER, "model.path=llama-70b"])) as config:
         machines = named("1xL4")
         with pytest.raises(ConfigError, match="take more devices, or a smaller model"):
-            refuse(make_plan(config, machines), config, machines)
+            refuse(make_plan(config, machines))
 
 
 @pytest.mark.parametrize("text", ["8", "8xT1000", "x8xH100", "0xH100", "H100"])

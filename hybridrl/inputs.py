@@ -1,0 +1,142 @@
+"""What a job is built from: a model's folder and rows of data, and whether they fit each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from hybridrl.core.batch import Batch
+
+HEAD_DIM_STEP = 32
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokenized data.
+
+    Attributes:
+        training, held_out: Of the kind that the trainer learns from.
+        examples: Prompts with right responses; None where the data has none.
+        longest_prompt, longest_response: In tokens; responses that are generated are as long as
+            they may be.
+    """
+
+    training: Batch
+    held_out: Batch | None
+    examples: Batch | None
+    longest_prompt: int
+    longest_response: int
+
+
+def model_folder(config: Config, run: Path) -> str:
+    """Folder or hub name of the model; a tiny one is made in the run's folder if none is named."""
+    from hybridrl.models import check_model
+
+    if config.model.path is None:
+        return str(_make_tiny_model(config, run / "initial_model"))
+    check_model(config.model.path)
+    return config.model.path
+
+
+def load_rows(config: Config, kind: str, tokenizer: Any) -> Rows:
+    """The data.
+
+    Args:
+        kind: `prompts`, `examples` or `pairs`, as `Trainer.DATA` says.
+    """
+    from hybridrl.data.preferences import samples_of_pairs
+    from hybridrl.data.sources import load_examples, load_pairs, load_prompts
+
+    settings = {"held_out": config.eval.prompts, "seed": config.run.seed}
+    examples = None
+    if kind == "prompts":
+        training, held_out, examples = load_prompts(config.data, tokenizer, **settings)
+    elif kind == "examples":
+        training, held_out = load_examples(config.data, tokenizer, **settings)
+    else:
+        training, held_out = load_pairs(config.data, tokenizer, **settings)
+        held_out = None if held_out is None else samples_of_pairs(held_out)
+    batches = [training] if held_out is None else [training, held_out]
+    response = config.rollout.max_tokens
+    if kind != "prompts":
+        response = _longest(batches, ("response_ids", "chosen_ids", "rejected_ids"))
+    return Rows(training, held_out, examples, _longest(batches, ("prompt_ids",)), response)
+
+
+def check_reward_tokenizers(config: Config, tokenizer: Any, path: str) -> None:
+    """A reward model reads the policy's own token ids.
+
+    Raises:
+        ConfigError: if it has others.
+    """
+    from hybridrl.models import load_tokenizer
+
+    for kind, scoring in (("reward", config.reward), ("cost", config.cost)):
+        if scoring is None or not scoring.model:
+            continue
+        if load_tokenizer(scoring.model).get_vocab() != tokenizer.get_vocab():
+            raise ConfigError(
+                f"{kind}.model={scoring.model} has another vocabulary than the policy's "
+                f"tokenizer ({path}): it would read other words than were written. Take a reward "
+                f"model of the same family, or a judge ({kind}.judge.path), which reads text."
+            )
+
+
+def check_lengths(config: Config, kind: str, rows: Rows, model: PretrainedConfig) -> None:
+    """The longest sample has to fit the model, and a micro-batch.
+
+    Raises:
+        ConfigError: if it does not.
+    """
+    limit = getattr(model, "max_position_embeddings", None)
+    setting = "rollout.max_tokens" if kind == "prompts" else "data.max_response_tokens"
+    response = f"{setting}={rows.longest_response}" if kind == "prompts" else "its response"
+    length = rows.longest_prompt + rows.longest_response
+    wanted = (
+        f"The longest sample has {length} tokens (a prompt of up to {rows.longest_prompt} and "
+        f"{response})"
+    )
+    if limit is not None and length > limit:
+        raise ConfigError(
+            f"{wanted}, but the model takes {limit}. Lower {setting}, or leave long rows out "
+            "with data.max_prompt_tokens and data.too_long=drop."
+        )
+    parallel, budget = config.actor.parallel, config.actor.tokens_per_microbatch
+    sharing = parallel.ring * parallel.ulysses  # ranks that take the budget each
+    needed = -(-length * (2 if kind == "pairs" else 1) // sharing)
+    if needed > budget:
+        raise ConfigError(
+            f"{wanted}, but actor.tokens_per_microbatch={budget}: a sample (or a pair) is "
+            f"never cut. Raise actor.tokens_per_microbatch to {needed} or more, or lower "
+            f"{setting}."
+        )
+
+
+def _make_tiny_model(config: Config, folder: Path) -> Path:
+    from hybridrl.data.tasks import load_task
+    from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+    from hybridrl.models import make_tiny_model
+
+    tiny = config.model.tiny
+    if tiny.hidden_size % (HEAD_DIM_STEP * tiny.heads):
+        raise ConfigError(
+            f"model.tiny.hidden_size={tiny.hidden_size} must be a multiple of "
+            f"{HEAD_DIM_STEP} x model.tiny.heads={tiny.heads}: vLLM's attention kernels take "
+            "heads of 32, 64, 96 ... dimensions."
+        )
+    tokenizer = build_tokenizer(load_task(config.data.task).CHARACTERS)
+    return make_tiny_model(folder, tokenizer, seed=config.run.seed, **asdict(tiny))
+
+
+def _longest(batches: Sequence[Batch], names: Sequence[str]) -> int:
+    """Row of these columns, in tokens."""
+    lengths = [b.lengths(name) for b in batches for name in names if name in b.columns]
+    return max(int(found.max()) for found in lengths)

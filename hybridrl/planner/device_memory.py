@@ -1,0 +1,169 @@
+"""What all roles on a device take of it together, call by call."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from hybridrl.placement import GENERATOR
+from hybridrl.planner import memory
+from hybridrl.planner.dataflow import has_model
+from hybridrl.planner.devices import GIB
+from hybridrl.planner.memory import Parts
+from hybridrl.planner.planner import Planner, shape_at
+
+PROCESS = {"cpu": 0.5 * GIB, "cuda": 1.5 * GIB}
+"""Of a process that holds nothing yet: on CPUs what Python, torch and transformers have loaded and
+keep, on GPUs the context, the kernels and the buffers of NCCL."""
+VLLM_PROCESS = {"cpu": 0.35 * GIB, "cuda": 0.0}
+"""What importing vLLM adds."""
+ENGINE_ROOM = GIB
+"""What vLLM takes of its share on a GPU beside weights and cache: activations, captured graphs."""
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """The fullest moment of a device while a role works.
+
+    Attributes:
+        parts: Bytes by what they are for, of all roles on the device.
+    """
+
+    role: str
+    phase: str
+    parts: Mapping[str, float]
+
+    @property
+    def bytes(self) -> float:
+        """All of them."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Devices that hold the same.
+
+    Attributes:
+        devices: Their numbers.
+        phases: Of each role in turn.
+    """
+
+    devices: tuple[int, ...]
+    phases: tuple[PhaseMemory, ...]
+
+    @property
+    def fullest(self) -> PhaseMemory:
+        """The phase that takes most."""
+        return max(self.phases, key=lambda phase: phase.bytes)
+
+
+def memory_of(planner: Planner) -> list[DeviceMemory]:
+    """Of every device on which a role lives."""
+    alike: defaultdict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
+    for device in range(len(planner.machines.cluster.devices)):
+        here = tuple(
+            (role, planner.stages(role)[place.devices.index(device)])
+            for role, place in planner.placement.roles.items()
+            if device in place.devices
+        )
+        alike[here].append(device)
+    return [
+        DeviceMemory(tuple(devices), tuple(_phases(planner, dict(here))))
+        for here, devices in alike.items()
+        if here
+    ]
+
+
+def lacking_of(planner: Planner) -> str:
+    """A sentence if the generator's share of a GPU has no room for what it must hold."""
+    if planner.generator is None or not planner.sleeps:
+        return ""
+    shape, share = planner.generation_shape(), planner.config.rollout.memory_share
+    least = memory.generation_copy(shape) + ENGINE_ROOM
+    least += memory.cache_bytes(shape, planner.sizes.sample_tokens)
+    room = share * planner.machines.memory
+    if room >= least:
+        return ""
+    return (
+        f"rollout.memory_share={share} of a device is {room / GIB:.1f} GiB, but the generator's "
+        f"weights with the cache of one sample take {least / GIB:.1f}"
+    )
+
+
+def _phases(planner: Planner, stages: Mapping[str, int]) -> Iterable[PhaseMemory]:
+    """Of the roles on a device, each a stage of its pipeline."""
+    process = PROCESS[planner.machines.cluster.kind]
+    if planner.generator in stages and planner.config.rollout.engine == "vllm":
+        process += VLLM_PROCESS[planner.machines.cluster.kind]
+    stays = {"": {"process": process}}
+    stays |= {role: _resident(planner, role, stage) for role, stage in stages.items()}
+    parked = planner.machines.is_cuda and planner.config.actor.offload_between_calls
+    found: dict[tuple[str, str], PhaseMemory] = {}
+    left: dict[str, Parts] = {}
+    for call in [*planner.calls, *planner.calls]:  # a second step finds what the first one left
+        role, phase = call.role, call.phase
+        if role not in stages:
+            continue
+        if phase in ("sync", "train"):
+            left.pop(role, None)  # reading the shards, or a backward, frees what was gathered
+        there = [stays[""], stays[role]]
+        if not parked:
+            there = [*stays.values(), *(parts for name, parts in left.items() if name != role)]
+        parts = _sum([*there, _working(planner, role, stages[role], phase)])
+        found[role, phase] = PhaseMemory(role, phase, parts)
+        if phase == "score" and has_model(planner.config, role):
+            left[role] = planner.part(role, stages[role]).left_gathered()
+    # Roles that are never called are idle.
+    return found.values() or [PhaseMemory(next(iter(stages)), "idle", _sum(stays.values()))]
+
+
+def _resident(planner: Planner, role: str, stage: int) -> Parts:
+    """What a role has on a device between calls."""
+    rollout, found = planner.config.rollout, Parts()
+    if role != GENERATOR and has_model(planner.config, role):
+        found = planner.part(role, stage).resident()
+    if role == planner.generator and not planner.sleeps:
+        found["generation copy"] = memory.generation_copy(planner.generation_shape())
+        if rollout.engine == "vllm":
+            found["kv_cache"] = rollout.kv_cache_gib * GIB
+    if role in ("reward", "cost") and (path := getattr(planner.config, role).judge.path):
+        if planner.sleeps:
+            found["judge"] = rollout.memory_share * planner.machines.memory
+        else:
+            copy = memory.generation_copy(shape_at(path, planner.config))
+            found["judge"] = copy + rollout.kv_cache_gib * GIB
+    return found
+
+
+def _working(planner: Planner, role: str, stage: int, phase: str) -> Parts:
+    """What a phase adds."""
+    if phase in ("sync", "generate"):
+        return _generating(planner, phase)
+    if not has_model(planner.config, role):
+        return {}
+    part, batch = planner.part(role, stage), planner.batches[role, phase]
+    return (part.training if phase == "train" else part.scoring)(batch, planner.sizes)
+
+
+def _generating(planner: Planner, phase: str) -> Parts:
+    rollout, shape = planner.config.rollout, planner.generation_shape()
+    found: Parts = {}
+    if planner.sleeps:
+        found["generation copy"] = memory.generation_copy(shape)
+        if phase == "generate":
+            room = rollout.memory_share * planner.machines.memory - found["generation copy"]
+            found["kv_cache"] = max(0.0, room)
+    elif rollout.engine == "transformers" and phase == "generate":
+        devices = len(planner.placement.roles[str(planner.generator)].devices)
+        rows = min(-(-planner.sizes.samples // devices), rollout.max_sequences)
+        return memory.generating_with_transformers(shape, planner.sizes, rows)
+    return found
+
+
+def _sum(several: Iterable[Parts]) -> Parts:
+    found: defaultdict[str, float] = defaultdict(float)
+    for parts in several:
+        for name, size in parts.items():
+            found[name] += size
+    return dict(found)

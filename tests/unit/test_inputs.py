@@ -1,0 +1,39 @@
+"""Data that does not fit the model or a micro-batch is refused before anything starts."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from hybridrl import load_config
+from hybridrl.errors import ConfigError
+from hybridrl.inputs import Rows, check_lengths, model_folder
+
+ROWS = Rows(training=None, held_out=None, examples=None, longest_prompt=20, longest_response=30)
+MODEL = SimpleNamespace(max_position_embeddings=50)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "words"),
+    [
+        ([], "prompts", "has 51 tokens .* but the model takes 50. Lower rollout.max_tokens"),
+        ([], "pairs", "but the model takes 50. Lower data.max_response_tokens"),
+        (["actor.tokens_per_microbatch=49"], "prompts", "tokens_per_microbatch to 50 or more"),
+        (["actor.tokens_per_microbatch=98"], "pairs", "tokens_per_microbatch to 100 or more"),
+    ],
+)
+def test_the_longest_sample_has_to_fit(overrides, kind, words):
+    too_long = Rows(None, None, None, 21, 30)
+    rows = ROWS if overrides else too_long
+    with pytest.raises(ConfigError, match=words):
+        check_lengths(load_config(overrides), kind, rows, MODEL)
+
+
+def test_what_fits_is_not_refused():
+    check_lengths(load_config(["actor.tokens_per_microbatch=50"]), "prompts", ROWS, MODEL)
+    shared = ["actor.tokens_per_microbatch=25", "actor.parallel.ring=2"]
+    check_lengths(load_config(shared), "prompts", ROWS, MODEL)
+
+
+def test_a_tiny_model_has_heads_that_kernels_take(tmp_path):
+    with pytest.raises(ConfigError, match=r"multiple of 32 x model\.tiny\.heads=4"):
+        model_folder(load_config(["model.tiny.hidden_size=100"]), tmp_path)
