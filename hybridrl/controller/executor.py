@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hybridrl.controller.batch_ref import BatchRef
-from hybridrl.controller.host import Call, Reply
+from hybridrl.controller.host import Call, Place, Reply
 from hybridrl.controller.table import Part, Shard, ShardInfo, Table
 from hybridrl.controller.worker import Context, Worker
 from hybridrl.core.batch import Batch
@@ -43,13 +43,17 @@ class Executor(ABC):
 
     @abstractmethod
     def create(
-        self, context: Context, worker_class: type[Worker], keywords: Mapping[str, Any]
-    ) -> Any:
-        """Builds a worker on host `context.host`; returns a reference to the reply."""
+        self, contexts: Sequence[Context], worker_class: type[Worker], keywords: Mapping[str, Any]
+    ) -> list[Any]:
+        """Builds a group: a worker on the host of each context, in rank order. Returns references
+        to the replies."""
 
     @abstractmethod
-    def submit(self, host: int, call: Call, returns_batch: bool) -> Shard:
-        """Queues a call on a host; the shard has data only if the method returns a batch."""
+    def submit(
+        self, hosts: Sequence[int], call: Call, places: Sequence[Place], returns_batch: bool
+    ) -> list[Shard]:
+        """Queues a group call on these hosts, in rank order; the shards have data only if the
+        method returns a batch. Calls that are queued later run later on every host."""
 
     @abstractmethod
     def submit_apply(self, host: int, function: Callable[[Batch], Batch], table: BatchRef) -> Shard:

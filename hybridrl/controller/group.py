@@ -7,7 +7,7 @@ from typing import Any
 
 from hybridrl.controller.batch_ref import BatchRef
 from hybridrl.controller.executor import Executor
-from hybridrl.controller.host import Call
+from hybridrl.controller.host import Call, Place
 from hybridrl.controller.protocol import Protocol, Transfer
 from hybridrl.controller.table import Shard, Table
 from hybridrl.controller.worker import Context, Worker
@@ -63,23 +63,20 @@ class WorkerGroup:
         self.devices = list(devices)
         self._executor = executor
         self._class = worker_class
-        self._spreads: dict[str, list[tuple[tuple[int, int], bool]]] = {}
-        self._created = [
-            executor.create(
-                Context(
-                    role=role,
-                    rank=rank,
-                    world_size=len(self.devices),
-                    host=device,
-                    hosts=len(executor.cluster.devices),
-                    device_kind=executor.cluster.kind,
-                    run_directory=executor.run_directory,
-                ),
-                worker_class,
-                keywords,
+        self._spreads: dict[str, list[Place]] = {}
+        contexts = [
+            Context(
+                role=role,
+                rank=rank,
+                world_size=len(self.devices),
+                host=device,
+                hosts=len(executor.cluster.devices),
+                device_kind=executor.cluster.kind,
+                run_directory=executor.run_directory,
             )
             for rank, device in enumerate(self.devices)
         ]
+        self._created = executor.create(contexts, worker_class, keywords)
 
     def ready(self) -> WorkerGroup:
         """Waits until every rank is built."""
@@ -107,33 +104,19 @@ class WorkerGroup:
         spread = self._spread(method, transfer.protocol)
         answers = [rank for rank, (_, speaks) in enumerate(spread) if speaks]
         if not transfer.returns_batch:
-            shards = self._submit(method, False, spread, arguments, keywords)
+            call = Call(self.role, method, arguments, keywords)
+            shards = self._executor.submit(self.devices, call, spread, False)
             return Handle(self._executor, shards, answers, transfer.protocol.answers == "one")
         if not transfer.protocol.split:
             answers = answers[:1]  # every rank holds the same rows: one copy makes the table
         found: list[Shard] = []
         for part in _parts(arguments) if transfer.streams else [arguments]:
-            shards = self._submit(method, True, spread, part, keywords)
+            call = Call(self.role, method, part, keywords)
+            shards = self._executor.submit(self.devices, call, spread, True)
             found += [shards[rank] for rank in answers]
         return BatchRef(Table(tuple(found)), self._executor)
 
-    def _submit(
-        self,
-        method: str,
-        returns_batch: bool,
-        spread: list[tuple[tuple[int, int], bool]],
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-    ) -> list[Shard]:
-        """The call, to every rank."""
-        return [
-            self._executor.submit(
-                device, Call(self.role, method, arguments, keywords, *spread[rank]), returns_batch
-            )
-            for rank, device in enumerate(self.devices)
-        ]
-
-    def _spread(self, method: str, protocol: Protocol) -> list[tuple[tuple[int, int], bool]]:
+    def _spread(self, method: str, protocol: Protocol) -> list[Place]:
         """By rank: which part of how many it gets, and whether it answers. Worked out once."""
         if method not in self._spreads:
             places = [reply.value for reply in self._executor.wait(self._created)]

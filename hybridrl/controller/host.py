@@ -59,14 +59,16 @@ class Reply:
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's part of a group call."""
+    """A group call, as every rank gets it."""
 
     role: str
     method: str
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
-    part: tuple[int, int]
-    speaks: bool
+
+
+Place = tuple[tuple[int, int], bool]
+"""What is a rank's own in a group call: which part of how many it gets, and whether it speaks."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,9 @@ class Host:
         self._open_output(context)
         return self._run(Record(context.role, context.rank, "__init__"), build)[1]
 
-    def execute(self, call: Call) -> tuple[Batch | None, Reply]:
+    def execute(self, call: Call, place: Place) -> tuple[Batch | None, Reply]:
         """Runs one call on this rank; gives the batch it returned, if it speaks, and the reply."""
+        (index, parts), speaks = place
         worker = self._workers[call.role]
         method = getattr(worker, call.method)
         transfer: Transfer = method.__transfer__
@@ -139,7 +142,7 @@ class Host:
                 if not isinstance(argument, BatchRef):
                     return argument
                 protocol = transfer.protocol
-                part = Part(*call.part, protocol.balance, protocol.rows_together)
+                part = Part(index, parts, protocol.balance, protocol.rows_together)
                 batch, rows = argument.read(part, self._fetch)
                 return batch
 
@@ -152,7 +155,7 @@ class Host:
             value = method(*arguments, **keywords)
             worker.leave()
             if not transfer.returns_batch:
-                return None, value if call.speaks else None, None
+                return None, value if speaks else None, None
             if isinstance(value, Claimed):
                 value, rows, total = value
             if rows is None or len(value) != len(rows):
@@ -162,7 +165,7 @@ class Host:
                     "returns one row for each that it was given."
                 )
             info = ShardInfo.of(value, rows, total)
-            return (value, None, info) if call.speaks else (None, None, None)
+            return (value, None, info) if speaks else (None, None, None)
 
         return self._run(Record(call.role, worker.context.rank, call.method), run)
 

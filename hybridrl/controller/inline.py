@@ -10,7 +10,7 @@ import torch
 
 from hybridrl.controller.batch_ref import BatchRef
 from hybridrl.controller.executor import Executor
-from hybridrl.controller.host import Call, Host, Reply
+from hybridrl.controller.host import Call, Host, Place, Reply
 from hybridrl.controller.table import Shard
 from hybridrl.controller.worker import Context, Worker
 from hybridrl.core.batch import Batch
@@ -31,14 +31,18 @@ class InlineExecutor(Executor):
         self._host = Host(self.fetch, raises=True, redirects=False)
 
     def create(
-        self, context: Context, worker_class: type[Worker], keywords: Mapping[str, Any]
-    ) -> Reply:
+        self, contexts: Sequence[Context], worker_class: type[Worker], keywords: Mapping[str, Any]
+    ) -> list[Reply]:
+        (context,) = contexts
         reply = self._host.create(context, worker_class, keywords)
         self._records[self.chapter].append(reply.record)
-        return reply
+        return [reply]
 
-    def submit(self, host: int, call: Call, returns_batch: bool) -> Shard:
-        return self._done(*self._host.execute(call))
+    def submit(
+        self, hosts: Sequence[int], call: Call, places: Sequence[Place], returns_batch: bool
+    ) -> list[Shard]:
+        (place,) = places
+        return [self._done(*self._host.execute(call, place))]
 
     def submit_apply(self, host: int, function: Callable[[Batch], Batch], table: BatchRef) -> Shard:
         return self._done(*self._host.apply(function, table))

@@ -8,34 +8,30 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 from hybridrl.controller import failures, ray_cluster
 from hybridrl.controller.batch_ref import BatchRef
-from hybridrl.controller.envelope import seal, unseal
 from hybridrl.controller.executor import Executor
-from hybridrl.controller.host import Call, Failure, Reply
+from hybridrl.controller.host import Call, Failure, Place, Reply
 from hybridrl.controller.nodes import by_address, table
+from hybridrl.controller.ray_calls import Calls
+from hybridrl.controller.ray_direct import DirectCalls
 from hybridrl.controller.ray_host import RayHost, ray
+from hybridrl.controller.ray_relayed import RelayedCalls
+from hybridrl.controller.ray_watch import CallsFailedError
 from hybridrl.controller.table import Shard
 from hybridrl.controller.worker import Context, Worker
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import Cluster, Device, choose_devices
+from hybridrl.core.record import Record
 from hybridrl.errors import ConfigError, WorkerError
 
 CLOSE_SECONDS = 4.0
 """How long hosts may take to close their workers before they are ended."""
-ROOT_CAUSE_SECONDS = 1.0
-"""After a failure, how long to listen for an earlier one or a death that may be its cause."""
-
-
-class _Pending(NamedTuple):
-    """A call that was not waited for: where it runs, since when, and its chapter."""
-
-    host: int
-    name: str
-    since: float
-    chapter: int
+DIRECT_HOSTS = 8
+"""Up to so many hosts are called one by one, which is quickest; more, through a relay, which costs
+the driver the same for any number."""
 
 
 class RayExecutor(Executor):
@@ -74,8 +70,6 @@ class RayExecutor(Executor):
         self._timeout = timeout_s
         self._started_ray = not ray.is_initialized()
         self._broken = False
-        self._rendezvous: dict[str, Any] = {}
-        self._pending: dict[Any, _Pending] = {}
         self._roles: dict[int, list[tuple[str, int]]] = {}
         self._unreachable: set[str] = set()
         joined = self._started_ray and ray_cluster.connect(address)
@@ -113,6 +107,7 @@ class RayExecutor(Executor):
             ).remote(str(Path.cwd()))
             for index in range(number)
         ]
+        relayed = RelayedCalls(self._note) if number > DIRECT_HOSTS else None
         for host in hosts:
             host.preload.remote(preload)
         try:
@@ -126,133 +121,78 @@ class RayExecutor(Executor):
         )
         self._hosts = [hosts[index] for index in order]
         self._identities = [identities[index] for index in order]
+        self._calls: Calls = relayed or DirectCalls(self._hosts, self._note)
+        if relayed:
+            relayed.connect(self._hosts)
         self.cluster = Cluster(
             [Device(kind, identity.address, i) for i, identity in enumerate(self._identities)]
         )
 
     def create(
-        self, context: Context, worker_class: type[Worker], keywords: Mapping[str, Any]
-    ) -> Any:
-        self._roles.setdefault(context.host, []).append((context.role, context.rank))
-        if context.rank == 0:
-            self._rendezvous[context.role] = self._hosts[context.host].listen.remote(context.role)
-        reply = self._hosts[context.host].create.remote(
-            context, worker_class, keywords, self._rendezvous[context.role]
-        )
-        return self._track(reply, context.host, f"{context.role}.__init__")
+        self, contexts: Sequence[Context], worker_class: type[Worker], keywords: Mapping[str, Any]
+    ) -> list[Any]:
+        for context in contexts:
+            self._roles.setdefault(context.host, []).append((context.role, context.rank))
+        return self._calls.create(contexts, worker_class, keywords, self.chapter)
 
-    def submit(self, host: int, call: Call, returns_batch: bool) -> Shard:
-        name = f"{call.role}.{call.method}"
-        if returns_batch:
-            data, reply = self._hosts[host].execute.remote(seal(call))
-            return Shard(data, self._track(reply, host, name))
-        return Shard(None, self._track(self._hosts[host].answer.remote(seal(call)), host, name))
+    def submit(
+        self, hosts: Sequence[int], call: Call, places: Sequence[Place], returns_batch: bool
+    ) -> list[Shard]:
+        return self._calls.submit(hosts, call, places, returns_batch, self.chapter)
 
     def submit_apply(self, host: int, function: Callable[[Batch], Batch], table: BatchRef) -> Shard:
-        data, reply = self._hosts[host].apply.remote(function, table)
-        return Shard(data, self._track(reply, host, "driver.apply"))
+        return self._calls.apply(host, function, table, self.chapter)
 
     def store(self, value: Any) -> Any:
         return ray.put(value)
 
     def fetch(self, reference: Any) -> Any:
-        return unseal(ray.get(reference))
+        return self._calls.fetch(reference)
 
     def wait(self, replies: Sequence[Any], limit: float | None = None) -> list[Reply] | None:
-        late = {reply for reply in replies if reply in self._pending}
-        if self._broken and late:
+        if self._broken and self._calls.late(replies):
             raise WorkerError("The job has failed before; its workers take no more calls.")
         until = math.inf if limit is None else time.monotonic() + limit
         patience = min(5.0, self._timeout / 4)
-        checked = time.monotonic()
-        while late:
-            left = until - time.monotonic()
-            if left <= 0:
-                return None
-            # All at once, because each question costs; a failure among them is seen in a second.
-            try:
-                found = _replies(list(replies), min(1.0, patience, left))
-            except (ray.exceptions.GetTimeoutError, ray.exceptions.RayError):
-                pass  # some are late or lost: look at each
-            else:
-                self._take(replies, found)
+        while True:
+            left = max(0.0, until - time.monotonic())
+            found = self._wait(replies, min(patience, left))
+            if found is not None or left <= patience:
                 return found
-            ready, _ = ray.wait(
-                list(self._pending),
-                num_returns=len(self._pending),
-                timeout=0,
-            )
-            self._settle(ready)
-            late.difference_update(ready)
-            if late and time.monotonic() - checked > patience:
-                self._check_deadlines()
-                checked = time.monotonic()
-        return _replies(list(replies))
+            self._check_deadlines()
+
+    def _wait(self, replies: Sequence[Any], seconds: float) -> list[Reply] | None:
+        try:
+            return self._calls.wait(replies, seconds)
+        except CallsFailedError as error:
+            failed = error.found
+        except WorkerError:
+            self._broken = True
+            raise
+        self._fail(failed)  # outside the handlers, so that nothing else is chained to the error
 
     def settle(self, chapter: int) -> None:
-        self.wait([reply for reply, call in self._pending.items() if call.chapter <= chapter])
+        self.wait(self._calls.until(chapter))
 
     def close(self) -> None:
         if not self._broken:
-            closing = [host.close.remote() for host in self._hosts]
-            ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
-        for host in self._hosts:
-            ray.kill(host, no_restart=True)
+            self._calls.close(range(len(self._hosts)), CLOSE_SECONDS)
+        for actor in [*self._hosts, *self._calls.helpers()]:
+            ray.kill(actor, no_restart=True)
         ray.util.remove_placement_group(self._bundles)
         self._disconnect()
+
+    def _note(self, chapter: int, record: Record) -> None:
+        self._records[chapter].append(record)
 
     def _disconnect(self) -> None:
         if self._started_ray:
             ray.shutdown()
 
-    def _track(self, reply: Any, host: int, name: str) -> Any:
-        self._pending[reply] = _Pending(host, name, time.monotonic(), self.chapter)
-        return reply
-
-    def _settle(self, finished: Sequence[Any]) -> None:
-        """Takes finished calls off the list; raises if one of them failed."""
-        death = None
-        try:
-            replies = _replies(finished)
-        except ray.exceptions.RayError:
-            replies = []
-            for reference in finished:
-                try:
-                    replies += _replies([reference])
-                except ray.exceptions.RayError as error:
-                    host, name, *_ = self._pending[reference]
-                    death = _death(host, name, error)
-        if death is not None:  # outside the handler, so that Ray's own traceback is not chained
-            self._fail(death)
-        self._take(finished, replies)
-
-    def _take(self, finished: Sequence[Any], replies: Sequence[Reply]) -> None:
-        for reference, reply in zip(finished, replies, strict=True):
-            call = self._pending.pop(reference, None)
-            if call is None:
-                continue  # taken before
-            if reply.failure is not None:
-                self._fail(reply.failure)
-            self._records[call.chapter].append(reply.record)
-
-    def _fail(self, first: Failure | failures.Death) -> None:
-        """Raises the error behind a failure. A rank that dies makes its peers fail in their
-        collectives: listen a moment for all of them, then report the one that is the cause. Of a
-        node that is lost the peers know first, and Ray last: so it is asked for."""
+    def _fail(self, found: list[Failure | failures.Death]) -> NoReturn:
+        """Raises the error behind failures. Of a node that is lost the peers know first, and Ray
+        last: so it is asked for."""
         self._broken = True
-        found: list[Failure | failures.Death] = [first]
-        until = time.monotonic() + ROOT_CAUSE_SECONDS
-        waiting = list(self._pending)
-        while waiting and (left := until - time.monotonic()) > 0:
-            ready, waiting = ray.wait(waiting, num_returns=1, timeout=left)
-            for reference in ready:
-                host, name, *_ = self._pending[reference]
-                try:
-                    (reply,) = _replies([reference])
-                except ray.exceptions.RayError as error:
-                    found.append(_death(host, name, error))
-                else:
-                    found.extend([reply.failure] if reply.failure else [])
         found += self._lost(range(len(self._hosts)))
         raise failures.explain(found, self._identities, self._roles, self.run_directory)
 
@@ -264,7 +204,7 @@ class RayExecutor(Executor):
         with ThreadPoolExecutor(16) as pool:
             reached = pool.map(ray_cluster.is_reachable, [self._nodes[node] for node in ids])
             lost = {node for node, there in zip(ids, reached, strict=True) if not there}
-        calls = {call.host: call.name for call in reversed(self._pending.values())}
+        calls = {call.host: call.name for call in reversed(self._calls.due())}
         return [
             failures.Death(host, calls.get(host, "the step"), "", with_node=True)
             for host in hosts
@@ -283,8 +223,9 @@ class RayExecutor(Executor):
             raise failures.explain(again, self._identities, self._roles, self.run_directory)
         self._unreachable = nodes
         late = {}
+        due = self._calls.due()
         for host, status in enumerate(statuses):
-            oldest = next((call for call in self._pending.values() if call.host == host), None)
+            oldest = next((call for call in due if call.host == host), None)
             if status is None:  # cannot even say what it does: judge by the driver's own clock
                 if oldest and time.monotonic() - oldest.since > self._timeout:
                     late[host] = oldest.name
@@ -304,12 +245,3 @@ class RayExecutor(Executor):
             with contextlib.suppress(ray.exceptions.RayError):
                 found[reference] = ray.get(reference)
         return [found.get(reference) for reference in references]
-
-
-def _death(host: int, name: str, error: Exception) -> failures.Death:
-    refused = isinstance(error, ray.exceptions.RayTaskError)
-    return failures.Death(host, name, str(error), refused)
-
-
-def _replies(references: Sequence[Any], timeout: float | None = None) -> list[Reply]:
-    return [unseal(reply) for reply in ray.get(list(references), timeout=timeout)]

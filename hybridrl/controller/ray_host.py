@@ -8,40 +8,29 @@ import ipaddress
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import psutil
 
-from hybridrl.errors import HybridRLError, MissingPackageError
-
-# Read by Ray when it is imported: a cluster that we start ourselves listens on loopback only.
-if "RAY_ADDRESS" not in os.environ:
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-# Without it Ray warns, of accelerators it does not find, on every start.
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
-try:
-    import ray
-except ImportError as error:
-    raise MissingPackageError(
-        "executor=ray needs Ray, which is not installed: pip install 'hybridrl[cpu]' (or "
-        "'hybridrl[gpu]'). Or run without it, on one device: executor=inline rollout=transformers."
-    ) from error
-
-from hybridrl.controller.batch_ref import BatchRef
 from hybridrl.controller.envelope import seal, unseal
 from hybridrl.controller.failures import Identity
-from hybridrl.controller.host import Call, Host, Reply, Status
-from hybridrl.controller.worker import Context, Rendezvous, Worker
+from hybridrl.controller.host import Host, Reply, Status
+from hybridrl.controller.ray_library import ray
+from hybridrl.controller.ray_message import unpack
+from hybridrl.controller.worker import Rendezvous
 from hybridrl.core.batch import Batch
+from hybridrl.core.record import Record
+from hybridrl.errors import HybridRLError
 
 
 @ray.remote(concurrency_groups={"work": 1, "health": 3}, max_restarts=0, max_task_retries=0)
 class RayHost:
     """A `Host` in a process of its own.
+
+    What the driver calls comes as a message of a head for this rank and a body for all, and the
+    references that belong into it; see `ray_message`.
 
     Args:
         folder: The driver's working folder, so that relative paths mean the same here.
@@ -75,33 +64,40 @@ class RayHost:
 
     @ray.method(concurrency_group="work")
     def create(
-        self,
-        context: Context,
-        worker_class: type[Worker],
-        keywords: Mapping[str, Any],
-        rendezvous: Rendezvous,
+        self, message: bytes, rendezvous: Rendezvous, references: Sequence[Any] = ()
     ) -> Reply:
+        context, (worker_class, keywords) = unpack(message, references)
         return self._host.create(replace(context, rendezvous=rendezvous), worker_class, keywords)
 
     @ray.method(concurrency_group="work", num_returns=2)
-    def execute(self, call: Call | bytes) -> tuple[Batch | None, Reply | bytes]:
-        batch, reply = self._host.execute(unseal(call))
+    def execute(
+        self, message: bytes, references: Sequence[Any] = ()
+    ) -> tuple[Batch | None, Reply | bytes]:
+        place, call = unpack(message, references)
+        batch, reply = self._host.execute(call, place)
         return batch, seal(reply)
 
     @ray.method(concurrency_group="work")
-    def answer(self, call: Call | bytes) -> Reply | bytes:
+    def answer(self, message: bytes, references: Sequence[Any] = ()) -> Reply | bytes:
         """As `execute`, for a call whose result travels in the reply."""
-        return seal(self._host.execute(unseal(call))[1])
+        place, call = unpack(message, references)
+        return seal(self._host.execute(call, place)[1])
 
     @ray.method(concurrency_group="work", num_returns=2)
     def apply(
-        self, function: Callable[[Batch], Batch], table: BatchRef
-    ) -> tuple[Batch | None, Reply]:
-        return self._host.apply(function, table)
+        self, message: bytes, references: Sequence[Any] = ()
+    ) -> tuple[Batch | None, Reply | bytes]:
+        _, (function, table) = unpack(message, references)
+        batch, reply = self._host.apply(function, table)
+        return batch, seal(reply)
 
     @ray.method(concurrency_group="work")
-    def close(self) -> None:
-        self._host.close()
+    def close(self, message: bytes) -> Reply | bytes:
+        try:
+            self._host.close()
+        except Exception:  # the job is over: it may not keep the other hosts from closing
+            logging.getLogger(__name__).exception("Closing failed:")
+        return seal(Reply(Record("driver", 0, "close")))
 
     @ray.method(concurrency_group="health")
     def status(self) -> Status:

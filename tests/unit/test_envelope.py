@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hybridrl.controller.batch_ref import BatchRef
-from hybridrl.controller.envelope import seal, unseal
-from hybridrl.controller.host import Call, Failure, Reply
+from hybridrl.controller.envelope import seal, seal_all, unseal
+from hybridrl.controller.host import Failure, Reply
 from hybridrl.controller.table import ShardInfo, Table
 from hybridrl.core.batch import Batch
 from hybridrl.core.record import Record
@@ -50,28 +50,28 @@ OTHER = [
 ]
 
 
-def call(*arguments, **keywords):
-    return Call("actor", "update", arguments, keywords, (1, 2), True)
-
-
 def reply(value):
     return Reply(Record("actor", 3, "update"), value)
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=repr)
-def test_plain_messages_become_bytes_and_come_back(value):
-    for message in (call(value, 1, batch=value), reply(value), reply([value])):
+def test_plain_replies_become_bytes_and_come_back(value):
+    for message in (reply(value), reply([value])):
         sealed = seal(message)
         assert type(sealed) is bytes
         assert unseal(sealed) == message
+    together = seal_all([reply(value), reply(1)])
+    assert type(together) is bytes
+    assert unseal(together) == [reply(value), reply(1)]
 
 
 @pytest.mark.parametrize("value", OTHER, ids=lambda value: type(value).__name__)
 def test_what_is_not_plain_stays_as_it_is(value):
-    messages = [call(value), call(1, option=value), reply(value), reply({"deep": [(value,)]})]
-    for message in messages:
+    for message in (reply(value), reply({"deep": [(value,)]})):
         assert seal(message) is message
         assert unseal(message) is message
+        (first, second) = seal_all([message, reply(1)])
+        assert first is message and second == reply(1)
     assert seal(reply({Kind.ONE: 1})).value == {Kind.ONE: 1}, "keys count too"
 
 

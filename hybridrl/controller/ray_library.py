@@ -1,0 +1,24 @@
+"""Ray, imported with the settings that it reads only then."""
+
+from __future__ import annotations
+
+import os
+
+from hybridrl.errors import MissingPackageError
+
+# Read by Ray when it is imported: a cluster that we start ourselves listens on loopback only.
+if "RAY_ADDRESS" not in os.environ:
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+# Without it Ray warns, of accelerators it does not find, on every start.
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+try:
+    import ray
+except ImportError as error:
+    raise MissingPackageError(
+        "executor=ray needs Ray, which is not installed: pip install 'hybridrl[cpu]' (or "
+        "'hybridrl[gpu]'). Or run without it, on one device: executor=inline rollout=transformers."
+    ) from error
+
+__all__ = ["ray"]
