@@ -4,8 +4,9 @@
 
 1. A step of GRPO's dataflow over 2 workers that compute next to nothing, with 64 and with 4,096
    samples: the driver's own processor time, and the memory that it holds.
-2. An empty call to groups of 2, 8 and 32 workers on fractions of a core: processor time and wall
-   time that the driver needs to send it.
+2. An empty call to groups of 2, 8 and 32 workers on fractions of a core, and back: the driver's own
+   processor time, and wall time. As 32 processes have to be woken on the cores that there are, wall
+   time is also given beside that of Ray's own call to as many actors that do nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from figures import report
 
 from hybridrl.controller import DP, ONE_TO_ALL, UPDATE, BatchRef, Worker, WorkerGroup, transfer
 from hybridrl.controller.ray_executor import RayExecutor
+from hybridrl.controller.ray_library import ray
 from hybridrl.core.batch import Batch, Ragged
 
 PER_PROMPT, PROMPT, RESPONSE = 8, 16, 64
@@ -54,6 +56,14 @@ class Synthetic(Worker):
         return {"loss": float(len(batch))}
 
     @transfer(ONE_TO_ALL)
+    def nothing(self) -> None:
+        return None
+
+
+@ray.remote(num_cpus=0)
+class Bare:
+    """What Ray itself costs."""
+
     def nothing(self) -> None:
         return None
 
@@ -135,12 +145,23 @@ def growth_with_workers() -> None:
             executor.take_records()
             return (time.process_time() - own) / CALLS, (time.perf_counter() - wall) / CALLS
 
+        bare = [Bare.remote() for _ in range(number)]
+
+        def bare_cost() -> float:
+            begin = time.perf_counter()
+            for _ in range(CALLS):
+                ray.get([actor.nothing.remote() for actor in bare])
+            return (time.perf_counter() - begin) / CALLS
+
         for n in WORKERS:
             cost(n)
+        bare_cost()
         measured = {n: [] for n in WORKERS}
+        of_bare = []
         for _ in range(ROUNDS):
             for n in WORKERS:
                 measured[n].append(cost(n))
+            of_bare.append(bare_cost())
         for index, what in enumerate(("driver time", "wall time")):
             medians = {n: statistics.median(m[index] for m in measured[n]) for n in WORKERS}
             for n in WORKERS[1:]:
@@ -152,6 +173,9 @@ def growth_with_workers() -> None:
                     goal,
                     "s",
                 )
+        ours = statistics.median(wall for _, wall in measured[number])
+        baseline = statistics.median(of_bare)
+        report(f"wall time of a call to {number} workers, of Ray's", ours, baseline, "none", "s")
 
 
 if __name__ == "__main__":
