@@ -45,6 +45,7 @@ def with_described_models(config: Config, tiny: PretrainedConfig | None = None) 
         for scoring in (config.reward, config.cost):
             if scoring is not None:
                 scoring.model = folder_of(scoring.model)
+                scoring.judge.path = folder_of(scoring.judge.path)
         yield config
 
 

@@ -124,6 +124,13 @@ def test_cures_are_for_the_roles_that_are_there():
         assert any(cure[0][0] == "actor.gradient_checkpointing" for cure in cures(plan))
 
 
+def test_a_judge_may_be_described_too():
+    overrides = [*PAPER, "model.path=llama-7b", "reward.judge.path=llama-13b"]
+    with with_described_models(load_config([*overrides, "rollout=transformers"])) as config:
+        (device,) = make_plan(config, named("8xA100")).memory
+        assert device.phases[0].parts["judge"] > 13e9 * 2  # bytes of its weights
+
+
 def test_a_job_may_need_a_little_more_than_there_is():
     with with_described_models(load_config([*PAPER, "model.path=llama-7b"])) as config:
         machines = named("8xA100")
