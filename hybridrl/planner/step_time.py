@@ -28,6 +28,8 @@ ADAM_TOUCHES = 16
 """Times that AdamW and the gradients' norm and scaling read or write an element."""
 LOGIT_TOUCHES = 24
 """Times that an update reads or writes a logit; scoring does half as often."""
+GLOO_SUMS = 2
+"""Times that gloo sends what it reduces and scatters: it sums the whole on every rank first."""
 SMALL_OPS = {
     "call": 700,
     "sample": 7,
@@ -35,8 +37,8 @@ SMALL_OPS = {
     "synced tensor": 200,
     "vllm step": 300,
     "vllm sample": 28,
-    "transformers step": 60,
-    "transformers layer": 400,
+    "transformers step": 40,
+    "transformers layer": 260,
 }
 """What costs no arithmetic, in small operations: a call of a group and a sample in it; a tensor
 that the optimizer steps, or a sync brings to the generator; a token-step of a generator, and a
@@ -207,7 +209,8 @@ class _Clock:
         copies = (3 * gathered + 4 * reduced) / rates.memory
         step = ADAM_TOUCHES * MASTER * part.parameters.trained / part.shards / rates.memory
         step += SMALL_OPS["tensor"] * part.shape.tensors * part.layers * rates.small_op
-        one = self._with_transfer(compute + copies, call.role, part, gathered + reduced) + step
+        sums = reduced if self.planner.machines.is_cuda else GLOO_SUMS * reduced
+        one = self._with_transfer(compute + copies, call.role, part, gathered + sums) + step
         return call.updates * one
 
     def _layers(self, part: ModelPart, count: int, tokens: float, trains: bool) -> float:
