@@ -27,7 +27,7 @@ from hybridrl.controller.ray_library import ray
 from hybridrl.core.batch import Batch, Ragged
 
 PER_PROMPT, PROMPT, RESPONSE = 8, 16, 64
-STEPS, ROUNDS, CALLS = 10, 5, 20
+STEPS, ROUNDS, CALLS = 10, 15, 20
 SAMPLES, WORKERS = (64, 4096), (2, 8, 32)
 CPUS_PER_WORKER = 0.05
 
