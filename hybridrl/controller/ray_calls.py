@@ -15,6 +15,7 @@ from hybridrl.controller.ray_watch import CallsFailedError, Due
 from hybridrl.controller.table import Shard
 from hybridrl.controller.worker import Context, Worker
 from hybridrl.core.batch import Batch
+from hybridrl.errors import WorkerError
 
 RETURN_BATCHES = ("execute", "apply")
 """Methods of `RayHost` that return a batch and a reply, not only a reply."""
@@ -84,7 +85,7 @@ class Calls(ABC):
     def close(self, hosts: Sequence[int], seconds: float) -> None:
         """Lets hosts close their workers when they have done all calls, for `seconds` at most."""
         order = Order("close", hosts, [None] * len(hosts), "close")
-        with suppress(CallsFailedError, ray.exceptions.RayError):
+        with suppress(CallsFailedError, WorkerError, ray.exceptions.RayError):
             closing = self._send(order, None, 0)
             self.wait([shard.reply for shard in closing], seconds)
 

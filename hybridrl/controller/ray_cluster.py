@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridrl.controller import node_probe
 from hybridrl.controller.nodes import Node, NodeReport, check_reports, check_room, table
-from hybridrl.controller.ray_host import ray
+from hybridrl.controller.ray_library import ray
 from hybridrl.errors import ConfigError, HybridRLError
 
 PACKAGES = {

@@ -17,7 +17,8 @@ from hybridrl.controller.host import Call, Failure, Place, Reply
 from hybridrl.controller.nodes import by_address, table
 from hybridrl.controller.ray_calls import Calls
 from hybridrl.controller.ray_direct import DirectCalls
-from hybridrl.controller.ray_host import RayHost, ray
+from hybridrl.controller.ray_host import RayHost
+from hybridrl.controller.ray_library import ray
 from hybridrl.controller.ray_relayed import RelayedCalls
 from hybridrl.controller.ray_watch import CallsFailedError
 from hybridrl.controller.table import Shard
@@ -30,8 +31,8 @@ from hybridrl.errors import ConfigError, WorkerError
 CLOSE_SECONDS = 4.0
 """How long hosts may take to close their workers before they are ended."""
 DIRECT_HOSTS = 8
-"""Up to so many hosts are called one by one, which is quickest; more, through a relay, which costs
-the driver the same for any number."""
+"""Up to so many hosts are called one by one, which is quickest; more, through a relay, so that the
+driver's cost hardly grows with their number."""
 
 
 class RayExecutor(Executor):

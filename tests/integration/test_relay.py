@@ -124,12 +124,13 @@ def few(ray, monkeypatch):
 
 
 def relay_process() -> psutil.Process:
+    """The relay that was started last. Process numbers start again when they run out."""
     found = [
         child
         for child in psutil.Process().children(recursive=True)
         if "ray::Relay" in " ".join(child.cmdline())
     ]
-    return found[-1]
+    return max(found, key=psutil.Process.create_time)
 
 
 def test_calls_and_batches_from_group_to_group(many, groups):
@@ -241,6 +242,11 @@ def test_a_hanging_host_is_named_with_all_stacks(few):
     with pytest.raises(CallTimeoutError, match=r"tiny\.sleep on rank 1 did not finish") as caught:
         tiny.sleep(1, 60.0).get()
     assert "time.sleep(seconds)" in str(caught.value)
+
+
+def test_a_relay_that_died_unnoticed_lets_the_job_end(few):
+    few()
+    relay_process().kill()  # the executor is closed when the test is over
 
 
 def test_a_killed_relay_is_a_sentence(few):
