@@ -34,7 +34,7 @@ from hybridrl.core.layout import Layout
 from hybridrl.core.training_mesh import training_mesh
 from hybridrl.core.transition import Parameter, Transition, gather_all, nested, vanilla
 from hybridrl.data.tasks.character_tokenizer import build_tokenizer
-from hybridrl.engine import TrainEngine
+from hybridrl.engine.train import TrainEngine
 from hybridrl.engine.weight_sync import WeightSync
 from hybridrl.models import CausalPolicy, load_model
 from hybridrl.parallel.mesh import ParallelMesh

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.config.model_folder import check_model
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 
@@ -38,8 +39,6 @@ class Rows:
 
 def model_folder(config: Config, run: Path) -> str:
     """Folder or hub name of the model; a tiny one is made in the run's folder if none is named."""
-    from hybridrl.models import check_model
-
     if config.model.path is None:
         return str(_make_tiny_model(config, run / "initial_model"))
     check_model(config.model.path)

@@ -22,6 +22,7 @@ from hybridrl.config.load import to_yaml
 from hybridrl.config.placement_checks import check_placement, played_by
 from hybridrl.config.schema import Config
 from hybridrl.config.shared_paths import paths_of_workers
+from hybridrl.core.garbage import no_collection
 from hybridrl.errors import ConfigError
 from hybridrl.observe.metrics import open_writers
 from hybridrl.observe.run_directory import RunDirectory
@@ -78,7 +79,7 @@ class Job:
         self._numbered = 0
         self._writers = open_writers(trackers, self.directory, config.run.name, asdict(config))
         progress("starting Ray and loading data" if config.executor == "ray" else "loading data")
-        with ThreadPoolExecutor(1) as beside:
+        with no_collection(), ThreadPoolExecutor(1) as beside:
             # Ray takes seconds to start, and so do the imports of data and model code. Ray's
             # processes end with the thread that started them, so that is this one.
             loading = beside.submit(self._load)

@@ -57,7 +57,6 @@ def run(config: Config) -> dict[str, Any]:
     from hybridrl.observe.console import make_console
     from hybridrl.observe.overview import overview
     from hybridrl.observe.summary import accuracy_name, final_sentence
-    from hybridrl.planner.table import short
     from hybridrl.trainers import load_trainer
     from hybridrl.trainers.loop import Loop
 
@@ -68,6 +67,9 @@ def run(config: Config) -> dict[str, Any]:
         with Job(config, view.phase) as job:
             # Now, because Ray sets a handler of its own when it starts.
             signal.signal(signal.SIGTERM, _interrupt)
+            # It brings in the libraries of the models, which the job imports while Ray starts.
+            from hybridrl.planner.table import short
+
             view.message(overview(job, short(job.plan)))
             loop = Loop(job, view)
             summary = loop.summary

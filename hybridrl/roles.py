@@ -18,7 +18,7 @@ from hybridrl.config.schema import (
     RolloutParallelConfig,
 )
 from hybridrl.controller import Worker
-from hybridrl.engine import Loss
+from hybridrl.engine.train import Loss
 from hybridrl.models import load_tokenizer
 from hybridrl.trainers import load_trainer
 from hybridrl.workers.actor import ActorWorker

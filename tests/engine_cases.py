@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from hybridrl.algorithms import PolicyObjective, Segments, token_weights
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.core.batch import Batch, Ragged
-from hybridrl.engine import TrainEngine
-from hybridrl.engine.train import token_columns
+from hybridrl.engine.train import TrainEngine, token_columns
 from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.models.attention import NAME
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.controller.worker import Context, Rendezvous
-from hybridrl.engine import TrainEngine
+from hybridrl.engine.train import TrainEngine
 from hybridrl.models import CausalPolicy
 from hybridrl.models.attention import NAME
 from hybridrl.parallel.layout import box_of

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hybridrl.config.algorithm_checks import check_algorithm
+from hybridrl.config.model_folder import check_model
 from hybridrl.config.placement_checks import check_placement
 from hybridrl.config.schema import Config
 from hybridrl.core.cluster import Cluster, choose_devices
@@ -77,8 +78,8 @@ def _check_names(config: Config) -> None:
     from hybridrl.algorithms.kl import ESTIMATORS
     from hybridrl.algorithms.objective import POLICY_LOSSES
     from hybridrl.algorithms.weights import MODES
+    from hybridrl.core.dtypes import DTYPES
     from hybridrl.engine.optimizer import SCHEDULES
-    from hybridrl.models.loading import DTYPES
 
     one_of("executor", config.executor, ("ray", "inline"))
     one_of("devices", config.devices, ("auto", "cpu", "cuda"))
@@ -180,7 +181,6 @@ def _check_episode(config: Config) -> None:
 
 
 def _check_rewards(config: Config) -> None:
-    from hybridrl.models import check_model
     from hybridrl.rewards import RewardPool, function_list
     from hybridrl.trainers import load_trainer
 

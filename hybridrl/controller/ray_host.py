@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import ipaddress
 import logging
@@ -21,6 +22,7 @@ from hybridrl.controller.ray_library import ray
 from hybridrl.controller.ray_message import unpack
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.core.batch import Batch
+from hybridrl.core.garbage import no_collection
 from hybridrl.core.record import Record
 from hybridrl.errors import HybridRLError
 
@@ -57,10 +59,12 @@ class RayHost:
 
     @ray.method(concurrency_group="work")
     def preload(self, modules: Sequence[str]) -> None:
-        # What is missing is reported when it is used.
-        for module in modules:
-            with contextlib.suppress(ImportError, HybridRLError):
-                importlib.import_module(module)
+        with no_collection():
+            for module in modules:
+                # What is missing is reported when it is used.
+                with contextlib.suppress(ImportError, HybridRLError):
+                    importlib.import_module(module)
+        gc.freeze()  # vLLM collects three times while it starts, for half a second each
 
     @ray.method(concurrency_group="work")
     def create(

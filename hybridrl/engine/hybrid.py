@@ -14,10 +14,10 @@ import torch
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import free_cached_memory, synchronize
+from hybridrl.core.dtypes import DTYPES
 from hybridrl.engine.train import Loss, TrainEngine
 from hybridrl.engine.weight_sync import SyncCost, WeightSync
 from hybridrl.errors import RolloutError
-from hybridrl.models.loading import DTYPES
 from hybridrl.rollout.base import RolloutEngine, Sampling
 
 Phase = Callable[[str], AbstractContextManager[None]]

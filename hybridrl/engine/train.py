@@ -22,6 +22,7 @@ from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.core.balance import pack
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import free_cached_memory
+from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.layout import Layout
 from hybridrl.engine.gradients import Gradients
 from hybridrl.engine.optimizer import make_optimizer
@@ -30,7 +31,7 @@ from hybridrl.engine.update_metrics import UpdateMetrics
 from hybridrl.engine.whole_parameters import whole_parameters
 from hybridrl.models import PackedModel, PackedSamples
 from hybridrl.models.adapters import has_adapters, merged
-from hybridrl.models.loading import DTYPES, read_weights
+from hybridrl.models.loading import read_weights
 from hybridrl.parallel import tensor as tensor_parallel
 from hybridrl.parallel.fsdp import is_small, shard
 from hybridrl.parallel.layout import training_layout

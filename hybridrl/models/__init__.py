@@ -1,7 +1,6 @@
 """Building and loading transformers models, and their forward over packed samples."""
 
 from hybridrl.models.loading import (
-    check_model,
     load_config,
     load_model,
     load_scalar_model,
@@ -19,7 +18,6 @@ __all__ = [
     "PackedSamples",
     "Packing",
     "ScalarModel",
-    "check_model",
     "load_config",
     "load_model",
     "load_scalar_model",

@@ -19,49 +19,18 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from hybridrl.core.dtypes import DTYPES
 from hybridrl.errors import ConfigError
 from hybridrl.models.attention import NAME
 
 logging.disable_progress_bar()
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNKNOWN_ARITHMETIC = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "logit_scale",
     "logits_scaling",
 )
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-
-
-def check_model(path: str, setting: str = "model.path") -> None:
-    """Refuses a model folder that cannot be loaded, before anything starts.
-
-    A path that is no folder here is taken for a hub name.
-
-    Raises:
-        ConfigError: naming `setting` and what the folder lacks.
-    """
-    folder = Path(path).expanduser()
-    if not folder.exists():
-        if path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise ConfigError(f"{setting}={path}: there is no such folder.")
-        return
-    if (folder / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"{setting}={path} holds the adapters of a LoRA run, not a model. Multiply them in "
-            "first: peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload()"
-            ".save_pretrained(new_folder), and copy the tokenizer's files."
-        )
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"{setting}={path} has no config.json, so it is not a Hugging Face model folder."
-        )
-    if not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
-        raise ConfigError(
-            f"{setting}={path} has a config.json but no weights "
-            f"({' or '.join(WEIGHT_FILES)}). Was the download cut short?"
-        )
 
 
 def load_config(path: str) -> PretrainedConfig:

@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from hybridrl.config.schema import LoraSettings
+from hybridrl.core.dtypes import DTYPES
 from hybridrl.models.adapters import add_adapters
-from hybridrl.models.loading import DTYPES
 
 ATTENTION = "hybridrl_planned"
 TOKENS = 1 << 20

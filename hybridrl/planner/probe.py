@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from hybridrl.core.cluster import Cluster
 from hybridrl.core.device import COLLECTIVES, make_current, synchronize
+from hybridrl.core.dtypes import DTYPES
 from hybridrl.errors import HybridRLError
 from hybridrl.models import Packing, load_config
 from hybridrl.models.attention import NAME
-from hybridrl.models.loading import DTYPES
 from hybridrl.planner.devices import Machines, cores_per_device
 from hybridrl.planner.model_shape import narrowed, shape_of
 from hybridrl.planner.step_time import Rates

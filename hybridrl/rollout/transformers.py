@@ -17,8 +17,8 @@ from transformers import (
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.boxes import whole
+from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.layout import Piece
-from hybridrl.models.loading import DTYPES
 from hybridrl.rollout.base import RolloutEngine, Sampling, responses, row_seeds
 from hybridrl.rollout.noise import gumbel
 from hybridrl.rollout.weights import Pieces, WeightWriter, differences

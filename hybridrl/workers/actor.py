@@ -25,12 +25,13 @@ from hybridrl.controller import (
 )
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.core.batch import Batch
+from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.mesh import Coordinate, Mesh
-from hybridrl.engine import HybridEngine, Loss, TrainEngine
+from hybridrl.engine.hybrid import HybridEngine
+from hybridrl.engine.train import Loss, TrainEngine
 from hybridrl.engine.weight_channel import WeightChannel
 from hybridrl.errors import RolloutError
 from hybridrl.models import load_tokenizer
-from hybridrl.models.loading import DTYPES
 from hybridrl.parallel import process_group
 from hybridrl.rollout import Sampling
 from hybridrl.workers.engines import ModelSource, policy_engine

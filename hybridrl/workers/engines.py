@@ -8,7 +8,7 @@ from typing import Literal
 from hybridrl.config.schema import ActorConfig
 from hybridrl.controller import Context
 from hybridrl.core.training_mesh import training_mesh
-from hybridrl.engine import TrainEngine
+from hybridrl.engine.train import TrainEngine
 from hybridrl.models import CausalPolicy, PackedModel, ScalarModel, load_model, load_scalar_model
 from hybridrl.models.adapters import add_adapters
 from hybridrl.parallel.mesh import ParallelMesh

@@ -20,10 +20,10 @@ from hybridrl.controller import (
 )
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.core.batch import Batch
+from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.mesh import Coordinate, Mesh
 from hybridrl.engine.hybrid import with_mask
 from hybridrl.engine.weight_channel import WeightChannel
-from hybridrl.models.loading import DTYPES
 from hybridrl.parallel import process_group
 from hybridrl.rollout import Sampling
 from hybridrl.rollout.stream import SampleStream, Share

@@ -8,7 +8,7 @@ from hybridrl.controller import Worker
 from hybridrl.parallel import process_group
 
 if TYPE_CHECKING:
-    from hybridrl.engine import TrainEngine
+    from hybridrl.engine.train import TrainEngine
 
 
 class ModelWorker(Worker):

@@ -9,7 +9,7 @@ from hybridrl.config.schema import ActorConfig
 from hybridrl.controller import ONE_TO_ALL, THREE_D, Context, transfer
 from hybridrl.core.batch import Batch
 from hybridrl.core.mesh import Coordinate
-from hybridrl.engine import TrainEngine
+from hybridrl.engine.train import TrainEngine
 from hybridrl.workers.engines import ModelSource, policy_engine
 from hybridrl.workers.model_worker import ModelWorker
 

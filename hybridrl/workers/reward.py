@@ -11,7 +11,7 @@ import torch
 from hybridrl.config.schema import ActorConfig, RewardConfig, RolloutConfig
 from hybridrl.controller import DP, Context, transfer
 from hybridrl.core.batch import Batch
-from hybridrl.engine import TrainEngine
+from hybridrl.engine.train import TrainEngine
 from hybridrl.errors import RewardError
 from hybridrl.models import load_tokenizer
 from hybridrl.rewards import RewardPool, function_list

@@ -13,7 +13,7 @@ from hybridrl.controller import ONE_TO_ALL, THREE_D, UPDATE_PAIRS, Context, tran
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import synchronize
 from hybridrl.core.mesh import Coordinate
-from hybridrl.engine import TrainEngine
+from hybridrl.engine.train import TrainEngine
 from hybridrl.models import load_tokenizer
 from hybridrl.workers.engines import ModelSource, scalar_engine
 from hybridrl.workers.model_worker import ModelWorker

@@ -35,7 +35,7 @@ from hybridrl.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from hybridrl.controller.worker import Context, Rendezvous
 from hybridrl.core.batch import Batch
 from hybridrl.core.training_mesh import training_mesh
-from hybridrl.engine import TrainEngine
+from hybridrl.engine.train import TrainEngine
 from hybridrl.models import CausalPolicy, ScalarModel
 from hybridrl.models.attention import NAME
 from hybridrl.parallel import fsdp

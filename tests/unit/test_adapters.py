@@ -17,7 +17,7 @@ from hybridrl.algorithms import BradleyTerry, Segments, negative_log_likelihood,
 from hybridrl.config.schema import ActorConfig, LoraSettings, OptimizerConfig
 from hybridrl.controller.worker import Context
 from hybridrl.core.batch import Batch, Ragged
-from hybridrl.engine import TrainEngine
+from hybridrl.engine.train import TrainEngine
 from hybridrl.errors import ConfigError
 from hybridrl.models import CausalPolicy, PackedSamples, ScalarModel, load_model, load_scalar_model
 from hybridrl.models.adapters import add_adapters, has_adapters

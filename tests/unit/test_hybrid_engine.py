@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybridrl.core.batch import Batch
-from hybridrl.engine import HybridEngine
+from hybridrl.engine.hybrid import HybridEngine
 from hybridrl.rollout.base import RolloutEngine, Sampling, responses
 
 PROMPTS = Batch.from_columns({"prompt_ids": [[1], [2]]})

@@ -145,3 +145,16 @@ def test_the_driver_side_needs_neither_ray_nor_vllm_nor_transformers():
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT.parent
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_wrong_settings_are_found_without_loading_transformers():
+    """Which takes seconds, and the user waits."""
+    program = (
+        "import sys\n"
+        "from hybridrl.config.checks import check\n"
+        "from hybridrl.config.load import load_config\n"
+        "check(load_config([]))\n"
+        "assert 'transformers' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

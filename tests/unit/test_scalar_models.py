@@ -19,7 +19,7 @@ from hybridrl.algorithms import BradleyTerry, Segments, token_weights
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.controller.worker import Context
 from hybridrl.core.batch import Batch, Ragged
-from hybridrl.engine import TrainEngine
+from hybridrl.engine.train import TrainEngine
 from hybridrl.errors import ConfigError
 from hybridrl.models import PackedSamples, ScalarModel, load_scalar_model
 from hybridrl.models.attention import NAME
