@@ -127,26 +127,23 @@ def plain_update(batch, objective):
 
 
 def make_engine(mesh, dtype="float32", optimizer=None, **settings):
-    """An engine that records each gradient its optimizer is given, whole. It learns nothing,
-    unless it gets an optimizer's settings."""
+    """An engine that learns nothing, unless it gets an optimizer's settings."""
     config = ActorConfig(**settings)
     engine = TrainEngine(CausalPolicy(make_model()), mesh, CPU, dtype, config)
     standing = OptimizerConfig(learning_rate=0.0, max_grad_norm=0.0)
     engine.start_optimizer(optimizer or standing, updates=1000)
-    engine.gradients = []
-    engine.optimizer.register_step_pre_hook(
-        lambda *_: engine.gradients.append(
-            flat(whole(parameter.grad) for parameter in engine.model.parameters())
-        )
-    )
     return engine
 
 
 def update(engine, batch, objective=CLIPPED):
-    """Gradient and metrics of one update."""
-    engine.gradients.clear()
+    """The whole gradient that the optimizer is given in one update, and the update's metrics."""
+    gradients = []
+    hook = engine.optimizer.register_step_pre_hook(
+        lambda *_: gradients.append(flat(whole(p.grad) for p in engine.model.parameters()))
+    )
     metrics = engine.update(batch, objective, temperature=TEMPERATURE)
-    (gradient,) = engine.gradients
+    hook.remove()
+    (gradient,) = gradients
     return gradient, metrics
 
 

@@ -1,21 +1,15 @@
 """Models cut over a mesh, against one process: what every kind of parallelism must not change."""
 
-import multiprocessing
-import socket
-
 import torch
-import torch.distributed as dist
 from engine_cases import CLIPPED, CPU, TEMPERATURE
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
-from hybridrl.controller.worker import Context, Rendezvous
 from hybridrl.engine.train import TrainEngine
 from hybridrl.models import CausalPolicy
 from hybridrl.models.attention import NAME
 from hybridrl.parallel.layout import box_of
-from hybridrl.parallel.process_group import join
 
 ARCHITECTURES = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 LEARNING = OptimizerConfig(learning_rate=0.01)
@@ -44,14 +38,16 @@ def make_model(architecture="qwen2", key_value_heads=2, tied=True, layers=2, voc
 
 
 def make_engine(mesh, model=None, optimizer=LEARNING, **settings):
-    """An engine that keeps, of each update, this rank's parts of the gradient."""
+    """An engine that keeps, of its first update, this rank's parts of the gradient."""
     policy = CausalPolicy(model or make_model())
     engine = TrainEngine(policy, mesh, CPU, "float32", ActorConfig(**settings))
     engine.start_optimizer(optimizer, updates=1000)
-    engine.gradients = []
-    engine.optimizer.register_step_pre_hook(
-        lambda *_: engine.gradients.append(parts(engine, lambda parameter: parameter.grad))
-    )
+
+    def keep(*_):
+        engine.first_gradient = parts(engine, lambda parameter: parameter.grad)
+        kept.remove()
+
+    kept = engine.optimizer.register_step_pre_hook(keep)
     return engine
 
 
@@ -98,29 +94,7 @@ def learn(engine, batch, steps=20):
     curve = [engine.update(batch, CLIPPED, temperature=TEMPERATURE) for _ in range(steps)]
     return {
         "before": before.to_pylist(),
-        "gradient": engine.gradients[0],
+        "gradient": engine.first_gradient,
         "curve": curve,
         "after": parts(engine),
     }
-
-
-def run_ranks(program, folder, world, *arguments):
-    """What `program(rank, *arguments)` gives in each of `world` processes of one gloo group."""
-    multiprocessing.set_forkserver_preload(
-        ["hybridrl.engine", "hybridrl.models", "transformers.models.qwen2.modeling_qwen2"]
-    )
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        torch.multiprocessing.start_processes(
-            _joined,
-            args=(program, world, *listener.getsockname(), listener, folder, arguments),
-            nprocs=world,
-            start_method="forkserver",
-        )
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
-
-
-def _joined(rank, program, world, address, port, listener, folder, arguments):
-    rendezvous = Rendezvous(address, port, listener if rank == 0 else None)
-    join(Context("actor", rank, world, host=rank, hosts=world, rendezvous=rendezvous))
-    torch.save(program(rank, *arguments), folder / f"{rank}.pt")
-    dist.destroy_process_group()

@@ -113,13 +113,13 @@ def outputs_and_gradients(model, samples, sequence=None):
     generator = torch.Generator().manual_seed(1)
     loss = sum((x * torch.randn(len(x), generator=generator)).sum() for x in outputs.values())
     names, parameters = zip(*model.named_parameters(), strict=True)
-    gradients = [g.contiguous() for g in torch.autograd.grad(loss, parameters)]
+    gradients = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
     if sequence is not None:
-        for gradient in gradients:
-            dist.all_reduce(gradient, group=sequence._group)
+        dist.all_reduce(gradients, group=sequence._group)
+    found = gradients.split([p.numel() for p in parameters])
     return (
         {name: x.detach().clone() for name, x in outputs.items()},
-        dict(zip(names, gradients, strict=True)),
+        {n: g.view(p.shape) for n, g, p in zip(names, found, parameters, strict=True)},
     )
 
 

@@ -2,13 +2,10 @@
 
 import itertools
 import math
-import multiprocessing
-import socket
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from engine_cases import (
     BUDGETS,
     CLIPPED,
@@ -29,13 +26,12 @@ from engine_cases import (
     parameters,
     update,
 )
+from ranks import run_ranks
 
 from hybridrl.algorithms.weights import MODES
-from hybridrl.controller.worker import Context, Rendezvous
 from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.parallel import fsdp
 from hybridrl.parallel.mesh import ParallelMesh
-from hybridrl.parallel.process_group import join
 
 
 def cases():
@@ -47,10 +43,8 @@ def cases():
         yield ranks, deals[-1], LONGEST, MODES[0], CLIPPED, False
 
 
-def rank_program(rank, address, port, listener, folder):
-    """What each of four processes does; it writes what it found, and tests compare."""
-    rendezvous = Rendezvous(address, port, listener if rank == 0 else None)
-    join(Context("actor", rank, WORLD, host=rank, hosts=WORLD, rendezvous=rendezvous))
+def rank_program(rank):
+    """What each of four processes does and finds; tests compare."""
     meshes = {n: ParallelMesh.data_parallel(CPU, n) for n in (1, 2)}
     meshes[WORLD] = ParallelMesh.data_parallel(CPU, WORLD)
     found = {"updates": {}, "forwards": {}}
@@ -72,8 +66,7 @@ def rank_program(rank, address, port, listener, folder):
             found["forwards"][str(case)] = scored.to_pylist()
     if rank < 2:
         found["spoiled"] = spoil(make_engine(meshes[2], optimizer=LEARNING), rank)
-    torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 def spoil(engine, rank):
@@ -91,18 +84,8 @@ def spoil(engine, rank):
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory):
-    """What each of four processes found; they are forked from one that has torch imported."""
-    folder = tmp_path_factory.mktemp("ranks")
-    modules = ["hybridrl.engine", "transformers.models.qwen2.modeling_qwen2"]
-    multiprocessing.set_forkserver_preload(modules)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        torch.multiprocessing.start_processes(
-            rank_program,
-            args=(*listener.getsockname(), listener, folder),
-            nprocs=WORLD,
-            start_method="forkserver",
-        )
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    """What each of four processes found."""
+    return run_ranks(rank_program, tmp_path_factory.mktemp("ranks"), WORLD)
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,11 @@
 
 import itertools
 import math
-import multiprocessing
-import socket
 import weakref
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from engine_cases import (
     CLIPPED,
     CPU,
@@ -22,6 +19,7 @@ from engine_cases import (
     make_batch,
     whole,
 )
+from ranks import run_ranks
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import (
     AutoModelForCausalLM,
@@ -32,7 +30,6 @@ from transformers import (
 
 from hybridrl.algorithms import TokenLoss, value_loss
 from hybridrl.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
-from hybridrl.controller.worker import Context, Rendezvous
 from hybridrl.core.batch import Batch
 from hybridrl.core.training_mesh import training_mesh
 from hybridrl.engine.train import TrainEngine
@@ -40,7 +37,6 @@ from hybridrl.models import CausalPolicy, ScalarModel
 from hybridrl.models.attention import NAME
 from hybridrl.parallel import fsdp
 from hybridrl.parallel.mesh import ParallelMesh
-from hybridrl.parallel.process_group import join
 
 LAYERS = 5
 STEPS = 20
@@ -120,16 +116,9 @@ def objective_of(name):
 
 
 def make_engine(name, layout, mesh, optimizer, dtype="float32", **settings):
-    """An engine whose gradients are kept, whole, by name."""
     config = ActorConfig(parallel=layout.config, **settings)
     engine = TrainEngine(make_model(name), mesh, CPU, dtype, config)
     engine.start_optimizer(optimizer, STEPS)
-    engine.gradients = {}
-    engine.optimizer.register_step_pre_hook(
-        lambda *_: engine.gradients.update(
-            {n: whole(p.grad).clone() for n, p in engine.model.inner.named_parameters()}
-        )
-    )
     return engine
 
 
@@ -138,8 +127,15 @@ def one_update(engine, name, batch, budget):
     objective, options = objective_of(name)
     engine.config = replace(engine.config, tokens_per_microbatch=budget)
     scored = engine.forward(batch, **options).to_pylist()
+    gradients = {}
+    hook = engine.optimizer.register_step_pre_hook(
+        lambda *_: gradients.update(
+            {n: whole(p.grad).clone() for n, p in engine.model.inner.named_parameters()}
+        )
+    )
     metrics = engine.update(batch, objective, **options)
-    return scored, dict(engine.gradients), metrics
+    hook.remove()
+    return scored, gradients, metrics
 
 
 def learn(engine, name, batch, folder):
@@ -193,10 +189,8 @@ def equal_batch(rows):
     return Batch.concat([batch.take([LENGTHS.index((5, 20))])] * rows)
 
 
-def rank_program(rank, address, port, listener, folder):
-    """What each of four processes does; it writes what it found, and tests compare."""
-    rendezvous = Rendezvous(address, port, listener if rank == 0 else None)
-    join(Context("actor", rank, WORLD, host=rank, hosts=WORLD, rendezvous=rendezvous))
+def rank_program(rank, folder):
+    """What each of four processes does and finds; tests compare."""
     found = {}
     for layout in (ONE, *LAYOUTS):
         mesh = ParallelMesh(training_mesh(layout.ranks, layout.config), CPU)
@@ -230,25 +224,14 @@ def rank_program(rank, address, port, listener, folder):
         found[str(layout), "saved"] = [
             most_saved(engine, MODELS[0], equal_batch(rows)) for rows in (1, 8)
         ]
-    torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory):
-    """What each of four processes found; they are forked from one that has torch imported."""
-    folder = tmp_path_factory.mktemp("stages")
-    names = ["qwen2.modeling_qwen2", "llama.modeling_llama"]
-    modules = ["hybridrl.engine", *(f"transformers.models.{name}" for name in names)]
-    multiprocessing.set_forkserver_preload(modules)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        torch.multiprocessing.start_processes(
-            rank_program,
-            args=(*listener.getsockname(), listener, folder),
-            nprocs=WORLD,
-            start_method="forkserver",
-        )
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    """What each of four processes found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_ranks(rank_program, folder, WORLD, folder)
 
 
 def ranks_of(layout):

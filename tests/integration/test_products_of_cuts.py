@@ -2,7 +2,8 @@
 
 import pytest
 from engine_cases import CPU, deal, make_batch
-from parallel_cases import assemble, assert_close, learn, make_engine, make_model, run_ranks
+from parallel_cases import assemble, assert_close, learn, make_engine, make_model
+from ranks import run_ranks
 
 from hybridrl.config.schema import ParallelConfig
 from hybridrl.core.training_mesh import training_mesh

@@ -1,19 +1,16 @@
 """Real gloo ranks bring weights from training to generation, in the paper's three ways."""
 
-import multiprocessing
-import socket
 from dataclasses import asdict
 
 import pytest
 import torch
 import torch.distributed as dist
 from layout_cases import cut, empty_tensors, local, numbered
+from ranks import run_ranks
 
-from hybridrl.controller.worker import Context, Rendezvous
 from hybridrl.core.hybrid_mesh import HybridMesh, VanillaMesh
 from hybridrl.core.layout import Piece
 from hybridrl.core.transition import Parameter, gather_all, nested, vanilla
-from hybridrl.parallel.process_group import join
 from hybridrl.reshard.collectives import Reshard, reshard
 from hybridrl.reshard.parcels import Traffic, count, into
 
@@ -125,10 +122,8 @@ def run_cast(sizes, rank, group):
     }
 
 
-def rank_program(rank, address, port, listener, folder):
-    """What each of eight processes does; it writes what it found, and tests compare."""
-    rendezvous = Rendezvous(address, port, listener if rank == 0 else None)
-    join(Context("actor", rank, WORLD, host=rank, hosts=WORLD, rendezvous=rendezvous))
+def rank_program(rank):
+    """What each of eight processes does and finds; tests compare."""
     half = dist.new_group(list(range(WORLD // 2)))
     found = {}
     for i, sizes in enumerate(CHANGES):
@@ -137,23 +132,13 @@ def rank_program(rank, address, port, listener, folder):
             group = None if ranks == WORLD else half
             found[i] = {arm: run_arm(arm, sizes, rank, group) for arm in ARMS}
             found[i]["cast"] = run_cast(sizes, rank, group)
-    torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each process found; they are forked from one that has torch imported."""
-    folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing.set_forkserver_preload(["hybridrl.reshard.collectives", "layout_cases"])
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        torch.multiprocessing.start_processes(
-            rank_program,
-            args=(*listener.getsockname(), listener, folder),
-            nprocs=WORLD,
-            start_method="forkserver",
-        )
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    """What each of eight processes found."""
+    return run_ranks(rank_program, tmp_path_factory.mktemp("ranks"), WORLD)
 
 
 def model_bytes(sizes):

@@ -1,12 +1,9 @@
 """Real gloo: dividing the tokens of a micro-batch over ranks never changes the mathematics."""
 
-import multiprocessing
-import socket
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from engine_cases import (
     CLIPPED,
     CPU,
@@ -24,6 +21,7 @@ from engine_cases import (
     update,
 )
 from engine_cases import make_model as make_engine_model
+from ranks import run_ranks
 from sequence_cases import (
     BATCHES,
     LAYOUTS,
@@ -37,12 +35,10 @@ from sequence_cases import (
     say,
 )
 
-from hybridrl.controller.worker import Context, Rendezvous
 from hybridrl.errors import ConfigError
 from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.parallel import fsdp
 from hybridrl.parallel.mesh import ParallelMesh
-from hybridrl.parallel.process_group import join
 
 FOUR = ["ulysses2 x ring2", "ring4", "ulysses4"]
 DEALS = {1: [(11,)], 2: [(6, 5), (0, 11)]}
@@ -111,10 +107,8 @@ def in_windows(sequence):
         return str(error)
 
 
-def rank_program(rank, address, port, listener, folder):
-    """What each of four processes does; it writes what it found, and tests compare."""
-    rendezvous = Rendezvous(address, port, listener if rank == 0 else None)
-    join(Context("actor", rank, WORLD, host=rank, hosts=WORLD, rendezvous=rendezvous))
+def rank_program(rank):
+    """What each of four processes does and finds; tests compare."""
     alone = ParallelMesh.data_parallel(CPU, 1)
     places = {name: layout(name, rank) for name in LAYOUTS}
     models = {name: make_model(name) for name in MODELS}
@@ -147,24 +141,13 @@ def rank_program(rank, address, port, listener, folder):
     engine = make_engine(place.mesh, "bfloat16")
     scored = engine.forward(make_batch(), temperature=TEMPERATURE).to_pylist()
     found["bfloat16"] = scored, update(engine, make_batch())[0]
-    torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory):
-    """What each of four processes found; they are forked from one that has torch imported."""
-    folder = tmp_path_factory.mktemp("ranks")
-    models = [f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "llama")]
-    multiprocessing.set_forkserver_preload(["hybridrl.engine", *models])
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        torch.multiprocessing.start_processes(
-            rank_program,
-            args=(*listener.getsockname(), listener, folder),
-            nprocs=WORLD,
-            start_method="forkserver",
-        )
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    """What each of four processes found."""
+    return run_ranks(rank_program, tmp_path_factory.mktemp("ranks"), WORLD)
 
 
 def ranks(name):

@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import os
-import socket
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from hybridrl.config.schema import RolloutConfig, RolloutParallelConfig
-from hybridrl.controller.worker import Context, Rendezvous
 from hybridrl.core.batch import Batch
 from hybridrl.core.boxes import volume
-from hybridrl.parallel.process_group import join
 from hybridrl.rollout import Sampling
 from hybridrl.rollout.shared_memory import remove_shared_memory
 from hybridrl.rollout.weights import by_tensor, inside
@@ -84,10 +83,8 @@ def make_model(case: Case, seed: int) -> Any:
     return model
 
 
-def rank_program(rank: int, ranks: int, job: str, address: str, port: int, listener: Any, folder):
-    """What each of the processes does; it writes what it found, and tests compare."""
-    rendezvous = Rendezvous(address, port, listener if rank == 0 else None)
-    device = join(Context("actor", rank, ranks, host=rank, hosts=ranks, rendezvous=rendezvous))
+def rank_program(rank: int, ranks: int, job: str, folder: Path) -> dict[str, Any]:
+    """What each of the processes does and finds; tests compare."""
     from hybridrl.rollout.vllm import VLLMRollout
 
     found, engines = {}, []  # kept: an engine of vLLM's that goes takes the process group along
@@ -100,15 +97,15 @@ def rank_program(rank: int, ranks: int, job: str, address: str, port: int, liste
             RolloutConfig(parallel=RolloutParallelConfig(ranks), kv_cache_gib=0.01),
             context_length=64,
             eos_token_ids=[1],
-            device=device,
+            device=torch.device("cpu"),
             seed=0,
             job=job,
         )
         engines.append(rollout)
         found[name] = run_case(case, rollout)
-    torch.save(found, folder / f"{ranks}-{rank}.pt")
     for rollout in engines:
         rollout.close()
+    return found
 
 
 def run_case(case: Case, rollout: Any) -> dict[str, Any]:
@@ -194,17 +191,8 @@ def found(tmp_path_factory):
     results = {}
     for ranks in CASES_OF_RANKS:
         job = f"hybridrl-{os.getpid()}-{ranks}"
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            torch.multiprocessing.start_processes(
-                rank_program,
-                args=(ranks, job, *listener.getsockname(), listener, folder),
-                nprocs=ranks,
-                start_method="forkserver",
-            )
+        results[ranks] = run_ranks(rank_program, folder, ranks, ranks, job, folder)
         remove_shared_memory(job)
-        results[ranks] = [
-            torch.load(folder / f"{ranks}-{rank}.pt", weights_only=False) for rank in range(ranks)
-        ]
     return results
 
 

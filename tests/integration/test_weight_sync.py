@@ -73,50 +73,77 @@ def supervised_batch() -> Batch:
     )
 
 
-@pytest.mark.parametrize(("architecture", "tied", "parallel", "rollout_tp"), CASES)
-def test_greedy_tokens_agree_after_training(
-    ray, tmp_path, architecture, tied, parallel, rollout_tp
-):
-    from transformers import AutoModelForCausalLM
-
-    from hybridrl.controller.ray_executor import RayExecutor
+def train_and_sync(hosts, role, folder, architecture, tied, parallel, rollout_tp):
+    """Samples before and after three updates, and the bytes that each rank received in the sync;
+    the trained model is in the folder."""
     from hybridrl.workers.actor import ActorWorker
     from hybridrl.workers.engines import ModelSource
 
-    make_model(tmp_path / "model", architecture, tied)
+    path = str(folder / "model")
+    make_model(folder / "model", architecture, tied)
     rollout = RolloutConfig(
         parallel=RolloutParallelConfig(rollout_tp), kv_cache_gib=0.05, verify_weights=True
     )
-    ranks = max(2, parallel.tp * parallel.pp)
-    path = str(tmp_path / "model")
-    with RayExecutor("cpu", ranks, timeout_s=200) as hosts:
-        actor = WorkerGroup(
-            hosts,
-            "actor",
-            ActorWorker,
-            list(range(ranks)),
-            source=ModelSource(path, path, "float32", 64, (1,)),
-            config=ActorConfig(optimizer=OptimizerConfig(learning_rate=1e-2), parallel=parallel),
-            rollout=rollout,
-            objective=PolicyObjective(),
-            updates=3,
-            seed=0,
-            job="hybridrl-0-0",
-        )
-        prompts = Batch.from_columns({"prompt_ids": PROMPTS * 2})
-        greedy = Sampling(max_tokens=12, temperature=0.0)
-        before = actor.generate_sequences(prompts, greedy).collect(["response_ids"])
-        for _ in range(3):
-            actor.update_supervised(supervised_batch()).get()
-        hosts.take_records()
-        after = actor.generate_sequences(prompts, greedy).collect()
-        received = [record.metrics.get("sync_received", 0) for record in hosts.take_records()]
-        actor.save_model(str(tmp_path / "trained")).get()
+    actor = WorkerGroup(
+        hosts,
+        role,
+        ActorWorker,
+        list(range(ranks_of(parallel))),
+        source=ModelSource(path, path, "float32", 64, (1,)),
+        config=ActorConfig(optimizer=OptimizerConfig(learning_rate=1e-2), parallel=parallel),
+        rollout=rollout,
+        objective=PolicyObjective(),
+        updates=3,
+        seed=0,
+        job="hybridrl-0-0",
+    )
+    prompts = Batch.from_columns({"prompt_ids": PROMPTS * 2})
+    greedy = Sampling(max_tokens=12, temperature=0.0)
+    before = actor.generate_sequences(prompts, greedy).collect(["response_ids"])
+    for _ in range(3):
+        actor.update_supervised(supervised_batch()).get()
+    hosts.take_records()
+    after = actor.generate_sequences(prompts, greedy).collect()
+    received = [record.metrics.get("sync_received", 0) for record in hosts.take_records()]
+    actor.save_model(str(folder / "trained")).get()
+    return before, after, received
+
+
+def ranks_of(parallel):
+    return max(2, parallel.tp * parallel.pp)
+
+
+@pytest.fixture(scope="module")
+def synced(ray, tmp_path_factory):
+    """Folder, samples and bytes of each case; all are roles on the same four hosts."""
+    from hybridrl.controller.ray_executor import RayExecutor
+
+    preload = ["hybridrl.workers.actor", "hybridrl.rollout.vllm"]
+    found = []
+    with RayExecutor("cpu", 4, timeout_s=200, preload=preload) as hosts:
+        for number, case in enumerate(CASES):
+            folder = tmp_path_factory.mktemp("case")
+            found.append((folder, *train_and_sync(hosts, f"actor{number}", folder, *case)))
     remove_shared_memory("hybridrl-0-0")
+    return found
+
+
+def title(number):
+    architecture, _, parallel, rollout_tp = CASES[number]
+    cuts = f"tp{parallel.tp} pp{parallel.pp} ring{parallel.ring}"
+    return f"{architecture} {cuts} rollout_tp{rollout_tp}"
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=title)
+def test_greedy_tokens_agree_after_training(synced, number):
+    from transformers import AutoModelForCausalLM
+
+    _, _, parallel, rollout_tp = CASES[number]
+    folder, before, after, received = synced[number]
     found = [row.tolist() for row in after["response_ids"].rows()]
     assert found != [row.tolist() for row in before["response_ids"].rows()]
     assert set(after["policy_version"].tolist()) == {3}
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    model = AutoModelForCausalLM.from_pretrained(folder / "trained")
     expected = []
     for prompt in PROMPTS * 2:
         ids = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
@@ -125,7 +152,7 @@ def test_greedy_tokens_agree_after_training(
     assert found == expected
     # Of each copy of the model its ranks lack what they have not trained, and no byte more.
     whole = 4 * sum(parameter.numel() for parameter in model.parameters())
-    copies = ranks // rollout_tp
+    copies = ranks_of(parallel) // rollout_tp
     if copies > 1:
         assert sum(received) == pytest.approx((copies - 1) * whole, rel=0.05)
     else:

@@ -126,7 +126,7 @@ def test_only_the_job_reaches_for_the_ray_executor():
 
 def test_the_driver_side_needs_neither_ray_nor_vllm_nor_transformers():
     """The other rooms load transformers, which takes seconds; the fixture in conftest.py watches
-    them while they are tested."""
+    them while they are tested. Nor are they needed to find out that a setting is wrong."""
     rooms = ("core", "algorithms", "config", "controller", "observe", "placement", "trainers")
     names = ["hybridrl"] + [
         f"hybridrl.{name}"
@@ -134,27 +134,16 @@ def test_the_driver_side_needs_neither_ray_nor_vllm_nor_transformers():
         if name.split(".")[0] in rooms and not name.startswith("controller.ray_")
     ]
     program = (
-        "import importlib, sys\n"
+        "import hybridrl, importlib, sys\n"
         f"for name in {names}:\n"
         "    importlib.import_module(name)\n"
         "    brought = {'ray', 'vllm', 'transformers'} & sys.modules.keys()\n"
         "    assert not brought, f'import {name} brings {brought}'\n"
         "    assert name != 'hybridrl' or 'torch' not in sys.modules, 'hybridrl brings torch'\n"
+        "hybridrl.config.checks.check(hybridrl.load_config([]))\n"
+        "assert 'transformers' not in sys.modules\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT.parent
     )
-    assert done.returncode == 0, done.stderr
-
-
-def test_wrong_settings_are_found_without_loading_transformers():
-    """Which takes seconds, and the user waits."""
-    program = (
-        "import sys\n"
-        "from hybridrl.config.checks import check\n"
-        "from hybridrl.config.load import load_config\n"
-        "check(load_config([]))\n"
-        "assert 'transformers' not in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

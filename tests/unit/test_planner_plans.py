@@ -1,13 +1,12 @@
 """Plans for machines that are not here: what fits, what would make it fit, and the command."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 
 from hybridrl import load_config
+from hybridrl.cli import main
 from hybridrl.config.placement_checks import check_placement
 from hybridrl.errors import ConfigError
 from hybridrl.planner.cures import changed, cures, refuse
@@ -208,20 +207,17 @@ def test_more_devices_are_faster():
     assert step(8) > 1.5 * step(16)
 
 
-def test_the_command(tmp_path):
-    command = [sys.executable, "-m", "hybridrl.cli", "plan", "model.path=llama-7b", *PAPER]
-    done = subprocess.run(
-        [*command, "--json", "--devices", "16xH100"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def test_the_command(capsys):
+    main(["plan", "model.path=llama-7b", *PAPER, "--json", "--devices", "16xH100"])
+    found = json.loads(capsys.readouterr().out)
     assert found["fits"] and found["time"]["step"] > 0
     assert found["roles"]["critic"]["devices"] == list(range(16))
 
 
-def test_the_command_refuses_with_a_sentence():
-    command = [sys.executable, "-m", "hybridrl.cli", "plan", "model.path=llama-7b", *PAPER]
-    done = subprocess.run([*command, "--devices", "1xL4"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "where roles live" in done.stdout
-    assert "GiB" in done.stderr and "Traceback" not in done.stderr
+def test_the_command_refuses_with_a_sentence(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "model.path=llama-7b", *PAPER, "--devices", "1xL4"])
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert "where roles live" in said.out
+    assert "GiB" in said.err and "Traceback" not in said.err
