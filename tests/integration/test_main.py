@@ -7,7 +7,7 @@ import json
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import SHORT
+from conftest import SHORT, Command
 
 from hybridrl.data.tasks.arithmetic import problems
 
@@ -20,11 +20,33 @@ def without_measurements(path):
     return [{k: v for k, v in row.items() if not k.startswith(measured)} for row in rows]
 
 
+def finished(folder, *overrides, environment=None):
+    """A run that has come to its end."""
+    run = Command(folder, *SHORT, *overrides, environment=environment)
+    assert run.finish() == 0, run.output
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """With Ray and vLLM."""
+    folder = tmp_path_factory.mktemp("whole")
+    return finished(folder, "observe.samples_every=1", "metrics=tensorboard")
+
+
+@pytest.fixture(scope="module")
+def inline_run(tmp_path_factory):
+    """Where neither Ray nor vLLM can be imported."""
+    folder = tmp_path_factory.mktemp("inline")
+    for package in ("ray", "vllm"):
+        (folder / f"{package}.py").write_text("raise ImportError('hidden by the test')")
+    return finished(folder, *INLINE, "warmup.steps=40", environment={"PYTHONPATH": str(folder)})
+
+
 @pytest.mark.ray
 @pytest.mark.vllm
-def test_a_run_leaves_everything_a_user_needs(command):
-    run = command(*SHORT, "observe.samples_every=1", "metrics=tensorboard")
-    assert run.finish() == 0, run.output
+def test_a_run_leaves_everything_a_user_needs(whole_run):
+    run = whole_run
     files = {path.name for path in run.directory.iterdir()}
     assert {"config.yaml", "metrics.jsonl", "samples", "logs", "model", "curves.png"} <= files
     summary = json.loads((run.directory / "summary.json").read_text())
@@ -56,16 +78,17 @@ def test_a_run_leaves_everything_a_user_needs(command):
 
 @pytest.mark.ray
 @pytest.mark.vllm
-def test_equal_seeds_give_equal_rewards_with_vllm(command, tmp_path):
-    rewards = []
-    for name in ("first", "second"):
-        run = command(*SHORT, f"run.directory={tmp_path / name}")
-        assert run.finish() == 0, run.output
-        rewards.append(without_measurements(tmp_path / name / "metrics.jsonl"))
+def test_equal_seeds_give_equal_rewards_with_vllm(whole_run, tmp_path):
+    again = finished(tmp_path)
     keys = ("reward/mean", "response/tokens", "accuracy")
-    assert [[row.get(k) for k in keys] for row in rewards[0]] == [
-        [row.get(k) for k in keys] for row in rewards[1]
-    ]
+    first, second = (
+        [
+            [row.get(k) for k in keys]
+            for row in without_measurements(run.directory / "metrics.jsonl")
+        ]
+        for run in (whole_run, again)
+    )
+    assert first == second
 
 
 @pytest.mark.ray
@@ -78,18 +101,10 @@ def test_equal_seeds_give_equal_metrics_with_transformers(command, tmp_path):
     assert metrics[0] == metrics[1]
 
 
-def test_inline_needs_neither_ray_nor_vllm(command, tmp_path):
-    for package in ("ray", "vllm"):
-        (tmp_path / f"{package}.py").write_text("raise ImportError('hidden by the test')")
-    run = command(*SHORT, *INLINE, environment={"PYTHONPATH": str(tmp_path)})
-    assert run.finish() == 0, run.output
-
-
-def test_the_saved_model_is_an_ordinary_transformers_model(command):
+def test_the_saved_model_is_an_ordinary_transformers_model(inline_run):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    run = command(*SHORT, *INLINE, "warmup.steps=40")
-    assert run.finish() == 0, run.output
+    run = inline_run
     folder = run.directory / "model"
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -131,9 +146,7 @@ def test_a_model_folder_without_weights(command, tmp_path):
     assert "no weights" in run.output
 
 
-def test_real_work_reads_files_and_functions_of_the_users(command, tmp_path):
-    first = command(*SHORT, *INLINE)
-    assert first.finish() == 0, first.output
+def test_real_work_reads_files_and_functions_of_the_users(inline_run, command, tmp_path):
     rows = "".join(f'{{"question": "{i}+1=", "solution": "{i + 1}"}}\n' for i in range(40))
     (tmp_path / "prompts.jsonl").write_text(rows)
     (tmp_path / "rewards.py").write_text(
@@ -144,8 +157,7 @@ def test_real_work_reads_files_and_functions_of_the_users(command, tmp_path):
         *SHORT,
         *INLINE,
         "warmup.steps=0",
-        f"run.directory={tmp_path / 'second'}",
-        f"model.path={first.directory / 'model'}",
+        f"model.path={inline_run.directory / 'model'}",
         "data=jsonl",
         "data.path=prompts.jsonl",
         "data.prompt_column=question",
@@ -158,7 +170,7 @@ def test_real_work_reads_files_and_functions_of_the_users(command, tmp_path):
         "observe.samples_every=1",
     )
     assert run.finish() == 0, run.output
-    metrics = without_measurements(tmp_path / "second" / "metrics.jsonl")
+    metrics = without_measurements(run.directory / "metrics.jsonl")
     assert any(row.get("policy/kl", 0) > 0 for row in metrics)
 
 
