@@ -7,6 +7,7 @@ is measured is what training will do: products, attention and what lies between 
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import tempfile
 import time
@@ -32,8 +33,10 @@ from hybridrl.planner.step_time import Rates
 LAYERS = 2
 SECONDS = 0.15
 """Of one measurement, at least."""
-STREAM, MESSAGE = 64 << 20, 16 << 20
-"""Bytes that are copied, and that are sent, at a time."""
+STREAM = 64 << 20
+"""Bytes that are copied at a time."""
+LEAST_MESSAGE = 1 << 20
+"""Bytes that are sent at a time, if a layer has fewer."""
 SMALL_OPS = 2000
 WORK = 1e10
 """Operations of the longest run: the tokens of a whole micro-batch if that is no more, because what
@@ -126,8 +129,7 @@ def _measure(
     del model, run
     found["memory"] = _memory_rate(device, world)
     found["small_op"] = _small_op(world)
-    found["link"] = found["network"] = _link(device, world)
-    return found
+    return found | _collectives(device, world, shape.item * shape.layer.all)
 
 
 def _layers(config: PretrainedConfig, dtype: str, device: torch.device) -> Any:
@@ -168,16 +170,24 @@ def _bounds(tokens: int, length: int) -> torch.Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
 
 
-def _timed(once: Callable[[], object], device: torch.device, world: int) -> float:
-    """Seconds of one run, the median of as many as fit into `SECONDS`: what else this machine does
-    will slow the job, too."""
+def _timed(
+    once: Callable[[], object], device: torch.device, world: int, rounds: int | None = None
+) -> float:
+    """Seconds of one run, the median of `rounds`, or of as many as fit into `SECONDS`: what else
+    this machine does will slow the job, too."""
     once()
     synchronize(device)
     if world > 1:
         dist.barrier()
     found: list[float] = []
     start = time.perf_counter()
-    while time.perf_counter() - start < SECONDS or len(found) < 3:
+
+    def is_enough() -> bool:
+        if rounds is not None:
+            return len(found) >= rounds
+        return len(found) >= 3 and time.perf_counter() - start > SECONDS
+
+    while not is_enough():
         begin = time.perf_counter()
         once()
         synchronize(device)
@@ -201,16 +211,21 @@ def _small_op(world: int) -> float:
     return _timed(once, torch.device("cpu"), world) / SMALL_OPS
 
 
-def _link(device: torch.device, world: int) -> float:
-    """Bytes per second that a rank receives in an all-gather."""
+def _collectives(device: torch.device, world: int, layer: int) -> dict[str, float]:
+    """What a layer of so many bytes takes to be gathered, and its gradients to be summed. Into new
+    memory, as in training: whoever writes there first waits for the system to find some."""
     if world == 1:
-        return float("inf")
-    part = torch.zeros(MESSAGE // 4 // world, device=device)
-    parts = [torch.empty_like(part) for _ in range(world)]
-    received = len(part) * part.itemsize * (world - 1)
-    for _ in range(ROUNDS):  # as many on all ranks
-        begin = time.perf_counter()
-        dist.all_gather(parts, part)
-        synchronize(device)
-        seconds = time.perf_counter() - begin
-    return received / seconds
+        return {"link": math.inf, "network": math.inf, "sums": 1.0}
+    part = torch.zeros(min(max(layer, LEAST_MESSAGE), STREAM) // 4 // world, device=device)
+    numbers = len(part) * world
+
+    def gather() -> None:
+        dist.all_gather_into_tensor(torch.empty(numbers, device=device), part)
+
+    def reduce() -> None:
+        dist.reduce_scatter_tensor(torch.empty_like(part), torch.zeros(numbers, device=device))
+
+    # As many on all ranks.
+    gathering, reducing = (_timed(once, device, world, ROUNDS) for once in (gather, reduce))
+    link = part.nbytes * (world - 1) / gathering
+    return {"link": link, "network": link, "sums": reducing / gathering}

@@ -28,8 +28,6 @@ ADAM_TOUCHES = 16
 """Times that AdamW and the gradients' norm and scaling read or write an element."""
 LOGIT_TOUCHES = 24
 """Times that an update reads or writes a logit; scoring does half as often."""
-GLOO_SUMS = 1.4
-"""Times that a reduce-scatter of gloo takes of an all-gather of as much, as measured."""
 SMALL_OPS = {
     "call": 700,
     "sample": 7,
@@ -62,7 +60,9 @@ class Rates:
         forward, training: Floating-point operations in a layer's forward, or forward and backward.
         forward_overhead, training_overhead: Seconds of a layer that do not grow with its tokens.
         memory: Bytes of memory, read or written.
-        link, network: Bytes from other devices of its node, and of other nodes.
+        link, network: Bytes from other devices of its node, and of other nodes, as a layer's
+            parameters are gathered.
+        sums: Times that a reduce-scatter takes of an all-gather of as much.
         small_op: Seconds of an operation on a handful of numbers, dispatched from Python.
         source: Where this is from.
     """
@@ -74,6 +74,7 @@ class Rates:
     memory: float
     link: float
     network: float
+    sums: float
     small_op: float
     source: str
 
@@ -88,6 +89,7 @@ class Rates:
             memory=BANDWIDTH * accelerator.bandwidth,
             link=WIRE * accelerator.link,
             network=WIRE * accelerator.network,
+            sums=1.0,
             small_op=1e-5,
             source=f"known rates, of which {COMPUTE:.0%} in products, {BANDWIDTH:.0%} of memory "
             f"and {WIRE:.0%} of links",
@@ -209,8 +211,8 @@ class _Clock:
         copies = (3 * gathered + 4 * reduced) / rates.memory
         step = ADAM_TOUCHES * MASTER * part.parameters.trained / part.shards / rates.memory
         step += SMALL_OPS["tensor"] * part.shape.tensors * part.layers * rates.small_op
-        sums = reduced if self.planner.machines.is_cuda else GLOO_SUMS * reduced
-        one = self._with_transfer(compute + copies, call.role, part, gathered + sums) + step
+        moved = gathered + rates.sums * reduced
+        one = self._with_transfer(compute + copies, call.role, part, moved) + step
         return call.updates * one
 
     def _layers(self, part: ModelPart, count: int, tokens: float, trains: bool) -> float:
