@@ -17,7 +17,11 @@ TINY = ["model.tiny.hidden_size=64", "model.tiny.layers=2", "model.tiny.heads=2"
 """A model on which a step takes a tenth of a second."""
 SHORT = [*TINY, "warmup.steps=3", "trainer.steps=2", "eval.prompts=16", "data.prompts_per_step=8"]
 """A job of seconds."""
-MARK = "HYBRIDRL_TEST"
+LEARNS = [
+    *("reward.function=length", "reward.options.length.limit=4", "reward.options.length.ramp=3"),
+    "actor.optimizer.learning_rate=1e-2",
+]
+"""Short answers are better: learned from nothing in eight steps of a `SHORT` job."""
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +103,13 @@ class Command:
         return "".join(self.lines)
 
     def workers(self) -> list[psutil.Process]:
-        """The processes of the Ray hosts, by rank."""
+        """The processes of the Ray hosts, the oldest first."""
         found = [
             child
             for child in psutil.Process(self.process.pid).children(recursive=True)
             if "RayHost" in " ".join(child.cmdline())
         ]
-        return sorted(found, key=lambda child: child.pid)
+        return sorted(found, key=psutil.Process.create_time)
 
 
 @pytest.fixture

@@ -4,13 +4,9 @@ import json
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import SHORT, TINY
+from conftest import LEARNS, SHORT, TINY
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
-LEARNS = [
-    *("reward.function=length", "reward.options.length.limit=4", "reward.options.length.ramp=3"),
-    "actor.optimizer.learning_rate=1e-2",
-]
 SEPARATED = [*SHORT, *LEARNS, "placement=separation", "rollout.verify_weights=true"]
 
 

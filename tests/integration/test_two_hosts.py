@@ -13,18 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SHORT, TINY
+from conftest import LEARNS, SHORT
 from netlab import RAY_ENVIRONMENT, network, ray_nodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
-LEARNING = [
-    *TINY,
-    "warmup.steps=120",
-    "trainer.steps=4",
-    "eval.prompts=64",
-    "num_devices=2",
-]
-"""The default job on a smaller model: far enough for some answers to be right."""
+LEARNING = [*SHORT, *LEARNS, "warmup.steps=0", "trainer.steps=8", "num_devices=2"]
 ENDLESS = [*SHORT, "trainer.steps=100000", "rollout=transformers", "num_devices=2"]
 
 
@@ -62,19 +55,19 @@ class Driver:
         self._clock.cancel()
         return self.process.wait(), rest
 
-    def learnt(self) -> list[tuple[float | None, float | None]]:
-        """Accuracy and reward, by line of the metrics."""
+    def rewards(self) -> list[float]:
+        """Of each step of a run that ends well."""
         code, output = self.finish()
         assert code == 0, output
         lines = (self.folder / "run" / "metrics.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
-        return [(row.get("accuracy"), row.get("reward/mean")) for row in rows]
+        return [row["reward/mean"] for row in rows if "reward/mean" in row]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """What the job learns on this machine, without a cluster."""
-    return Driver(None, tmp_path_factory.mktemp("alone"), *LEARNING).learnt()
+    """Rewards on this machine, without a cluster."""
+    return Driver(None, tmp_path_factory.mktemp("alone"), *LEARNING).rewards()
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +79,14 @@ def hosts():
 @pytest.mark.vllm
 def test_two_hosts_learn_what_one_does(alone, hosts, tmp_path):
     with ray_nodes(hosts, cpus=1) as nodes:
-        assert Driver(nodes, tmp_path, *LEARNING).learnt() == alone
-    assert alone[0][0] > 0.1  # something was learnt that could have been lost
+        assert Driver(nodes, tmp_path, *LEARNING).rewards() == alone
+    assert alone[-1] > alone[0] + 0.3
 
 
 @pytest.mark.vllm
 def test_two_nodes_of_one_machine_learn_what_one_does(alone, tmp_path):
     with ray_nodes(nodes=2, cpus=1) as nodes:
-        assert Driver(nodes, tmp_path, *LEARNING).learnt() == alone
+        assert Driver(nodes, tmp_path, *LEARNING).rewards() == alone
 
 
 @pytest.mark.parametrize(("how", "seconds"), [("fail", 15), ("disconnect", 45)])
