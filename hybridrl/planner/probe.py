@@ -11,6 +11,7 @@ import math
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -43,6 +44,7 @@ WORK = 1e10
 fits into a cache is quicker by token than what does not."""
 LIMIT_S = 60
 ROUNDS = 5
+"""Of what the ranks do together: as many on each."""
 
 
 def probe(path: str, dtype: str, machines: Machines, tokens: int, length: float) -> Rates:
@@ -225,7 +227,9 @@ def _collectives(device: torch.device, world: int, layer: int) -> dict[str, floa
     def reduce() -> None:
         dist.reduce_scatter_tensor(torch.empty_like(part), torch.zeros(numbers, device=device))
 
-    # As many on all ranks.
-    gathering, reducing = (_timed(once, device, world, ROUNDS) for once in (gather, reduce))
+    with warnings.catch_warnings():  # newer versions of torch prefer names that older ones lack
+        warnings.simplefilter("ignore", FutureWarning)
+        gathering = _timed(gather, device, world, ROUNDS)
+        reducing = _timed(reduce, device, world, ROUNDS)
     link = part.nbytes * (world - 1) / gathering
     return {"link": link, "network": link, "sums": reducing / gathering}
