@@ -16,8 +16,8 @@ import psutil
 from figures import interleave, report
 
 from hybridrl.controller import DP, ONE_TO_ALL, Worker, WorkerGroup, transfer
-from hybridrl.controller.ray_executor import RayExecutor, ray
 from hybridrl.core.batch import Batch, Ragged
+from hybridrl.ray_backend.executor import RayExecutor, ray
 
 MIB = 1 << 20
 ROWS, CALLS, ROUNDS = 4096, 50, 9

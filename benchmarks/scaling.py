@@ -22,9 +22,9 @@ import torch
 from figures import report
 
 from hybridrl.controller import DP, ONE_TO_ALL, UPDATE, BatchRef, Worker, WorkerGroup, transfer
-from hybridrl.controller.ray_executor import RayExecutor
-from hybridrl.controller.ray_library import ray
 from hybridrl.core.batch import Batch, Ragged
+from hybridrl.ray_backend.executor import RayExecutor
+from hybridrl.ray_backend.library import ray
 
 PER_PROMPT, PROMPT, RESPONSE = 8, 16, 64
 STEPS, ROUNDS, CALLS = 10, 15, 20

@@ -167,7 +167,7 @@ class Job:
             from hybridrl.controller import InlineExecutor
 
             return InlineExecutor(config.devices, self.directory.path)
-        from hybridrl.controller.ray_executor import RayExecutor
+        from hybridrl.ray_backend.executor import RayExecutor
 
         return RayExecutor(
             config.devices,

@@ -27,7 +27,7 @@ LEARNS = [
 @pytest.fixture(scope="module")
 def ray():
     """One Ray for all tests of a module: executors join it and leave it running."""
-    from hybridrl.controller.ray_executor import ray
+    from hybridrl.ray_backend.executor import ray
 
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield ray

@@ -34,7 +34,7 @@ def run(script: str, *arguments: str, folder: Path | None = None) -> tuple[int, 
 
 JOIN = """
 import json, sys
-from hybridrl.controller.ray_executor import RayExecutor
+from hybridrl.ray_backend.executor import RayExecutor
 with RayExecutor("cpu", 4, address=sys.argv[1], cpus_per_host=1) as first:
     print(json.dumps([device.node for device in first.cluster.devices]))
     try:

@@ -88,7 +88,7 @@ def importable():
 
 @pytest.fixture(scope="module")
 def many(ray):
-    from hybridrl.controller.ray_executor import RayExecutor
+    from hybridrl.ray_backend.executor import RayExecutor
 
     with RayExecutor("cpu", MANY, cpus_per_host=CPUS, timeout_s=100) as executor:
         yield executor
@@ -107,15 +107,13 @@ def groups(many):
 @pytest.fixture
 def few(ray, monkeypatch):
     """Starts executors of few hosts that use the relay nevertheless, with one group each."""
-    from hybridrl.controller import ray_executor
+    from hybridrl.ray_backend.executor import RayExecutor
 
-    monkeypatch.setattr(ray_executor, "DIRECT_HOSTS", 0)
+    monkeypatch.setattr("hybridrl.ray_backend.executor.DIRECT_HOSTS", 0)
     started = []
 
     def start(timeout_s: float = 100.0) -> WorkerGroup:
-        started.append(
-            ray_executor.RayExecutor("cpu", FEW, cpus_per_host=CPUS, timeout_s=timeout_s)
-        )
+        started.append(RayExecutor("cpu", FEW, cpus_per_host=CPUS, timeout_s=timeout_s))
         return WorkerGroup(started[-1], "tiny", Tiny, list(range(FEW))).ready()
 
     yield start

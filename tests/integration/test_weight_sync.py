@@ -116,7 +116,7 @@ def ranks_of(parallel):
 @pytest.fixture(scope="module")
 def synced(ray, tmp_path_factory):
     """Folder, samples and bytes of each case; all are roles on the same four hosts."""
-    from hybridrl.controller.ray_executor import RayExecutor
+    from hybridrl.ray_backend.executor import RayExecutor
 
     preload = ["hybridrl.workers.actor", "hybridrl.rollout.vllm"]
     found = []

@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "observe": {"core"},
     "models": {"core"},
     "controller": {"core", "observe"},
+    "ray_backend": {"core", "controller"},
     "placement": {"core", "controller"},
     "planner": {"core", "config", "placement", "models"},
     "reshard": {"core"},
@@ -101,7 +102,7 @@ def test_rooms_import_only_what_they_may():
 def test_ray_and_vllm_have_their_places():
     def has_its_place(name, top):
         if top == "ray":
-            return name.split(".")[0] in ("controller", "placement", "main", "job")
+            return name.split(".")[0] == "ray_backend"
         return name.startswith("rollout.vllm")
 
     wrong = [
@@ -113,13 +114,13 @@ def test_ray_and_vllm_have_their_places():
     assert not wrong, "\n".join(wrong)
 
 
-def test_only_the_job_reaches_for_the_ray_executor():
+def test_only_the_job_reaches_for_ray():
     wrong = [
         f"{file.relative_to(ROOT)}:{line}"
         for name, file in MODULES.items()
         for target, line in imports(name, file)
-        if target.startswith("hybridrl.controller.ray_")
-        and name.split(".")[0] not in ("controller", "placement", "main", "job", "cli")
+        if target.startswith("hybridrl.ray_backend")
+        and name.split(".")[0] not in ("ray_backend", "job")
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -128,11 +129,7 @@ def test_the_driver_side_needs_neither_ray_nor_vllm_nor_transformers():
     """The other rooms load transformers, which takes seconds; the fixture in conftest.py watches
     them while they are tested. Nor are they needed to find out that a setting is wrong."""
     rooms = ("core", "algorithms", "config", "controller", "observe", "placement", "trainers")
-    names = ["hybridrl"] + [
-        f"hybridrl.{name}"
-        for name in MODULES
-        if name.split(".")[0] in rooms and not name.startswith("controller.ray_")
-    ]
+    names = ["hybridrl"] + [f"hybridrl.{name}" for name in MODULES if name.split(".")[0] in rooms]
     program = (
         "import hybridrl, importlib, sys\n"
         f"for name in {names}:\n"

@@ -6,11 +6,11 @@ import pytest
 
 from hybridrl.config.load import load_config
 from hybridrl.config.shared_paths import paths_of_workers
-from hybridrl.controller import node_probe
 from hybridrl.controller.failures import Death, Identity, explain
 from hybridrl.controller.host import Failure
-from hybridrl.controller.nodes import Node, NodeReport, by_address, check_reports, check_room
 from hybridrl.errors import ConfigError
+from hybridrl.ray_backend import node_probe
+from hybridrl.ray_backend.nodes import Node, NodeReport, by_address, check_reports, check_room
 
 SMALL = Node("a", "10.0.0.10", cpus=8, gpus=3, free_cpus=8, free_gpus=1)
 LARGE = Node("b", "10.0.0.9", cpus=8, gpus=5, free_cpus=2, free_gpus=5)

@@ -8,10 +8,10 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.controller import node_probe
-from hybridrl.controller.nodes import Node, NodeReport, check_reports, check_room, table
-from hybridrl.controller.ray_library import ray
 from hybridrl.errors import ConfigError, HybridRLError
+from hybridrl.ray_backend import node_probe
+from hybridrl.ray_backend.library import ray
+from hybridrl.ray_backend.nodes import Node, NodeReport, check_reports, check_room, table
 
 PACKAGES = {
     "hybridrl": ("hybridrl",),

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from hybridrl.controller.envelope import unseal
 from hybridrl.controller.failures import Death
 from hybridrl.controller.host import Failure, Reply
-from hybridrl.controller.ray_library import ray
 from hybridrl.core.record import Record
+from hybridrl.ray_backend.library import ray
 
 ROOT_CAUSE_SECONDS = 1.0
 """After a failure, how long to listen for an earlier one or a death that may be its cause."""

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from hybridrl.controller.envelope import seal_all
 from hybridrl.controller.failures import Death
 from hybridrl.controller.host import Failure, Reply
-from hybridrl.controller.ray_calls import Order, deliver
-from hybridrl.controller.ray_library import ray
-from hybridrl.controller.ray_message import open_head
-from hybridrl.controller.ray_watch import CallsFailedError, Due, Watch
+from hybridrl.ray_backend.calls import Order, deliver
+from hybridrl.ray_backend.library import ray
+from hybridrl.ray_backend.message import open_head
+from hybridrl.ray_backend.watch import CallsFailedError, Due, Watch
 
 
 class Errand(NamedTuple):

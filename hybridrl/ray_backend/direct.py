@@ -7,12 +7,12 @@ from typing import Any
 
 from hybridrl.controller.envelope import unseal
 from hybridrl.controller.host import Reply
-from hybridrl.controller.ray_calls import Calls, Order, deliver
-from hybridrl.controller.ray_library import ray
-from hybridrl.controller.ray_message import pack
-from hybridrl.controller.ray_watch import Due, Watch
 from hybridrl.controller.table import Shard
 from hybridrl.core.record import Record
+from hybridrl.ray_backend.calls import Calls, Order, deliver
+from hybridrl.ray_backend.library import ray
+from hybridrl.ray_backend.message import pack
+from hybridrl.ray_backend.watch import Due, Watch
 
 
 class DirectCalls(Calls):

@@ -9,14 +9,14 @@ from typing import Any
 
 from hybridrl.controller.envelope import unseal
 from hybridrl.controller.host import Reply
-from hybridrl.controller.ray_calls import RETURN_BATCHES, Calls, Order
-from hybridrl.controller.ray_library import ray
-from hybridrl.controller.ray_message import addressed, pack
-from hybridrl.controller.ray_relay import Errand, Relay
-from hybridrl.controller.ray_watch import CallsFailedError, Due
 from hybridrl.controller.table import Shard
 from hybridrl.core.record import Record
 from hybridrl.errors import WorkerError
+from hybridrl.ray_backend.calls import RETURN_BATCHES, Calls, Order
+from hybridrl.ray_backend.library import ray
+from hybridrl.ray_backend.message import addressed, pack
+from hybridrl.ray_backend.relay import Errand, Relay
+from hybridrl.ray_backend.watch import CallsFailedError, Due
 
 SILENCE_SECONDS = 60.0
 """How long the relay, which has nothing else to do, may take for an answer."""

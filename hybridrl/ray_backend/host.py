@@ -18,13 +18,13 @@ import psutil
 from hybridrl.controller.envelope import seal, unseal
 from hybridrl.controller.failures import Identity
 from hybridrl.controller.host import Host, Reply, Status
-from hybridrl.controller.ray_library import ray
-from hybridrl.controller.ray_message import unpack
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.core.batch import Batch
 from hybridrl.core.garbage import no_collection
 from hybridrl.core.record import Record
 from hybridrl.errors import HybridRLError
+from hybridrl.ray_backend.library import ray
+from hybridrl.ray_backend.message import unpack
 
 
 @ray.remote(concurrency_groups={"work": 1, "health": 3}, max_restarts=0, max_task_retries=0)
@@ -32,7 +32,7 @@ class RayHost:
     """A `Host` in a process of its own.
 
     What the driver calls comes as a message of a head for this rank and a body for all, and the
-    references that belong into it; see `ray_message`.
+    references that belong into it; see `message`.
 
     Args:
         folder: The driver's working folder, so that relative paths mean the same here.

@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridrl.controller.envelope import is_plain
 from hybridrl.controller.host import Call
-from hybridrl.controller.ray_library import ray
+from hybridrl.ray_backend.library import ray
 
 
 class _Packer(ray.cloudpickle.Pickler):

@@ -10,23 +10,24 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hybridrl.controller import failures, ray_cluster
+from hybridrl.controller import failures
 from hybridrl.controller.batch_ref import BatchRef
 from hybridrl.controller.executor import Executor
 from hybridrl.controller.host import Call, Failure, Place, Reply
-from hybridrl.controller.nodes import by_address, table
-from hybridrl.controller.ray_calls import Calls
-from hybridrl.controller.ray_direct import DirectCalls
-from hybridrl.controller.ray_host import RayHost
-from hybridrl.controller.ray_library import ray
-from hybridrl.controller.ray_relayed import RelayedCalls
-from hybridrl.controller.ray_watch import CallsFailedError
 from hybridrl.controller.table import Shard
 from hybridrl.controller.worker import Context, Worker
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import Cluster, Device, choose_devices
 from hybridrl.core.record import Record
 from hybridrl.errors import ConfigError, WorkerError
+from hybridrl.ray_backend import cluster as ray_cluster
+from hybridrl.ray_backend.calls import Calls
+from hybridrl.ray_backend.direct import DirectCalls
+from hybridrl.ray_backend.host import RayHost
+from hybridrl.ray_backend.library import ray
+from hybridrl.ray_backend.nodes import by_address, table
+from hybridrl.ray_backend.relayed import RelayedCalls
+from hybridrl.ray_backend.watch import CallsFailedError
 
 CLOSE_SECONDS = 4.0
 """How long hosts may take to close their workers before they are ended."""

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from hybridrl.controller.batch_ref import BatchRef
 from hybridrl.controller.host import Call, Place, Reply
-from hybridrl.controller.ray_library import ray
-from hybridrl.controller.ray_message import addressed
-from hybridrl.controller.ray_watch import CallsFailedError, Due
 from hybridrl.controller.table import Shard
 from hybridrl.controller.worker import Context, Worker
 from hybridrl.core.batch import Batch
 from hybridrl.errors import WorkerError
+from hybridrl.ray_backend.library import ray
+from hybridrl.ray_backend.message import addressed
+from hybridrl.ray_backend.watch import CallsFailedError, Due
 
 RETURN_BATCHES = ("execute", "apply")
 """Methods of `RayHost` that return a batch and a reply, not only a reply."""
