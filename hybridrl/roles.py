@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.algorithms import BradleyTerry, DirectPreference, PolicyObjective
+from hybridrl.algorithms.registry import options_of, policy_loss
 from hybridrl.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -158,19 +159,14 @@ def objective(config: Config) -> Loss:
         settings = {f.name: getattr(config.preference, f.name) for f in fields(config.preference)}
         return DirectPreference(**{k: v for k, v in settings.items() if k in known})
     algorithm = config.algorithm
-    # A loss gets the options that it knows.
-    options = {
-        "ppo_clip": ("clip_low", "clip_high", "dual_clip"),
-        "gspo": ("clip_low", "clip_high"),
-        "cispo": ("clip_low", "clip_high"),
-        "gmpo": ("clip_low", "clip_high"),
-    }.get(algorithm.policy_loss, ())
+    names = options_of(policy_loss(algorithm.policy_loss))
+    options = {name: getattr(algorithm, name) for name in names if hasattr(algorithm, name)}
     shared = {f.name for f in fields(PolicyObjective)} & {f.name for f in fields(AlgorithmConfig)}
     settings = {name: getattr(algorithm, name) for name in sorted(shared)}
     if algorithm.kl_in_reward:
         settings["kl_coefficient"] = 0.0
     return PolicyObjective(
-        options={name: getattr(algorithm, name) for name in options} | algorithm.loss_options,
+        options=options | algorithm.loss_options,
         **settings,
     )
 

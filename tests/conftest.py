@@ -1,6 +1,7 @@
 """What all tests share: one Hypothesis profile, one thread, and unit tests without Ray or vLLM."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 from hypothesis import settings
 
+# A shell that runs the tests in the background has them ignore interrupts, and with them the
+# programs that they start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # The same examples on every run: a failure is a change in the code, never luck.
 settings.register_profile(
     "hybridrl", max_examples=40, deadline=None, derandomize=True, database=None

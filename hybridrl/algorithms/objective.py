@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,22 +11,12 @@ from torch import Tensor
 from hybridrl.algorithms.corrections import importance_weights
 from hybridrl.algorithms.kl import kl
 from hybridrl.algorithms.masking import on_mask, require_known
-from hybridrl.algorithms.policy_losses import cispo, ppo_clip, reinforce, sapo
-from hybridrl.algorithms.sample_losses import gmpo, gspo
+from hybridrl.algorithms.registry import accepted, policy_loss
 from hybridrl.algorithms.segments import Segments
 from hybridrl.algorithms.token_loss import TokenLoss
+from hybridrl.errors import ConfigError
 
-POLICY_LOSSES: dict[str, Callable[..., TokenLoss]] = {
-    "ppo_clip": ppo_clip,
-    "gspo": gspo,
-    "cispo": cispo,
-    "reinforce": reinforce,
-    "sapo": sapo,
-    "gmpo": gmpo,
-}
 CORRECTIONS = ("none", "truncate", "mask")
-WHOLE_SAMPLE = ("gspo", "gmpo")
-"""Losses whose ratio belongs to a whole sample."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +25,7 @@ class PolicyObjective:
     where w corrects the gap between trainer and rollout engine, or is 1.
 
     Attributes:
-        policy_loss: Name of a policy loss.
+        policy_loss: See `registry.policy_loss`.
         options: Its keyword options.
         kl_coefficient: With a value other than 0 the column `ref_log_probs` is needed.
         kl_estimator: See `kl`.
@@ -55,7 +45,7 @@ class PolicyObjective:
     correction_high: float | None = 2.0
 
     def __post_init__(self) -> None:
-        require_known("algorithm.policy_loss", self.policy_loss, POLICY_LOSSES)
+        policy_loss(self.policy_loss)
         require_known("algorithm.correction", self.correction, CORRECTIONS)
 
     def __call__(
@@ -78,10 +68,7 @@ class PolicyObjective:
         log_probs, entropy = outputs["log_probs"], outputs["entropy"]
         old = columns.get("log_probs", log_probs.detach())
         mask = columns["response_mask"]
-        scope = {"segments": segments} if self.policy_loss in WHOLE_SAMPLE else {"mask": mask}
-        loss, metrics = POLICY_LOSSES[self.policy_loss](
-            log_probs, old, columns["advantages"], **self.options, **scope
-        )
+        loss, metrics = self._policy_loss(log_probs, old, columns["advantages"], segments)
         metrics = {**metrics, "entropy": entropy.detach()}
         if "rollout_log_probs" in columns:
             metrics |= self._mismatch(old.detach(), columns["rollout_log_probs"], segments)
@@ -106,6 +93,25 @@ class PolicyObjective:
                 loss = loss + self.kl_coefficient * divergence
             metrics["kl"] = divergence.detach()
         return TokenLoss(loss, metrics)
+
+    def _policy_loss(
+        self, log_probs: Tensor, old: Tensor, advantages: Tensor, segments: Segments
+    ) -> TokenLoss:
+        function = policy_loss(self.policy_loss)
+        offered = {
+            "log_probs": log_probs,
+            "old_log_probs": old,
+            "advantages": advantages,
+            "mask": segments.mask,
+            "segments": segments,
+        }
+        found = function(**accepted(function, offered), **self.options)
+        if not isinstance(found, TokenLoss) or found.loss.shape != log_probs.shape:
+            raise ConfigError(
+                f"algorithm.policy_loss={self.policy_loss} must return hybridrl.algorithms."
+                f"TokenLoss(loss, metrics) with a loss for each of the {len(log_probs)} tokens."
+            )
+        return found
 
     @staticmethod
     def _mismatch(old: Tensor, rollout: Tensor, segments: Segments) -> dict[str, Tensor]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-
 from hybridrl.config.schema import Config, CriticConfig
 from hybridrl.errors import ConfigError, nearest
 
-WITH_CRITIC = ("ppo", "safe_rlhf")
 WITH_PAIRS = ("dpo", "reward_model")
 WITH_REWARD_PER_TOKEN = ("ppo", "safe_rlhf", "remax")
-GENERATING = ("grpo", *WITH_REWARD_PER_TOKEN)
 
 
 def check_algorithm(config: Config) -> None:
@@ -22,27 +18,45 @@ def check_algorithm(config: Config) -> None:
     _check_parts(config)
     _check_preference_and_cost(config)
     _check_lora(config)
-    if config.trainer.name not in GENERATING:
+    if not _learns_from_samples(config):
         return
     _check_advantages(config)
     _check_kl(config)
     _check_loss(config)
 
 
+def _is_own(trainer: str) -> bool:
+    """Whether a driver program is the user's: what it makes of the settings is its own affair."""
+    from hybridrl.trainers import PROGRAMS
+
+    return trainer not in PROGRAMS
+
+
+def _learns_from_samples(config: Config) -> bool:
+    from hybridrl.trainers import load_trainer
+
+    trainer = load_trainer(config.trainer.name)
+    return bool(trainer.TRAINS and trainer.GENERATES)
+
+
 def _check_parts(config: Config) -> None:
+    from hybridrl.trainers import load_trainer
+
     name = config.trainer.name
-    if name not in WITH_CRITIC and config.critic != CriticConfig():
+    trainer = load_trainer(name)
+    roles = trainer.roles(config)
+    if "critic" not in roles and config.critic != CriticConfig():
         raise ConfigError(
             f"`critic` is set, but trainer.name={name} has no critic. Use algorithm=ppo, or leave "
             "the critic's settings out."
         )
-    if (config.cost is not None) != (name == "safe_rlhf"):
+    if (config.cost is not None) != ("cost" in roles):
         raise ConfigError(
             f"trainer.name={name} with cost={'null' if config.cost is None else '...'}: a cost "
             "belongs to Safe-RLHF and Safe-RLHF needs one. Use algorithm=safe_rlhf, which sets "
             "both."
         )
-    if (config.preference is not None) != (name in WITH_PAIRS):
+    if (config.preference is not None) != (trainer.DATA == "pairs"):
         raise ConfigError(
             f"trainer.name={name} with preference="
             f"{'null' if config.preference is None else '...'}: `preference` belongs to learning "
@@ -53,7 +67,7 @@ def _check_parts(config: Config) -> None:
             f"actor.updates_per_step={config.actor.updates_per_step}: trainer.name={name} makes "
             "one update of each step's pairs. Lower data.prompts_per_step for more updates."
         )
-    if config.algorithm.dynamic_sampling and name != "grpo":
+    if config.algorithm.dynamic_sampling and name != "grpo" and not _is_own(name):
         raise ConfigError(
             f"algorithm.dynamic_sampling=true compares the samples of a prompt, which "
             f"trainer.name={name} does not. Use algorithm=dapo, or leave it out."
@@ -96,7 +110,7 @@ def _check_lora(config: Config) -> None:
             "made from a seed. Train it first, then set model.path=runs/latest/model "
             "warmup.steps=0."
         )
-    if warmup and config.trainer.name in GENERATING:
+    if warmup and _learns_from_samples(config):
         raise ConfigError(
             f"warmup.steps={warmup} with actor.lora.rank={lora.rank}: the reference is the model "
             "without its adapters, so warm-up would leave it behind. Set warmup.steps=0."
@@ -104,15 +118,13 @@ def _check_lora(config: Config) -> None:
 
 
 def _check_advantages(config: Config) -> None:
-    from hybridrl.trainers.shaping import ESTIMATORS, SCALED
+    from hybridrl.algorithms.registry import ADVANTAGES, advantage_estimator, takes
 
     algorithm, name = config.algorithm, config.trainer.name
     per_prompt = config.rollout.samples_per_prompt
-    if algorithm.advantage not in ESTIMATORS:
-        raise ConfigError(
-            f"algorithm.advantage={algorithm.advantage}: must be one of {', '.join(ESTIMATORS)}."
-            f"{nearest(algorithm.advantage, ESTIMATORS)}"
-        )
+    estimator = advantage_estimator(algorithm.advantage)
+    if _is_own(name):
+        return
     if name != "grpo":
         if algorithm.advantage != "group_relative":
             raise ConfigError(
@@ -120,7 +132,7 @@ def _check_advantages(config: Config) -> None:
                 f"trainer.name={name} has its own way. Leave it out."
             )
         return
-    if per_prompt == 1 and algorithm.advantage != "reinforce_plus_plus":
+    if per_prompt == 1 and takes(estimator, "groups"):
         raise ConfigError(
             f"rollout.samples_per_prompt=1: algorithm.advantage={algorithm.advantage} compares the "
             "samples of one prompt with each other, so it needs at least 2."
@@ -130,23 +142,27 @@ def _check_advantages(config: Config) -> None:
             "algorithm.dynamic_sampling=true with rollout.samples_per_prompt=1: a single sample "
             "never differs from itself, so every prompt would be thrown away. Draw 2 or more."
         )
-    if algorithm.advantage_scale != "std" and algorithm.advantage not in SCALED:
+    if algorithm.advantage_scale != "std" and not takes(estimator, "scale"):
+        scaled = [name for name, known in ADVANTAGES.items() if takes(known, "scale")]
         raise ConfigError(
             f"algorithm.advantage_scale={algorithm.advantage_scale}: "
             f"algorithm.advantage={algorithm.advantage} has no scale of its own; only "
-            f"{' and '.join(SCALED)} have. Leave it out."
+            f"{' and '.join(scaled)} have. Leave it out."
         )
 
 
 def _check_kl(config: Config) -> None:
-    algorithm = config.algorithm
-    per_token = config.trainer.name in WITH_REWARD_PER_TOKEN
+    from hybridrl.algorithms.registry import advantage_estimator, takes
+
+    algorithm, name = config.algorithm, config.trainer.name
+    per_token = name in WITH_REWARD_PER_TOKEN or _is_own(name)
     if algorithm.kl_in_reward and not algorithm.kl_coefficient:
         raise ConfigError(
             "algorithm.kl_in_reward=true with algorithm.kl_coefficient=0: there is no KL to take "
             "off. Set algorithm.kl_coefficient."
         )
-    if algorithm.kl_in_reward and not per_token and algorithm.advantage != "reinforce_plus_plus":
+    shapes = per_token or takes(advantage_estimator(algorithm.advantage), "rewards")
+    if algorithm.kl_in_reward and not shapes:
         raise ConfigError(
             f"algorithm.kl_in_reward=true: algorithm.advantage={algorithm.advantage} knows one "
             "score a sample, not a reward a token. Leave it out, and the KL is part of the loss."
@@ -165,7 +181,8 @@ def _check_kl(config: Config) -> None:
 
 
 def _check_loss(config: Config) -> None:
-    from hybridrl.algorithms.objective import CORRECTIONS, POLICY_LOSSES
+    from hybridrl.algorithms.objective import CORRECTIONS
+    from hybridrl.algorithms.registry import options_of, policy_loss
 
     algorithm = config.algorithm
     if algorithm.correction not in CORRECTIONS:
@@ -185,8 +202,7 @@ def _check_loss(config: Config) -> None:
             f"algorithm.correction={algorithm.correction} has no bound. Set "
             "algorithm.correction_high."
         )
-    known = inspect.signature(POLICY_LOSSES[algorithm.policy_loss]).parameters.values()
-    options = [p.name for p in known if p.default is not p.empty and p.name != "mask"]
+    options = options_of(policy_loss(algorithm.policy_loss))
     for option in algorithm.loss_options:
         if option not in options:
             raise ConfigError(

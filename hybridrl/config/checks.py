@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import pkgutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -76,10 +75,11 @@ def check(config: Config) -> None:
 def _check_names(config: Config) -> None:
     from hybridrl.algorithms.group_advantages import SCALES
     from hybridrl.algorithms.kl import ESTIMATORS
-    from hybridrl.algorithms.objective import POLICY_LOSSES
+    from hybridrl.algorithms.registry import policy_loss
     from hybridrl.algorithms.weights import MODES
     from hybridrl.core.dtypes import DTYPES
     from hybridrl.engine.optimizer import SCHEDULES
+    from hybridrl.trainers import load_trainer
 
     one_of("executor", config.executor, ("ray", "inline"))
     one_of("devices", config.devices, ("auto", "cpu", "cuda"))
@@ -87,19 +87,12 @@ def _check_names(config: Config) -> None:
     one_of("data.too_long", config.data.too_long, ("error", "drop"))
     one_of("reward.on_error", config.reward.on_error, ("fail", "drop", "value"))
     one_of("rollout.engine", config.rollout.engine, ("vllm", "transformers"))
-    one_of("trainer.name", config.trainer.name, trainer_names())
     one_of("actor.optimizer.schedule", config.actor.optimizer.schedule, SCHEDULES)
     one_of("algorithm.advantage_scale", config.algorithm.advantage_scale, SCALES)
-    one_of("algorithm.policy_loss", config.algorithm.policy_loss, POLICY_LOSSES)
     one_of("algorithm.aggregation", config.algorithm.aggregation, MODES)
     one_of("algorithm.kl_estimator", config.algorithm.kl_estimator, ESTIMATORS)
-
-
-def trainer_names() -> list[str]:
-    """The modules of `hybridrl.trainers` that are driver programs."""
-    from hybridrl import trainers
-
-    return [m.name for m in pkgutil.iter_modules(trainers.__path__) if m.name not in trainers.PARTS]
+    load_trainer(config.trainer.name)
+    policy_loss(config.algorithm.policy_loss)
 
 
 def _check_data(config: Config) -> None:

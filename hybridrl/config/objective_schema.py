@@ -113,7 +113,8 @@ class AlgorithmConfig:
 
     advantage: str = "group_relative"
     """For `grpo`: `group_relative`, `leave_one_out`, `optimal_reward_baseline`, `pass_at_k`,
-    `reinforce_plus_plus` or `reinforce_plus_plus_baseline`."""
+    `reinforce_plus_plus` or `reinforce_plus_plus_baseline`, or a function of yours,
+    `path/to/file.py:name`."""
     advantage_scale: str = "std"
     """`std`, `batch` or `none`, of the estimators that know it."""
     gamma: float = 1.0
@@ -121,6 +122,7 @@ class AlgorithmConfig:
     lam: float = 1.0
     """Of generalised advantage estimation."""
     policy_loss: str = "ppo_clip"
+    """`ppo_clip`, `gspo`, `cispo`, `reinforce`, `sapo` or `gmpo`, or a function of yours."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None

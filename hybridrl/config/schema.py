@@ -149,7 +149,7 @@ class TrainerConfig:
     """The driver program."""
 
     name: str = "grpo"
-    """A module of `hybridrl.trainers`."""
+    """A module of `hybridrl.trainers`, or a class of yours: `path/to/file.py:Name`."""
     steps: int = 100
 
 

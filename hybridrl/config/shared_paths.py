@@ -16,7 +16,11 @@ def paths_of_workers(config: Config, run_directory: Path) -> dict[str, Path]:
         "model.tokenizer": config.model.tokenizer,
         "critic.path": config.critic.path,
     }
-    code = {"rollout.episode": [config.rollout.episode]}
+    code = {
+        "rollout.episode": [config.rollout.episode],
+        "algorithm.policy_loss": [config.algorithm.policy_loss],
+        "algorithm.advantage": [config.algorithm.advantage],
+    }
     for kind, scores in (("reward", config.reward), ("cost", config.cost)):
         if scores is not None:
             models |= {f"{kind}.model": scores.model, f"{kind}.judge.path": scores.judge.path}

@@ -46,6 +46,7 @@ class BatchRef:
         stream: A table in `node` that comes bit by bit, and its parts, the first ones first; see
             `by_parts`.
         only: The part of it that this reference is about; None: everything.
+        partial: Whether selected columns that no call has made are left out.
     """
 
     node: Node
@@ -53,6 +54,7 @@ class BatchRef:
     columns: frozenset[str] | None = None
     stream: tuple[Table, tuple[Table, ...]] | None = field(default=None, repr=False, compare=False)
     only: Table | None = field(default=None, repr=False, compare=False)
+    partial: bool = False
 
     def __or__(self, other: BatchRef) -> BatchRef:
         """Joins by row: handles only, nothing moves."""
@@ -109,9 +111,10 @@ class BatchRef:
         same rows. The function is sent by value, so it may be a lambda or `functools.partial`."""
         return self._connected().apply(function, self.select(*columns))
 
-    def collect(self, columns: Iterable[str] | None = None) -> Batch:
-        """Brings rows to the driver: all columns, or these. Waits until they are there."""
-        wanted = self if columns is None else self.select(*columns)
+    def collect(self, columns: Iterable[str] | None = None, *, partial: bool = False) -> Batch:
+        """Brings rows to the driver: all columns, or these, or with `partial` those of these that
+        were made. Waits until they are there."""
+        wanted = self if columns is None else replace(self.select(*columns), partial=partial)
         return self._connected().collect(wanted)
 
     def __len__(self) -> int:
@@ -129,7 +132,7 @@ class BatchRef:
             rows = present[part_rows(Choose(self.node, Take(present)), part, fetch)]
         batch = self.node.read(rows, self.columns, fetch)
         missing = (self.columns or frozenset()) - set(() if batch is None else batch.columns)
-        if batch is None or missing:
+        if batch is None or (missing and not self.partial):
             raise DataError(f"No call has made the column(s) {', '.join(sorted(missing))} yet.")
         return batch, rows
 
@@ -148,4 +151,5 @@ class BatchRef:
             "columns": self.columns,
             "stream": None,
             "only": self.only,
+            "partial": self.partial,
         }

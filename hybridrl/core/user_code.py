@@ -11,13 +11,16 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from hybridrl.errors import ConfigError, HybridRLError, nearest
+
+FILE = "user file "
+"""Before the path in the name of a module that was a file."""
 
 
 def split(spec: str) -> tuple[str, str] | None:
@@ -29,6 +32,22 @@ def split(spec: str) -> tuple[str, str] | None:
 def is_file(place: str) -> bool:
     """Whether a place is a path rather than a dotted module name."""
     return place.endswith(".py") or "/" in place
+
+
+def named(setting: str, spec: str, known: Mapping[str, Any]) -> Any:
+    """What a setting names: one of `known`, or the user's own.
+
+    Raises:
+        ConfigError: if it is neither.
+    """
+    if spec in known:
+        return known[spec]
+    if split(spec) is None:
+        raise ConfigError(
+            f"{setting}={spec}: must be one of {', '.join(known)}, or one of yours, "
+            f"`path/to/file.py:name`.{nearest(spec, known)}"
+        )
+    return load(setting, spec)
 
 
 def check(setting: str, spec: str) -> None:
@@ -79,6 +98,11 @@ def load(setting: str, spec: str, failure: type[HybridRLError] = ConfigError) ->
     return getattr(module, name)
 
 
+def loaded_files() -> list[ModuleType]:
+    """The modules of the user's files that were loaded in this process."""
+    return [module for name, module in sys.modules.items() if name.startswith(FILE)]
+
+
 def _split(setting: str, spec: str) -> tuple[str, str]:
     found = split(spec)
     if found is None:
@@ -122,7 +146,7 @@ def _load_file(file: Path) -> ModuleType:
     # Like a script, the file may import its neighbours; they come last, so they shadow nothing.
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
-    name = f"user file {file}"
+    name = f"{FILE}{file}"
     if name in sys.modules:
         return sys.modules[name]
     found = importlib.util.spec_from_file_location(name, file)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from hybridrl.config.schema import PlacementConfig
 from hybridrl.core import user_code
 from hybridrl.core.cluster import Cluster
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.errors import ConfigError
 from hybridrl.placement import explicit, flattening, interleaving, separation
 from hybridrl.placement.placement import GENERATOR, Placement, Role, RolePlace
 from hybridrl.placement.role_settings import RoleSettings, settings_of
@@ -38,7 +38,6 @@ STRATEGIES: dict[str, Strategy] = {
     "file": explicit.place_from_file,
 }
 """By the name that `placement=` takes."""
-SETTING = "placement.strategy"
 
 
 def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) -> Placement:
@@ -49,20 +48,10 @@ def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) ->
     """
     for name in settings.roles:
         settings_of(settings, name)
-    placement = _strategy(settings.strategy)(roles, cluster, settings)
+    strategy = user_code.named("placement.strategy", settings.strategy, STRATEGIES)
+    placement = strategy(roles, cluster, settings)
     _check(placement, roles, len(cluster.devices))
     return placement
-
-
-def _strategy(name: str) -> Strategy:
-    if name in STRATEGIES:
-        return STRATEGIES[name]
-    if user_code.split(name) is None:
-        raise ConfigError(
-            f"{SETTING}={name}: must be one of {', '.join(STRATEGIES)}, or a function of yours, "
-            f"`path/to/file.py:name`.{nearest(name, STRATEGIES)}"
-        )
-    return user_code.load(SETTING, name)  # type: ignore[no-any-return]
 
 
 def _check(placement: Placement, roles: Sequence[Role], devices: int) -> None:

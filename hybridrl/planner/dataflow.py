@@ -13,6 +13,7 @@ from hybridrl.config.placement_checks import played_by
 from hybridrl.config.schema import Config
 from hybridrl.core.training_mesh import devices_of
 from hybridrl.placement import GENERATOR, Placement, RolePlace
+from hybridrl.trainers import load_trainer
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,10 @@ def sizes_of(config: Config, lengths: tuple[float, float] | None = None) -> Size
     """
     data, rollout, trainer = config.data, config.rollout, config.trainer.name
     longest, per_prompt = rollout.max_tokens, rollout.samples_per_prompt
-    if trainer in ("sft", "dpo", "reward_model"):  # which generate nothing
+    kind = load_trainer(trainer).DATA
+    if kind != "prompts":  # whose responses are there
         longest = data.max_response_tokens or data.max_prompt_tokens
-        per_prompt = 1 if trainer == "sft" else 2
+        per_prompt = 1 if kind == "examples" else 2
     prompt, response = lengths or (data.max_prompt_tokens, longest)
     samples = data.prompts_per_step * per_prompt
     updates = config.actor.updates_per_step if trainer != "reward_model" else 1

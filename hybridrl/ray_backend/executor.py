@@ -16,6 +16,7 @@ from hybridrl.controller.executor import Executor
 from hybridrl.controller.host import Call, Failure, Place, Reply
 from hybridrl.controller.table import Shard
 from hybridrl.controller.worker import Context, Worker
+from hybridrl.core import user_code
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import Cluster, Device, choose_devices
 from hybridrl.core.record import Record
@@ -74,6 +75,8 @@ class RayExecutor(Executor):
         self._broken = False
         self._roles: dict[int, list[tuple[str, int]]] = {}
         self._unreachable: set[str] = set()
+        for module in user_code.loaded_files():  # whose names mean nothing to workers
+            ray.cloudpickle.register_pickle_by_value(module)
         joined = self._started_ray and ray_cluster.connect(address)
         try:
             self._nodes = {node.id: node for node in ray_cluster.nodes()}

@@ -153,10 +153,10 @@ class Loop:
             return
         observe = self.config.observe
         if observe.samples_every and (step == 1 or step % observe.samples_every == 0):
-            rows = batch.collect(KEPT)
+            rows = batch.collect(KEPT, partial=True)
             self.job.directory.write_samples(step, rows.table)
         if observe.show_every and (step == 1 or step % observe.show_every == 0):
-            row = batch.take([0]).collect(KEPT).to_pylist()[0]
+            row = batch.take([0]).collect(KEPT, partial=True).to_pylist()[0]
             self.view.sample(row["prompt"], row["response"], row["scores"])
 
     def _draw(self, step: int, records: list[Record]) -> None:

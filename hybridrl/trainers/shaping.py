@@ -7,33 +7,19 @@ from torch import Tensor
 
 from hybridrl.algorithms import (
     gae,
-    group_relative,
-    leave_one_out,
-    optimal_reward_baseline,
     overlong_penalty,
-    pass_at_k,
-    reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
     remax,
     shape_rewards,
     token_weights,
     whiten,
 )
+from hybridrl.algorithms.registry import accepted, advantage_estimator
 from hybridrl.config.schema import AlgorithmConfig
 from hybridrl.core.batch import Batch, Ragged
+from hybridrl.errors import ConfigError
 
 GROUP_COLUMNS = ("scores", "group_id", "response_mask")
 TOKEN_COLUMNS = ("scores", "response_mask")
-ESTIMATORS = (
-    "group_relative",
-    "leave_one_out",
-    "optimal_reward_baseline",
-    "pass_at_k",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-)
-SCALED = ("group_relative", "pass_at_k")
-"""Estimators that know `algorithm.advantage_scale`."""
 
 
 def loss_weights(batch: Batch, mode: str, longest: int | None = None) -> Batch:
@@ -52,14 +38,27 @@ def group_advantages(batch: Batch, config: AlgorithmConfig, longest: int) -> Bat
     """`advantages` from comparing the samples of a prompt, or of the batch, with each other, and
     the `response_mask` without dropped samples."""
     scores, mask, real = _kept(batch, config, longest)
-    name = config.advantage
-    if name == "reinforce_plus_plus":
-        rewards = _token_rewards(batch, scores, mask, config, config.kl_coefficient)
-        advantages, _ = reinforce_plus_plus(rewards, mask, config.gamma)
-    else:
-        advantages = torch.zeros(mask.shape)
-        kept = ~torch.isnan(batch["scores"])  # a dropped sample is compared with nothing
-        advantages[kept] = _compared(scores[kept], batch["group_id"][kept], mask[kept], config)
+    rewards = _token_rewards(batch, scores, mask, config, config.kl_coefficient)
+    kept = ~torch.isnan(batch["scores"])  # a dropped sample is compared with nothing
+    estimator = advantage_estimator(config.advantage)
+    offered = {
+        "scores": scores[kept],
+        "groups": batch["group_id"][kept],
+        "lengths": mask[kept].sum(1),
+        "mask": mask[kept],
+        "rewards": rewards[kept],
+        "scale": config.advantage_scale,
+        "gamma": config.gamma,
+    }
+    found = estimator(**accepted(estimator, offered))
+    rows = mask[kept].shape
+    if not isinstance(found, Tensor) or found.shape not in (rows, rows[:1]):
+        raise ConfigError(
+            f"algorithm.advantage={config.advantage} must return a number for each of the "
+            f"{rows[0]} samples, or for each token, {list(rows)}."
+        )
+    advantages = torch.zeros(mask.shape)
+    advantages[kept] = (found if found.ndim == 2 else found.unsqueeze(1).expand(rows)).float()
     return _columns(batch, real, advantages=advantages, response_mask=mask.to(torch.uint8))
 
 
@@ -114,20 +113,6 @@ def constrained_advantages(
         cost_returns=cost_returns,
         response_mask=mask.to(torch.uint8),
     )
-
-
-def _compared(scores: Tensor, groups: Tensor, mask: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Advantages of samples by the scores of the others of their group, `[rows, time]`."""
-    name, scale = config.advantage, {"scale": config.advantage_scale}
-    if name == "reinforce_plus_plus_baseline":
-        return reinforce_plus_plus_baseline(scores, groups, mask)
-    of_rows = {
-        "group_relative": lambda: group_relative(scores, groups, **scale),
-        "leave_one_out": lambda: leave_one_out(scores, groups),
-        "optimal_reward_baseline": lambda: optimal_reward_baseline(scores, mask.sum(1), groups),
-        "pass_at_k": lambda: pass_at_k(scores, groups, **scale),
-    }
-    return of_rows[name]().unsqueeze(1).expand(mask.shape)
 
 
 def _kept(batch: Batch, config: AlgorithmConfig, longest: int) -> tuple[Tensor, Tensor, Tensor]:

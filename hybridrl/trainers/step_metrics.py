@@ -27,7 +27,8 @@ UPDATE = {
     "cost_critic_loss": "cost_critic/loss",
     "cost_critic_value": "cost_critic/value_mean",
 }
-"""Metrics of an update, and the names under which they are written."""
+"""Metrics of an update, and the names under which they are written. One that has a slash in its
+name, as the metrics of a user's loss may have, is written as it is."""
 MISMATCH = {
     "mismatch_kl": "mismatch/kl",
     "mismatch_k3": "mismatch/k3",
@@ -58,7 +59,8 @@ def step_metrics(
         metrics["staleness/max"] = total["behind_max"]
     if "sync_received" in total:  # weights went to the generator box by box
         metrics |= {f"sync/{name}_bytes": total[f"sync_{name}"] for name in SYNC}
-    for name, written in UPDATE.items():
+    of_users = {name: name for update in updates for name in update if "/" in name}
+    for name, written in (UPDATE | of_users).items():
         found = [update[name] for update in updates if name in update]
         if found:
             metrics[written] = sum(found) / len(found)

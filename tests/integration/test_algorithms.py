@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from conftest import SHORT
 from safetensors.torch import load_file
@@ -62,3 +63,55 @@ def test_a_trained_reward_model_rewards_and_is_not_changed(command, model, tmp_p
     rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward/std"] for row in rows if "reward/std" in row]
     assert len(rewards) == 2 and all(reward > 0 for reward in rewards)
+
+
+MINE = """
+from functools import partial
+from hybridrl.algorithms import TokenLoss
+from hybridrl.core.batch import Batch
+from hybridrl.trainers.base import LEARNED_FROM, Trainer
+from hybridrl.trainers.shaping import loss_weights
+
+HALF = 0.5
+
+def plain(log_probs, advantages, scale: float = 1.0):
+    return TokenLoss(-advantages * log_probs * scale, {"mine/scale": 0 * log_probs + scale})
+
+def half(batch):
+    ones = batch.ragged("response_mask")
+    halves = ones._replace(values=ones.values * HALF)
+    return Batch.from_columns({"advantages": halves, "more": halves})
+
+class Mine(Trainer):
+    @staticmethod
+    def roles(config):
+        return ["actor", "reward"]
+
+    def step(self):
+        batch = self.next_batch()
+        batch |= self.groups["actor"].generate_sequences(batch, self.sampling)
+        batch |= self.groups["reward"].compute_reward(batch)
+        learned = batch | batch.apply(half, ["response_mask"])
+        learned |= learned.apply(partial(loss_weights, mode="token-mean"), ["response_mask"])
+        columns = learned.select(*LEARNED_FROM, "rollout_log_probs", "advantages")
+        return batch, [self.groups["actor"].update_actor(columns)]
+"""
+
+
+@pytest.mark.ray
+def test_an_algorithm_in_a_file_beside_the_user(command, tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    run = command(
+        *(*SHORT, "rollout=transformers", "trainer.name=mine.py:Mine", "warmup.steps=0"),
+        *("algorithm.policy_loss=mine.py:plain", "algorithm.loss_options={scale: 3}"),
+        "observe.samples_every=1",
+    )
+    assert run.finish() == 0, run.output
+    rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "policy/loss" in row]
+    assert [row["mine/scale"] for row in steps] == [3.0, 3.0]
+    # The loss is 3 * 0.5 * the mean of -log_prob, which is what sampling measured.
+    assert steps[0]["policy/loss"] == pytest.approx(1.5 * steps[0]["policy/entropy"], rel=0.2)
+    # The samples of a program without advantages are kept without them.
+    columns = pq.read_table(run.directory / "samples" / "step-000001.parquet").column_names
+    assert "scores" in columns and "advantages" not in columns

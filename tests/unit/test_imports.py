@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "controller": {"core", "observe"},
     "ray_backend": {"core", "controller"},
     "placement": {"core", "controller"},
-    "planner": {"core", "config", "placement", "models"},
+    "planner": {"core", "config", "placement", "models", "=trainers"},
     "reshard": {"core"},
     "parallel": {"core", "models", "=controller", "=controller.worker"},
     "rollout": {"core", "models"},

@@ -8,12 +8,11 @@ import torch
 
 from hybridrl import algorithms
 from hybridrl.algorithms import token_weights
+from hybridrl.algorithms.registry import ADVANTAGES, takes
 from hybridrl.algorithms.weights import MODES
 from hybridrl.config.schema import AlgorithmConfig
 from hybridrl.core.batch import Batch, Ragged
 from hybridrl.trainers.shaping import (
-    ESTIMATORS,
-    SCALED,
     as_baseline,
     constrained_advantages,
     critic_advantages,
@@ -26,6 +25,7 @@ from hybridrl.trainers.shaping import (
 LENGTHS = [3, 5, 1, 4, 2, 5]
 GROUPS = [7, 7, 2, 7, 2, 2]
 SCORES = [1.0, 0.0, 0.5, 0.25, 1.0, 0.0]
+SCALED = [name for name, function in ADVANTAGES.items() if takes(function, "scale")]
 COSTS = [0.0, 1.0, 0.0, 0.5, 0.0, 1.0]
 LONGEST = 5
 TOKEN_COLUMNS = ("log_probs", "ref_log_probs", "values", "cost_values")
@@ -79,7 +79,7 @@ def assert_column(found, name, expected):
 
 
 OPTIONS = [
-    *(({"advantage": name}) for name in ESTIMATORS),
+    *(({"advantage": name}) for name in ADVANTAGES),
     *(
         {"advantage": name, "advantage_scale": scale}
         for name in SCALED
@@ -135,14 +135,14 @@ def test_a_dropped_sample_has_an_empty_mask_and_changes_nothing_for_the_others(o
     assert torch.isfinite(found["advantages"].values).all()
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_where_all_are_dropped_nothing_is_learned(name):
     found = compare(make_batch(scores=without(SCORES, *range(6))), advantage=name)
     assert not mask_of(found).any() and (found["advantages"].values == 0).all()
     assert (loss_weights(found, "token-mean")["loss_weights"].values == 0).all()
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_answers_near_the_limit_are_punished(name):
     batch, overlong = make_batch(), {"overlong_buffer": 2, "overlong_factor": 0.8}
     # Of a limit of 5 with a buffer of 2: lengths 3, 5, 1, 4, 2, 5 lose nothing up to 3.

@@ -1,0 +1,114 @@
+"""The functions that settings name: built-in ones, and the user's own, `path/to/file.py:name`.
+
+A function is given what its parameters name, so one that compares scores need not speak of tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from hybridrl.algorithms.advantages import reinforce_plus_plus
+from hybridrl.algorithms.group_advantages import (
+    group_relative,
+    leave_one_out,
+    optimal_reward_baseline,
+    pass_at_k,
+    reinforce_plus_plus_baseline,
+)
+from hybridrl.algorithms.policy_losses import cispo, ppo_clip, reinforce, sapo
+from hybridrl.algorithms.sample_losses import gmpo, gspo
+from hybridrl.core import user_code
+from hybridrl.errors import ConfigError
+
+Function = Callable[..., Any]
+
+
+def _reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    return reinforce_plus_plus(rewards, mask, gamma)[0]
+
+
+POLICY_LOSSES: Mapping[str, Function] = {
+    "ppo_clip": ppo_clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "sapo": sapo,
+    "gmpo": gmpo,
+}
+ADVANTAGES: Mapping[str, Function] = {
+    "group_relative": group_relative,
+    "leave_one_out": leave_one_out,
+    "optimal_reward_baseline": optimal_reward_baseline,
+    "pass_at_k": pass_at_k,
+    "reinforce_plus_plus": _reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+}
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+OF_LOSSES = ("log_probs", "old_log_probs", "advantages", "mask", "segments")
+OF_ADVANTAGES = ("scores", "groups", "mask", "lengths", "rewards", "scale", "gamma")
+
+
+@cache
+def policy_loss(name: str) -> Function:
+    """The function of `algorithm.policy_loss`: from `log_probs`, `old_log_probs` and `advantages`,
+    each `[tokens]`, to `TokenLoss`. It may also name `mask`, `segments`, and options with defaults.
+
+    Raises:
+        ConfigError: if there is none, or it needs something else.
+    """
+    setting = "algorithm.policy_loss"
+    found: Function = user_code.named(setting, name, POLICY_LOSSES)
+    _check_parameters(setting, name, found, OF_LOSSES)
+    return found
+
+
+@cache
+def advantage_estimator(name: str) -> Function:
+    """The function of `algorithm.advantage`: from any of `scores`, `groups` and `lengths`
+    `[rows]`, `mask` and `rewards` `[rows, time]`, and the settings `scale` and `gamma`, to
+    advantages of rows or of tokens.
+
+    Raises:
+        ConfigError: if there is none, or it needs something else.
+    """
+    setting = "algorithm.advantage"
+    found: Function = user_code.named(setting, name, ADVANTAGES)
+    _check_parameters(setting, name, found, OF_ADVANTAGES)
+    return found
+
+
+def takes(function: Function, parameter: str) -> bool:
+    """Whether it has a parameter of this name."""
+    return parameter in inspect.signature(function).parameters
+
+
+def accepted(function: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what is offered, what the function has parameters for."""
+    return {name: value for name, value in offered.items() if takes(function, name)}
+
+
+def options_of(function: Function) -> list[str]:
+    """The names of a policy loss's options."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is not p.empty and p.name not in OF_LOSSES]
+
+
+def _check_parameters(
+    setting: str, name: str, function: Function, offered: tuple[str, ...]
+) -> None:
+    if not callable(function):
+        raise ConfigError(
+            f"{setting}={name} is a {type(function).__name__}; it must be a function."
+        )
+    for parameter in inspect.signature(function).parameters.values():
+        needed = parameter.default is parameter.empty and parameter.kind not in VARIABLE
+        if needed and parameter.name not in offered:
+            raise ConfigError(
+                f"{setting}={name} has the parameter `{parameter.name}`, which nobody gives it. "
+                f"Name any of {', '.join(offered)}, or give it a default."
+            )

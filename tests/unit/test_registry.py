@@ -1,0 +1,176 @@
+"""Losses, advantages and driver programs in files of the user's."""
+
+import itertools
+
+import pytest
+import torch
+
+from hybridrl.algorithms import PolicyObjective, Segments, ppo_clip
+from hybridrl.algorithms.registry import advantage_estimator, policy_loss
+from hybridrl.config.checks import check
+from hybridrl.config.load import load_config
+from hybridrl.config.schema import AlgorithmConfig
+from hybridrl.config.shared_paths import paths_of_workers
+from hybridrl.core.batch import Batch, Ragged
+from hybridrl.errors import ConfigError
+from hybridrl.roles import objective
+from hybridrl.trainers import grpo, load_trainer
+from hybridrl.trainers.shaping import group_advantages
+from hybridrl.trainers.step_metrics import step_metrics
+
+MINE = """
+from hybridrl.algorithms import TokenLoss
+from hybridrl.trainers.grpo import Trainer
+
+NUMBER = 3
+
+def plain(log_probs, advantages, segments, mask, clip_high: float = 9.0, slope: float = 1.0):
+    assert segments.rows == 2 and mask.all()
+    return TokenLoss(-advantages * log_probs * clip_high * slope, {})
+
+def any_options(log_probs, **options):
+    return TokenLoss(log_probs, {})
+
+def of_rows(log_probs):
+    return TokenLoss(log_probs[:1], {})
+
+def needy(log_probs, entropies):
+    return TokenLoss(log_probs, {})
+
+def halves(scores, lengths):
+    return scores / 2 + lengths
+
+def last_token(rewards, mask):
+    return rewards * 2
+
+def of_nothing(scores):
+    return 0.0
+
+class Mine(Trainer):
+    pass
+
+class Other:
+    pass
+"""
+HERE = ["executor=inline", "rollout=transformers"]
+LENGTHS = [3, 1]
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory):
+    file = tmp_path_factory.mktemp("mine") / "mine.py"
+    file.write_text(MINE)
+    return file
+
+
+def tokens():
+    log_probs = torch.tensor([-0.5, -1.0, -2.0, -0.1])
+    columns = {"advantages": torch.tensor([1.0, -1.0, 2.0, 0.5]), "response_mask": torch.ones(4)}
+    outputs = {"log_probs": log_probs, "entropy": torch.ones(4)}
+    return outputs, columns, Segments.from_cu_seqlens(torch.tensor([0, 3, 4]))
+
+
+def samples():
+    bounds = torch.tensor([0, *itertools.accumulate(LENGTHS)])
+    return Batch.from_columns(
+        {
+            "scores": torch.tensor([1.0, 0.5]),
+            "group_id": torch.tensor([7, 7]),
+            "response_mask": Ragged(torch.ones(sum(LENGTHS), dtype=torch.uint8), bounds),
+        }
+    )
+
+
+def test_a_loss_is_given_what_it_names_and_its_options_by_settings(mine):
+    settings = [f"algorithm.policy_loss={mine}:plain", "algorithm.clip_high=0.25"]
+    config = load_config([*HERE, *settings, "algorithm.loss_options={slope: 2}"])
+    check(config)
+    found = objective(config)
+    assert found.options == {"clip_high": 0.25, "slope": 2.0}
+    outputs, columns, segments = tokens()
+    expected = -columns["advantages"] * outputs["log_probs"] * 0.5
+    torch.testing.assert_close(found(outputs, columns, segments).loss, expected)
+
+
+def test_built_in_losses_get_the_settings_that_they_know():
+    for loss, expected in {
+        "ppo_clip": {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": None},
+        "gspo": {"clip_low": 0.2, "clip_high": 0.3},
+        "sapo": {},
+        "reinforce": {},
+    }.items():
+        algorithm = [f"algorithm.policy_loss={loss}", "algorithm.clip_high=0.3"]
+        assert objective(load_config([*HERE, *algorithm])).options == expected
+    outputs, columns, segments = tokens()
+    found = PolicyObjective("ppo_clip", {"clip_low": 0.1})(outputs, columns, segments)
+    log_probs = outputs["log_probs"]
+    torch.testing.assert_close(
+        found.loss, ppo_clip(log_probs, log_probs, columns["advantages"], clip_low=0.1).loss
+    )
+
+
+def test_a_loss_may_take_any_option(mine):
+    assert callable(policy_loss(f"{mine}:any_options"))
+
+
+def test_a_loss_of_another_shape_is_refused(mine):
+    with pytest.raises(ConfigError, match=r"of_rows must return .*each of the 4 tokens"):
+        PolicyObjective(f"{mine}:of_rows")(*tokens())
+
+
+def test_advantages_of_rows_or_of_tokens(mine):
+    def compare(name):
+        config = AlgorithmConfig(advantage=f"{mine}:{name}")
+        return group_advantages(samples(), config, 8)["advantages"].values.tolist()
+
+    assert compare("halves") == [3.5, 3.5, 3.5, 1.25]
+    assert compare("last_token") == [0.0, 0.0, 2.0, 1.0]
+    with pytest.raises(ConfigError, match=r"of_nothing must return a number for each of the 2"):
+        compare("of_nothing")
+
+
+@pytest.mark.parametrize(
+    ("load", "name", "words"),
+    [
+        (policy_loss, "needy", "`entropies`, which nobody gives it. Name any of log_probs, old_"),
+        (policy_loss, "NUMBER", "is a int; it must be a function"),
+        (policy_loss, "plian", "Did you mean `plain`?"),
+        (advantage_estimator, "plain", "`log_probs`, which nobody gives it. Name any of scores"),
+        (load_trainer, "Other", "is no subclass of hybridrl.trainers.base.Trainer"),
+        (load_trainer, "halves", "is no subclass of hybridrl.trainers.base.Trainer"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(mine, load, name, words):
+    with pytest.raises(ConfigError) as caught:
+        load(f"{mine}:{name}")
+    assert words in str(caught.value)
+
+
+def test_a_name_that_is_none(mine):
+    for load, known in ((policy_loss, "sapo"), (advantage_estimator, "pass_at_k")):
+        with pytest.raises(ConfigError, match=rf"{known}.*, or one of yours, `path/to/file.py"):
+            load("nothing")
+    with pytest.raises(ConfigError, match=r"^trainer.name=gpro: must be one of .*`grpo`\?$"):
+        load_trainer("gpro")
+
+
+def test_a_driver_program_may_use_any_setting(mine):
+    program = f"trainer.name={mine}:Mine"
+    assert issubclass(load_trainer(program.partition("=")[2]), grpo.Trainer)
+    check(load_config([*HERE, program, f"algorithm.advantage={mine}:halves"]))
+    with pytest.raises(
+        ConfigError, match=r"`critic` is set, but trainer.name=.*Mine has no critic"
+    ):
+        check(load_config([*HERE, program, "critic.value_clip=0.3"]))
+
+
+def test_every_node_has_to_see_the_files_that_workers_read(mine, tmp_path):
+    names = ("algorithm.policy_loss", "algorithm.advantage")
+    overrides = [f"{name}={mine}:plain" for name in names]
+    found = paths_of_workers(load_config([*overrides, f"trainer.name={mine}:Mine"]), tmp_path)
+    assert found == {"run.root": tmp_path, **dict.fromkeys(names, mine)}
+
+
+def test_metrics_with_a_slash_are_written_as_they_are():
+    found = step_metrics([], [{"policy/away": 1.0, "loss": 2.0, "other": 5.0}, {"loss": 4.0}], 1.0)
+    assert found["policy/away"] == 1.0 and found["policy/loss"] == 3.0 and "other" not in found
