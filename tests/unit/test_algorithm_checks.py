@@ -1,13 +1,12 @@
 """Contradictions are refused before anything starts, each by a sentence that names the setting."""
 
-import functools
 import re
 
 import pytest
-from omegaconf import OmegaConf
+from settings import configured
 
 from hybridrl.config.checks import check
-from hybridrl.config.load import FOLDER, leaves, load_config, to_config
+from hybridrl.config.load import FOLDER, leaves, load_config
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 
@@ -183,26 +182,13 @@ RIGHT = [
 ]
 
 
-@functools.cache
-def preset(override):
-    return load_config([*HERE, override])
-
-
-def configured(overrides):
-    """As `load_config`, which takes a tenth of a second, but each preset is composed only once."""
-    chosen = [o for o in overrides if o.startswith("algorithm=")] or ["algorithm=grpo"]
-    others = [o for o in overrides if o not in chosen]
-    base = OmegaConf.structured(preset(*chosen))
-    return to_config(OmegaConf.merge(base, OmegaConf.from_dotlist(others)))
-
-
 def case_name(value):
     return " ".join(value) if isinstance(value, list) else ""
 
 
 @pytest.mark.parametrize(("overrides", "begins", "names"), WRONG, ids=case_name)
 def test_a_contradiction_is_a_sentence(overrides, begins, names):
-    config = configured(overrides)
+    config = configured([*HERE, *overrides])
     with pytest.raises(ConfigError) as caught:
         check(config)
     sentence = str(caught.value)
@@ -213,12 +199,12 @@ def test_a_contradiction_is_a_sentence(overrides, begins, names):
 
 @pytest.mark.parametrize("overrides", RIGHT, ids=case_name)
 def test_what_makes_sense_passes(overrides):
-    check(configured(overrides))
+    check(configured([*HERE, *overrides]))
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_passes(name):
-    config = preset(f"algorithm={name}")
+    config = configured([*HERE, f"algorithm={name}"])
     check(config)
     text = (FOLDER / "algorithm" / f"{name}.yaml").read_text()
     assert f"name: {config.trainer.name}\n" in text

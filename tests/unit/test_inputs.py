@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+from settings import configured
 
-from hybridrl import load_config
 from hybridrl.errors import ConfigError
 from hybridrl.inputs import Rows, check_lengths, model_folder
 
@@ -25,15 +25,15 @@ def test_the_longest_sample_has_to_fit(overrides, kind, words):
     too_long = Rows(None, None, None, 21, 30)
     rows = ROWS if overrides else too_long
     with pytest.raises(ConfigError, match=words):
-        check_lengths(load_config(overrides), kind, rows, MODEL)
+        check_lengths(configured(overrides), kind, rows, MODEL)
 
 
 def test_what_fits_is_not_refused():
-    check_lengths(load_config(["actor.tokens_per_microbatch=50"]), "prompts", ROWS, MODEL)
+    check_lengths(configured(["actor.tokens_per_microbatch=50"]), "prompts", ROWS, MODEL)
     shared = ["actor.tokens_per_microbatch=25", "actor.parallel.ring=2"]
-    check_lengths(load_config(shared), "prompts", ROWS, MODEL)
+    check_lengths(configured(shared), "prompts", ROWS, MODEL)
 
 
 def test_a_tiny_model_has_heads_that_kernels_take(tmp_path):
     with pytest.raises(ConfigError, match=r"multiple of 32 x model\.tiny\.heads=4"):
-        model_folder(load_config(["model.tiny.hidden_size=100"]), tmp_path)
+        model_folder(configured(["model.tiny.hidden_size=100"]), tmp_path)

@@ -5,6 +5,7 @@ import difflib
 from pathlib import Path
 
 import pytest
+from settings import configured
 
 import hybridrl
 from hybridrl.config.load import load_config, to_yaml
@@ -17,7 +18,7 @@ PPO = ["algorithm=ppo", "algorithm.kl_coefficient=0.1"]
 
 
 def placed(devices, *overrides):
-    config = load_config([*PPO, *overrides])
+    config = configured([*PPO, *overrides])
     placement = check_placement(config, Cluster.of_one_node("cpu", devices))
     return {role: list(place.devices) for role, place in placement.roles.items()}
 
@@ -73,7 +74,7 @@ def test_explicit_with_a_generator_separates():
 
 
 def test_a_placement_survives_json_and_editing(tmp_path):
-    config = load_config([*PPO, "placement=interleaving"])
+    config = configured([*PPO, "placement=interleaving"])
     text = check_placement(config, Cluster.of_one_node("cpu", 4)).to_json()
     file = tmp_path / "placement.json"
     file.write_text(text.replace('"devices": [\n        2,', '"devices": [\n        1,'))

@@ -1,8 +1,8 @@
 """Cuts that cannot be are refused in a sentence that names the setting."""
 
 import pytest
+from settings import configured
 
-from hybridrl import load_config
 from hybridrl.config.placement_checks import check_placement
 from hybridrl.core.cluster import Cluster
 from hybridrl.errors import ConfigError
@@ -27,12 +27,12 @@ from hybridrl.errors import ConfigError
 )
 def test_what_cannot_be_is_a_sentence(devices, overrides, words):
     with pytest.raises(ConfigError, match=words):
-        check_placement(load_config(overrides), Cluster.of_one_node("cpu", devices))
+        check_placement(configured(overrides), Cluster.of_one_node("cpu", devices))
 
 
 def test_separation_says_what_it_misses():
     cluster = Cluster.of_one_node("cpu", 2)
-    config = load_config(["placement=separation", "algorithm=ppo"])
+    config = configured(["placement=separation", "algorithm=ppo"])
     with pytest.raises(ConfigError, match=r"only reference, reward. Add `actor` to Job\(roles="):
         check_placement(config, cluster, ["reference", "reward"])
     assert check_placement(config, cluster, ["actor", "reward"]).is_separated
@@ -52,4 +52,4 @@ def test_separation_says_what_it_misses():
     ],
 )
 def test_what_can_be_is_not(devices, overrides):
-    check_placement(load_config(overrides), Cluster.of_one_node("cpu", devices))
+    check_placement(configured(overrides), Cluster.of_one_node("cpu", devices))

@@ -1,8 +1,8 @@
 """What the planner believes that a step calls is what the driver programs call."""
 
 import pytest
+from settings import configured
 
-from hybridrl.config.load import load_config
 from hybridrl.config.placement_checks import check_placement
 from hybridrl.core.cluster import Cluster
 from hybridrl.planner.dataflow import calls_of, sizes_of
@@ -84,5 +84,5 @@ def believed(config):
     ],
 )
 def test_a_plan_counts_the_calls_that_are_made(overrides):
-    config = load_config([*SIZES, *overrides])
+    config = configured([*SIZES, *overrides])
     assert sorted(believed(config)) == sorted(called(config))

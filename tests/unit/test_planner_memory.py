@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from settings import configured
 from transformers import Qwen2Config
 
-from hybridrl import load_config
 from hybridrl.config.schema import LoraSettings
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import Cluster
@@ -97,7 +97,7 @@ def plan_of(*overrides, devices=1, lengths=(16, 48), tmp_path):
     config.save_pretrained(tmp_path)
     overrides = [f"model.path={tmp_path}", "rollout=transformers", *overrides]
     cluster = Cluster.of_one_node("cpu", devices)
-    return make_plan(load_config(overrides), present(cluster), lengths=lengths)
+    return make_plan(configured(overrides), present(cluster), lengths=lengths)
 
 
 def phases(plan):
@@ -128,7 +128,7 @@ def test_fewer_tokens_and_offloading_take_less():
     def fullest(*overrides):
         from hybridrl.planner.described import with_described_models
 
-        with with_described_models(load_config([*base, *overrides])) as config:
+        with with_described_models(configured([*base, *overrides])) as config:
             plan = make_plan(config, machines)
         return {k: sum(v.values()) for k, v in phases(plan).items()}["actor", "train"]
 

@@ -4,8 +4,8 @@ import json
 from dataclasses import replace
 
 import pytest
+from settings import configured
 
-from hybridrl import load_config
 from hybridrl.cli import main
 from hybridrl.config.placement_checks import check_placement
 from hybridrl.errors import ConfigError
@@ -56,7 +56,7 @@ def fits(size, devices, kind):
     tp = {"7b": 1, "70b": 8}[size]
     cuts = ["actor.parallel.tp=1", f"rollout.parallel.tp={tp}"]
     overrides = [*PAPER, f"model.path=llama-{size}", f"reward.model=llama-{size}", *cuts]
-    with with_described_models(load_config([*overrides, *placed(kind, devices)])) as config:
+    with with_described_models(configured([*overrides, *placed(kind, devices)])) as config:
         try:
             return make_plan(config, named(f"{devices}xA100")).fits()
         except ConfigError as error:  # too few devices for one copy of the model
@@ -86,7 +86,7 @@ def test_every_cure_cures():
     overrides = [*PAPER, "model.path=llama-7b", "actor.gradient_checkpointing=false"]
     overrides += ["actor.tokens_per_microbatch=32768"]
     machines = named("8xA100")
-    with with_described_models(load_config(overrides)) as config:
+    with with_described_models(configured(overrides)) as config:
         plan = make_plan(config, machines)
         assert not plan.fits()
         found = cures(plan)
@@ -103,7 +103,7 @@ def test_cures_come_together_where_none_is_enough():
     overrides = [*PAPER, "model.path=llama-13b", "actor.tokens_per_microbatch=32768"]
     overrides += ["actor.gradient_checkpointing=false"]
     machines = named("4xA100")
-    with with_described_models(load_config(overrides)) as config:
+    with with_described_models(configured(overrides)) as config:
         (found,) = cures(make_plan(config, machines))
         assert len(found) > 1
         assert make_plan(changed(config, found), machines).fits()
@@ -117,7 +117,7 @@ def test_cures_are_for_the_roles_that_are_there():
     overrides = [*PAPER, "model.path=llama-13b", "actor.tokens_per_microbatch=32768"]
     overrides += ["actor.gradient_checkpointing=false"]
     machines = named("4xA100")
-    with with_described_models(load_config(overrides)) as config:
+    with with_described_models(configured(overrides)) as config:
         plan = make_plan(config, machines, check_placement(config, machines.cluster, ["actor"]))
         assert all(len(cure) == 1 for cure in cures(plan))
         assert any(cure[0][0] == "actor.gradient_checkpointing" for cure in cures(plan))
@@ -125,13 +125,13 @@ def test_cures_are_for_the_roles_that_are_there():
 
 def test_a_judge_may_be_described_too():
     overrides = [*PAPER, "model.path=llama-7b", "reward.judge.path=llama-13b"]
-    with with_described_models(load_config([*overrides, "rollout=transformers"])) as config:
+    with with_described_models(configured([*overrides, "rollout=transformers"])) as config:
         (device,) = make_plan(config, named("8xA100")).memory
         assert device.phases[0].parts["judge"] > 13e9 * 2  # bytes of its weights
 
 
 def test_a_job_may_need_a_little_more_than_there_is():
-    with with_described_models(load_config([*PAPER, "model.path=llama-7b"])) as config:
+    with with_described_models(configured([*PAPER, "model.path=llama-7b"])) as config:
         machines = named("8xA100")
         plan = make_plan(config, machines)
         used = plan.fullest.fullest.bytes
@@ -141,7 +141,7 @@ def test_a_job_may_need_a_little_more_than_there_is():
 
 
 def test_what_cannot_fit_at_all_says_so():
-    with with_described_models(load_config([*PAPER, "model.path=llama-70b"])) as config:
+    with with_described_models(configured([*PAPER, "model.path=llama-70b"])) as config:
         machines = named("1xL4")
         with pytest.raises(ConfigError, match="take more devices, or a smaller model"):
             refuse(make_plan(config, machines))
@@ -162,12 +162,12 @@ def test_devices_by_name():
 
 def test_json_is_a_placement(tmp_path):
     overrides = [*PAPER, "model.path=llama-7b", "placement=separation"]
-    with with_described_models(load_config(overrides)) as config:
+    with with_described_models(configured(overrides)) as config:
         machines = named("8xA100")
         plan = make_plan(config, machines, rates=Rates.known(machines.accelerator))
         (tmp_path / "plan.json").write_text(to_json(plan))
         again = [*overrides[:-1], "placement=file", f"placement.path={tmp_path}/plan.json"]
-        config.placement = load_config(again).placement
+        config.placement = configured(again).placement
         found = check_placement(config, machines.cluster)
     assert found.roles == plan.placement.roles
 
@@ -200,7 +200,7 @@ def test_more_devices_are_faster():
     def step(devices):
         overrides = [*PAPER, "model.path=llama-7b"]
         machines = named(f"{devices}xH100")
-        with with_described_models(load_config(overrides)) as config:
+        with with_described_models(configured(overrides)) as config:
             plan = make_plan(config, machines, rates=Rates.known(machines.accelerator))
         return plan.times.step
 

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
+from settings import configured
 
 from hybridrl.algorithms import PolicyObjective, Segments, ppo_clip
 from hybridrl.algorithms.registry import advantage_estimator, policy_loss
 from hybridrl.config.checks import check
-from hybridrl.config.load import load_config
 from hybridrl.config.schema import AlgorithmConfig
 from hybridrl.config.shared_paths import paths_of_workers
 from hybridrl.core.batch import Batch, Ragged
@@ -83,7 +83,7 @@ def samples():
 
 def test_a_loss_is_given_what_it_names_and_its_options_by_settings(mine):
     settings = [f"algorithm.policy_loss={mine}:plain", "algorithm.clip_high=0.25"]
-    config = load_config([*HERE, *settings, "algorithm.loss_options={slope: 2}"])
+    config = configured([*HERE, *settings, "algorithm.loss_options={slope: 2}"])
     check(config)
     found = objective(config)
     assert found.options == {"clip_high": 0.25, "slope": 2.0}
@@ -100,7 +100,7 @@ def test_built_in_losses_get_the_settings_that_they_know():
         "reinforce": {},
     }.items():
         algorithm = [f"algorithm.policy_loss={loss}", "algorithm.clip_high=0.3"]
-        assert objective(load_config([*HERE, *algorithm])).options == expected
+        assert objective(configured([*HERE, *algorithm])).options == expected
     outputs, columns, segments = tokens()
     found = PolicyObjective("ppo_clip", {"clip_low": 0.1})(outputs, columns, segments)
     log_probs = outputs["log_probs"]
@@ -157,17 +157,17 @@ def test_a_name_that_is_none(mine):
 def test_a_driver_program_may_use_any_setting(mine):
     program = f"trainer.name={mine}:Mine"
     assert issubclass(load_trainer(program.partition("=")[2]), grpo.Trainer)
-    check(load_config([*HERE, program, f"algorithm.advantage={mine}:halves"]))
+    check(configured([*HERE, program, f"algorithm.advantage={mine}:halves"]))
     with pytest.raises(
         ConfigError, match=r"`critic` is set, but trainer.name=.*Mine has no critic"
     ):
-        check(load_config([*HERE, program, "critic.value_clip=0.3"]))
+        check(configured([*HERE, program, "critic.value_clip=0.3"]))
 
 
 def test_every_node_has_to_see_the_files_that_workers_read(mine, tmp_path):
     names = ("algorithm.policy_loss", "algorithm.advantage")
     overrides = [f"{name}={mine}:plain" for name in names]
-    found = paths_of_workers(load_config([*overrides, f"trainer.name={mine}:Mine"]), tmp_path)
+    found = paths_of_workers(configured([*overrides, f"trainer.name={mine}:Mine"]), tmp_path)
     assert found == {"run.root": tmp_path, **dict.fromkeys(names, mine)}
 
 
