@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -43,7 +43,7 @@ WORK = 1e10
 """Operations of the longest run: the tokens of a whole micro-batch if that is no more, because what
 fits into a cache is quicker by token than what does not."""
 LIMIT_S = 60
-ROUNDS = 5
+TURNS_TOGETHER = 5
 """Of what the ranks do together: as many on each."""
 
 
@@ -113,22 +113,26 @@ def _measure(
         torch.set_num_threads(threads)
     config = load_config(path)
     model = _layers(config, dtype, device)
-    run = _Run(model, device)
     shape = shape_of(config, dtype)
     operations = 2 * shape.layer.all + 2 * length * shape.query
     fitting = round(WORK / (LAYERS * 3 * operations))
     few = max(1, length)
     many = max(2, min(tokens, max(8 * length, 512, fitting)) // few) * few
-    forward = [run.seconds(n, few, trains=False, world=world) / LAYERS for n in (few, many)]
-    training = [run.seconds(n, few, trains=True, world=world) / LAYERS for n in (few, many)]
+    runs = [
+        _run(model, device, number, few, trains)
+        for trains in (False, True)
+        for number in (few, many)
+    ]
+    seconds = [found / LAYERS for found in _timed(runs, device, world)]
     found = {}
-    for name, (low, high), passes in (("forward", forward, 1), ("training", training, 3)):
+    for name, (low, high), passes in (("forward", seconds[:2], 1), ("training", seconds[2:], 3)):
+        low = min(low, high)
         per_token = max(1e-12, (high - low) / (many - few))
         if per_token * many > high:
             per_token = high / many
         found[name] = passes * operations / per_token
         found[f"{name}_overhead"] = max(0.0, low - per_token * few)
-    del model, run
+    del model, runs
     found["memory"] = _memory_rate(device, world)
     found["small_op"] = _small_op(world)
     return found | _collectives(device, world, shape.item * shape.layer.all)
@@ -142,27 +146,24 @@ def _layers(config: PretrainedConfig, dtype: str, device: torch.device) -> Any:
     return model.base_model.train()
 
 
-class _Run:
-    def __init__(self, model: Any, device: torch.device) -> None:
-        self.model, self.device = model, device
+def _run(
+    model: Any, device: torch.device, tokens: int, length: int, trains: bool
+) -> Callable[[], None]:
+    """The layers, forward on so many tokens, and backward."""
+    bounds = _bounds(tokens, length)
+    packing = Packing.of(bounds, device)
+    ids = torch.zeros(1, int(bounds[-1]), dtype=torch.int64, device=device)
+    positions = packing.position_ids()[None]
 
-    def seconds(self, tokens: int, length: int, *, trains: bool, world: int) -> float:
-        bounds = _bounds(tokens, length)
-        packing = Packing.of(bounds, self.device)
-        ids = torch.zeros(1, int(bounds[-1]), dtype=torch.int64, device=self.device)
-        positions = packing.position_ids()[None]
+    def once() -> None:
+        with contextlib.nullcontext() if trains else torch.no_grad():
+            states = model(
+                input_ids=ids, position_ids=positions, packing=packing, use_cache=False
+            ).last_hidden_state
+        if trains:
+            states.sum().backward()
 
-        def once() -> None:
-            with contextlib.nullcontext() if trains else torch.no_grad():
-                states = self.model(
-                    input_ids=ids, position_ids=positions, packing=packing, use_cache=False
-                ).last_hidden_state
-            if trains:
-                states.sum().backward()
-
-        found = _timed(once, self.device, world)
-        self.model.zero_grad()
-        return found
+    return once
 
 
 def _bounds(tokens: int, length: int) -> torch.Tensor:
@@ -173,34 +174,41 @@ def _bounds(tokens: int, length: int) -> torch.Tensor:
 
 
 def _timed(
-    once: Callable[[], object], device: torch.device, world: int, rounds: int | None = None
-) -> float:
-    """Seconds of one run, the median of `rounds`, or of as many as fit into `SECONDS`: what else
-    this machine does will slow the job, too."""
-    once()
+    runs: Sequence[Callable[[], object]],
+    device: torch.device,
+    world: int,
+    turns: int = 3,
+    least: float = SECONDS,
+) -> list[float]:
+    """Seconds of each run, the median of many: what else this machine does will slow the job, too.
+    They take turns, so that what disturbs it for a moment does not hit one of them alone.
+
+    Args:
+        least: Seconds to spend on each run; 0: as often as there are turns.
+    """
+    for once in runs:
+        once()
     synchronize(device)
     if world > 1:
         dist.barrier()
-    found: list[float] = []
-    start = time.perf_counter()
-
-    def is_enough() -> bool:
-        if rounds is not None:
-            return len(found) >= rounds
-        return len(found) >= 3 and time.perf_counter() - start > SECONDS
-
-    while not is_enough():
-        begin = time.perf_counter()
-        once()
-        synchronize(device)
-        found.append(time.perf_counter() - begin)
-    return statistics.median(found)
+    found: list[list[float]] = [[] for _ in runs]
+    for _ in range(turns):
+        for once, seconds in zip(runs, found, strict=True):
+            start = end = time.perf_counter()
+            while end == start or end - start < least / turns:
+                begin = time.perf_counter()
+                once()
+                synchronize(device)
+                end = time.perf_counter()
+                seconds.append(end - begin)
+    return [statistics.median(seconds) for seconds in found]
 
 
 def _memory_rate(device: torch.device, world: int) -> float:
     source = torch.zeros(STREAM // 4, device=device)
     target = torch.zeros_like(source)
-    return 2 * STREAM / _timed(lambda: target.copy_(source), device, world)
+    (seconds,) = _timed([lambda: target.copy_(source)], device, world)
+    return 2 * STREAM / seconds
 
 
 def _small_op(world: int) -> float:
@@ -210,7 +218,8 @@ def _small_op(world: int) -> float:
         for _ in range(SMALL_OPS):
             x.add_(1.0)
 
-    return _timed(once, torch.device("cpu"), world) / SMALL_OPS
+    (seconds,) = _timed([once], torch.device("cpu"), world)
+    return seconds / SMALL_OPS
 
 
 def _collectives(device: torch.device, world: int, layer: int) -> dict[str, float]:
@@ -229,7 +238,6 @@ def _collectives(device: torch.device, world: int, layer: int) -> dict[str, floa
 
     with warnings.catch_warnings():  # newer versions of torch prefer names that older ones lack
         warnings.simplefilter("ignore", FutureWarning)
-        gathering = _timed(gather, device, world, ROUNDS)
-        reducing = _timed(reduce, device, world, ROUNDS)
+        gathering, reducing = _timed([gather, reduce], device, world, TURNS_TOGETHER, 0.0)
     link = part.nbytes * (world - 1) / gathering
     return {"link": link, "network": link, "sums": reducing / gathering}
