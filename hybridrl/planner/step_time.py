@@ -24,7 +24,7 @@ COMPUTE, BANDWIDTH, WIRE = 0.45, 0.7, 0.7
 links in streaming; for machines that cannot be probed."""
 LAUNCH = 1.5e-4
 """Seconds to launch a layer's kernels on a GPU; a backward takes twice as many."""
-ADAM_TOUCHES = 16
+ADAM_TOUCHES = 10
 """Times that AdamW and the gradients' norm and scaling read or write an element."""
 LOGIT_TOUCHES = 24
 """Times that an update reads or writes a logit; scoring does half as often."""
