@@ -39,7 +39,6 @@ class ModelPart:
         shards: Devices that share its parameters.
         micro_batches_held: Forwards that wait for their backward in a pipeline.
         trains: Whether it learns.
-        is_cuda: Whether it lies on a GPU.
         offload_parameters, offload_optimizer: See `ActorConfig`.
     """
 
@@ -49,7 +48,6 @@ class ModelPart:
     shards: int
     micro_batches_held: int
     trains: bool
-    is_cuda: bool
     offload_parameters: bool
     offload_optimizer: bool
 
@@ -130,13 +128,11 @@ class ModelPart:
             loss["gradients"] += (MASTER + (item if item != MASTER else 0)) * shape.head.trained
         gathered = self._gathered(forward=False)
         layers = {"gathered": gathered, "gradients": before + unit, "activations": kept + backward}
-        temporary = shard if self.is_cuda else 2 * MASTER * shape.largest / self.shards
         best = _fullest(
             loss,
             layers,
             {"gathered": gathered, "gradients": end},
             {"gradients": reduced},
-            {"gradients": shard, "optimizer": temporary},
         )
         if self.offload_optimizer:
             best["optimizer"] = best.get("optimizer", 0.0) + 2 * shard

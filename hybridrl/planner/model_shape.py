@@ -76,7 +76,6 @@ class ModelShape:
         layer, embedding, head, norm: Parameters of one layer, and of what is around the layers;
             `head` is that of the output, whether it is the embedding's own tensor or not.
         tied: Whether output and input embedding are one.
-        largest: Elements of the largest parameter.
         tensors: Number of parameters of a layer.
         item: Bytes of an element in computation.
         training, scoring: Memory of a token in forward and backward, and in a forward alone.
@@ -92,7 +91,6 @@ class ModelShape:
     head: Counts
     norm: Counts
     tied: bool
-    largest: int
     tensors: int
     item: int
     training: TokenBytes
@@ -166,7 +164,6 @@ def _count(
         head=_counts([head]),
         norm=_counts(deep.parameters()) - in_three - known,
         tied=tied,
-        largest=max(p.numel() for p in deep.parameters()),
         tensors=len(list(deep.parameters())) - len(list(shallow.parameters())),
         item=DTYPES[dtype].itemsize,
         training=_token_bytes(shallow, deep, trains=True),

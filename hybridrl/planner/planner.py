@@ -73,7 +73,6 @@ class Planner:
             shards=parallel.shards or len(place.devices) // (parallel.tp * parallel.pp),
             micro_batches_held=parallel.pp - stage,
             trains=role in LEARNERS,
-            is_cuda=is_cuda,
             offload_parameters=offload,
             offload_optimizer=actor.offload_optimizer and is_cuda and not offload,
         )
