@@ -23,7 +23,7 @@ from hybridrl.trainers.shaping import loss_weights
 
 def against_median(scores: Tensor, groups: Tensor) -> Tensor:
     """How much better than the median answer to its prompt: one good answer among bad ones counts
-    as much as with the mean, but does not make the others look worse than they are."""
+    in full, and the bad ones count nothing."""
     _, group = groups.unique(return_inverse=True)
     members = [scores[group == number].median() for number in range(int(group.max()) + 1)]
     return scores - torch.stack(members)[group]

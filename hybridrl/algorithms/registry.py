@@ -48,7 +48,6 @@ ADVANTAGES: Mapping[str, Function] = {
     "reinforce_plus_plus": _reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
 }
-VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 OF_LOSSES = ("log_probs", "old_log_probs", "advantages", "mask", "segments")
 OF_ADVANTAGES = ("scores", "groups", "mask", "lengths", "rewards", "scale", "gamma")
 
@@ -61,10 +60,7 @@ def policy_loss(name: str) -> Function:
     Raises:
         ConfigError: if there is none, or it needs something else.
     """
-    setting = "algorithm.policy_loss"
-    found: Function = user_code.named(setting, name, POLICY_LOSSES)
-    _check_parameters(setting, name, found, OF_LOSSES)
-    return found
+    return _load("algorithm.policy_loss", name, POLICY_LOSSES, OF_LOSSES)
 
 
 @cache
@@ -76,10 +72,7 @@ def advantage_estimator(name: str) -> Function:
     Raises:
         ConfigError: if there is none, or it needs something else.
     """
-    setting = "algorithm.advantage"
-    found: Function = user_code.named(setting, name, ADVANTAGES)
-    _check_parameters(setting, name, found, OF_ADVANTAGES)
-    return found
+    return _load("algorithm.advantage", name, ADVANTAGES, OF_ADVANTAGES)
 
 
 def takes(function: Function, parameter: str) -> bool:
@@ -98,17 +91,18 @@ def options_of(function: Function) -> list[str]:
     return [p.name for p in parameters if p.default is not p.empty and p.name not in OF_LOSSES]
 
 
-def _check_parameters(
-    setting: str, name: str, function: Function, offered: tuple[str, ...]
-) -> None:
+def _load(
+    setting: str, name: str, known: Mapping[str, Function], offered: tuple[str, ...]
+) -> Function:
+    function: Function = user_code.named(setting, name, known)
     if not callable(function):
         raise ConfigError(
             f"{setting}={name} is a {type(function).__name__}; it must be a function."
         )
     for parameter in inspect.signature(function).parameters.values():
-        needed = parameter.default is parameter.empty and parameter.kind not in VARIABLE
-        if needed and parameter.name not in offered:
+        if parameter.default is parameter.empty and parameter.name not in offered:
             raise ConfigError(
                 f"{setting}={name} has the parameter `{parameter.name}`, which nobody gives it. "
                 f"Name any of {', '.join(offered)}, or give it a default."
             )
+    return function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -157,7 +158,7 @@ class Loop:
             self.job.directory.write_samples(step, rows.table)
         if observe.show_every and (step == 1 or step % observe.show_every == 0):
             row = batch.take([0]).collect(KEPT, partial=True).to_pylist()[0]
-            self.view.sample(row["prompt"], row["response"], row["scores"])
+            self.view.sample(row["prompt"], row["response"], row.get("scores", math.nan))
 
     def _draw(self, step: int, records: list[Record]) -> None:
         """The timeline of this step and the one before, which it may overlap."""

@@ -50,7 +50,7 @@ def group_advantages(batch: Batch, config: AlgorithmConfig, longest: int) -> Bat
         "scale": config.advantage_scale,
         "gamma": config.gamma,
     }
-    found = estimator(**accepted(estimator, offered))
+    found = estimator(**accepted(estimator, offered)) if kept.any() else scores[kept]
     rows = mask[kept].shape
     if not isinstance(found, Tensor) or found.shape not in (rows, rows[:1]):
         raise ConfigError(

@@ -80,7 +80,7 @@ def plain(log_probs, advantages, scale: float = 1.0):
 def half(batch):
     ones = batch.ragged("response_mask")
     halves = ones._replace(values=ones.values * HALF)
-    return Batch.from_columns({"advantages": halves, "more": halves})
+    return Batch.from_columns({"advantages": halves})
 
 class Mine(Trainer):
     @staticmethod

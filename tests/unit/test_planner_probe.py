@@ -1,30 +1,47 @@
 """How the probe measures; what it finds is for benchmarks/plan.py."""
 
-import time
+from types import SimpleNamespace
 
+import pytest
 import torch
 
-from hybridrl.planner.probe import _timed
+from hybridrl.planner import probe
 
 CPU = torch.device("cpu")
 
 
-def test_what_disturbs_the_machine_for_a_moment_hits_no_run_alone():
-    calls = []
+class Clock:
+    """Time that passes only in the runs, and which of them were made."""
 
-    def run(name):
+    def __init__(self):
+        self.now = 0.0
+        self.calls = []
+
+    def run(self, name, seconds):
         def once():
-            calls.append(name)
-            time.sleep(0.05 if len(calls) in (5, 6) else 0.001)  # of four turns, the third
+            self.calls.append(name)
+            self.now += seconds(len(self.calls))
 
         return once
 
-    first, second = _timed([run("a"), run("b")], CPU, 1, turns=3, least=0.0)
-    assert calls == ["a", "b"] * 4  # once to warm up
-    assert first < 0.02 and second < 0.02
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: made.now))
+    return made
 
 
-def test_a_quick_run_is_repeated():
-    calls = []
-    _timed([lambda: calls.append(1)], CPU, 1, turns=3, least=0.01)
-    assert len(calls) > 5
+def test_what_disturbs_the_machine_for_a_moment_hits_no_run_alone(clock):
+    def disturbed(usual):
+        return lambda number: 50.0 if number in (5, 6) else usual  # of four turns, the third
+
+    runs = [clock.run("a", disturbed(1.0)), clock.run("b", disturbed(2.0))]
+    assert probe._timed(runs, CPU, 1, turns=3, least=0.0) == [1.0, 2.0]
+    assert clock.calls == ["a", "b"] * 4  # once to warm up
+
+
+def test_a_quick_run_is_repeated(clock):
+    runs = [clock.run("quick", lambda _: 1.0), clock.run("slow", lambda _: 9.0)]
+    assert probe._timed(runs, CPU, 1, turns=3, least=12.0) == [1.0, 9.0]
+    assert clock.calls == ["quick", "slow"] + (["quick"] * 4 + ["slow"]) * 3

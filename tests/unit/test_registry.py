@@ -28,9 +28,6 @@ def plain(log_probs, advantages, segments, mask, clip_high: float = 9.0, slope: 
     assert segments.rows == 2 and mask.all()
     return TokenLoss(-advantages * log_probs * clip_high * slope, {})
 
-def any_options(log_probs, **options):
-    return TokenLoss(log_probs, {})
-
 def of_rows(log_probs):
     return TokenLoss(log_probs[:1], {})
 
@@ -107,10 +104,6 @@ def test_built_in_losses_get_the_settings_that_they_know():
     torch.testing.assert_close(
         found.loss, ppo_clip(log_probs, log_probs, columns["advantages"], clip_low=0.1).loss
     )
-
-
-def test_a_loss_may_take_any_option(mine):
-    assert callable(policy_loss(f"{mine}:any_options"))
 
 
 def test_a_loss_of_another_shape_is_refused(mine):
