@@ -5,7 +5,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' requirements/cpu.txt)
 
-.PHONY: train test test-unit lint format docs clean
+.PHONY: train test test-unit test-long lint format docs clean
 
 train: .venv/.installed
 	$(BIN)/python -m hybridrl.main $(ARGS)
@@ -15,6 +15,10 @@ test: .venv/.installed
 
 test-unit: .venv/.installed
 	$(BIN)/python -m pytest tests/unit $(ARGS)
+
+# What `make test` leaves out. Before a release.
+test-long: .venv/.installed
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -112,7 +112,7 @@ def main() -> None:
             job.groups["actor"].save_model(f"{folder}/model").get()
             trainer = job.make_trainer()
             baseline = HandWritten(f"{folder}/model", job)
-            prompts = next(job.loader)
+            prompts = next(job.feed.loader)
             ids = [row.tolist() for row in prompts["prompt_ids"].rows()]
 
             def ours() -> float:

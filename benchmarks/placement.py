@@ -1,14 +1,18 @@
-"""What a placement is worth where devices are far from each other: two hosts with a link of 400
-Mbit/s, a core each (network namespaces; see tests/netlab.py; needs root).
+"""What a placement is worth. Every arm is a job of its own whose steps are the built-in trainers'.
 
-* scoring: reference and reward model at the same time on half of the devices each (interleaving)
-  against one after the other on all of them (flattening);
-* a whole step of GRPO: generation on one host while the other trains (separation with staleness 1)
-  against both on both, taking turns.
+* overlap: reference and reward that take equally long, each on a device of its own, against one
+  after the other on one device; for GRPO, PPO, ReMax and Safe-RLHF. What is measured is the time
+  in a step that either works. Their work is waiting, so the two cores of a small machine do not
+  decide.
+* scoring, over two hosts with a link of 400 Mbit/s, a core each (network namespaces; see
+  tests/netlab.py; needs root): reference and reward model at the same time on half of the devices
+  each (interleaving) against one after the other on all of them (flattening), in steps of PPO.
+* step, over the same hosts: a whole step of GRPO, generation on one host while the other trains
+  (separation with staleness 1) against both on both, taking turns.
 
 Jobs of the two arms take turns, and each begins anew. `--keep FOLDER` keeps their run directories.
 
-    python benchmarks/placement.py [--rounds 2] [--steps 8]
+    python benchmarks/placement.py [--only overlap] [--rounds 2] [--steps 8]
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from figures import interleave, report
 
@@ -30,7 +36,6 @@ from netlab import Host, network, ray_nodes
 RATE = "400mbit"
 MODEL = ["model.tiny.hidden_size=512", "model.tiny.layers=6", "model.tiny.heads=8"]
 JOB = [*MODEL, "num_devices=2", "warmup.steps=0", "eval.prompts=8", "eval.every=0"]
-SAMPLES, PROMPT, RESPONSE = 8, 16, 48
 STEP = [
     *("rollout=transformers", "rollout.max_tokens=24", "rollout.min_tokens=24"),
     *("data.prompts_per_step=4", "rollout.samples_per_prompt=4", "reward.function=length"),
@@ -38,21 +43,55 @@ STEP = [
     *("observe.samples_every=0", "observe.show_every=0", "observe.timeline_every=4"),
 ]
 WARM_UP_STEPS = 3
+SCORERS = (("reference", "compute_ref_log_prob"), ("reward", "compute_reward"))
+SECONDS = 2.0
+"""That each of the two takes for all of its calls in a step, of which ReMax's reward has two."""
+SLOW = [
+    *("model.tiny.hidden_size=64", "model.tiny.layers=2", "model.tiny.heads=2", "num_devices=2"),
+    *("warmup.steps=0", "eval.prompts=8", "rollout=transformers", "algorithm.kl_coefficient=0.1"),
+    *("data.prompts_per_step=8", "rollout.samples_per_prompt=2", "rollout.max_tokens=4"),
+    "placement=explicit",
+]
+EVERYWHERE = {
+    "grpo": ("actor",),
+    "ppo": ("actor", "critic"),
+    "remax": ("actor",),
+    "safe_rlhf": ("actor", "critic", "cost_critic", "cost"),
+}
+"""Roles beside reference and reward, whose devices the arms choose."""
+COST = ["cost.function=length", "cost.options.length.limit=2"]
+APART = ["placement.roles.reference.devices=[0]", "placement.roles.reward.devices=[1]"]
+TOGETHER = ["placement.roles.reference.devices=[0]", "placement.roles.reward.devices=[0]"]
+SCORED = [
+    *("algorithm=ppo", "algorithm.kl_coefficient=0.1", "reward.function=[]"),
+    *("rollout=transformers", "rollout.max_tokens=24", "rollout.min_tokens=24"),
+    *("data.prompts_per_step=4", "rollout.samples_per_prompt=2"),
+]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--only", choices=["scoring", "step"])
+    parser.add_argument("--only", choices=["overlap", "scoring", "step"])
     parser.add_argument("--keep", type=Path)
-    parser.add_argument("--score", nargs=2, metavar=("MODEL", "PLACEMENT"), help="(for itself)")
-    parser.add_argument("--address", help="(for itself)")
+    parser.add_argument("--score", nargs="+", metavar="OVERRIDE", help="(for itself)")
+    parser.add_argument("--slowly", action="store_true", help="(for itself)")
     options = parser.parse_args()
     if options.score:
-        print(json.dumps(score(*options.score, options.address)))
+        print(json.dumps(scoring(options.score, options.steps, options.slowly)))
         return
     folder = options.keep or Path(tempfile.mkdtemp(prefix="placement-"))
+    if options.only in (None, "overlap"):
+        for algorithm in EVERYWHERE:
+            arms = [
+                lambda a=a, d=d: overlap_seconds(folder, a, d)
+                for a, d in ((algorithm, APART), (algorithm, TOGETHER))
+            ]
+            ours, baseline = interleave(*arms, options.rounds)
+            report(f"placement_overlap_{algorithm}", ours, baseline, "<= 0.6", "s")
+    if options.only == "overlap":
+        return
     model = make_model(folder)
     with (
         network(2, RATE, cpus=[{0}, {1}]) as hosts,
@@ -61,11 +100,11 @@ def main() -> None:
         host, address = hosts[0], nodes[0].cluster
         if options.only != "step":
             arms = [
-                lambda p=p: scoring_seconds(host, model, p, address)
+                lambda p=p: scoring_seconds(host, folder, model, p, address)
                 for p in ("interleaving", "flattening")
             ]
             ours, baseline = interleave(*arms, options.rounds)
-            report("placement_interleaving_scoring", ours, baseline, "<= 0.833", "s")
+            report("placement_interleaving_scoring", ours, baseline, "<= 0.12", "s")
         if options.only != "scoring":
             separation = ["placement=separation", "placement.staleness=1"]
             arms = [
@@ -73,7 +112,7 @@ def main() -> None:
                 for p in (separation, ["placement=flattening"])
             ]
             ours, baseline = interleave(*arms, options.rounds)
-            report("placement_separation_step", ours, baseline, "<= 0.8", "s")
+            report("placement_separation_step", ours, baseline, "<= 0.48", "s")
 
 
 def make_model(folder: Path) -> Path:
@@ -87,46 +126,86 @@ def make_model(folder: Path) -> Path:
     return make_tiny_model(folder / "model", build_tokenizer(CHARACTERS), seed=0, **shape)
 
 
-def scoring_seconds(host: Host, model: Path, placement: str, address: str) -> float:
-    """Median of a few scoring phases of a job of its own."""
-    command = [sys.executable, __file__, "--score", str(model), placement, "--address", address]
+def overlap_seconds(folder: Path, algorithm: str, devices: Sequence[str]) -> float:
+    """Median over the steps of a job of the time in which somebody scores."""
+    run = tempfile.mkdtemp(prefix=f"{algorithm}-", dir=folder)
+    command = [
+        *(sys.executable, __file__, "--steps", "3", "--slowly", "--score"),
+        *(*SLOW, f"algorithm={algorithm}", *devices, f"run.directory={run}"),
+        *(f"placement.roles.{role}.devices=[0,1]" for role in EVERYWHERE[algorithm]),
+        *(COST if algorithm == "safe_rlhf" else []),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return statistics.median(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def scoring_seconds(host: Host, folder: Path, model: Path, placement: str, address: str) -> float:
+    """Median over the steps of a job of the time in which somebody scores."""
+    run = tempfile.mkdtemp(prefix=f"{placement}-", dir=folder)
+    command = [
+        *(sys.executable, __file__, "--steps", "3", "--score", *JOB, *SCORED),
+        *(f"placement={placement}", f"model.path={model}", f"reward.model={model}"),
+        *(f"ray.address={address}", f"run.directory={run}"),
+    ]
     printed = host.run(command, timeout=300)
     return statistics.median(json.loads(printed.strip().splitlines()[-1]))
 
 
-def score(model: str, placement: str, address: str) -> list[float]:
-    """On a host: seconds until reference and reward model have both scored the same samples."""
-    import torch
-
+def scoring(overrides: Sequence[str], steps: int, slowly: bool) -> list[float]:
+    """Seconds of each step of a job's trainer in which its reference or its reward works, of steps
+    as the loop makes them."""
     from hybridrl import Job, load_config
-    from hybridrl.core.batch import Batch
 
-    config = load_config(
-        [
-            *JOB,
-            *(f"placement={placement}", "algorithm=ppo", "algorithm.kl_coefficient=0.1"),
-            *(f"model.path={model}", "reward.function=[]", f"reward.model={model}"),
-            *("rollout=transformers", f"ray.address={address}"),
-            f"run.directory={tempfile.mkdtemp(prefix='score-')}",
-        ]
-    )
-    with Job(config, roles=["reference", "reward"]) as job:
-        generator = torch.Generator().manual_seed(0)
-
-        def ids(length: int) -> list[torch.Tensor]:
-            rows = torch.randint(3, 12, (SAMPLES, length), generator=generator)
-            return list(rows)
-
-        samples = {"prompt_ids": ids(PROMPT), "response_ids": ids(RESPONSE)}
-        batch = job.put(Batch.from_columns(samples))
+    config = load_config(list(overrides))
+    if slowly:
+        make_scorers_slow(config.trainer.name)
+    with Job(config) as job:
+        trainer = job.make_trainer()
         found = []
-        for _ in range(1 + 3):
-            begin = time.perf_counter()
-            job.groups["reference"].compute_ref_log_prob(batch)
-            job.groups["reward"].compute_reward(batch)
-            job.executor.take_records()
-            found.append(time.perf_counter() - begin)
+        for _ in range(1 + steps):
+            _, handles = trainer.step()
+            for handle in handles:
+                handle.get()
+            records = job.executor.take_records(job.executor.end_step())
+            spans = [(r.start, r.end) for r in records if (r.role, r.method) in SCORERS]
+            found.append(covered(spans))
     return found[1:]
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Seconds that lie in any of these spans."""
+    total, until = 0.0, 0.0
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def make_scorers_slow(algorithm: str) -> None:
+    """Reference and reward take so much longer for a step, whatever they do; the classes travel to
+    the hosts by value."""
+    import cloudpickle
+
+    from hybridrl import roles
+    from hybridrl.controller import Worker
+
+    def slow(worker: type[Worker], name: str, seconds: float) -> type[Worker]:
+        method = getattr(worker, name)
+
+        def slowly(self: Worker, batch: Any) -> Any:
+            time.sleep(seconds)
+            return method(self, batch)
+
+        slowly.__transfer__ = method.__transfer__
+        return type(worker.__name__, (worker,), {name: slowly})
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    for kind, name in SCORERS:
+        worker, keywords = roles.KINDS[kind]
+        calls = 2 if algorithm == "remax" and kind == "reward" else 1
+        roles.KINDS[kind] = (slow(worker, name, SECONDS / calls), keywords)
 
 
 def step_seconds(host: Host, folder: Path, placement: list[str], address: str, steps: int) -> float:

@@ -4,7 +4,6 @@ import sys
 
 from hybridrl import Batch, Job, load_config
 from hybridrl.algorithms import group_relative, token_weights
-from hybridrl.trainers.evaluation import accuracy
 from hybridrl.trainers.warmup import warm_up
 
 
@@ -22,7 +21,7 @@ def advantages(batch: Batch) -> Batch:
 with Job(load_config(["run.name=driver", *sys.argv[1:]])) as job:
     actor, reward = job.groups["actor"], job.groups["reward"]
     warm_up(job)
-    print(f"greedy accuracy {accuracy(job):.2f}")
+    print(f"greedy accuracy {job.accuracy():.2f}")
     for step in range(job.config.trainer.steps):
         batch = job.next_batch().repeat(8)
         batch |= actor.generate_sequences(batch, job.sampling)
@@ -31,5 +30,5 @@ with Job(load_config(["run.name=driver", *sys.argv[1:]])) as job:
         metrics = actor.update_actor(batch).get()
         mean = batch.collect(["scores"])["scores"].mean()
         print(f"step {step + 1}: reward {mean:.2f}, entropy {metrics['entropy']:.2f}")
-    print(f"greedy accuracy {accuracy(job):.2f}")
+    print(f"greedy accuracy {job.accuracy():.2f}")
     actor.save_model(str(job.directory.model.absolute())).get()

@@ -4,7 +4,6 @@ import sys
 
 from hybridrl import Batch, Job, load_config
 from hybridrl.algorithms import gae, shape_rewards, token_weights, whiten
-from hybridrl.trainers.evaluation import accuracy
 from hybridrl.trainers.warmup import warm_up
 
 SETTINGS = ["algorithm=ppo", "algorithm.kl_coefficient=0.001", "run.name=ppo-driver"]
@@ -31,7 +30,7 @@ with Job(load_config([*SETTINGS, *sys.argv[1:]])) as job:
         job.groups[role] for role in ("actor", "critic", "reward", "reference")
     )
     warm_up(job)
-    print(f"greedy accuracy {accuracy(job):.2f}")
+    print(f"greedy accuracy {job.accuracy():.2f}")
     for step in range(job.config.trainer.steps):
         batch = job.next_batch().repeat(8)
         batch |= actor.generate_sequences(batch, job.sampling)
@@ -45,5 +44,5 @@ with Job(load_config([*SETTINGS, *sys.argv[1:]])) as job:
         mean = batch.collect(["scores"])["scores"].mean()
         print(f"step {step + 1}: reward {mean:.2f}, value loss {fit.get()['critic_loss']:.3f}")
         policy.get()
-    print(f"greedy accuracy {accuracy(job):.2f}")
+    print(f"greedy accuracy {job.accuracy():.2f}")
     actor.save_model(str(job.directory.model.absolute())).get()

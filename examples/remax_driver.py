@@ -4,7 +4,6 @@ import sys
 
 from hybridrl import Batch, Job, load_config
 from hybridrl.algorithms import token_weights
-from hybridrl.trainers.evaluation import accuracy
 from hybridrl.trainers.warmup import warm_up
 
 
@@ -26,7 +25,7 @@ def advantages(batch: Batch) -> Batch:
 with Job(load_config(["algorithm=remax", "run.name=remax-driver", *sys.argv[1:]])) as job:
     actor, reward = job.groups["actor"], job.groups["reward"]
     warm_up(job)
-    print(f"greedy accuracy {accuracy(job):.2f}")
+    print(f"greedy accuracy {job.accuracy():.2f}")
     for step in range(job.config.trainer.steps):
         prompts = job.next_batch()
         greedy = prompts | actor.generate_sequences(prompts, job.sampling.greedy())
@@ -39,5 +38,5 @@ with Job(load_config(["algorithm=remax", "run.name=remax-driver", *sys.argv[1:]]
         actor.update_actor(batch).get()
         mean = batch.collect(["scores"])["scores"].mean()
         print(f"step {step + 1}: reward {mean:.2f}")
-    print(f"greedy accuracy {accuracy(job):.2f}")
+    print(f"greedy accuracy {job.accuracy():.2f}")
     actor.save_model(str(job.directory.model.absolute())).get()

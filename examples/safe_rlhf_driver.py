@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 from hybridrl import Batch, Job, load_config
-from hybridrl.algorithms import LagrangeMultiplier, gae, shape_rewards, token_weights, whiten
+from hybridrl.algorithms import LagrangeMultiplier, divide_by_std, gae, shape_rewards, token_weights
 from hybridrl.trainers.warmup import warm_up
 
 SHAPED = ["scores", "costs", "response_mask", "values", "cost_values"]
@@ -23,7 +23,7 @@ def advantages(batch: Batch, multiplier: float) -> Batch:
         return gae(rewards, batch.padded(values)[0], mask, lam=0.95)
 
     (good, returns), (bad, cost_returns) = credit("scores", "values"), credit("costs", SHAPED[-1])
-    good, bad = whiten(good, mask), whiten(bad, mask, shift_mean=False)
+    good, bad = divide_by_std(good, mask), divide_by_std(bad, mask)
     columns = {
         "advantages": (good - multiplier * bad) / (1 + multiplier),
         "returns": returns,
@@ -36,7 +36,7 @@ def advantages(batch: Batch, multiplier: float) -> Batch:
 
 with Job(load_config(["algorithm=safe_rlhf", "run.name=safe-driver", *sys.argv[1:]])) as job:
     groups, actor = job.groups, job.groups["actor"]
-    multiplier = LagrangeMultiplier(initial=0.5, limit=0.3, rate=0.5)
+    multiplier = LagrangeMultiplier(initial=0.5, limit=0.3, rate=0.1)
     warm_up(job)
     for step in range(job.config.trainer.steps):
         batch = job.next_batch().repeat(8)
@@ -53,5 +53,5 @@ with Job(load_config(["algorithm=safe_rlhf", "run.name=safe-driver", *sys.argv[1
         found = batch.collect(["scores", "costs"])
         reward, cost = float(found["scores"].mean()), float(found["costs"].mean())
         print(f"step {step + 1}: reward {reward:.2f}, cost {cost:.2f}, {multiplier.value:.2f}")
-        multiplier.update(cost)
+        multiplier.update(found["costs"])
     actor.save_model(str(job.directory.model.absolute())).get()

@@ -75,6 +75,8 @@ def _plan(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
             console = Console(width=None if sys.stdout.isatty() else 160)
             for line in table.sizes_lines(plan):
                 console.print(line, highlight=False, markup=False)
+            if plan.notice:
+                console.print(plan.notice, highlight=False, markup=False)
             for shown in table.tables(plan):
                 console.print()
                 console.print(shown)
@@ -86,7 +88,7 @@ def _machines(config: Config, text: str | None) -> Machines:
 
     if text is not None:
         return devices.named(text)
-    from hybridrl.config.checks import devices_here
+    from hybridrl.checks.settings import devices_here
 
     return devices.present(devices_here(config))
 

@@ -34,6 +34,10 @@ class RolloutError(HybridRLError):
     """Generation did not keep to the tokens of a sample. Names the tokens."""
 
 
+class TrainingError(HybridRLError):
+    """Training cannot go on: its gradients are no numbers. Names what to look at."""
+
+
 class WorkerError(HybridRLError):
     """A worker raised or died. Names role, rank and method, and carries the worker's traceback."""
 

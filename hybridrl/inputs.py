@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.config.model_folder import check_model
+from hybridrl.checks.model_folder import check_model
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
+from hybridrl.trainers.role_spec import SCORING, RoleSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -70,23 +71,64 @@ def load_rows(config: Config, kind: str, tokenizer: Any) -> Rows:
     return Rows(training, held_out, examples, _longest(batches, ("prompt_ids",)), response)
 
 
-def check_reward_tokenizers(config: Config, tokenizer: Any, path: str) -> None:
-    """A reward model reads the policy's own token ids.
+def write_rows(rows: Any, file: Path) -> str:
+    """Writes rows that were given as objects where workers and later runs find them.
+
+    Args:
+        rows: A list of dictionaries, a `datasets.Dataset`, or a `Batch`.
+
+    Returns:
+        The path.
+
+    Raises:
+        ConfigError: if they are none of these.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from hybridrl.core.batch import Batch
+
+    if isinstance(rows, Batch):
+        table = rows.table
+    elif hasattr(rows, "with_format") and hasattr(rows, "column_names"):  # a datasets.Dataset
+        table = rows.with_format("arrow")[:]
+    elif isinstance(rows, Sequence) and rows and all(isinstance(row, Mapping) for row in rows):
+        try:
+            table = pa.Table.from_pylist(list(rows))
+        except pa.ArrowException as error:
+            raise ConfigError(
+                f"Job(data=...): the values of a column must be of one kind: {error}"
+            ) from error
+    else:
+        raise ConfigError(
+            f"Job(data=...) is a {type(rows).__name__}; it must be a list of dictionaries with at "
+            "least one row, a datasets.Dataset, or a hybridrl.Batch."
+        )
+    pq.write_table(table, file)
+    return str(file.absolute())
+
+
+def check_tokenizers(
+    config: Config, roles: Mapping[str, RoleSpec], tokenizer: Any, path: str
+) -> None:
+    """A model that scores, such as a reward model or a teacher, reads the policy's own token ids.
 
     Raises:
         ConfigError: if it has others.
     """
     from hybridrl.models import load_tokenizer
 
-    for kind, scoring in (("reward", config.reward), ("cost", config.cost)):
-        if scoring is None or not scoring.model:
+    for role, spec in roles.items():
+        own = spec.path(role, config)
+        if not own or load_tokenizer(own).get_vocab() == tokenizer.get_vocab():
             continue
-        if load_tokenizer(scoring.model).get_vocab() != tokenizer.get_vocab():
-            raise ConfigError(
-                f"{kind}.model={scoring.model} has another vocabulary than the policy's "
-                f"tokenizer ({path}): it would read other words than were written. Take a reward "
-                f"model of the same family, or a judge ({kind}.judge.path), which reads text."
-            )
+        scores = spec.worker in SCORING
+        setting = f"{spec.worker}.model" if scores else f"models.{role}.path"
+        cure = f", or a judge ({spec.worker}.judge.path), which reads text" if scores else ""
+        raise ConfigError(
+            f"{setting}={own} has another vocabulary than the policy's tokenizer ({path}): it "
+            f"would read other words than were written. Take a model of the same family{cure}."
+        )
 
 
 def check_lengths(config: Config, kind: str, rows: Rows, model: PretrainedConfig) -> None:

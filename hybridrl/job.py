@@ -10,31 +10,35 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import psutil
 
-from hybridrl.config.checks import check
-from hybridrl.config.load import to_yaml
-from hybridrl.config.placement_checks import check_placement, played_by
+from hybridrl.checks.placement import check_placement, wanted_roles
+from hybridrl.checks.settings import check
+from hybridrl.checks.shared_paths import paths_of_workers
+from hybridrl.config.load import to_plain, to_yaml
 from hybridrl.config.schema import Config
-from hybridrl.config.shared_paths import paths_of_workers
 from hybridrl.core.garbage import no_collection
-from hybridrl.errors import ConfigError
+from hybridrl.errors import DataError
 from hybridrl.observe.metrics import open_writers
 from hybridrl.observe.run_directory import RunDirectory
-from hybridrl.trainers import load_trainer
+from hybridrl.trainers import load_trainer, name_of
+from hybridrl.trainers.role_spec import played_by
 
 if TYPE_CHECKING:
     from hybridrl.controller import BatchRef, WorkerGroup
     from hybridrl.core.batch import Batch
-    from hybridrl.data.loader import PromptLoader
     from hybridrl.placement.separated_actor import SeparatedActor
     from hybridrl.planner.plan import Plan
     from hybridrl.trainers.base import Trainer
+    from hybridrl.trainers.feed import Feed
+    from hybridrl.trainers.role_spec import RoleSpec
+
+Function = Callable[..., Any]
 
 
 class Job:
@@ -45,15 +49,21 @@ class Job:
     Args:
         config: See `load_config`.
         progress: Told what begins, for a person to read.
-        roles: Worker groups to build; None: those of `config.trainer.name`.
+        roles: Worker groups to build: names, of the trainer's roles or standard ones, or a mapping
+            of names to `RoleSpec`s; None: those of the trainer.
+        reward: A reward function, or several, in place of `reward.function`.
+        data: Rows in place of `data.path`: a list of dictionaries, a `datasets.Dataset`, or a
+            `Batch`. They are written to `data.parquet` of the run directory.
+        trainer: A subclass of `hybridrl.trainers.base.Trainer`, in place of `trainer.name`.
 
     Attributes:
         directory: The run's files.
         training, held_out: Tokenized data, of the kind that the trainer learns from.
         examples: Prompts with right responses; None where the data has none.
-        loader: Endless iterator over batches of `data.prompts_per_step` rows of `training`.
+        feed: Deals out `training`, step by step.
         sampling: How samples are drawn while training.
         executor: The devices.
+        roles: What is said of each role.
         placement: Which role lives on which devices.
         plan: What that takes of each device.
         groups: The worker groups, by role.
@@ -64,43 +74,66 @@ class Job:
         self,
         config: Config,
         progress: Callable[[str], None] = lambda _: None,
-        roles: Sequence[str] | None = None,
+        roles: Sequence[str] | Mapping[str, RoleSpec] | None = None,
+        *,
+        reward: Function | Sequence[Function] | None = None,
+        data: Any = None,
+        trainer: type[Trainer] | None = None,
     ) -> None:
         self.started = psutil.Process().create_time()
-        self.config = config
+        self.config = config = _with_objects(config, reward, data, trainer)
         self.name = f"hybridrl-{os.getpid()}-{int(time.time())}"
-        check(config)
         self.trainer_class = load_trainer(config.trainer.name)
+        self.roles = wanted_roles(config, roles)
+        check(config, self.roles)
         self.directory = _make_directory(config)
+        if data is not None:
+            from hybridrl.inputs import write_rows
+
+            path = write_rows(data, self.directory.path / "data.parquet")
+            self.config = config = replace(config, data=replace(config.data, path=path))
         self.directory.write_config(to_yaml(config))
         trackers = config.metrics or []
         trackers = [trackers] if isinstance(trackers, str) else list(trackers)
-        self._example_loader: PromptLoader | None = None
-        self._numbered = 0
-        self._writers = open_writers(trackers, self.directory, config.run.name, asdict(config))
+        self._opened = ExitStack()
+        try:
+            self._writers = open_writers(
+                trackers, self.directory, config.run.name, to_plain(config)
+            )
+            for writer in self._writers:
+                self._opened.callback(writer.close)
+            self._open(progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, progress: Callable[[str], None]) -> None:
+        config = self.config
         progress("starting Ray and loading data" if config.executor == "ray" else "loading data")
         with no_collection(), ThreadPoolExecutor(1) as beside:
             # Ray takes seconds to start, and so do the imports of data and model code. Ray's
             # processes end with the thread that started them, so that is this one.
             loading = beside.submit(self._load)
             self.executor = self._start_executor()
-        try:
-            loading.result()
-            wanted = list(roles or self.trainer_class.roles(config))
-            self.placement = check_placement(config, self.executor.cluster, wanted)
-            self.directory.write_placement(self.placement.to_json())
-            self.plan = self._make_plan()
-            progress(f"starting workers on {len(self.executor.cluster.devices)} devices")
-            self._build_groups(wanted)
-        except BaseException:
-            self.close()
-            raise
+        loading.result()
+        self.feed = self._make_feed()
+        self.placement = check_placement(config, self.executor.cluster, self.roles)
+        self.directory.write_placement(self.placement.to_json())
+        self.plan = self._make_plan()
+        progress(f"starting workers on {len(self.executor.cluster.devices)} devices")
+        self._build_groups()
 
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """In good order every call is done before the workers end, and what failed is raised, also
+        where nobody has asked."""
+        try:
+            if kind is None and self.executor.takes_calls:
+                self.executor.settle()
+        finally:
+            self.close()
 
     def put(self, batch: Batch) -> BatchRef:
         """Hands a batch of the driver's to the workers; see `Executor.put`."""
@@ -109,40 +142,32 @@ class Job:
     def next_batch(self) -> BatchRef:
         """What the next step learns from: prompts, numbered in the column `group_id`, or examples,
         or pairs."""
-        from hybridrl.data.preferences import samples_of_pairs
-
-        batch = next(self.loader)
-        if self.trainer_class.DATA == "pairs":
-            return self.put(samples_of_pairs(batch))
-        numbers = np.arange(self._numbered, self._numbered + len(batch))
-        self._numbered += len(batch)
-        return self.put(batch.with_columns({"group_id": numbers}))
-
-    def make_trainer(self) -> Trainer:
-        """The driver program that `trainer.name` asks for."""
-        return self.trainer_class(
-            self.config, self.groups, self.sampling, self.next_batch, self.next_examples
-        )
+        return self.feed.next_batch()
 
     def next_examples(self, coefficient: float = 1.0) -> BatchRef:
         """Prompts with right responses, for one supervised update of this weight."""
-        from hybridrl.data.loader import PromptLoader
-        from hybridrl.trainers.shaping import loss_weights
+        return self.feed.next_examples(coefficient)
 
-        if self.examples is None:
-            raise ConfigError(
-                f"algorithm.ptx_coefficient={self.config.algorithm.ptx_coefficient} needs right "
-                "responses, and only built-in tasks (data.task) bring them."
+    def make_trainer(self) -> Trainer:
+        """The driver program that `trainer.name` asks for."""
+        return self.trainer_class(self.config, self.groups, self.sampling, self.feed)
+
+    def accuracy(self) -> float:
+        """Share of the held-out prompts whose greedy answer is right.
+
+        Raises:
+            DataError: if there are no held-out prompts.
+        """
+        from hybridrl.trainers.evaluation import evaluate_answers
+
+        if self.held_out is None:
+            raise DataError(
+                "There are no held-out prompts: the data is too small to spare any. Set "
+                "data.eval_path."
             )
-        if self._example_loader is None:
-            config = self.config
-            self._example_loader = PromptLoader(
-                self.examples, config.data.prompts_per_step, config.run.seed
-            )
-        batch = next(self._example_loader)
-        weights = loss_weights(batch, "token-mean").ragged("loss_weights")
-        scaled = weights._replace(values=weights.values * coefficient)
-        return self.put(batch.with_columns({"loss_weights": scaled}))
+        actor, reward = self.groups["actor"], self.groups["reward"]
+        held_out = self.put(self.held_out)
+        return evaluate_answers(actor, reward, held_out, self.sampling, self.config)["accuracy"]
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds figures of a step to `metrics.jsonl` and the trackers."""
@@ -150,18 +175,20 @@ class Job:
             writer.write(step, metrics)
 
     def close(self) -> None:
-        """Ends workers, and Ray if it was started here. Leaves nothing in shared memory."""
-        from hybridrl.rollout.shared_memory import remove_shared_memory
-
-        self.executor.close()
-        remove_shared_memory(self.name)
-        for writer in self._writers:
-            writer.close()
+        """Ends workers, and Ray if it was started here. Leaves nothing in shared memory. A part
+        that fails to close keeps no other from being closed."""
+        self._opened.close()
 
     def _start_executor(self) -> Any:
-        from hybridrl.rollout.shared_memory import remove_leftovers
+        from hybridrl.rollout.shared_memory import remove_leftovers, remove_shared_memory
 
         remove_leftovers()
+        self._opened.callback(remove_shared_memory, self.name)
+        executor = self._make_executor()
+        self._opened.callback(executor.close)
+        return executor
+
+    def _make_executor(self) -> Any:
         config = self.config
         if config.executor == "inline":
             from hybridrl.controller import InlineExecutor
@@ -183,14 +210,13 @@ class Job:
     def _modules_of_workers(self) -> list[str]:
         """What workers import anyway, while the driver prepares."""
         modules = ["hybridrl.workers.actor"]
-        if self.trainer_class.GENERATES:
+        if any(spec.generates for spec in self.roles.values()):
             modules.append(f"hybridrl.rollout.{self.config.rollout.engine}")
         return modules
 
     def _load(self) -> None:
         """Model folder, tokenizer and data, and what follows from their sizes."""
         from hybridrl import inputs
-        from hybridrl.data.loader import PromptLoader
         from hybridrl.models import load_config, load_tokenizer
         from hybridrl.planner.at_start import count_models
         from hybridrl.rollout import Sampling
@@ -199,15 +225,12 @@ class Job:
         self.model_path = inputs.model_folder(config, self.directory.path)
         self.tokenizer_path = config.model.tokenizer or self.model_path
         self.tokenizer = load_tokenizer(self.tokenizer_path)
-        inputs.check_reward_tokenizers(config, self.tokenizer, self.tokenizer_path)
+        inputs.check_tokenizers(config, self.roles, self.tokenizer, self.tokenizer_path)
         rows = inputs.load_rows(config, kind, self.tokenizer)
         self.training, self.held_out, self.examples = rows.training, rows.held_out, rows.examples
         self.longest_prompt, self.longest_response = rows.longest_prompt, rows.longest_response
         self.context_length = self.longest_prompt + self.longest_response
         inputs.check_lengths(config, kind, rows, load_config(self.model_path))
-        self.loader = PromptLoader(
-            self.training, config.data.prompts_per_step, config.run.seed, config.data.shuffle
-        )
         self.sampling = Sampling(
             rollout.max_tokens,
             rollout.temperature,
@@ -216,19 +239,26 @@ class Job:
             tuple(rollout.stop),
             rollout.min_tokens,
         )
-        count_models(self._with_model(), self.trainer_class.roles(config))
+        count_models(self._with_model(), self.roles)
+
+    def _make_feed(self) -> Feed:
+        from hybridrl.trainers.feed import Feed
+
+        kind = self.trainer_class.DATA
+        return Feed(self.config, kind, self.training, self.examples, self.tokenizer, self.put)
 
     def _make_plan(self) -> Plan:
         from hybridrl.planner.at_start import plan_job
 
         lengths = (self.longest_prompt, self.longest_response)
-        return plan_job(self._with_model(), self.executor.cluster, self.placement, lengths)
+        cluster, config = self.executor.cluster, self._with_model()
+        return plan_job(config, cluster, self.placement, lengths, self.roles)
 
     def _with_model(self) -> Config:
         """The settings, with the tiny model's folder if there was none."""
         return replace(self.config, model=replace(self.config.model, path=self.model_path))
 
-    def _build_groups(self, wanted: Sequence[str]) -> None:
+    def _build_groups(self) -> None:
         from hybridrl.controller import WorkerGroup
         from hybridrl.roles import worker_of
 
@@ -242,8 +272,8 @@ class Job:
             group.ready()
         if self.placement.is_separated:
             self.groups["actor"] = self._join_actor(self.groups["actor"], self.groups["generator"])
-        for role in wanted:
-            self.groups[role] = self.groups[played_by(role, self.config)]
+        for role in self.roles:
+            self.groups[role] = self.groups[played_by(self.roles, role, self.config)]
 
     def _join_actor(self, trainer: WorkerGroup, generator: WorkerGroup) -> SeparatedActor:
         from hybridrl.placement.separated_actor import SeparatedActor
@@ -266,3 +296,21 @@ def _make_directory(config: Config) -> RunDirectory:
     if run.directory:
         return RunDirectory.at(Path(run.directory))
     return RunDirectory.create(Path(run.root), run.name)
+
+
+def _with_objects(
+    config: Config,
+    reward: Function | Sequence[Function] | None,
+    data: Any,
+    trainer: type[Trainer] | None,
+) -> Config:
+    """The settings with Python objects in place of the names that they have there."""
+    if reward is not None:
+        functions = [reward] if callable(reward) else list(reward)
+        config = replace(config, reward=replace(config.reward, function=functions))
+    if data is not None:
+        rows = replace(config.data, task=None, path="data.parquet", split=None)
+        config = replace(config, data=rows)
+    if trainer is not None:
+        config = replace(config, trainer=replace(config.trainer, name=name_of(trainer)))
+    return config

@@ -13,7 +13,7 @@ from typing import Any
 import hydra
 from rich.console import Console
 
-from hybridrl.config.checks import check
+from hybridrl.checks.settings import check
 from hybridrl.config.load import load_config, to_config, to_yaml
 from hybridrl.config.recipe import expand
 from hybridrl.config.schema import Config
@@ -71,6 +71,8 @@ def run(config: Config) -> dict[str, Any]:
             from hybridrl.planner.table import short
 
             view.message(overview(job, short(job.plan)))
+            if job.plan.notice:
+                view.message(job.plan.notice)
             loop = Loop(job, view)
             summary = loop.summary
             try:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from hybridrl.algorithms import BradleyTerry, DirectPreference, PolicyObjective
-from hybridrl.algorithms.registry import options_of, policy_loss
+from hybridrl.algorithms import BradleyTerry
+from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import (
     ActorConfig,
-    AlgorithmConfig,
     Config,
     JudgeConfig,
     LoraSettings,
+    PreferenceConfig,
     RewardConfig,
     RolloutParallelConfig,
 )
 from hybridrl.controller import Worker
-from hybridrl.engine.train import Loss
 from hybridrl.models import load_tokenizer
-from hybridrl.trainers import load_trainer
+from hybridrl.placement import GENERATOR, Placement
+from hybridrl.trainers.role_spec import ACTOR, RoleSpec
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.engines import ModelSource
@@ -30,24 +31,48 @@ from hybridrl.workers.reference import ReferenceWorker
 from hybridrl.workers.reward import RewardWorker
 from hybridrl.workers.reward_model import RewardModelWorker
 
-if TYPE_CHECKING:
-    from hybridrl.job import Job
-
 Keywords = Mapping[str, Any]
 
 
-def worker_of(role: str, job: Job) -> tuple[type[Worker], Keywords]:
+class Built(Protocol):
+    """What a job has when its workers are built."""
+
+    config: Config
+    name: str
+    roles: Mapping[str, RoleSpec]
+    trainer_class: Any
+    placement: Placement
+    model_path: str
+    tokenizer_path: str
+    tokenizer: Any
+    context_length: int
+
+
+def worker_of(role: str, job: Built) -> tuple[type[Worker], Keywords]:
     """The worker class of a role, and the keywords that it is built with."""
-    worker_class, keywords = ROLES[role]
-    return worker_class, keywords(job)
+    if role == GENERATOR:
+        return GeneratorWorker, _generator(job)
+    spec = job.roles[role]
+    own = {**model_settings(job.config, role).further, **spec.keywords}
+    if isinstance(spec.worker, str):
+        worker_class, usual = KINDS[spec.worker]
+        return worker_class, {**usual(job, role), **own}
+    named = inspect.signature(spec.worker.__init__).parameters
+    offered = {**_actor(job, role), "temperature": job.config.rollout.temperature}
+    return spec.worker, {**{k: v for k, v in offered.items() if k in named}, **own}
 
 
-def _training(job: Job, role: str) -> ActorConfig:
+def _training(job: Built, role: str) -> ActorConfig:
     """The settings of a model, cut as its place says."""
-    return replace(job.config.actor, parallel=job.placement.roles[role].parallel)
+    actor = job.config.actor
+    return replace(
+        actor,
+        parallel=job.placement.roles[role].parallel,
+        optimizer=model_settings(job.config, role).optimizer_of(actor.optimizer),
+    )
 
 
-def _source(job: Job, path: str | None = None) -> ModelSource:
+def _source(job: Built, path: str | None = None) -> ModelSource:
     return ModelSource(
         path=path or job.model_path,
         tokenizer=job.tokenizer_path,
@@ -55,6 +80,10 @@ def _source(job: Job, path: str | None = None) -> ModelSource:
         context_length=job.context_length,
         eos_token_ids=_ends(job.model_path, job.tokenizer),
     )
+
+
+def _own_source(job: Built, role: str) -> ModelSource:
+    return _source(job, job.roles[role].path(role, job.config))
 
 
 def _ends(path: str, tokenizer: Any) -> tuple[int, ...]:
@@ -69,23 +98,24 @@ def _ends(path: str, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(found - {None}))
 
 
-def _actor(job: Job) -> Keywords:
+def _actor(job: Built, role: str) -> Keywords:
     config, algorithm = job.config, job.config.algorithm
+    separated = role == ACTOR and job.placement.is_separated
     return {
-        "source": _source(job),
-        "config": _training(job, "actor"),
+        "source": _own_source(job, role),
+        "config": _training(job, role),
         "rollout": config.rollout,
-        "objective": objective(config),
+        "objective": job.trainer_class.objective(config),
         "updates": _updates(config) + (config.trainer.steps if algorithm.ptx_coefficient else 0),
         "seed": config.run.seed,
         "job": job.name,
-        "generates": load_trainer(config.trainer.name).GENERATES and not job.placement.is_separated,
+        "generates": job.roles[role].generates and not separated,
     }
 
 
-def _generator(job: Job) -> Keywords:
+def _generator(job: Built) -> Keywords:
     config = job.config
-    tp = job.placement.roles["generator"].parallel.tp
+    tp = job.placement.roles[GENERATOR].parallel.tp
     return {
         "source": _source(job),
         "rollout": replace(config.rollout, parallel=RolloutParallelConfig(tp)),
@@ -95,42 +125,40 @@ def _generator(job: Job) -> Keywords:
     }
 
 
-def _reference(job: Job) -> Keywords:
+def _reference(job: Built, role: str) -> Keywords:
     return {
-        "source": _source(job),
-        "config": _training(job, "reference"),
+        "source": _own_source(job, role),
+        "config": _training(job, role),
         "temperature": job.config.rollout.temperature,
     }
 
 
-def _critic(job: Job, prefix: str) -> Keywords:
-    critic, actor = job.config.critic, _training(job, f"{prefix}critic")
-    rate = critic.learning_rate or actor.optimizer.learning_rate
+def _critic(job: Built, role: str) -> Keywords:
     return {
-        "source": _source(job, critic.path),
-        "config": replace(actor, optimizer=replace(actor.optimizer, learning_rate=rate)),
-        "value_clip": critic.value_clip,
-        "prefix": prefix,
+        "source": _own_source(job, role),
+        "config": _training(job, role),
+        "value_clip": job.config.critic.value_clip,
+        "prefix": "",
         "updates": _updates(job.config),
     }
 
 
-def _reward_model(job: Job) -> Keywords:
+def _reward_model(job: Built, role: str) -> Keywords:
     return {
-        "source": _source(job),
-        "config": _training(job, "reward_model"),
-        "objective": BradleyTerry(job.config.preference.centre),
+        "source": _own_source(job, role),
+        "config": _training(job, role),
+        "objective": BradleyTerry((job.config.preference or PreferenceConfig()).centre),
         "updates": _updates(job.config),
     }
 
 
-def _scores(job: Job, kind: str) -> Keywords:
+def _scores(job: Built, role: str, kind: str) -> Keywords:
     config: RewardConfig = getattr(job.config, kind)
     return {
         "config": config,
         "tokenizer": job.tokenizer_path,
-        "model": _source(job, config.model) if config.model else None,
-        "model_config": replace(_training(job, kind), lora=LoraSettings()),
+        "model": _own_source(job, role) if config.model else None,
+        "model_config": replace(_training(job, role), lora=LoraSettings()),
         "judge": _judge(job, config.judge) if config.judge.path else None,
         "rollout": job.config.rollout,
         "kind": kind,
@@ -138,7 +166,7 @@ def _scores(job: Job, kind: str) -> Keywords:
     }
 
 
-def _judge(job: Job, config: JudgeConfig) -> ModelSource:
+def _judge(job: Built, config: JudgeConfig) -> ModelSource:
     source = _source(job, config.path)
     return replace(
         source,
@@ -152,32 +180,12 @@ def _updates(config: Config) -> int:
     return config.trainer.steps * config.actor.updates_per_step
 
 
-def objective(config: Config) -> Loss:
-    """The loss of the policy that the settings describe."""
-    if config.preference is not None:
-        known = {f.name for f in fields(DirectPreference)}
-        settings = {f.name: getattr(config.preference, f.name) for f in fields(config.preference)}
-        return DirectPreference(**{k: v for k, v in settings.items() if k in known})
-    algorithm = config.algorithm
-    names = options_of(policy_loss(algorithm.policy_loss))
-    options = {name: getattr(algorithm, name) for name in names if hasattr(algorithm, name)}
-    shared = {f.name for f in fields(PolicyObjective)} & {f.name for f in fields(AlgorithmConfig)}
-    settings = {name: getattr(algorithm, name) for name in sorted(shared)}
-    if algorithm.kl_in_reward:
-        settings["kl_coefficient"] = 0.0
-    return PolicyObjective(
-        options=options | algorithm.loss_options,
-        **settings,
-    )
-
-
-ROLES: dict[str, tuple[type[Worker], Callable[[Job], Keywords]]] = {
+KINDS: dict[str, tuple[type[Worker], Callable[[Built, str], Keywords]]] = {
     "actor": (ActorWorker, _actor),
-    "generator": (GeneratorWorker, _generator),
-    "critic": (CriticWorker, partial(_critic, prefix="")),
-    "cost_critic": (CriticWorker, partial(_critic, prefix="cost_")),
+    "critic": (CriticWorker, _critic),
     "reference": (ReferenceWorker, _reference),
     "reward": (RewardWorker, partial(_scores, kind="reward")),
     "cost": (RewardWorker, partial(_scores, kind="cost")),
     "reward_model": (RewardModelWorker, _reward_model),
 }
+"""The class and the usual keywords of each kind of `hybridrl.trainers.role_spec.KINDS`."""

@@ -122,7 +122,7 @@ def plain_update(batch, objective):
     gradient = flat(parameter.grad for parameter in policy.parameters())
     found |= {"loss": float(value.detach()), "tokens": float(mask.sum())}
     found["rows"] = float((segments.lengths > 0).sum())
-    found["grad_norm"] = float(gradient.norm())
+    found |= {"grad_norm": float(gradient.norm()), "skipped_updates": 0.0}
     return gradient, found
 
 

@@ -66,7 +66,7 @@ class Host:
         options.setdefault("env", {**os.environ, **RAY_ENVIRONMENT})
         return subprocess.Popen([*before, *command], preexec_fn=self._enter_groups, **options)
 
-    def run(self, command: Sequence[str], timeout: float = 60, **options: Any) -> str:
+    def run(self, command: Sequence[str], timeout: float = 240, **options: Any) -> str:
         """Runs a command on this host to its end; what it printed.
 
         Raises:
@@ -281,14 +281,14 @@ def _start_node(node: Node, cpus: int, head: bool, environment: dict[str, str]) 
         command += [f"--address={node.cluster}"]
     settings = {"env": {**os.environ, **RAY_ENVIRONMENT, **environment}}
     if node.host is not None:
-        node.host.run(command, timeout=90, **settings)
+        node.host.run(command, timeout=240, **settings)
     else:
-        _checked_run(command, timeout=90, **settings)
+        _checked_run(command, timeout=240, **settings)
 
 
 def _end(find: Any) -> None:
     """Kills what `find` finds until it finds nothing: a supervisor may start another meanwhile."""
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while (processes := find()) and time.monotonic() < deadline:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -333,7 +333,7 @@ def _ip(*arguments: str) -> None:
     _checked_run(["ip", *arguments])
 
 
-def _checked_run(command: Sequence[str], timeout: float = 10, **options: Any) -> None:
+def _checked_run(command: Sequence[str], timeout: float = 60, **options: Any) -> None:
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, check=False, **options
     )

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import socket
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from hybridrl.parallel.process_group import join
 # The process that ranks are forked from has these imported; it starts once for all tests.
 MODULES = [
     "hybridrl.engine.hybrid",
+    *(["hybridrl.rollout.vllm"] if find_spec("vllm") else []),
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
 ]

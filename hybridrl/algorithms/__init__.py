@@ -23,7 +23,7 @@ from hybridrl.algorithms.preferences import BradleyTerry, DirectPreference
 from hybridrl.algorithms.rewards import overlong_penalty, shape_rewards
 from hybridrl.algorithms.sample_losses import gmpo, gspo
 from hybridrl.algorithms.segments import Segments
-from hybridrl.algorithms.statistics import masked_mean, masked_var, whiten
+from hybridrl.algorithms.statistics import divide_by_std, masked_mean, masked_var, whiten
 from hybridrl.algorithms.token_loss import TokenLoss, negative_log_likelihood, value_loss
 from hybridrl.algorithms.weights import token_weights
 
@@ -37,6 +37,7 @@ __all__ = [
     "Segments",
     "TokenLoss",
     "cispo",
+    "divide_by_std",
     "gae",
     "gmpo",
     "group_relative",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.kl import kl
 from hybridrl.algorithms.masking import as_bool, as_float, on_mask, require_known
-from hybridrl.algorithms.segments import Segments
+from hybridrl.algorithms.segments import Segments, samples_of
 from hybridrl.algorithms.statistics import masked_mean
 from hybridrl.errors import ConfigError
 
@@ -45,7 +45,7 @@ def importance_weights(
     mask = as_bool(mask)
     difference = _difference(log_probs, rollout_log_probs, mask).clamp(-20.0, 20.0)
     if level == "sequence":
-        samples = _samples(mask, segments)
+        samples = samples_of(mask, segments)
         difference = samples.spread(samples.sum(difference).clamp(-20.0, 20.0))
     weights = difference.exp()
     if mode == "truncate":
@@ -81,7 +81,7 @@ def mismatch(
     Without any token there is no gap: the ratios are 1 and the differences 0.
     """
     mask = as_bool(mask)
-    samples = _samples(mask, segments)
+    samples = samples_of(mask, segments)
     mask = samples.mask
     difference = _difference(log_probs, rollout_log_probs, mask)
     weights = on_mask(difference.clamp(-20.0, 20.0).exp(), mask)
@@ -103,7 +103,3 @@ def mismatch(
 def _difference(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
     log_probs, rollout_log_probs = as_float(log_probs, rollout_log_probs)
     return on_mask(log_probs - rollout_log_probs, mask)
-
-
-def _samples(mask: Tensor, segments: Segments | None) -> Segments:
-    return Segments.from_mask(mask) if segments is None else segments.within(mask)

@@ -1,7 +1,8 @@
 """Advantages that compare the answers to one prompt with each other: no critic.
 
 All take one score per row and return one advantage per row, ``[rows]``; `spread` puts it on the
-tokens. A group of one has advantage 0, because there is nothing to compare it with.
+tokens. A group of one has advantage 0, because there is nothing to compare it with. Groups do not
+depend on each other, but for the scale ``batch`` and for `reinforce_plus_plus_baseline`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.groups import Groups
-from hybridrl.algorithms.masking import as_float, require_known
-from hybridrl.algorithms.segments import Segments
+from hybridrl.algorithms.masking import as_float, on_mask, require_known
+from hybridrl.algorithms.segments import Segments, samples_of
 from hybridrl.algorithms.statistics import whiten
 
 SCALES = ("std", "batch", "none")
@@ -73,17 +74,20 @@ def pass_at_k(scores: Tensor, groups: Tensor, scale: str = "std", eps: float = 1
 
 
 @torch.no_grad()
-def reinforce_plus_plus_baseline(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
+def reinforce_plus_plus_baseline(
+    scores: Tensor, groups: Tensor, mask: Tensor, *, segments: Segments | None = None
+) -> Tensor:
     """Score minus the mean of its group on every token, whitened over the tokens of the batch.
 
-    scores, groups: ``[rows]``; mask: ``[rows, time]``. Returns ``[rows, time]``.
+    scores, groups: ``[rows]``; mask: ``[rows, time]``, or packed ``[tokens]`` with ``segments``.
+    Returns advantages shaped like the mask; every row depends on all.
     REINFORCE++-baseline: Hu 2025, arXiv:2501.03262.
     """
     members = Groups.of(groups)
-    segments = Segments.from_mask(mask)
-    advantages = whiten(segments.spread(members.centred(scores)), mask)
+    samples = samples_of(mask, segments)
+    advantages = whiten(samples.spread(members.centred(scores)), samples.mask)
     # Whitening shifts the mean, also for a row that had nothing to be compared with.
-    return torch.where((members.size > 1).unsqueeze(-1), advantages, 0.0)
+    return on_mask(advantages, (members.size > 1)[samples.row])
 
 
 @torch.no_grad()

@@ -12,6 +12,11 @@ from hybridrl.algorithms.masking import as_float, on_mask, require_known
 from hybridrl.errors import ConfigError
 
 ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
+IN_REWARD = "k1"
+"""The estimator of a KL in the reward: through the policy gradient no other has the gradient of the
+divergence. Near the reference k3 has a few per cent of it, in another direction."""
+IN_LOSS = "k3+"
+"""The estimator of a KL in the loss."""
 
 
 def kl(
@@ -24,8 +29,9 @@ def kl(
     http://joschu.net/blog/kl-approx.html.
 
     A suffix ``+`` keeps the value and takes the gradient of k2 instead (straight-through). As a
-    loss, k2 is the one whose expected gradient is that of the divergence: k1's is 0 and k3's is
-    that of the opposite direction.
+    loss, k2 is the one whose expected gradient is that of the divergence: k1's is 0, and k3's is
+    that of the opposite direction and vanishes where its value is clamped (x < -2.6). In a reward
+    only the value counts: see `IN_REWARD`.
 
     Shapes: any, all alike. The gradient goes to ``log_probs`` only. With a ``mask`` the result
     is 0 off it, for any input there.
@@ -62,6 +68,13 @@ class FixedKL:
     def update(self, current: float, steps: int) -> None:
         """Does nothing; here so that both controllers are called alike."""
 
+    def state(self) -> dict[str, float]:
+        """Nothing: a fixed coefficient is a setting."""
+        return {}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Does nothing."""
+
 
 class AdaptiveKL:
     """A KL coefficient that steers the divergence towards a target.
@@ -93,3 +106,11 @@ class AdaptiveKL:
         error = float(current) / self.target - 1.0
         if not math.isnan(error):
             self.coefficient *= 1.0 + min(max(error, -0.2), 0.2) * steps / self.horizon
+
+    def state(self) -> dict[str, float]:
+        """What a later job needs to go on from here."""
+        return {"coefficient": self.coefficient}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Goes on from what `state` gave."""
+        self.coefficient = state["coefficient"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from hybridrl.algorithms.corrections import importance_weights
-from hybridrl.algorithms.kl import kl
+from hybridrl.algorithms.kl import IN_LOSS, kl
 from hybridrl.algorithms.masking import on_mask, require_known
 from hybridrl.algorithms.registry import accepted, policy_loss
 from hybridrl.algorithms.segments import Segments
@@ -28,21 +28,27 @@ class PolicyObjective:
         policy_loss: See `registry.policy_loss`.
         options: Its keyword options.
         kl_coefficient: With a value other than 0 the column `ref_log_probs` is needed.
-        kl_estimator: See `kl`.
+        kl_estimator: See `kl`; None: `kl.IN_LOSS`.
         entropy_coefficient: Weight of the entropy bonus.
         correction: `none`, or the mode of `importance_weights`, of which `correction_level`, `_low`
             and `_high` are the other arguments. Its column is `rollout_log_probs`.
+        off_policy: The samples are of an older policy than the one at the beginning of the step.
+            Without a correction the ratios of the policy loss are then those to the policy that
+            sampled, `rollout_log_probs`: the loss itself corrects, within its clip range.
+        needs: Columns without which there is nothing to learn.
     """
 
     policy_loss: str = "ppo_clip"
     options: Mapping[str, Any] = field(default_factory=dict)
     kl_coefficient: float = 0.0
-    kl_estimator: str = "k3"
+    kl_estimator: str | None = None
     entropy_coefficient: float = 0.0
     correction: str = "none"
     correction_level: str = "token"
     correction_low: float | None = None
     correction_high: float | None = 2.0
+    off_policy: bool = False
+    needs: ClassVar = ("advantages",)
 
     def __post_init__(self) -> None:
         policy_loss(self.policy_loss)
@@ -61,20 +67,23 @@ class PolicyObjective:
                 distributions.
             columns: `response_mask`; `advantages`; `log_probs` of the policy at the beginning of
                 the step, which is the one being trained where the column is missing (the first
-                update of a step); `rollout_log_probs` for the mismatch metrics; `ref_log_probs`
-                for the KL.
+                update of a step); `rollout_log_probs` for the mismatch metrics, a correction, and
+                samples of an older policy; `ref_log_probs` for the KL.
             segments: The samples that the tokens belong to.
         """
         log_probs, entropy = outputs["log_probs"], outputs["entropy"]
-        old = columns.get("log_probs", log_probs.detach())
+        begun = columns.get("log_probs", log_probs.detach())
         mask = columns["response_mask"]
+        corrected = self.correction != "none"
+        by_ratio = self.off_policy and not corrected
+        old = columns["rollout_log_probs"] if by_ratio else begun
         loss, metrics = self._policy_loss(log_probs, old, columns["advantages"], segments)
         metrics = {**metrics, "entropy": entropy.detach()}
         if "rollout_log_probs" in columns:
-            metrics |= self._mismatch(old.detach(), columns["rollout_log_probs"], segments)
-        if self.correction != "none":
+            metrics |= self._mismatch(begun.detach(), columns["rollout_log_probs"], segments)
+        if corrected:
             weights = importance_weights(
-                old.detach(),
+                begun.detach(),
                 columns["rollout_log_probs"],
                 mask,
                 self.correction_level,
@@ -88,7 +97,8 @@ class PolicyObjective:
         if self.entropy_coefficient:
             loss = loss - self.entropy_coefficient * entropy
         if "ref_log_probs" in columns:
-            divergence = kl(log_probs, columns["ref_log_probs"], self.kl_estimator, mask=mask)
+            estimator = self.kl_estimator or IN_LOSS
+            divergence = kl(log_probs, columns["ref_log_probs"], estimator, mask=mask)
             if self.kl_coefficient:
                 loss = loss + self.kl_coefficient * divergence
             metrics["kl"] = divergence.detach()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,12 +36,14 @@ class DirectPreference:
         length_normalised: A log-ratio is the mean over an answer's tokens, not the sum.
         nll_coefficient: Weight of the chosen answer's negative log-likelihood, mean over its
             tokens.
+        needs: Columns without which there is nothing to learn.
     """
 
     beta: float = 0.1
     loss: str = "sigmoid"
     length_normalised: bool = False
     nll_coefficient: float = 0.0
+    needs: ClassVar = ("ref_log_probs",)
 
     def __post_init__(self) -> None:
         require_known("preference.loss", self.loss, PREFERENCE_LOSSES)

@@ -22,14 +22,15 @@ from hybridrl.algorithms.group_advantages import (
 )
 from hybridrl.algorithms.policy_losses import cispo, ppo_clip, reinforce, sapo
 from hybridrl.algorithms.sample_losses import gmpo, gspo
+from hybridrl.algorithms.segments import Segments
 from hybridrl.core import user_code
 from hybridrl.errors import ConfigError
 
 Function = Callable[..., Any]
 
 
-def _reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    return reinforce_plus_plus(rewards, mask, gamma)[0]
+def _reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float, segments: Segments) -> Tensor:
+    return reinforce_plus_plus(rewards, mask, gamma, segments=segments)[0]
 
 
 POLICY_LOSSES: Mapping[str, Function] = {
@@ -49,7 +50,9 @@ ADVANTAGES: Mapping[str, Function] = {
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
 }
 OF_LOSSES = ("log_probs", "old_log_probs", "advantages", "mask", "segments")
-OF_ADVANTAGES = ("scores", "groups", "mask", "lengths", "rewards", "scale", "gamma")
+OF_ADVANTAGES = ("scores", "groups", "mask", "lengths", "rewards", "segments", "scale", "gamma")
+WITHIN_GROUPS = ("group_relative", "leave_one_out", "optimal_reward_baseline", "pass_at_k")
+"""Advantages that depend on no other group, but for the scale `batch`."""
 
 
 @cache
@@ -67,12 +70,18 @@ def policy_loss(name: str) -> Function:
 def advantage_estimator(name: str) -> Function:
     """The function of `algorithm.advantage`: from any of `scores`, `groups` and `lengths`
     `[rows]`, `mask` and `rewards` `[rows, time]`, and the settings `scale` and `gamma`, to
-    advantages of rows or of tokens.
+    advantages of rows or of tokens. One that names `segments` too is given `mask` and `rewards`
+    packed, `[tokens]`, and returns advantages of tokens, so that nothing is ever padded.
 
     Raises:
         ConfigError: if there is none, or it needs something else.
     """
     return _load("algorithm.advantage", name, ADVANTAGES, OF_ADVANTAGES)
+
+
+def weighs_by_ratio(name: str) -> bool:
+    """Whether a policy loss weighs tokens by the ratio to the policy that sampled them."""
+    return name != "reinforce" and takes(policy_loss(name), "old_log_probs")
 
 
 def takes(function: Function, parameter: str) -> bool:

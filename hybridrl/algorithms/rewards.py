@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.kl import kl
-from hybridrl.algorithms.masking import as_bool, as_float, on_mask
+from hybridrl.algorithms.masking import as_float, on_mask
+from hybridrl.algorithms.segments import Segments, samples_of
 from hybridrl.errors import ConfigError
 
 
@@ -18,19 +19,20 @@ def shape_rewards(
     ref_log_probs: Tensor,
     coefficient: float,
     estimator: str,
+    *,
+    segments: Segments | None = None,
 ) -> Tensor:
     """Rewards per token: the score on the last token of its row, minus coefficient * kl on each.
 
-    scores: ``[rows]``; the others ``[rows, time]``. The last token is the last under the mask;
-    a row without tokens has no place for its score. estimator: see `kl`.
+    scores: ``[rows]``; the others ``[rows, time]``, or packed ``[tokens]`` with ``segments``. The
+    last token is the last under the mask; a row without tokens has no place for its score, and
+    rows do not depend on each other. estimator: see `kl`; in a reward it should be ``k1``.
     Ziegler 2019, arXiv:1909.08593, section 2.
     """
-    mask = as_bool(mask)
-    penalty = coefficient * kl(log_probs, ref_log_probs, estimator, mask=mask)
-    later = mask.long().flip(-1).cumsum(-1).flip(-1)
-    is_last = mask & (later == 1)
+    samples = samples_of(mask, segments)
+    penalty = coefficient * kl(log_probs, ref_log_probs, estimator, mask=samples.mask)
     scores, penalty = as_float(scores, penalty)
-    return on_mask(on_mask(scores.unsqueeze(-1), is_last) - penalty, mask)
+    return on_mask(samples.spread(scores), samples.ends) - penalty
 
 
 @torch.no_grad()

@@ -69,6 +69,17 @@ class Segments:
         return Segments(self.row, self.mask & as_bool(mask), self.rows)
 
     @property
+    def ends(self) -> Tensor:
+        """Bool, shaped like the tokens: the last token under the mask of each sample."""
+        mask, row = self.mask.reshape(-1), self.row.reshape(-1)
+        places = torch.arange(row.numel(), device=row.device)
+        last = torch.full((self.rows,), -1, device=row.device)
+        last = last.scatter_reduce(0, row[mask], places[mask], "amax")
+        ends = torch.zeros_like(mask)
+        ends[last[last >= 0]] = True
+        return ends.reshape(self.mask.shape)
+
+    @property
     def lengths(self) -> Tensor:
         """Tokens under the mask of each sample, int64 ``[rows]``."""
         lengths = torch.zeros(self.rows, dtype=torch.long, device=self.row.device)
@@ -87,14 +98,16 @@ class Segments:
     def last(self, x: Tensor) -> Tensor:
         """x at the last token of each sample, ``[rows]``; 0 for an empty sample."""
         (x,) = as_float(x)
-        places = torch.arange(x.numel(), device=x.device)
-        mask, row = self.mask.reshape(-1), self.row.reshape(-1)
-        ends = torch.full((self.rows,), -1, device=x.device)
-        ends = ends.scatter_reduce(0, row[mask], places[mask], "amax")
-        padded = torch.cat([x.reshape(-1), x.new_zeros(1)])  # of which an empty sample takes the 0
-        return padded[ends]
+        ends = self.ends
+        none = torch.zeros(self.rows, dtype=x.dtype, device=x.device)
+        return none.index_put((self.row[ends],), x[ends])
 
     def spread(self, values: Tensor) -> Tensor:
         """A per-sample value ``[rows]`` on each token of its sample; 0 off the mask."""
         (values,) = as_float(values)
         return on_mask(values[self.row], self.mask)
+
+
+def samples_of(mask: Tensor, segments: Segments | None) -> Segments:
+    """The samples of a padded mask ``[rows, time]``, or of a packed one, with its segments."""
+    return Segments.from_mask(mask) if segments is None else segments.within(mask)

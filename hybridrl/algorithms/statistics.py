@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from hybridrl.algorithms.masking import as_bool, as_float, on_mask
@@ -39,6 +40,19 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     if not shift_mean:
         whitened = whitened + masked_mean(x, mask)
     return on_mask(whitened, mask & (mask.sum() >= 2))
+
+
+def divide_by_std(x: Tensor, mask: Tensor) -> Tensor:
+    """x / standard deviation over the mask, 0 off it: the sign of the mean is kept, and the unit of
+    x does not matter.
+
+    Where the mean is more than ten standard deviations it is divided to be ten: of values that are
+    all alike the deviation is only their rounding.
+    """
+    (x,) = as_float(x)
+    std, mean = masked_var(x, mask).sqrt(), masked_mean(x, mask)
+    divisor = torch.maximum(std, mean.abs() / 10.0)
+    return on_mask(x, mask) / torch.where(divisor > 0, divisor, 1.0)
 
 
 def _centre(x: Tensor, mask: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.masking import on_mask, require_known
-from hybridrl.algorithms.segments import Segments
+from hybridrl.algorithms.segments import Segments, samples_of
 from hybridrl.errors import ConfigError
 
 MODES = (
@@ -51,7 +51,7 @@ def token_weights(
     require_known("mode", mode, MODES)
     dtype = torch.float64 if mask.dtype == torch.float64 else torch.float32
     padded = segments is None
-    segments = Segments.from_mask(mask) if segments is None else segments.within(mask)
+    segments = samples_of(mask, segments)
     held = segments.mask
     lengths = segments.lengths.to(dtype)
     rows = (lengths > 0).sum().clamp(min=1).to(dtype)

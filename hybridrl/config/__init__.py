@@ -1,1 +1,1 @@
-"""Settings: the typed schema, the YAML files, and what is refused before a job starts."""
+"""Settings: the typed schema, the YAML files, and how both become a configuration."""

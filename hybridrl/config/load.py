@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -22,7 +22,7 @@ from hybridrl.errors import ConfigError, nearest
 
 FOLDER = Path(__file__).parent
 GROUPS = ("algorithm", "data", "placement", "rollout")
-OPEN = re.compile(r"((reward|cost)\.options|algorithm\.loss_options|placement\.roles)[.=]")
+OPEN = re.compile(r"((reward|cost)\.options|algorithm\.loss_options|placement\.roles|models)[.=]")
 """Settings below which any name may stand: the user's, those of a loss, or roles; checked with
 them."""
 
@@ -62,7 +62,28 @@ def to_config(config: DictConfig) -> Config:
 
 def to_yaml(config: Config) -> str:
     """The resolved configuration as it is written to `config.yaml` of the run."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.structured(_named(config)))
+
+
+def to_plain(config: Config) -> dict[str, Any]:
+    """The resolved configuration as nested dictionaries."""
+    return asdict(_named(config))
+
+
+def _named(config: Config) -> Config:
+    """With the names of reward functions that were given as objects."""
+    reward, cost = config.reward, config.cost
+    if cost is not None:
+        cost = replace(cost, function=_names(cost.function))
+    return replace(config, reward=replace(reward, function=_names(reward.function)), cost=cost)
+
+
+def _names(function: Any) -> Any:
+    if isinstance(function, list | tuple):
+        return [_names(one) for one in function]
+    if not callable(function):
+        return function
+    return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
 
 
 def leaves(schema: Any, prefix: str = "") -> list[str]:

@@ -81,8 +81,8 @@ class ParallelConfig:
 
 @dataclass
 class ActorConfig:
-    """How the model is trained: the policy, or with trainer `reward_model` the reward model. A
-    critic is trained alike, but for what `critic` says."""
+    """How the model is trained: the policy, or with trainer `reward_model` the reward model. Other
+    models are trained alike, but for what `models.<role>` says."""
 
     tokens_per_microbatch: int = 16384
     """Tokens, prompts included, of one forward and backward on one device."""
@@ -103,12 +103,9 @@ class ActorConfig:
 
 @dataclass
 class CriticConfig:
-    """The value model of `ppo` and `safe_rlhf`. What is not said here is as for the actor."""
+    """How `ppo` and `safe_rlhf` learn values. The critic's model begins as the actor's, or as
+    `models.critic.path` says: a reward model or a language model."""
 
-    path: str | None = None
-    """A reward model or language model to start from; null: the actor's."""
-    learning_rate: float | None = None
-    """null: the actor's."""
     value_clip: float | None = None
     """Farthest that an update may move a value; null does not clip."""
     warmup_steps: int = 0

@@ -46,6 +46,9 @@ class DataConfig:
     """What to do with longer rows: `error` or `drop`."""
     prompts_per_step: int = 64
     shuffle: bool = True
+    sampler: str | None = None
+    """`path/to/file.py:Name`: a class that chooses the rows of each step by what their samples
+    scored; see `hybridrl.trainers.feed.Sampler`."""
 
 
 @dataclass
@@ -104,7 +107,10 @@ class CostConfig(RewardConfig):
     multiplier: float = 1.0
     """First weight of the cost against the reward."""
     multiplier_rate: float = 0.1
-    """Learning rate of the logarithm of the multiplier."""
+    """Most that the logarithm of the multiplier moves in a step: by this times the violation of the
+    limit, from -1 to 1."""
+    multiplier_max: float = 10.0
+    """Largest weight."""
 
 
 @dataclass
@@ -133,16 +139,19 @@ class AlgorithmConfig:
     `token-sum`."""
     kl_coefficient: float = 0.0
     """Weight of the KL to the reference; 0 needs no reference model."""
-    kl_estimator: str = "k3"
+    kl_estimator: str | None = None
+    """`k1`, `k2`, `k3`, `abs`, each also with `+`; null: `k1` in the reward, `k3+` in the loss."""
     kl_in_reward: bool = False
-    """Take the KL off the rewards instead of adding it to the loss."""
+    """Take the KL off the rewards instead of adding it to the loss; where an estimator knows one
+    score a sample, the sum of its tokens."""
     kl_target: float | None = None
     """With `kl_in_reward`: adapt the coefficient until the KL is this; null keeps it."""
     kl_horizon: float = 10000.0
     """Samples over which the coefficient adapts."""
     entropy_coefficient: float = 0.0
     correction: str = "none"
-    """For the gap between trainer and rollout engine: `truncate` or `mask` importance weights."""
+    """For the gap between trainer and rollout engine, and for samples of an older policy:
+    `truncate` or `mask` importance weights."""
     correction_level: str = "token"
     """`token` or `sequence`."""
     correction_low: float | None = None

@@ -104,8 +104,7 @@ class PlacementConfig:
     """For `file`: a placement.json, as every run leaves one."""
     roles: dict[str, Any] = field(default_factory=dict)
     """By role (`actor`, `generator`, `critic`, `reference`, `reward` ...): its `devices` in rank
-    order (for `explicit`), its `share` of them (for `interleaving`), or how its model is cut, if
-    not as the actor's: `placement.roles.reference.parallel.tp=2`."""
+    order (for `explicit`), or its `share` of them (for `interleaving`)."""
     generation_devices: int | None = None
     """For `separation`: how many devices generate; null: half of them."""
     scoring: str = "generation"
@@ -183,6 +182,9 @@ class Config:
     ray: RayConfig = field(default_factory=RayConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    models: dict[str, Any] = field(default_factory=dict)
+    """By role, what is another than for the actor: the `path` of its model, how it is cut
+    (`models.reference.parallel.tp=2`), its optimizer (`models.critic.optimizer.learning_rate`)."""
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)

@@ -1,6 +1,7 @@
 """The single controller: groups of workers, called like objects; handles instead of data."""
 
 from hybridrl.controller.batch_ref import BatchRef
+from hybridrl.controller.columns import any_column
 from hybridrl.controller.executor import Executor
 from hybridrl.controller.group import Handle, WorkerGroup
 from hybridrl.controller.inline import InlineExecutor
@@ -13,7 +14,7 @@ from hybridrl.controller.protocol import (
     THREE_D_PP_ONLY,
     UPDATE,
     UPDATE_PAIRS,
-    Claimed,
+    PartialTable,
     Protocol,
     transfer,
 )
@@ -29,13 +30,14 @@ __all__ = [
     "UPDATE",
     "UPDATE_PAIRS",
     "BatchRef",
-    "Claimed",
     "Context",
     "Executor",
     "Handle",
     "InlineExecutor",
+    "PartialTable",
     "Protocol",
     "Worker",
     "WorkerGroup",
+    "any_column",
     "transfer",
 ]

@@ -1,143 +1,246 @@
 """BatchRef: the driver's handle of a table whose rows lie where they were made.
 
-A `BatchRef` is a small expression over the shards that calls returned: joined, selected, taken,
-repeated, split. Nothing is evaluated on the driver. The expression travels with the next call, and
-each rank works out from the shards' row counts and lengths (`ShardInfo`, small) which rows are its
-own, and fetches those. So calls return at once and a step's cost on the driver does not grow
-with the batch.
+A `BatchRef` is a small expression over the results of calls: joined, selected, taken, repeated,
+split. Nothing is evaluated on the driver. The expression travels with the next call, and each rank
+works out from the shards' row numbers and lengths (`ShardInfo`, small) which rows are its own, and
+fetches those. So calls return at once and a step's cost on the driver does not grow with the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from glob import escape
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import pyarrow as pa
 
-from hybridrl.controller.table import (
-    Choose,
-    Concat,
-    Fetch,
-    Join,
-    Node,
-    Part,
-    Repeat,
-    Rows,
-    Table,
-    Take,
-    part_rows,
-    with_part,
-)
-from hybridrl.core.batch import Batch
-from hybridrl.errors import DataError
+from hybridrl.controller.choices import Part, Repeat, Take
+from hybridrl.controller.columns import Columns, Wanted
+from hybridrl.controller.shards import Rows
+from hybridrl.controller.table import Choose, Join, Node, Table, choose, concat
+from hybridrl.core.batch import Batch, row_numbers
+from hybridrl.errors import DataError, nearest
 
 if TYPE_CHECKING:
     from hybridrl.controller.executor import Executor
+    from hybridrl.controller.group import WorkerGroup
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BatchRef:
     """A table of samples that lies with the workers. `batch |= group.method(batch)` adds columns.
 
-    `executor` is left behind when the reference travels to a worker.
-
     Attributes:
-        stream: A table in `node` that comes bit by bit, and its parts, the first ones first; see
-            `by_parts`.
-        only: The part of it that this reference is about; None: everything.
+        executor: Where; None on a worker, to which the reference has travelled.
+        selected: The columns that are meant; None: all.
+        only: The part of a table that comes bit by bit which this reference is about; None: all.
         partial: Whether selected columns that no call has made are left out.
     """
 
     node: Node
-    executor: Executor | None = field(default=None, repr=False, compare=False)
-    columns: frozenset[str] | None = None
-    stream: tuple[Table, tuple[Table, ...]] | None = field(default=None, repr=False, compare=False)
-    only: Table | None = field(default=None, repr=False, compare=False)
+    executor: Executor | None = field(default=None, repr=False)
+    selected: frozenset[str] | None = None
+    only: Table | None = field(default=None, repr=False)
     partial: bool = False
 
+    @property
+    def columns(self) -> Columns:
+        """The columns that are there or will be, as far as it is known beforehand."""
+        known = self.node.columns
+        if self.selected is None:
+            return known
+        possible = [escape(n) for n in self.selected - known.certain if known.may_have(n)]
+        return Columns(known.certain & self.selected, tuple(sorted(possible)))
+
     def __or__(self, other: BatchRef) -> BatchRef:
-        """Joins by row: handles only, nothing moves."""
-        if self.columns is not None or other.columns is not None:
+        """Joins by row: handles only, nothing moves.
+
+        Raises:
+            DataError: if the numbers of rows are known and differ.
+        """
+        if not isinstance(other, BatchRef):
+            raise DataError(
+                f"A BatchRef can be joined with another only, this is a {type(other).__name__}. "
+                "A worker's method gives a batch if it is annotated `-> Batch`; a Batch of the "
+                "driver's goes through `put` first."
+            )
+        if self.selected is not None or other.selected is not None:
             raise DataError("Join before `select`: a selection is the last thing done to a batch.")
-        stream = other.stream or self.stream
-        return replace(self, node=Join(self.node, other.node), stream=stream)
+        return replace(self, node=Join(self.node, other.node))
 
     def select(self, *columns: str) -> BatchRef:
-        """Only these columns; a worker that gets the result fetches nothing else."""
-        return replace(self, columns=frozenset(columns))
+        """Only these columns; a worker that gets the result fetches nothing else, and waits for
+        nothing else."""
+        if wrong := [column for column in columns if not isinstance(column, str)]:
+            raise DataError(f"`select` takes names of columns, one by one, not {wrong[0]!r}.")
+        return replace(self, selected=frozenset(columns))
 
     @staticmethod
     def concat(parts: Sequence[BatchRef]) -> BatchRef:
-        """Tables with the same columns, one below the other: handles only, nothing moves."""
-        if any(part.columns is not None for part in parts):
+        """Tables with the same columns, one below the other: handles only, nothing moves.
+
+        Raises:
+            DataError: if there is none, or their columns are known and differ.
+        """
+        if not parts:
+            raise DataError("There is nothing to concatenate: give one batch or more.")
+        if any(part.selected is not None for part in parts):
             raise DataError("Concatenate before `select`: it is the last thing done to a batch.")
         if len(parts) == 1:
             return parts[0]
-        return replace(parts[0], node=Concat(tuple(part.node for part in parts)), stream=None)
+        for part in parts[1:]:
+            for one, other in ((parts[0], part), (part, parts[0])):
+                lacking = [c for c in one.columns.certain if not other.columns.may_have(c)]
+                if lacking:
+                    raise DataError(
+                        "Only batches with the same columns can stand one below the other; one of "
+                        f"these has no {', '.join(sorted(lacking))}: it has {other.columns}."
+                    )
+        return replace(parts[0], node=concat([part.node for part in parts]))
 
     @staticmethod
     def of_stream(parts: Sequence[BatchRef]) -> BatchRef:
         """One table of calls that return its rows bit by bit, in this order."""
-        tables = tuple(part.node for part in parts if isinstance(part.node, Table))
-        whole = Table(tuple(shard for table in tables for shard in table.parts))
-        return replace(parts[0], node=whole, stream=(whole, tables))
+        tables = [part.node for part in parts]
+        results = tuple(result for table in tables for result in table.shards())
+        return replace(parts[0], node=Table(results, streamed=True))
 
     def by_parts(self) -> list[BatchRef]:
-        """The same reference to the rows of each part of its stream, if it has one, so that work on
-        the first can begin before the last are there."""
-        if self.stream is None:
+        """The same reference to the rows of each part of the last table in it that comes bit by
+        bit, if there is one, so that work on the first can begin before the rest are there."""
+        joined = self.node.joined()
+        streams = [t for t in joined if isinstance(t, Table) and t.streamed]
+        if not streams:
             return [self]
-        whole, parts = self.stream
+        whole = streams[-1]
         return [
-            replace(self, node=with_part(self.node, whole, part), stream=None, only=part)
-            for part in parts
+            replace(self, node=self.node.with_part(whole, bit), only=bit) for bit in whole.bits()
         ]
 
     def take(self, rows: Sequence[int] | Rows) -> BatchRef:
-        """The rows with these numbers, in this order."""
-        return self._choose(Take(np.asarray(rows, dtype=np.int64)))
+        """The rows with these numbers, in this order; or, for booleans, those that are true.
+
+        Raises:
+            DataError: if these are no row numbers, or no such rows are there.
+        """
+        known = self.node.known_rows
+        numbers = row_numbers(rows, known)
+        is_mask = known is None and len(rows) > 0 and np.asarray(rows).dtype == np.bool_
+        return self._choose(Take(numbers, len(rows) if is_mask else None))
 
     def repeat(self, times: int) -> BatchRef:
         """Every row `times` times, copies next to each other: n samples of each prompt."""
+        _whole_number("repeat", times, 0)
         return self._choose(Repeat(times))
 
     def split(self, parts: int, balance: Literal["rows", "tokens"] = "rows") -> list[BatchRef]:
         """Cuts into `parts`: consecutive blocks, or sets of rows with equally many tokens."""
+        _whole_number("split", parts, 1)
+        if balance not in ("rows", "tokens"):
+            raise DataError(f"`split` balances `rows` or `tokens`, not {balance!r}.")
         return [self._choose(Part(index, parts, balance)) for index in range(parts)]
 
-    def apply(self, function: Callable[[Batch], Batch], columns: Iterable[str]) -> BatchRef:
-        """Runs a pure function on all rows of these columns, beside the data; the result has the
-        same rows. The function is sent by value, so it may be a lambda or `functools.partial`."""
-        return self._connected().apply(function, self.select(*columns))
+    def apply(
+        self,
+        function: Callable[[Batch], Batch],
+        columns: Iterable[str],
+        *,
+        makes: Iterable[str] | None = None,
+        on: WorkerGroup | None = None,
+        together: int | None = None,
+    ) -> BatchRef:
+        """Runs a pure function on these columns, beside the data; the result has the same rows.
+
+        Args:
+            function: It is sent by value, so it may be a lambda or `functools.partial`.
+            makes: The columns that it returns; None: that shows when it has run, and whoever reads
+                any column waits for it.
+            on: A group on whose hosts it runs; None: on the first host.
+            together: The function may see so many neighbouring rows apart from the others, such as
+                the samples of a prompt. Then the hosts of `on` share the rows; None: it sees all.
+        """
+        columns = [columns] if isinstance(columns, str) else list(columns)
+        makes = [makes] if isinstance(makes, str) else makes
+        if together is not None:
+            _whole_number("apply(together=)", together, 1)
+        if on is not None and not hasattr(on, "devices"):
+            raise DataError(f"`apply` runs on the hosts of a group, and on={on!r} is none.")
+        table = self.select(*columns).for_reading(
+            Wanted(frozenset(columns)), f"`apply` of {name_of(function)}"
+        )
+        known = None if makes is None else Columns(frozenset(makes))
+        return self._connected().apply(function, table, known, on, together)
 
     def collect(self, columns: Iterable[str] | None = None, *, partial: bool = False) -> Batch:
         """Brings rows to the driver: all columns, or these, or with `partial` those of these that
         were made. Waits until they are there."""
-        wanted = self if columns is None else replace(self.select(*columns), partial=partial)
-        return self._connected().collect(wanted)
+        self._connected()
+        columns = [columns] if isinstance(columns, str) else columns
+        columns = columns if columns is None else list(columns)
+        if columns == []:
+            raise DataError("`collect` was given no columns. Name one or more, or none of them.")
+        ref = self if columns is None else replace(self.select(*columns), partial=partial)
+        if ref.selected is not None and not partial:
+            ref = ref.for_reading(Wanted(ref.selected), "`collect`")
+        elif ref.selected is not None:
+            ref = replace(ref, node=ref.node.needed(Wanted(ref.selected)) or ref.node)
+        return ref.read(Part(0, 1))[0]
 
     def __len__(self) -> int:
-        """Number of rows; waits until it is known."""
-        executor = self._connected()
-        executor.wait([shard.reply for shard in self.node.shards()])
-        return self.node.num_rows(executor.fetch)
+        """Number of rows; waits if it is not known beforehand."""
+        self._connected()
+        return self.node.num_rows()
 
-    def read(self, part: Part, fetch: Fetch) -> tuple[Batch, Rows]:
-        """On a worker: the rows of `part` and their numbers in this table."""
+    def for_reading(self, wanted: Wanted | None, reader: str) -> BatchRef:
+        """The reference without the tables that have nothing of what is wanted, so that nobody
+        waits for them.
+
+        Raises:
+            DataError: if a wanted column is certain not to be there; `reader` says who wants it.
+        """
+        if wanted is None:
+            wanted = None if self.selected is None else Wanted(self.selected)
+        if wanted is None:
+            return self
+        known = self.columns
+        for name in sorted(wanted.names):
+            if not known.may_have(name):
+                made = self.node.columns.may_have(name)
+                why = "which was not selected" if made else "which no call has made yet"
+                raise DataError(
+                    f"{reader} reads the column `{name}`, {why}; the batch has {known}."
+                    f"{nearest(name, known.certain)}"
+                )
+        if self.selected is not None:
+            further = filter(wanted.others or (lambda name: False), self.selected)
+            wanted = Wanted(wanted.names.union(further))
+        return replace(self, node=self.node.needed(wanted) or self.node)
+
+    def rows_of(self, part: Part) -> Rows:
+        """On a worker: the numbers of the rows of `part`, in this table."""
         if self.only is None:
-            rows = part_rows(self.node, part, fetch)
-        else:
-            present = self.only.present(fetch)
-            rows = present[part_rows(Choose(self.node, Take(present)), part, fetch)]
-        batch = self.node.read(rows, self.columns, fetch)
-        missing = (self.columns or frozenset()) - set(() if batch is None else batch.columns)
+            return part.rows(self.node)
+        present = self.only.present()
+        return present[part.rows(Choose(self.node, Take(present)))]
+
+    def read(self, part: Part, rows: Rows | None = None) -> tuple[Batch, Rows]:
+        """On a worker: the rows of `part`, or these rows, and their numbers in this table."""
+        rows = self.rows_of(part) if rows is None else rows
+        batch = self.node.read(rows, self.selected)
+        if batch is None and self.partial:
+            return Batch(pa.table({})), rows
+        missing = (self.selected or frozenset()) - set(() if batch is None else batch.columns)
         if batch is None or (missing and not self.partial):
-            raise DataError(f"No call has made the column(s) {', '.join(sorted(missing))} yet.")
+            raise DataError(
+                f"No call has made the column(s) {', '.join(sorted(missing))} yet; the batch has "
+                f"{self.node.columns}."
+            )
         return batch, rows
 
     def _choose(self, choice: Take | Repeat | Part) -> BatchRef:
-        return replace(self, node=Choose(self.node, choice), stream=None)
+        return replace(self, node=choose(self.node, choice))
 
     def _connected(self) -> Executor:
         if self.executor is None:
@@ -145,11 +248,15 @@ class BatchRef:
         return self.executor
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "node": self.node,
-            "executor": None,
-            "columns": self.columns,
-            "stream": None,
-            "only": self.only,
-            "partial": self.partial,
-        }
+        return {**self.__dict__, "executor": None}
+
+
+def _whole_number(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+        raise DataError(f"`{name}` takes a whole number, {least} or more, not {value!r}.")
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function, or of what a `functools.partial` calls."""
+    inner = getattr(function, "func", function)
+    return getattr(inner, "__name__", type(inner).__name__)

@@ -7,70 +7,67 @@ host in the driver's own process, no Ray, so that `pdb` and profilers work).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hybridrl.controller.batch_ref import BatchRef
-from hybridrl.controller.host import Call, Place, Reply
-from hybridrl.controller.table import Part, Shard, ShardInfo, Table
-from hybridrl.controller.worker import Context, Worker
+from hybridrl.controller.batch_ref import BatchRef, name_of
+from hybridrl.controller.call import Apply, Build, Call, Invoke, RankPart, Request, Result
+from hybridrl.controller.columns import UNKNOWN, Columns
+from hybridrl.controller.shards import ShardInfo
+from hybridrl.controller.table import Table
+from hybridrl.controller.worker import Context
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import Cluster
 from hybridrl.core.record import Record
+from hybridrl.errors import ConfigError, WorkerError
+
+MOST_RECORDS = 50_000
+"""Records are kept until they are taken, but no more than the newest so many."""
 
 
 class Executor(ABC):
-    """Runs calls on hosts.
+    """Makes group calls and keeps the record of each until it is done.
 
-    Calls belong to chapters, such as the steps of a training run, of which several may be under way
-    at a time.
+    Calls belong to steps, such as those of a training run, of which several may be under way at a
+    time.
 
     Attributes:
         cluster: The devices, one host each.
-        chapter: The number of the one that calls belong to now.
+        step: The number of the one that calls belong to now.
+        takes_calls: False after a worker has failed or died, and after `close`.
     """
 
     cluster: Cluster
     run_directory: Path | None
+    takes_calls = True
 
     def __init__(self) -> None:
-        self.chapter = 0
-        self._records: dict[int, list[Record]] = defaultdict(list)
+        self.step = 0
+        self._made = 0
+        self._pending: dict[int, Call] = {}
+        self._roles: dict[int, dict[str, int]] = {}
+        self._records: deque[tuple[int, Record]] = deque(maxlen=MOST_RECORDS)
 
     @abstractmethod
-    def create(
-        self, contexts: Sequence[Context], worker_class: type[Worker], keywords: Mapping[str, Any]
-    ) -> list[Any]:
-        """Builds a group: a worker on the host of each context, in rank order. Returns references
-        to the replies."""
+    def _send(self, call: Call, request: Request, returns_batch: bool) -> Any:
+        """Makes the call; gives what `fetch` finds the batches of the answering ranks by. Calls
+        that are sent later run later on every host."""
 
     @abstractmethod
-    def submit(
-        self, hosts: Sequence[int], call: Call, places: Sequence[Place], returns_batch: bool
-    ) -> list[Shard]:
-        """Queues a group call on these hosts, in rank order; the shards have data only if the
-        method returns a batch. Calls that are queued later run later on every host."""
+    def _store(self, batch: Batch, info: ShardInfo) -> Any:
+        """Puts a batch where hosts can fetch it; gives what `fetch` finds it by."""
 
     @abstractmethod
-    def submit_apply(self, host: int, function: Callable[[Batch], Batch], table: BatchRef) -> Shard:
-        """Queues a pure function on a host."""
+    def fetch(self, result: Result, index: int) -> Batch:
+        """A shard of a result that has been waited for."""
 
     @abstractmethod
-    def store(self, value: Any) -> Any:
-        """Puts an object where hosts can fetch it; returns its reference."""
-
-    @abstractmethod
-    def fetch(self, reference: Any) -> Any:
-        """The object behind a reference that has been waited for."""
-
-    @abstractmethod
-    def wait(self, replies: Sequence[Any], limit: float | None = None) -> list[Reply] | None:
-        """Waits until these calls are done, for `limit` seconds at most: their replies, or None
-        if some are late.
+    def wait(self, calls: Sequence[Call], limit: float | None = None) -> bool:
+        """Waits until these calls are done, for `limit` seconds at most; whether they are.
 
         Raises:
             WorkerError: if any call failed or any host died meanwhile.
@@ -78,43 +75,108 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def settle(self, chapter: int) -> None:
-        """Waits until every call up to the end of this chapter is done; raises as `wait` does."""
-
-    @abstractmethod
     def close(self) -> None:
-        """Ends all hosts."""
+        """Ends all hosts, whatever they are doing; see `settle`."""
+
+    def create(self, build: Build, contexts: Sequence[Context]) -> Call:
+        """Builds a group: a worker on the host of each context, in rank order."""
+        for context in contexts:
+            if context.role in self._roles.get(context.host, ()):
+                raise ConfigError(
+                    f"There is a group called `{context.role}` on device {context.host} already; "
+                    "two groups of one name need different devices, or different names."
+                )
+        call, _ = self.submit(build, [context.host for context in contexts], contexts)
+        for context in contexts:
+            self._roles.setdefault(context.host, {})[context.role] = context.rank
+        return call
+
+    def submit(
+        self, request: Request, hosts: Sequence[int], parts: Sequence[Any], returns_batch=False
+    ) -> tuple[Call, Any]:
+        """Makes a group call on these hosts, in rank order.
+
+        Args:
+            parts: What is each rank's own.
+
+        Returns:
+            The call's record, and what `fetch` finds the returned batches by.
+        """
+        if not self.takes_calls:
+            raise WorkerError(
+                "The job has failed before, or is closed; its workers take no more calls."
+            )
+        match request:
+            case Build(role):
+                method = "__init__"
+            case Invoke(role, method):
+                pass
+            case Apply(function):
+                role, method = "driver", name_of(function)
+        self._made += 1
+        call = Call(self._made, role, method, hosts, parts, self.step)
+        self._pending[call.number] = call
+        try:
+            return call, self._send(call, request, returns_batch)
+        except BaseException:
+            self._pending.pop(call.number, None)
+            raise
 
     def put(self, batch: Batch) -> BatchRef:
         """Hands a batch of the driver's to the workers. It is stored once."""
         info = ShardInfo.of(batch, np.arange(len(batch)))
-        reply = self.store(Reply(Record("driver", 0, "put"), info=info))
-        return BatchRef(Table((Shard(self.store(batch), reply),)), self)
+        columns = Columns(frozenset(batch.columns))
+        data = self._store(batch, info)
+        return BatchRef(Table((Result(self, None, data, columns, len(batch), [info]),)), self)
 
-    def apply(self, function: Callable[[Batch], Batch], table: BatchRef) -> BatchRef:
+    def apply(
+        self,
+        function: Callable[[Batch], Batch],
+        table: BatchRef,
+        makes: Columns | None = None,
+        on: Any = None,
+        together: int | None = None,
+    ) -> BatchRef:
         """See `BatchRef.apply`."""
-        return BatchRef(Table((self.submit_apply(0, function, table),)), self)
+        hosts = [0] if on is None else on.devices[: None if together else 1]
+        parts = [RankPart(index, len(hosts)) for index in range(len(hosts))]
+        request = Apply(function, table, together or 1, makes or UNKNOWN)
+        call, data = self.submit(request, hosts, parts, returns_batch=True)
+        result = Result(self, call, data, makes or UNKNOWN, table.node.known_rows)
+        return BatchRef(Table((result,)), self)
 
-    def collect(self, table: BatchRef) -> Batch:
-        """See `BatchRef.collect`."""
-        self.wait([shard.reply for shard in table.node.shards()])
-        return table.read(Part(0, 1, "rows"), self.fetch)[0]
+    def settle(self, step: int | None = None) -> None:
+        """Waits until every call up to the end of this step (None: every call) is done; raises as
+        `wait` does, also for calls that nobody asked about."""
+        self.wait([c for c in self._pending.values() if step is None or c.step <= step])
 
-    def end_chapter(self) -> int:
-        """Calls made from now on belong to the next chapter; gives the number of this one."""
-        self.chapter += 1
-        return self.chapter - 1
+    def end_step(self) -> int:
+        """Calls made from now on belong to the next step; gives the number of this one."""
+        self.step += 1
+        return self.step - 1
 
-    def take_records(self, chapter: int | None = None) -> list[Record]:
-        """Waits for every call up to the end of this chapter (None: the current one); what the
-        ranks did in those whose records were not taken before."""
-        chapter = self.chapter if chapter is None else chapter
-        self.settle(chapter)
-        done = sorted(number for number in self._records if number <= chapter)
-        return [record for number in done for record in self._records.pop(number)]
+    def take_records(self, step: int | None = None) -> list[Record]:
+        """Waits for every call up to the end of this step (None: the current one); what the ranks
+        did in those whose records were not taken before."""
+        step = self.step if step is None else step
+        self.settle(step)
+        kept = list(self._records)
+        self._records.clear()
+        self._records.extend((number, record) for number, record in kept if number > step)
+        return [record for number, record in kept if number <= step]
 
     def __enter__(self) -> Executor:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None and self.takes_calls:
+                self.settle()
+        finally:
+            self.close()
+
+    def _finished(self, call: Call) -> None:
+        """Takes a call whose ranks have all replied off the table."""
+        if self._pending.pop(call.number, None) is None:
+            return
+        self._records.extend((call.step, reply.record) for reply in call.replies)

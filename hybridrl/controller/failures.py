@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridrl.controller.host import Failure
+from hybridrl.controller.call import Call, Failure
 from hybridrl.errors import CallTimeoutError, WorkerError
 
 LOG_LINES = 15
@@ -21,37 +21,47 @@ class Identity(NamedTuple):
     node: str = ""
 
 
-Identities = Sequence[Identity]
-"""Of every host."""
-Roles = Mapping[int, Sequence[tuple[str, int]]]
-"""By host: the roles that live there, each with its rank."""
+@dataclass(frozen=True)
+class Death:
+    """A rank's host process ended while a call was pending, alone or (`with_node`) because its
+    whole node was lost. `text` is what Ray says of it."""
+
+    call: Call
+    rank: int
+    text: str
+    with_node: bool = False
+
+    @property
+    def host(self) -> int:
+        """The host that ended."""
+        return self.call.hosts[self.rank]
 
 
 @dataclass(frozen=True)
-class Death:
-    """A host process ended while a call was due, alone or (`with_node`) because its whole node was
-    lost; or (`refused`) it could not even read the call. `text` is what Ray says of it."""
+class Hosts:
+    """What is known of the hosts of a job.
 
-    host: int
-    call: str
-    text: str
-    refused: bool = False
-    with_node: bool = False
+    Attributes:
+        identities: Of every host.
+        roles: By host: the roles that live there, each with its rank.
+    """
+
+    identities: Sequence[Identity]
+    roles: Mapping[int, Mapping[str, int]]
+    run_directory: Path | None
 
 
-def explain(
-    found: Sequence[Failure | Death],
-    identities: Identities,
-    roles: Roles,
-    run_directory: Path | None,
-) -> WorkerError:
+def explain(found: Sequence[Failure | Death], hosts: Hosts) -> WorkerError:
     """The error to report: a death comes before an exception, because a rank that dies makes its
-    peers raise; a lost node before a single death; among exceptions the earliest is the cause."""
-    deaths = [item for item in found if isinstance(item, Death)]
+    peers raise; a lost node before a single death. Of several deaths or exceptions the earliest
+    call's, or the earliest, is the cause."""
+    deaths = sorted(
+        (item for item in found if isinstance(item, Death)), key=lambda death: death.call.number
+    )
     if lost := next((death for death in deaths if death.with_node), None):
-        return node_lost(identities[lost.host].node, lost.call, identities, roles)
+        return node_lost(lost, hosts)
     if deaths:
-        return _of_death(deaths[0], identities, run_directory)
+        return _of_death(deaths[0], hosts)
     cause = min((item for item in found if isinstance(item, Failure)), key=lambda item: item.time)
     return WorkerError(
         f"{cause.role}.{cause.method} failed on rank {cause.rank}: {cause.message}\n\n"
@@ -59,58 +69,57 @@ def explain(
     )
 
 
-def node_lost(node: str, call: str, identities: Identities, roles: Roles) -> WorkerError:
-    """The error for a node of which nothing is heard any more, seen by `call`."""
-    hosts = [host for host, identity in enumerate(identities) if identity.node == node]
+def node_lost(death: Death, hosts: Hosts) -> WorkerError:
+    """The error for a node of which nothing is heard any more."""
+    node = hosts.identities[death.host].node
+    there = [host for host, identity in enumerate(hosts.identities) if identity.node == node]
     ranks: dict[str, list[str]] = {}
-    for host in hosts:
-        for role, rank in roles.get(host, ()):
+    for host in there:
+        for role, rank in hosts.roles.get(host, {}).items():
             ranks.setdefault(role, []).append(str(rank))
     lived = ", ".join(
         f"{role} rank{'s' if len(numbers) > 1 else ''} {' '.join(numbers)}"
         for role, numbers in ranks.items()
     )
-    left = len(identities) - len(hosts)
+    left = len(hosts.identities) - len(there)
     without = f", or go on without it (num_devices={left})," if left else ""
     return WorkerError(
-        f"Node {identities[hosts[0]].address} ({lived}) was lost during {call}: its machine or its "
-        "Ray process ended, or the network does not reach it; bring it back (`ray status` shows "
-        f"it){without} and start the job again."
+        f"Node {hosts.identities[death.host].address} ({lived}) was lost during {death.call.name}: "
+        "its machine or its Ray process ended, or the network does not reach it; bring it back "
+        f"(`ray status` shows it){without} and start the job again."
     )
 
 
 def timed_out(
-    late: Mapping[int, str],
+    late: Iterable[tuple[Call, int]],
     limit: float,
-    identities: Identities,
+    hosts: Hosts,
     stacks: Sequence[str | None],
+    why: str = "",
 ) -> CallTimeoutError:
-    """The error for calls that ran longer than `limit` seconds, with the stacks of every host."""
-    who = ", ".join(f"{call} on rank {host}" for host, call in late.items())
+    """The error for ranks of calls that ran longer than `limit` seconds, with the stacks of every
+    host."""
+    who = ", ".join(f"{call.name} on rank {rank}" for call, rank in late)
     text = []
     for host, stack in enumerate(stacks):
-        identity = identities[host]
+        identity = hosts.identities[host]
         text.append(f"--- host {host} (process {identity.pid} on {identity.address}) ---")
         text.append(
             stack
             or "did not answer within 5 s: stopped, or blocked in native code (see `py-spy dump`)"
         )
     return CallTimeoutError(
-        f"{who} did not finish within {limit:g} s (controller.timeout_s). If the work is only "
+        f"{who} did not finish within {limit:g} s (controller.timeout_s){why}. If the work is only "
         "slow, raise that setting. The stacks of every host:\n\n" + "\n".join(text)
     )
 
 
-def _of_death(death: Death, identities: Identities, run_directory: Path | None) -> WorkerError:
-    node, pid, _ = identities[death.host]
-    role = death.call.split(".")[0]
-    if death.refused:
-        return WorkerError(
-            f"Rank {death.host} could not read the call {death.call}. A worker's class and all "
-            "that it is called with must be importable where the workers run: install the module "
-            f"that defines them, or define them in the driver's own script.\n\n{death.text}"
-        )
-    sentence = f"Rank {death.host} (process {pid} on {node}) died during {death.call}."
+def _of_death(death: Death, hosts: Hosts) -> WorkerError:
+    identity, role, rank = hosts.identities[death.host], death.call.role, death.rank
+    sentence = (
+        f"{role} rank {rank} (process {identity.pid} on {identity.address}) died during "
+        f"{death.call.name}."
+    )
     if "OutOfMemory" in death.text or "memory monitor" in death.text:
         sentence += " Ray's memory monitor ended it: the machine ran out of memory."
     else:
@@ -118,9 +127,9 @@ def _of_death(death: Death, identities: Identities, run_directory: Path | None) 
             " A process that ends without a traceback was killed from outside (kill -9, the"
             " kernel's out-of-memory killer) or crashed in native code."
         )
-    if run_directory is None:
+    if hosts.run_directory is None or role not in hosts.roles.get(death.host, {}):
         return WorkerError(sentence)
-    log = run_directory / "logs" / f"{role}-{death.host}.log"
+    log = hosts.run_directory / "logs" / f"{role}-{rank}.log"
     lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
     tail = "\n".join(f"  {line}" for line in lines) or "  (empty)"
     return WorkerError(f"{sentence}\nThe last lines of {log}:\n{tail}")

@@ -6,22 +6,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybridrl.controller.batch_ref import BatchRef
+from hybridrl.controller.call import Build, Call, Invoke, RankPart, Result
 from hybridrl.controller.executor import Executor
-from hybridrl.controller.host import Call, Place
 from hybridrl.controller.protocol import Protocol, Transfer
-from hybridrl.controller.table import Shard, Table
+from hybridrl.controller.table import Table
 from hybridrl.controller.worker import Context, Worker
 from hybridrl.core.batch import Batch
-from hybridrl.errors import nearest
+from hybridrl.errors import ConfigError, DataError, nearest
 
 
 class Handle:
     """The result of a call that may still run."""
 
-    def __init__(self, executor: Executor, shards: Sequence[Shard], answers: list[int], one: bool):
+    def __init__(self, executor: Executor, call: Call, one: bool) -> None:
         self._executor = executor
-        self._replies = [shard.reply for shard in shards]
-        self._answers = answers
+        self._call = call
         self._one = one
 
     def get(self) -> Any:
@@ -30,14 +29,14 @@ class Handle:
         Raises:
             WorkerError: if a rank failed or died; CallTimeoutError after the deadline.
         """
-        replies = self._executor.wait(self._replies)
-        values = [replies[rank].value for rank in self._answers]
+        self._executor.wait([self._call])
+        values = [self._call.replies[rank].value for rank in self._call.answering]
         return values[0] if self._one else values
 
     def done_within(self, seconds: float | None) -> bool:
         """Waits for all ranks, at most so long (None: as long as it takes); whether they are done.
         Raises as `get` does."""
-        return self._executor.wait(self._replies, seconds) is not None
+        return self._executor.wait([self._call], seconds)
 
 
 class WorkerGroup:
@@ -59,11 +58,19 @@ class WorkerGroup:
         devices: Sequence[int],
         **keywords: Any,
     ) -> None:
+        number = len(executor.cluster.devices)
+        known = [d for d in devices if isinstance(d, int) and 0 <= d < number]
+        if not known or len(set(known)) < len(devices):
+            raise ConfigError(
+                f"The group `{role}` was given the devices {list(devices)}: name one or more of 0 "
+                f"to {number - 1}, each once."
+            )
         self.role = role
         self.devices = list(devices)
+        self.worker_class = worker_class
+        self.keywords = keywords
         self._executor = executor
-        self._class = worker_class
-        self._spreads: dict[str, list[Place]] = {}
+        self._spreads: dict[str, list[RankPart]] = {}
         contexts = [
             Context(
                 role=role,
@@ -76,61 +83,86 @@ class WorkerGroup:
             )
             for rank, device in enumerate(self.devices)
         ]
-        self._created = executor.create(contexts, worker_class, keywords)
+        self._created = executor.create(Build(role, worker_class, keywords), contexts)
 
     def ready(self) -> WorkerGroup:
         """Waits until every rank is built."""
-        self._executor.wait(self._created)
+        self._executor.wait([self._created])
         return self
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._class, name, None)
-        transfer = getattr(method, "__transfer__", None)
+        if name.startswith("_"):  # of an object that is being copied or unpickled
+            raise AttributeError(name)
+        transfer = getattr(getattr(self.worker_class, name, None), "__transfer__", None)
         if transfer is None:
             known = [
-                n for n in dir(self._class) if hasattr(getattr(self._class, n), "__transfer__")
+                known
+                for known in dir(self.worker_class)
+                if hasattr(getattr(self.worker_class, known), "__transfer__")
             ]
             raise AttributeError(
                 f"The group `{self.role}` has no method `{name}` that the driver may call; "
-                f"{self._class.__name__} offers {', '.join(known)}.{nearest(name, known)}"
+                f"{self.worker_class.__name__} offers {', '.join(known)}.{nearest(name, known)}"
             )
         return lambda *arguments, **keywords: self._call(name, transfer, arguments, keywords)
 
     def _call(
         self, method: str, transfer: Transfer, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> BatchRef | Handle:
-        arguments = tuple(self._refer(argument) for argument in arguments)
-        keywords = {name: self._refer(argument) for name, argument in keywords.items()}
-        spread = self._spread(method, transfer.protocol)
-        answers = [rank for rank, (_, speaks) in enumerate(spread) if speaks]
+        arguments = tuple(self._refer(method, transfer, argument) for argument in arguments)
+        keywords = {
+            name: self._refer(method, transfer, argument) for name, argument in keywords.items()
+        }
+        parts = self._spread(method, transfer.protocol)
+        batches = [a for a in (*arguments, *keywords.values()) if isinstance(a, BatchRef)]
+        rows = self._rows_of(method, batches)
         if not transfer.returns_batch:
-            call = Call(self.role, method, arguments, keywords)
-            shards = self._executor.submit(self.devices, call, spread, False)
-            return Handle(self._executor, shards, answers, transfer.protocol.answers == "one")
-        if not transfer.protocol.split:
-            answers = answers[:1]  # every rank holds the same rows: one copy makes the table
-        found: list[Shard] = []
-        for part in _parts(arguments) if transfer.streams else [arguments]:
-            call = Call(self.role, method, part, keywords)
-            shards = self._executor.submit(self.devices, call, spread, True)
-            found += [shards[rank] for rank in answers]
-        return BatchRef(Table(tuple(found)), self._executor)
+            request = Invoke(self.role, method, arguments, keywords)
+            call, _ = self._executor.submit(request, self.devices, parts)
+            return Handle(self._executor, call, transfer.protocol.answers == "one")
+        if not transfer.protocol.split:  # every rank holds the same rows: one copy is the table
+            parts = [part._replace(answers=rank == 0) for rank, part in enumerate(parts)]
+        columns = transfer.columns(self.keywords)
+        results = []
+        for some in _by_parts(arguments) if transfer.streams else [arguments]:
+            request = Invoke(self.role, method, some, keywords)
+            call, data = self._executor.submit(request, self.devices, parts, returns_batch=True)
+            results.append(Result(self._executor, call, data, columns, rows))
+        return BatchRef(Table(tuple(results), streamed=len(results) > 1), self._executor)
 
-    def _spread(self, method: str, protocol: Protocol) -> list[Place]:
-        """By rank: which part of how many it gets, and whether it answers. Worked out once."""
+    def _spread(self, method: str, protocol: Protocol) -> list[RankPart]:
+        """What is each rank's own in a call. Worked out once."""
         if method not in self._spreads:
-            places = [reply.value for reply in self._executor.wait(self._created)]
+            self.ready()
+            places = [reply.value for reply in self._created.replies]
             self._spreads[method] = [
-                (protocol.part(place), protocol.speaks(rank, places))
+                RankPart(*protocol.part(place), protocol.speaks(rank, places))
                 for rank, place in enumerate(places)
             ]
         return self._spreads[method]
 
-    def _refer(self, argument: Any) -> Any:
-        return self._executor.put(argument) if isinstance(argument, Batch) else argument
+    def _refer(self, method: str, transfer: Transfer, argument: Any) -> Any:
+        """A batch as a reference to what the method reads of it."""
+        if isinstance(argument, Batch):
+            argument = self._executor.put(argument)
+        if isinstance(argument, BatchRef):
+            wanted = transfer.wanted(self.keywords)
+            return argument.for_reading(wanted, f"`{self.role}.{method}`")
+        return argument
+
+    def _rows_of(self, method: str, batches: Sequence[BatchRef]) -> int | None:
+        """The rows of a call's batches, as far as they are known: as many in all of them."""
+        known = {batch.node.known_rows for batch in batches if batch.only is None} - {None}
+        if len(known) > 1:
+            counts = " and ".join(map(str, sorted(known)))
+            raise DataError(
+                f"`{self.role}.{method}` was given batches of {counts} rows. The rows of a call's "
+                "batches go together, one by one, so all need as many."
+            )
+        return known.pop() if known else None
 
 
-def _parts(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+def _by_parts(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """The arguments once for each part of the table that is the first of them."""
     match arguments:
         case (BatchRef() as table, *rest):

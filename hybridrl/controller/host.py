@@ -14,67 +14,40 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridrl.controller.batch_ref import BatchRef
-from hybridrl.controller.protocol import Claimed, Transfer
-from hybridrl.controller.table import Fetch, Part, ShardInfo
+from hybridrl.controller.batch_ref import BatchRef, name_of
+from hybridrl.controller.call import (
+    Apply,
+    Build,
+    Failure,
+    Invoke,
+    RankPart,
+    Reply,
+    Request,
+    UpstreamError,
+)
+from hybridrl.controller.choices import Part
+from hybridrl.controller.columns import Columns
+from hybridrl.controller.protocol import PartialTable, Transfer
+from hybridrl.controller.shards import Rows, ShardInfo
 from hybridrl.controller.worker import Context, Rendezvous, Worker
 from hybridrl.core.batch import Batch
 from hybridrl.core.record import Record
 from hybridrl.errors import DataError
 
-
-@dataclass(frozen=True)
-class Failure:
-    """An exception in a worker: where it happened, when, and its traceback."""
-
-    role: str
-    rank: int
-    method: str
-    message: str
-    traceback: str
-    time: float
-
-
-class UpstreamError(Exception):
-    """An input of this call could not be made; carries the failure that is the cause."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What a host answers besides a batch: small, so that the driver may read it."""
-
-    record: Record
-    value: Any = None
-    info: ShardInfo | None = None
-    failure: Failure | None = None
-
-
-@dataclass(frozen=True)
-class Call:
-    """A group call, as every rank gets it."""
-
-    role: str
-    method: str
-    arguments: tuple[Any, ...]
-    keywords: Mapping[str, Any]
-
-
-Place = tuple[tuple[int, int], bool]
-"""What is a rank's own in a group call: which part of how many it gets, and whether it speaks."""
+Returned = tuple[Batch | None, Any, ShardInfo | None]
+"""A batch, a value that travels in the reply, and what may be known of the batch."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What a host is doing: the call in hand, since when (seconds), and whether it still waits for
-    its inputs. `method` is empty when the host is idle."""
+    """What a host is doing: the call in hand, for how long (seconds, without the time that it
+    waited for its inputs), and whether it still waits for them. `method` is empty when the host is
+    idle."""
 
     role: str = ""
     rank: int = 0
@@ -82,21 +55,25 @@ class Status:
     seconds: float = 0.0
     waiting: bool = False
 
+    @property
+    def is_working(self) -> bool:
+        """Whether a call is in hand whose inputs are there."""
+        return bool(self.method) and not self.waiting
+
 
 class Host:
     """Holds the workers of one device and runs their calls.
 
     Args:
-        fetch: Turns references into objects.
         raises: Let exceptions of workers fly instead of returning them, for the `inline` executor.
         redirects: Send what a worker prints to `logs/<role>-<rank>.log`.
     """
 
-    def __init__(self, fetch: Fetch, *, raises: bool = False, redirects: bool = True) -> None:
-        self._fetch_reference = fetch
+    def __init__(self, *, raises: bool = False, redirects: bool = True) -> None:
         self._raises = raises
         self._redirects = redirects
         self._workers: dict[str, Worker] = {}
+        self._keywords: dict[str, Mapping[str, Any]] = {}
         self._output: dict[str, int] = {}
         self._output_of = ""
         self._listeners: dict[str, socket.socket] = {}
@@ -108,84 +85,99 @@ class Host:
         self._listeners[role] = listener = socket.create_server((address, 0))
         return Rendezvous(address, listener.getsockname()[1])
 
-    def create(
-        self, context: Context, worker_class: type[Worker], keywords: Mapping[str, Any]
-    ) -> Reply:
-        """Builds a role on this device. The reply's value is its mesh coordinates."""
+    @contextmanager
+    def receiving(self, record: Record) -> Iterator[None]:
+        """While a request is read, which may import modules: the host works."""
+        self._current, self._waiting = (record, time.monotonic()), False
+        try:
+            yield
+        finally:
+            self._current = None
 
-        def build(record: Record) -> tuple[Batch | None, Any, ShardInfo | None]:
-            here = context
-            if context.rendezvous is not None and context.rank == 0:
-                listener = self._listeners.pop(context.role)
-                here = replace(context, rendezvous=replace(context.rendezvous, listener=listener))
-            worker = worker_class(here, **keywords)
-            self._workers[context.role] = worker
-            worker.leave()
-            record.metrics.update(worker.record.metrics)
-            return None, dict(worker.coordinates()), None
+    def run(self, request: Request, part: Any) -> tuple[Batch | None, Reply]:
+        """Does this rank's part of a group call: the batch that it returned, if it is a rank that
+        answers, and the reply."""
+        match request:
+            case Build(role):
+                self._open_output(part)
+                record = Record(role, part.rank, "__init__")
+                return self._recorded(record, lambda: self._build(request, part, record))
+            case Invoke(role, method):
+                worker = self._workers.get(role)
+                record = Record(role, -1 if worker is None else worker.context.rank, method)
+                return self._recorded(record, lambda: self._invoke(request, part, record))
+            case Apply(function):
+                record = Record("driver", part.index, name_of(function))
+                return self._recorded(record, lambda: self._apply(request, part))
 
-        self._open_output(context)
-        return self._run(Record(context.role, context.rank, "__init__"), build)[1]
+    def _build(self, build: Build, context: Context, record: Record) -> Returned:
+        if context.rendezvous is not None and context.rank == 0:
+            listener = self._listeners.pop(context.role)
+            meeting = replace(context.rendezvous, listener=listener)
+            context = replace(context, rendezvous=meeting)
+        worker = build.worker_class(context, **build.keywords)
+        self._workers[context.role] = worker
+        self._keywords[context.role] = build.keywords
+        worker.leave()
+        record.metrics.update(worker.record.metrics)
+        return None, dict(worker.coordinates()), None
 
-    def execute(self, call: Call, place: Place) -> tuple[Batch | None, Reply]:
-        """Runs one call on this rank; gives the batch it returned, if it speaks, and the reply."""
-        (index, parts), speaks = place
-        worker = self._workers[call.role]
-        method = getattr(worker, call.method)
+    def _invoke(self, request: Invoke, mine: RankPart, record: Record) -> Returned:
+        if (worker := self._workers.get(request.role)) is None:
+            raise DataError(f"No group called `{request.role}` lives on this device.")
+        method = getattr(worker, request.method)
         transfer: Transfer = method.__transfer__
+        protocol = transfer.protocol
+        part = Part(mine.index, mine.parts, protocol.balance, protocol.rows_together)
+        rows, total, first = None, None, None
 
-        def run(record: Record) -> tuple[Batch | None, Any, ShardInfo | None]:
-            rows, total = None, None
-
-            def resolve(argument: Any) -> Any:
-                nonlocal rows
-                if not isinstance(argument, BatchRef):
-                    return argument
-                protocol = transfer.protocol
-                part = Part(index, parts, protocol.balance, protocol.rows_together)
-                batch, rows = argument.read(part, self._fetch)
-                return batch
-
-            self._waiting = True
-            arguments = [resolve(argument) for argument in call.arguments]
-            keywords = {name: resolve(argument) for name, argument in call.keywords.items()}
-            self._waiting = False
-            worker.record, worker.rows = record, rows
-            worker.enter()
-            value = method(*arguments, **keywords)
-            worker.leave()
-            if not transfer.returns_batch:
-                return None, value if speaks else None, None
-            if isinstance(value, Claimed):
-                value, rows, total = value
-            if rows is None or len(value) != len(rows):
+        def read(argument: Any) -> Any:
+            """A batch's rows of this rank: the first batch says which, for all."""
+            nonlocal rows, first
+            if not isinstance(argument, BatchRef):
+                return argument
+            if first is None:
+                first, rows = argument, argument.rows_of(part)
+            elif argument.node.num_rows() != first.node.num_rows():
                 raise DataError(
-                    f"`{call.role}.{call.method}` returned {len(value)} rows for "
-                    f"{0 if rows is None else len(rows)}: a worker method that returns a batch "
-                    "returns one row for each that it was given."
+                    f"`{record.role}.{record.method}` was given batches of "
+                    f"{first.node.num_rows()} and {argument.node.num_rows()} rows. The rows of a "
+                    "call's batches go together, one by one, so all need as many."
                 )
-            info = ShardInfo.of(value, rows, total)
-            return (value, None, info) if speaks else (None, None, None)
+            return argument.read(part, rows)[0]
 
-        return self._run(Record(call.role, worker.context.rank, call.method), run)
+        with self._inputs():
+            arguments = [read(argument) for argument in request.arguments]
+            keywords = {name: read(argument) for name, argument in request.keywords.items()}
+        worker.record, worker.rows = record, rows
+        worker.enter()
+        value = method(*arguments, **keywords)
+        worker.leave()
+        if not transfer.returns_batch:
+            return None, value if mine.answers else None, None
+        if isinstance(value, PartialTable):
+            value, rows, total = value
+        if first is not None and first.only is not None:
+            total = first.only.num_rows()
+        _check_result(record, value, rows)
+        name = f"`{record.role}.{record.method}`"
+        if mine.answers:
+            _check_columns(name, value, transfer.columns(self._keywords[request.role]))
+        return (value, None, ShardInfo.of(value, rows, total)) if mine.answers else (None,) * 3
 
-    def apply(
-        self, function: Callable[[Batch], Batch], table: BatchRef
-    ) -> tuple[Batch | None, Reply]:
-        """Runs a pure function on all rows of a table."""
-
-        def run(record: Record) -> tuple[Batch | None, Any, ShardInfo | None]:
-            self._waiting = True
-            batch, rows = table.read(Part(0, 1, "rows"), self._fetch)
-            self._waiting = False
-            result = function(batch)
-            if len(result) != len(rows):
-                raise DataError(f"The applied function made {len(result)} rows of {len(rows)}.")
-            return result, None, ShardInfo.of(result, rows)
-
-        inner = getattr(function, "func", function)  # of a functools.partial
-        name = getattr(inner, "__name__", type(inner).__name__)
-        return self._run(Record("driver", 0, name), run)
+    def _apply(self, request: Apply, mine: RankPart) -> Returned:
+        with self._inputs():
+            part = Part(mine.index, mine.parts, "rows", request.together)
+            batch, rows = request.table.read(part)
+        result = request.function(batch)
+        name = f"The applied function {name_of(request.function)}"
+        if not isinstance(result, Batch):
+            raise DataError(f"{name} returned a {type(result).__name__}; it must return a Batch.")
+        if len(result) != len(rows):
+            raise DataError(f"{name} made {len(result)} rows of {len(rows)}.")
+        _check_columns(name, result, request.makes)
+        total = None if request.table.only is None else request.table.only.num_rows()
+        return result, None, ShardInfo.of(result, rows, total)
 
     def status(self) -> Status:
         """What this host is doing now. Safe from any thread."""
@@ -205,37 +197,42 @@ class Host:
         )
 
     def close(self) -> None:
-        """Closes every worker, the last one first."""
-        for worker in reversed(self._workers.values()):
-            worker.enter()
-            worker.close()
-        self._workers.clear()
+        """Closes every worker, the last one first; one that cannot be closed keeps no other from
+        it."""
+        with ExitStack() as closing:
+            for worker in self._workers.values():
+                closing.callback(worker.close)
+                closing.callback(worker.enter)
+            self._workers.clear()
 
-    def _fetch(self, reference: Any) -> Any:
-        found = self._fetch_reference(reference)
-        if isinstance(found, Reply) and found.failure is not None:
-            raise UpstreamError(found.failure)
-        return found
+    @contextmanager
+    def _inputs(self) -> Iterator[None]:
+        """While the inputs of a call are read, which may not be there yet. The call starts after
+        that, for its record and its deadline."""
+        self._waiting = True
+        yield
+        if self._current is not None:
+            record = self._current[0]
+            record.start = time.time()
+            self._current, self._waiting = (record, time.monotonic()), False
 
-    def _run(
-        self,
-        record: Record,
-        function: Callable[[Record], tuple[Batch | None, Any, ShardInfo | None]],
+    def _recorded(
+        self, record: Record, function: Callable[[], Returned]
     ) -> tuple[Batch | None, Reply]:
         self._direct_output(record.role)
         self._current, self._waiting = (record, time.monotonic()), False
         record.start = time.time()
         try:
-            batch, value, info = function(record)
+            batch, value, info = function()
         except UpstreamError as error:
             return None, Reply(record, failure=error.failure)
         except BaseException as error:
             if self._raises:
                 raise
-            text = _traceback_of(error)
-            logging.getLogger(__name__).error("%s.%s failed:\n%s", record.role, record.method, text)
-            message = f"{type(error).__name__}: {error}"
-            failure = Failure(record.role, record.rank, record.method, message, text, time.time())
+            failure = failure_of(error, record)
+            logging.getLogger(__name__).error(
+                "%s.%s failed:\n%s", record.role, record.method, failure.traceback
+            )
             return None, Reply(record, failure=failure)
         finally:
             record.end = time.time()
@@ -262,9 +259,44 @@ class Host:
         self._output_of = role
 
 
-def _traceback_of(error: BaseException) -> str:
-    """The traceback from the worker's own code on; the frames of this file tell nobody anything."""
+def failure_of(error: BaseException, record: Record) -> Failure:
+    """An exception as it is told: with the traceback from the worker's own code on, for the frames
+    of this file tell nobody anything."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    return "".join(traceback.format_exception(error.with_traceback(trace)))
+    text = "".join(traceback.format_exception(error.with_traceback(trace)))
+    try:
+        message = f"{type(error).__name__}: {error}"
+    except Exception:  # an exception of somebody's own that cannot say what it is
+        message = type(error).__name__
+    return Failure(record.role, record.rank, record.method, message, text, time.time())
+
+
+def _check_columns(name: str, batch: Batch, columns: Columns) -> None:
+    """That a result has the columns that it was said to have: whoever reads it was told so."""
+    if lacking := sorted(columns.certain.difference(batch.columns)):
+        raise DataError(
+            f"{name} says that it makes {', '.join(lacking)}, but returned "
+            f"{', '.join(batch.columns) or 'no columns'}. Mend its `makes`."
+        )
+    if more := [column for column in batch.columns if not columns.may_have(column)]:
+        raise DataError(
+            f"{name} returned {', '.join(more)}, which is not among the columns that it says it "
+            f"makes: {columns}. Add it to `makes` (or `may_make`), or leave it out."
+        )
+
+
+def _check_result(record: Record, value: Any, rows: Rows | None) -> None:
+    name = f"`{record.role}.{record.method}`"
+    if not isinstance(value, Batch):
+        raise DataError(
+            f"{name} is annotated `-> Batch` but returned a {type(value).__name__}. Return "
+            "Batch.from_columns({...}), or annotate what it returns."
+        )
+    given = 0 if rows is None else len(rows)
+    if len(value) != given:
+        raise DataError(
+            f"{name} returned {len(value)} rows for {given}: a worker method that returns a batch "
+            "returns one row for each that it was given."
+        )

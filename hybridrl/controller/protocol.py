@@ -10,9 +10,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-from hybridrl.controller.table import Rows
+from hybridrl.controller.columns import UNKNOWN, Columns, Wanted
+from hybridrl.controller.shards import Rows
 from hybridrl.core.batch import Batch
 from hybridrl.core.mesh import Coordinate
 from hybridrl.errors import ConfigError
@@ -90,7 +91,7 @@ UPDATE_PAIRS = replace(UPDATE, rows_together=2)
 """As `UPDATE`, for a loss that compares neighbouring rows: chosen and rejected."""
 
 
-class Claimed(NamedTuple):
+class PartialTable(NamedTuple):
     """What a method returns in place of a batch if it chose for itself which rows of a table to
     make: those rows, their numbers, and how many the table has in all."""
 
@@ -99,19 +100,58 @@ class Claimed(NamedTuple):
     total: int
 
 
+Names = Sequence[str] | Callable[[Mapping[str, Any]], Sequence[str]]
+"""Names of columns, or what gives them from the keywords that the workers were built with."""
+
+
 @dataclass(frozen=True)
 class Transfer:
-    """What `@transfer` notes on a method."""
+    """What `@transfer` notes on a method; see there."""
 
     protocol: Protocol
     returns_batch: bool
-    streams: bool
+    streams: bool = False
+    reads: Names | None = None
+    may_read: Callable[[str], bool] | Sequence[str] = ()
+    makes: Names | None = None
+    may_make: Names = ()
+
+    def wanted(self, keywords: Mapping[str, Any]) -> Wanted | None:
+        """The columns that the method reads in workers that were built with these keywords; None:
+        it does not say."""
+        if self.reads is None:
+            return None
+        others = self.may_read
+        if not callable(others):
+            known = frozenset(others)
+            others = known.__contains__ if known else None
+        return Wanted(frozenset(_names(self.reads, keywords)), others)
+
+    def columns(self, keywords: Mapping[str, Any]) -> Columns:
+        """The columns that it makes."""
+        if self.makes is None:
+            return UNKNOWN
+        certain, possible = (_names(names, keywords) for names in (self.makes, self.may_make))
+        return Columns(frozenset(certain), tuple(possible))
 
 
-def transfer(protocol: Protocol, *, streams: bool = False) -> Callable[[Function], Function]:
+def transfer(
+    protocol: Protocol,
+    *,
+    reads: Names | None = None,
+    may_read: Callable[[str], bool] | Sequence[str] = (),
+    makes: Names | None = None,
+    may_make: Names = (),
+    streams: bool = False,
+) -> Callable[[Function], Function]:
     """Marks a worker method as callable from the driver.
 
     Args:
+        reads: Columns that it needs of a batch. One that no call has made is refused when the
+            method is called, and the call waits for no others. None: it reads all there are.
+        may_read: Further columns that it reads where they are there: names, or which of them.
+        makes: Columns that it returns. None: any; then whoever reads any column waits for it.
+        may_make: Further columns that it may return; `reward/*` stands for all that begin so.
         streams: Of a table that comes bit by bit the method is called for each part, as soon as
             that is there. For methods that look at each row by itself.
 
@@ -119,18 +159,49 @@ def transfer(protocol: Protocol, *, streams: bool = False) -> Callable[[Function
     as went in; anything else gives a `Handle`.
 
     Raises:
-        ConfigError: if the return annotation is missing.
+        ConfigError: if the return annotation is missing, or says that a batch may be returned.
     """
 
     def mark(method: Function) -> Function:
-        returns = inspect.signature(method).return_annotation
-        if returns is inspect.Signature.empty:
-            raise ConfigError(
-                f"The worker method `{method.__qualname__}` is marked with @transfer but does not "
-                "say what it returns; add `-> Batch` or another return annotation."
-            )
-        returns_batch = returns in (Batch, "Batch")
-        method.__transfer__ = Transfer(protocol, returns_batch, streams)  # type: ignore[attr-defined]
+        for option, names in (("reads", reads), ("makes", makes), ("may_make", may_make)):
+            if isinstance(names, str):
+                raise ConfigError(
+                    f"The worker method `{method.__qualname__}` is marked with "
+                    f"@transfer({option}={names!r}); write ({names!r},), a list of names."
+                )
+        returns_batch = _returns_batch(method)
+        method.__transfer__ = Transfer(  # type: ignore[attr-defined]
+            protocol, returns_batch, streams, reads, may_read, makes, may_make
+        )
         return method
 
     return mark
+
+
+def _names(names: Names, keywords: Mapping[str, Any]) -> Sequence[str]:
+    return names(keywords) if callable(names) else names
+
+
+def _returns_batch(method: Callable[..., object]) -> bool:
+    annotation = inspect.signature(method).return_annotation
+    begin = f"The worker method `{method.__qualname__}` is marked with @transfer but"
+    if annotation is inspect.Signature.empty:
+        raise ConfigError(
+            f"{begin} does not say what it returns; add `-> Batch` or another return annotation."
+        )
+    if isinstance(annotation, str):
+        try:
+            annotation = eval(annotation, getattr(method, "__globals__", {}))
+        except (NameError, AttributeError):  # imported for type checkers only, or not yet defined
+            words = annotation.replace("'", "").replace('"', "").split("|")
+            names = [word.strip().rpartition(".")[2] for word in words]
+            maybe = Batch | None if "Batch" in names else None
+            annotation = Batch if names == ["Batch"] else maybe
+    if annotation is Batch:
+        return True
+    if Batch in get_args(annotation):
+        raise ConfigError(
+            f"{begin} is annotated `-> {annotation}`. A method returns a batch always or never: "
+            "annotate it `-> Batch`, and return one without rows where there is nothing."
+        )
+    return False

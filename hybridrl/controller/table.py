@@ -2,183 +2,236 @@
 
 A table is what calls returned: joined, chosen from, one below the other. Nothing here holds rows;
 an expression is evaluated where it is needed, by `read`, from what the shards say of themselves
-(`ShardInfo`, small) and the rows that are fetched.
+(`ShardInfo`, small) and the rows that are fetched. The driver knows of most tables, before they
+are made, how many rows and which columns they will have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from glob import escape
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import pyarrow as pa
 
-from hybridrl.core.balance import partition
+from hybridrl.controller.choices import Part, Repeat, Take
+from hybridrl.controller.columns import Columns, Wanted
+from hybridrl.controller.shards import COUNTED, Rows, ShardInfo, Shards
 from hybridrl.core.batch import Batch
 from hybridrl.errors import DataError
 
-EVEN_ENOUGH = 1.02
-"""Consecutive rows are dealt out if no part has more than this multiple of the mean; otherwise the
-rows of a part are picked one by one, which copies them."""
-Rows = npt.NDArray[np.int64]
-Fetch = Callable[[Any], Any]
-"""Turns a reference that an executor handed out into the object behind it."""
 
-
-@dataclass(frozen=True)
-class ShardInfo:
-    """What may be known of a shard without fetching it: its row numbers in its table, its column
-    names, the tokens of each of its `*_ids` columns by row, and how many rows the table has in all
-    (None: as many as the shards that stand beside it)."""
-
-    rows: Rows
-    columns: tuple[str, ...]
-    tokens: dict[str, Rows]
-    total: int | None = None
-
-    @classmethod
-    def of(cls, batch: Batch, rows: Rows, total: int | None = None) -> ShardInfo:
-        """Describes `batch` as the shard that holds `rows` of its table."""
-        tokens = {name: batch.lengths(name) for name in batch.columns if name.endswith("_ids")}
-        return cls(rows, tuple(batch.columns), tokens, total)
-
-
-@dataclass(frozen=True)
-class Shard:
-    """References to a shard's batch and to the reply that carries its `ShardInfo`."""
-
-    data: Any
-    reply: Any
-
-
-class Node:
+class Node(ABC):
     """An expression for a table of samples."""
 
-    def num_rows(self, fetch: Fetch) -> int:
-        raise NotImplementedError
+    @property
+    @abstractmethod
+    def columns(self) -> Columns:
+        """The columns, as far as they are known beforehand."""
 
-    def tokens(self, fetch: Fetch) -> dict[str, Rows]:
-        """Tokens per row of every `*_ids` column."""
-        raise NotImplementedError
+    @property
+    @abstractmethod
+    def known_rows(self) -> int | None:
+        """The number of rows, if it is known beforehand."""
 
-    def read(self, rows: Rows, columns: frozenset[str] | None, fetch: Fetch) -> Batch | None:
+    @abstractmethod
+    def num_rows(self) -> int:
+        """The number of rows; waits until it is known."""
+
+    @abstractmethod
+    def tokens(self) -> dict[str, Rows]:
+        """Tokens per row of the columns that count."""
+
+    @abstractmethod
+    def read(self, rows: Rows, names: frozenset[str] | None) -> Batch | None:
         """The batch of these rows, or None where the node has none of the wanted columns."""
-        raise NotImplementedError
 
-    def shards(self) -> list[Shard]:
-        """Every shard below."""
-        raise NotImplementedError
+    @abstractmethod
+    def shards(self) -> list[Shards]:
+        """Every call's result below."""
+
+    def needed(self, wanted: Wanted) -> Node | None:
+        """The part of the expression in which wanted columns may be; None if there is none."""
+        return self if wanted.may_be_in(self.columns) else None
+
+    def joined(self) -> list[Node]:
+        """The tables that stand side by side in this one."""
+        return [self]
+
+    def with_part(self, whole: Table, part: Table) -> Node:
+        """The expression with `part` in the place of the table `whole` that it is a part of: what
+        can be read of it before the rest has come."""
+        return part if self is whole else self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Table(Node):
-    """What one call returned: a shard from each answering rank, in any order of rows. Of a table
-    that comes bit by bit, the shards that came first."""
+    """What one call returned; or several, of a table that comes bit by bit (`streamed`)."""
 
-    parts: tuple[Shard, ...]
+    results: tuple[Shards, ...]
+    streamed: bool = False
 
-    def _infos(self, fetch: Fetch) -> list[ShardInfo]:
-        return [fetch(shard.reply).info for shard in self.parts]
+    @property
+    def columns(self) -> Columns:
+        return self.results[0].columns
 
-    def num_rows(self, fetch: Fetch) -> int:
-        infos = self._infos(fetch)
-        total = infos[0].total
-        return sum(len(info.rows) for info in infos) if total is None else total
+    @property
+    def known_rows(self) -> int | None:
+        return self.results[0].rows
 
-    def present(self, fetch: Fetch) -> Rows:
+    @cached_property
+    def _infos(self) -> list[tuple[Shards, int, ShardInfo]]:
+        return [
+            (result, index, info)
+            for result in self.results
+            for index, info in enumerate(result.infos())
+        ]
+
+    def num_rows(self) -> int:
+        if self.known_rows is not None:
+            return self.known_rows
+        total = self._infos[0][2].total
+        return sum(len(info.rows) for _, _, info in self._infos) if total is None else total
+
+    def bits(self) -> list[Table]:
+        """The parts of a table that comes bit by bit, the first ones first."""
+        return [Table((result,)) for result in self.results]
+
+    def present(self) -> Rows:
         """The numbers of the rows that are in these shards, ascending."""
-        return np.sort(np.concatenate([info.rows for info in self._infos(fetch)]))
+        return np.sort(np.concatenate([info.rows for _, _, info in self._infos]))
 
-    def tokens(self, fetch: Fetch) -> dict[str, Rows]:
-        infos = self._infos(fetch)
-        rows = np.concatenate([info.rows for info in infos])
-        found = {}
-        for name in infos[0].tokens:
-            found[name] = np.zeros(self.num_rows(fetch), np.int64)
-            found[name][rows] = np.concatenate([info.tokens[name] for info in infos])
+    def tokens(self) -> dict[str, Rows]:
+        found: dict[str, Rows] = {}
+        for _, _, info in self._infos:
+            for name, counts in info.tokens.items():
+                if name not in found:
+                    found[name] = np.zeros(self.num_rows(), np.int64)
+                found[name][info.rows] = counts
         return found
 
-    def read(self, rows: Rows, columns: frozenset[str] | None, fetch: Fetch) -> Batch | None:
-        infos = self._infos(fetch)
-        names = [name for name in infos[0].columns if columns is None or name in columns]
-        if not names:
+    def read(self, rows: Rows, names: frozenset[str] | None) -> Batch | None:
+        schema = _together([info.schema for _, _, info in self._infos])
+        chosen = [name for name in schema.names if names is None or name in names]
+        if not chosen:
             return None
-        total = self.num_rows(fetch)
+        total = self.num_rows()
         owner, place = np.full(total, -1, np.int64), np.empty(total, np.int64)
-        for number, info in enumerate(infos):
+        for number, (_, _, info) in enumerate(self._infos):
             owner[info.rows] = number
             place[info.rows] = np.arange(len(info.rows))
-        pieces, order = [], []
-        for number, shard in enumerate(self.parts):
+        if len(missing := rows[owner[rows] < 0]):
+            raise DataError(
+                f"Row {missing[0]} of {total} was made by no rank: between them, the ranks of a "
+                "call return every row of its table."
+            )
+        # A table without rows in front tells the columns' types, of those too that a shard lacks.
+        pieces = [Batch(pa.schema([schema.field(name) for name in chosen]).empty_table())]
+        order = []
+        for number, (result, index, info) in enumerate(self._infos):
             wanted = np.flatnonzero(owner[rows] == number)
-            # An empty request still reads the first shard, which tells the columns' types.
-            if len(wanted) or (number == 0 and not len(rows)):
-                pieces.append(fetch(shard.data).select(names).take(place[rows[wanted]]))
+            if len(wanted):
+                there = [name for name in chosen if name in info.schema.names]
+                pieces.append(result.read(index, place[rows[wanted]], there))
                 order.append(wanted)
-        batch = Batch.concat(pieces)
-        return batch if len(pieces) == 1 else batch.take(np.argsort(np.concatenate(order)))
+        if len(order) == 1 and pieces[1].table.schema.equals(pieces[0].table.schema):
+            return pieces[1]
+        batch = Batch.concat(pieces, fill_missing=True)
+        return batch if len(order) < 2 else batch.take(np.argsort(np.concatenate(order)))
 
-    def shards(self) -> list[Shard]:
-        return list(self.parts)
+    def shards(self) -> list[Shards]:
+        return list(self.results)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Join(Node):
     """Two tables side by side, row by row; the right one wins where both have a column."""
 
     left: Node
     right: Node
 
-    def num_rows(self, fetch: Fetch) -> int:
-        return self.left.num_rows(fetch)
+    def __post_init__(self) -> None:
+        left, right = self.left.known_rows, self.right.known_rows
+        if left is not None and right is not None:
+            _same_rows(left, right)
 
-    def tokens(self, fetch: Fetch) -> dict[str, Rows]:
-        return self.left.tokens(fetch) | self.right.tokens(fetch)
+    @property
+    def columns(self) -> Columns:
+        return self.left.columns | self.right.columns
 
-    def read(self, rows: Rows, columns: frozenset[str] | None, fetch: Fetch) -> Batch | None:
-        left, right = self.left.num_rows(fetch), self.right.num_rows(fetch)
-        if left != right:
-            raise DataError(f"Tables of {left} and of {right} rows cannot be joined row by row.")
-        sides = [side.read(rows, columns, fetch) for side in (self.left, self.right)]
+    @property
+    def known_rows(self) -> int | None:
+        left, right = self.left.known_rows, self.right.known_rows
+        return right if left is None else left
+
+    def num_rows(self) -> int:
+        return self.left.num_rows() if (known := self.known_rows) is None else known
+
+    def tokens(self) -> dict[str, Rows]:
+        return self.left.tokens() | self.right.tokens()
+
+    def read(self, rows: Rows, names: frozenset[str] | None) -> Batch | None:
+        _same_rows(self.left.num_rows(), self.right.num_rows())
+        sides = [side.read(rows, names) for side in (self.left, self.right)]
         found = [side for side in sides if side is not None]
         return found[0] | found[1] if len(found) == 2 else (found[0] if found else None)
 
-    def shards(self) -> list[Shard]:
+    def shards(self) -> list[Shards]:
         return self.left.shards() + self.right.shards()
 
+    def needed(self, wanted: Wanted) -> Node | None:
+        right = self.right.needed(wanted)
+        left = self.left.needed(wanted.without(self.right.columns.certain))
+        return Join(left, right) if left and right else left or right
 
-def with_part(node: Node, whole: Table, part: Table) -> Node:
-    """The expression with `part` in the place of the table `whole` that it is a part of: what can
-    be read of it before the rest has come."""
-    if node is whole:
-        return part
-    if isinstance(node, Join):
-        return Join(with_part(node.left, whole, part), with_part(node.right, whole, part))
-    return node
+    def joined(self) -> list[Node]:
+        return self.left.joined() + self.right.joined()
+
+    def with_part(self, whole: Table, part: Table) -> Node:
+        return Join(self.left.with_part(whole, part), self.right.with_part(whole, part))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Concat(Node):
     """Tables with the same columns, one below the other."""
 
     tables: tuple[Node, ...]
 
-    def num_rows(self, fetch: Fetch) -> int:
-        return sum(table.num_rows(fetch) for table in self.tables)
+    @property
+    def columns(self) -> Columns:
+        found = [table.columns for table in self.tables]
+        certain = frozenset.intersection(*(columns.certain for columns in found))
+        rest = frozenset.union(*(columns.certain for columns in found)) - certain
+        patterns = dict.fromkeys(name for columns in found for name in columns.possible)
+        return Columns(certain, (*patterns, *map(escape, sorted(rest))))
 
-    def tokens(self, fetch: Fetch) -> dict[str, Rows]:
-        found = [table.tokens(fetch) for table in self.tables]
+    @property
+    def known_rows(self) -> int | None:
+        counts = [table.known_rows for table in self.tables]
+        return None if None in counts else sum(counts)
+
+    def num_rows(self) -> int:
+        return sum(table.num_rows() for table in self.tables)
+
+    def tokens(self) -> dict[str, Rows]:
+        found = [table.tokens() for table in self.tables]
         return {name: np.concatenate([tokens[name] for tokens in found]) for name in found[0]}
 
-    def read(self, rows: Rows, columns: frozenset[str] | None, fetch: Fetch) -> Batch | None:
+    def read(self, rows: Rows, names: frozenset[str] | None) -> Batch | None:
         pieces, order, start = [], [], 0
         for number, table in enumerate(self.tables):
-            end = start + table.num_rows(fetch)
+            end = start + table.num_rows()
             wanted = np.flatnonzero((rows >= start) & (rows < end))
             # An empty request still reads the first table, which tells the columns' types.
             if len(wanted) or (number == 0 and not len(rows)):
-                piece = table.read(rows[wanted] - start, columns, fetch)
+                piece = table.read(rows[wanted] - start, names)
                 if piece is None:
                     return None
                 pieces.append(piece)
@@ -186,93 +239,119 @@ class Concat(Node):
             start = end
         return Batch.concat(pieces).take(np.argsort(np.concatenate(order)))
 
-    def shards(self) -> list[Shard]:
-        return [shard for table in self.tables for shard in table.shards()]
+    def shards(self) -> list[Shards]:
+        return [result for table in self.tables for result in table.shards()]
+
+    def needed(self, wanted: Wanted) -> Node | None:
+        found = [table.needed(wanted) for table in self.tables]
+        return Concat(tuple(found)) if all(found) else super().needed(wanted)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Choose(Node):
     """Some rows of a table, in a new order, chosen by `choice`."""
 
     table: Node
     choice: Take | Repeat | Part
 
-    def _rows(self, fetch: Fetch) -> Rows:
-        return self.choice.rows(self.table, fetch)
+    @property
+    def columns(self) -> Columns:
+        return self.table.columns
 
-    def num_rows(self, fetch: Fetch) -> int:
-        return len(self._rows(fetch))
+    @property
+    def known_rows(self) -> int | None:
+        return self.choice.known_rows(self.table)
 
-    def tokens(self, fetch: Fetch) -> dict[str, Rows]:
-        rows = self._rows(fetch)
-        return {name: counts[rows] for name, counts in self.table.tokens(fetch).items()}
+    @cached_property
+    def _rows(self) -> Rows:
+        return self.choice.rows(self.table)
 
-    def read(self, rows: Rows, columns: frozenset[str] | None, fetch: Fetch) -> Batch | None:
-        return self.table.read(self._rows(fetch)[rows], columns, fetch)
+    def num_rows(self) -> int:
+        return len(self._rows) if (known := self.known_rows) is None else known
 
-    def shards(self) -> list[Shard]:
+    def tokens(self) -> dict[str, Rows]:
+        return {name: counts[self._rows] for name, counts in self.table.tokens().items()}
+
+    def read(self, rows: Rows, names: frozenset[str] | None) -> Batch | None:
+        return self.table.read(self._rows[rows], names)
+
+    def shards(self) -> list[Shards]:
         return self.table.shards()
 
-
-@dataclass(frozen=True)
-class Take:
-    """The rows with these numbers."""
-
-    numbers: Rows
-
-    def rows(self, table: Node, fetch: Fetch) -> Rows:
-        return self.numbers
+    def needed(self, wanted: Wanted) -> Node | None:
+        if isinstance(self.choice, Part) and self.choice.balance == "tokens":
+            # The rows must be the same, whatever is read of them.
+            names, found = wanted.names.union(COUNTED), wanted.found.difference(COUNTED)
+            wanted = Wanted(names, wanted.others, found)
+        needed = self.table.needed(wanted)
+        return Choose(needed, self.choice) if needed else None
 
 
-@dataclass(frozen=True)
-class Repeat:
-    """Every row `times` times, copies of a row next to each other."""
-
-    times: int
-
-    def rows(self, table: Node, fetch: Fetch) -> Rows:
-        return np.repeat(np.arange(table.num_rows(fetch)), self.times)
-
-
-@dataclass(frozen=True)
-class Part:
-    """Part `index` of `parts`; see `part_rows`. `together` neighbouring rows are never parted."""
-
-    index: int
-    parts: int
-    balance: Literal["rows", "tokens"]
-    together: int = 1
-
-    def rows(self, table: Node, fetch: Fetch) -> Rows:
-        return part_rows(table, self, fetch)
+def choose(table: Node, choice: Take | Repeat | Part) -> Node:
+    """`Choose`, but of what was chosen before only the rows that are chosen again: tables that have
+    none of them are let go, and rows that are kept for many steps do not pile up expressions."""
+    if not isinstance(choice, Take) or (found := _pieces(table)) is None:
+        return Choose(table, choice)
+    pieces, rows = found
+    rows = rows[choice.numbers]
+    if len(pieces) == 1:
+        return Choose(pieces[0], Take(rows))
+    starts = np.cumsum([0, *(piece.known_rows for piece in pieces)])
+    owner = np.searchsorted(starts, rows, side="right") - 1
+    used = np.unique(owner) if len(rows) else np.array([0])
+    kept = [pieces[number] for number in used]
+    shift = np.zeros(len(pieces), np.int64)
+    shift[used] = starts[used] - np.cumsum([0, *(piece.known_rows for piece in kept[:-1])])
+    joined = kept[0] if len(kept) == 1 else Concat(tuple(kept))
+    return Choose(joined, Take(rows - shift[owner]))
 
 
-def part_rows(table: Node, part: Part, fetch: Fetch) -> Rows:
-    """Row numbers of a part, ascending. Every rank computes the same cut from the same lengths."""
-    count, rest = divmod(table.num_rows(fetch), part.together)
-    if rest:
+def concat(tables: Sequence[Node]) -> Node:
+    """`Concat`, of the tables that the rows were chosen from."""
+    whole = Concat(tuple(tables))
+    if (found := _pieces(whole)) is None:
+        return whole
+    pieces, rows = found
+    whole = Concat(tuple(pieces))
+    return whole if len(rows) == whole.known_rows and _is_range(rows) else Choose(whole, Take(rows))
+
+
+def _pieces(node: Node) -> tuple[list[Node], Rows] | None:
+    """The tables that a choice of rows is made from, one below the other, and the numbers of its
+    rows there; None if they are not known beforehand."""
+    if (count := node.known_rows) is None:
+        return None
+    if isinstance(node, Choose) and isinstance(node.choice, Take) and node.choice.of is None:
+        found = _pieces(node.table)
+        return None if found is None else (found[0], found[1][node.choice.numbers])
+    if not isinstance(node, Concat):
+        return [node], np.arange(count)
+    pieces, rows, start = [], [np.arange(0)], 0
+    for table in node.tables:
+        found = _pieces(table)
+        assert found is not None  # as the rows of all are known
+        pieces += found[0]
+        rows.append(found[1] + start)
+        start += sum(piece.known_rows for piece in found[0])
+    return pieces, np.concatenate(rows)
+
+
+def _is_range(rows: Rows) -> bool:
+    return bool((rows == np.arange(len(rows))).all())
+
+
+def _same_rows(left: int, right: int) -> None:
+    if left != right:
+        raise DataError(f"Tables of {left} and of {right} rows cannot be joined row by row.")
+
+
+def _together(schemas: Sequence[pa.Schema]) -> pa.Schema:
+    """The columns of all shards of a call: what one has for its rows, another may lack."""
+    if all(schema.equals(schemas[0]) for schema in schemas[1:]):
+        return schemas[0]
+    try:
+        return pa.unify_schemas(list(schemas), promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise DataError(
-            f"{count * part.together + rest} rows cannot be dealt out {part.together} at a time."
-        )
-    if part.parts == 1:
-        units = np.arange(count)
-    elif part.balance == "rows":
-        edges = [count * i // part.parts for i in range(part.parts + 1)]
-        units = np.arange(edges[part.index], edges[part.index + 1])
-    else:
-        tokens = sum(table.tokens(fetch).values(), start=np.zeros(count * part.together, np.int64))
-        units = _balanced_part(tokens.reshape(count, part.together).sum(1), part)
-    return (units[:, None] * part.together + np.arange(part.together)).reshape(-1)
-
-
-def _balanced_part(tokens: Rows, part: Part) -> Rows:
-    """The units of a part that has its share of the tokens, ascending."""
-    count = len(tokens)
-    costs = tokens + 1  # so that rows without tokens spread evenly
-    ends = np.cumsum(costs)
-    goals = ends[-1] * np.arange(1, part.parts) / part.parts if count else []
-    edges = np.concatenate([[0], np.searchsorted(ends, goals, side="left") + 1, [count]])
-    sizes = np.diff(np.concatenate([[0], ends])[np.minimum(edges, count)])
-    if len(sizes) and sizes.max() <= EVEN_ENOUGH * sizes.mean():
-        return np.arange(edges[part.index], edges[part.index + 1])  # read without copying
-    return np.sort(np.asarray(partition(costs.tolist(), part.parts)[part.index], dtype=np.int64))
+            f"The ranks of one call made columns of one name and different types: {error}"
+        ) from error

@@ -90,8 +90,14 @@ class Worker:
             self.record.peaks[name] = max(self.record.peaks.get(name, 0), memory.bytes())
 
     def report(self, **metrics: float) -> None:
-        """Adds figures to the current call's record; see `Record.metrics`."""
-        self.record.metrics.update(metrics)
+        """Adds figures to those of the current call: they add up, and of those named `*_max` the
+        largest counts; see `Record.metrics`."""
+        found = self.record.metrics
+        for name, value in metrics.items():
+            before = found.get(name)
+            if before is not None:
+                value = max(before, value) if name.endswith("_max") else before + value
+            found[name] = value
 
     def close(self) -> None:
         """Releases processes and files. Called once, when the job ends in good order."""

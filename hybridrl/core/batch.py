@@ -2,44 +2,45 @@
 
 One row per sample, named columns, held in Arrow. A token-level column is a ragged list (values and
 offsets), so nothing is ever padded in memory, on the wire or on disk. Numeric columns are views of
-the Arrow buffers: reading one copies nothing, and because the buffers may lie in shared memory,
-the tensors must not be written in place.
+the Arrow buffers: reading one copies nothing, and because others read the same memory, the tensors
+refuse to be changed in place (see `read_only`).
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
+from hybridrl.core.columns import Ragged, is_number, is_ragged, to_arrow, to_ragged, to_torch
 from hybridrl.errors import DataError, nearest
 
-_TOKENS = ("_ids", "_mask", "_log_probs")
-_TRAINERS = ("group_id", "policy_version")
+LIBRARY_COLUMNS = frozenset(
+    {
+        # of tokens
+        *("prompt_ids", "response_ids", "response_mask", "token_versions"),
+        *("rollout_log_probs", "log_probs", "ref_log_probs", "entropy", "values", "cost_values"),
+        *("returns", "cost_returns", "advantages", "loss_weights"),
+        # of samples
+        *("group_id", "policy_version", "scores", "costs", "greedy_scores", "response"),
+    }
+)
+"""The columns that the library makes and reads under these names: the user's functions do not get
+them among their row, and a column of the data should not be called so."""
+LIBRARY_PREFIXES = ("reward/", "cost/")
+"""How further columns of the library's begin: one for each function, and its further numbers."""
 
 
-class Ragged(NamedTuple):
-    """A column of lists: `values` `[tokens]`, and `cu_seqlens` `[rows + 1]` with row i at
-    `values[cu_seqlens[i]:cu_seqlens[i + 1]]`."""
-
-    values: torch.Tensor
-    cu_seqlens: torch.Tensor
-
-    @property
-    def lengths(self) -> torch.Tensor:
-        """Number of values of each row, `[rows]`."""
-        return self.cu_seqlens.diff()
-
-    def rows(self) -> list[torch.Tensor]:
-        """One view per row."""
-        return list(torch.split(self.values, self.lengths.tolist()))
+def is_of_data(column: str) -> bool:
+    """Whether a column of this name is the user's, not the library's."""
+    return column not in LIBRARY_COLUMNS and not column.startswith(LIBRARY_PREFIXES)
 
 
 class Batch:
@@ -56,10 +57,18 @@ class Batch:
     def from_columns(cls, columns: Mapping[str, Any]) -> Batch:
         """Builds a batch from tensors, arrays, `Ragged`s, lists of 1-D tensors, or plain lists.
 
+        A tensor `[rows, k]` becomes a column of lists, as a `Ragged` does.
+
         Raises:
-            DataError: if the columns do not have one length; names the column.
+            DataError: if the columns do not have one length, or one cannot be stored; names the
+                column.
         """
-        arrays = {name: _to_arrow(values) for name, values in columns.items()}
+        arrays = {}
+        for name, values in columns.items():
+            try:
+                arrays[name] = to_arrow(values)
+            except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+                raise DataError(f"The column `{name}` cannot be stored: {error}") from error
         sizes = {name: len(array) for name, array in arrays.items()}
         if len(set(sizes.values())) > 1:
             raise DataError(f"The columns of a batch must have one length, these differ: {sizes}.")
@@ -103,19 +112,20 @@ class Batch:
 
     def __getitem__(self, name: str) -> Any:
         array = self.array(name)
-        if pa.types.is_large_list(array.type) and _is_number(array.type.value_type):
-            offsets = _to_torch(array.offsets)
-            return Ragged(_to_torch(array.flatten()), offsets - offsets[0])
-        if _is_number(array.type):
-            return _to_torch(array)
+        if is_ragged(array.type):
+            return to_ragged(array)
+        if is_number(array.type):
+            return to_torch(array)
         return array.to_pylist()
 
     def ragged(self, name: str) -> Ragged:
         """The token-level column `name`; a `DataError` if it holds one value per row."""
-        column = self[name]
-        if not isinstance(column, Ragged):
+        array = self.array(name)
+        if pa.types.is_null(array.type) and not len(array):  # made of no rows, it has no type
+            array = pa.array([], pa.large_list(pa.int64()))
+        if not is_ragged(array.type):
             raise DataError(f"The column `{name}` holds one value per sample, not one per token.")
-        return column
+        return to_ragged(array)
 
     def lengths(self, name: str) -> npt.NDArray[np.int64]:
         """Number of values in each row of the token-level column `name`, `[rows]`."""
@@ -152,11 +162,10 @@ class Batch:
         merged |= {name: other.table.column(name) for name in other.columns}
         return Batch(pa.table(merged))
 
-    def take(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
-        """The rows with these numbers, in this order. Consecutive rows are not copied."""
-        rows = np.asarray(indices, dtype=np.int64)
-        if len(rows) and not 0 <= rows.min() <= rows.max() < len(self):
-            raise DataError(f"Rows {rows.min()} to {rows.max()} of a batch of {len(self)} rows.")
+    def take(self, rows: RowNumbers) -> Batch:
+        """The rows with these numbers, in this order, or those where a mask is true; see
+        `row_numbers`. Consecutive rows are not copied."""
+        rows = row_numbers(rows, len(self))
         if len(rows) and (np.diff(rows) == 1).all():
             return self.slice(int(rows[0]), int(rows[-1]) + 1)
         return Batch(self.table.take(pa.array(rows)).combine_chunks())
@@ -166,22 +175,52 @@ class Batch:
         return Batch(self.table.slice(start, stop - start))
 
     @staticmethod
-    def concat(batches: Sequence[Batch]) -> Batch:
-        """One batch after the other; all must have the same columns."""
+    def concat(batches: Sequence[Batch], *, fill_missing: bool = False) -> Batch:
+        """One batch after the other.
+
+        Args:
+            fill_missing: A column that some batches do not have is NaN there if it holds numbers
+                with a fraction, and empty otherwise. Without it all must have the same columns.
+
+        Raises:
+            DataError: if there is no batch, or the columns are not the same; names them.
+        """
+        if not batches:
+            raise DataError("Batch.concat needs one batch or more, and was given none.")
         if len(batches) == 1:
             return batches[0]
-        tables = [batches[0].table, *(b.table.select(batches[0].columns) for b in batches[1:])]
-        return Batch(pa.concat_tables(tables, promote_options="permissive").combine_chunks())
+        names = list(dict.fromkeys(name for batch in batches for name in batch.columns))
+        partial = [name for name in names if not all(name in batch for batch in batches)]
+        if partial and not fill_missing:
+            having = [n for n, batch in enumerate(batches) if partial[0] in batch]
+            raise DataError(
+                "Only batches with the same columns can be put one below the other; "
+                f"{', '.join(f'`{name}`' for name in partial)} is not in all of them (of "
+                f"{len(batches)} batches, `{partial[0]}` is in {_numbers(having)}, counted from "
+                "0). Select the same columns of each."
+            )
+        try:
+            table = pa.concat_tables([b.table for b in batches], promote_options="permissive")
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise DataError(
+                f"These batches cannot be put one below the other: {error}. A column has to hold "
+                "the same kind of values in each."
+            ) from error
+        table = table.select(names)
+        for name in partial:
+            if pa.types.is_floating(table.schema.field(name).type):
+                filled = pc.fill_null(table.column(name), float("nan"))
+                table = table.set_column(table.column_names.index(name), name, filled)
+        return Batch(table.combine_chunks())
 
     def to_pylist(self) -> list[dict[str, Any]]:
         """One dictionary per row."""
         return list(self.table.to_pylist())
 
     def rows_for_users(self) -> list[dict[str, Any]]:
-        """One dictionary per row, of the columns that are the business of a user's function: not
-        those of tokens, nor the trainer's own."""
-        hidden = [name for name in self.columns if name.endswith(_TOKENS) or name in _TRAINERS]
-        return list(self.table.drop_columns(hidden).to_pylist())
+        """One dictionary per row, of the columns that are the business of a user's function: all
+        but the library's own (`LIBRARY_COLUMNS`)."""
+        return list(self.table.select(list(filter(is_of_data, self.columns))).to_pylist())
 
     def write_parquet(self, path: Path) -> None:
         """Writes the rows as they are; pandas, polars and DuckDB read the file."""
@@ -193,47 +232,47 @@ class Batch:
         return cls(pq.read_table(path))
 
 
-def _is_number(arrow_type: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type))
+RowNumbers = Sequence[int] | Sequence[bool] | npt.NDArray[Any] | torch.Tensor
+"""Numbers of rows, or a mask of all rows."""
 
 
-def _to_torch(array: pa.Array) -> torch.Tensor:
-    with warnings.catch_warnings():  # torch warns that the shared buffer is read-only
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(array.to_numpy(zero_copy_only=False))
+def row_numbers(rows: RowNumbers, count: int | None) -> npt.NDArray[np.int64]:
+    """Numbers of rows as an array: those that are given, or where a mask of booleans is true.
+
+    Args:
+        count: Rows of the table; None: not known yet.
+
+    Raises:
+        DataError: for a mask of another length, for what is no whole number, and for a row that
+            is not there.
+    """
+    numbers = rows.detach().cpu().numpy() if isinstance(rows, torch.Tensor) else np.asarray(rows)
+    known = "" if count is None else f" of a batch of {count} rows"
+    if numbers.ndim != 1:
+        raise DataError(f"Row numbers are a list, and this has the shape {list(numbers.shape)}.")
+    if numbers.dtype == np.bool_:
+        if count is not None and len(numbers) != count:
+            raise DataError(
+                f"A mask of {len(numbers)} booleans cannot choose among the rows{known}: it needs "
+                "one for each."
+            )
+        return np.flatnonzero(numbers)
+    if len(numbers) and numbers.dtype.kind not in "iu":
+        raise DataError(
+            f"Rows are chosen by whole numbers or by a mask of booleans, and these are "
+            f"{numbers.dtype}: {numbers[:3].tolist()}."
+        )
+    numbers = numbers.astype(np.int64)
+    if len(numbers) and numbers.min() < 0:
+        raise DataError(
+            f"There is no row {numbers.min()}{known}: rows are counted from 0, and a negative "
+            "number does not count from the end."
+        )
+    if count is not None and len(numbers) and numbers.max() >= count:
+        raise DataError(f"There is no row {numbers.max()}{known}, which are counted from 0.")
+    return numbers
 
 
-def _to_numpy(values: torch.Tensor | npt.NDArray[Any]) -> npt.NDArray[Any]:
-    if isinstance(values, torch.Tensor):
-        values = values.detach().cpu()
-        values = values.float() if values.dtype == torch.bfloat16 else values
-        values = values.numpy()
-    # Arrow packs booleans into bits, which torch cannot view: masks travel as bytes.
-    return values.astype(np.uint8) if values.dtype == np.bool_ else values
-
-
-def _to_arrow(values: Any) -> pa.Array:
-    if isinstance(values, pa.Array | pa.ChunkedArray):
-        return values
-    if isinstance(values, Ragged):
-        offsets = _to_numpy(values.cu_seqlens).astype(np.int64)
-        return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(_to_numpy(values.values)))
-    if isinstance(values, torch.Tensor | np.ndarray):
-        return pa.array(_to_numpy(values))
-    values = list(values)
-    if values and all(isinstance(row, torch.Tensor | np.ndarray) for row in values):
-        offsets = np.cumsum([0, *(len(row) for row in values)], dtype=np.int64)
-        flat = np.concatenate([_to_numpy(row) for row in values])
-        return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(flat))
-    if values and all(isinstance(row, list) for row in values):
-        return _list_column(values)
-    return pa.array(values)
-
-
-def _list_column(rows: list[list[Any]]) -> pa.Array:
-    flat = [value for row in rows for value in row]
-    if any(not isinstance(value, int | float) for value in flat):
-        return pa.array(rows)
-    kind = np.int64 if all(isinstance(value, int) for value in flat) else np.float32
-    offsets = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
-    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(np.asarray(flat, dtype=kind)))
+def _numbers(values: Sequence[int]) -> str:
+    shown = ", ".join(map(str, values[:5]))
+    return shown if len(values) <= 5 else f"{shown}, ..."

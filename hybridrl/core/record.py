@@ -11,7 +11,7 @@ class Record:
     """A call as one rank saw it.
 
     Attributes:
-        start, end: Seconds since the epoch.
+        start, end: Seconds since the epoch; a call starts when its inputs are there.
         phases: Seconds by phase name; the known ones are `generate`, `score`, `train`, `sync`.
         peaks: By phase name, bytes of the device in use at its fullest moment.
         metrics: Figures that the worker reported; they add up over ranks and calls, but of those

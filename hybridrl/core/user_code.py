@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -71,6 +72,34 @@ def check(setting: str, spec: str) -> None:
     defined = list(_defined_names(tree.body))
     if name not in defined and not {"*", "__getattr__"} & set(defined):
         raise _no_such_name(setting, spec, name, defined)
+
+
+def parameters(spec: str) -> list[inspect.Parameter] | None:
+    """The parameters of the function that a file defines under the name, found without importing
+    it; None if it cannot be told."""
+    found = split(spec)
+    if found is None or not is_file(found[0]):
+        return None
+    tree = ast.parse(Path(found[0]).expanduser().read_bytes())
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    named_so = [n for n in tree.body if isinstance(n, kinds) and n.name == found[1]]
+    if not named_so or named_so[-1].decorator_list:
+        return None
+    given, one = named_so[-1].args, inspect.Parameter
+    positional: list[tuple[ast.arg, Any]] = [(a, one.POSITIONAL_ONLY) for a in given.posonlyargs]
+    positional += [(a, one.POSITIONAL_OR_KEYWORD) for a in given.args]
+    without = len(positional) - len(given.defaults)
+    listed = [
+        one(a.arg, kind, default=one.empty if n < without else None)
+        for n, (a, kind) in enumerate(positional)
+    ]
+    if given.vararg:
+        listed.append(one(given.vararg.arg, one.VAR_POSITIONAL))
+    for a, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        listed.append(one(a.arg, one.KEYWORD_ONLY, default=one.empty if default is None else None))
+    if given.kwarg:
+        listed.append(one(given.kwarg.arg, one.VAR_KEYWORD))
+    return listed
 
 
 def load(setting: str, spec: str, failure: type[HybridRLError] = ConfigError) -> Any:

@@ -1,4 +1,4 @@
-"""Reading rows from JSON lines, Parquet, or a data set of the Hugging Face hub."""
+"""Reading rows from JSON lines, Parquet, Arrow, or a data set of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hybridrl.data.json_lines import check_columns, read_json_lines
-from hybridrl.errors import ConfigError, DataError, MissingPackageError
+from hybridrl.errors import DataError, MissingPackageError
 
-Format = Literal["jsonl", "parquet", "datasets"]
+Format = Literal["jsonl", "parquet", "arrow", "datasets"]
 
 _SUFFIXES = {
     ".jsonl": "jsonl",
@@ -23,7 +23,9 @@ _SUFFIXES = {
     ".ndjson.gz": "jsonl",
     ".json.gz": "jsonl",
     ".parquet": "parquet",
+    ".arrow": "arrow",
 }
+_SAVED = ("dataset_dict.json", "dataset_info.json")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
 
 
@@ -38,11 +40,14 @@ def read_rows(
 
     Args:
         path: a file, a folder or a glob of `.jsonl`, `.ndjson` or `.json` files (one object per
-            line, also with `.gz`) or of `.parquet` files; or the name of a data set of the Hugging
-            Face hub, `owner/name` or `owner/name:configuration`, if there is no such file.
+            line, also with `.gz`), of `.parquet` or of `.arrow` files; a folder that
+            `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote; or the name of a data set of
+            the Hugging Face hub, `owner/name` or `owner/name:configuration`, if there is no such
+            file.
         split: of a hub data set, the split (`train` if None; the hub's slices such as `train[:1%]`
             work); of a folder, only files named after it (`train.jsonl`,
-            `train-00000-of-00002.parquet`, `train/any.parquet`).
+            `train-00000-of-00002.parquet`, `train/any.parquet`), all if None; of a saved
+            `DatasetDict`, its split, `train` if None.
         format: None tells it from the file names.
         required: columns that must be there, by the setting that names them, for instance
             `{"data.prompt_column": "question"}`.
@@ -52,19 +57,19 @@ def read_rows(
             is missing (with the nearest one), or there are no rows.
         MissingPackageError: if a hub data set is asked for and `datasets` is not installed.
     """
-    if format not in (None, "jsonl", "parquet", "datasets"):
-        raise ConfigError(
-            f"`data.format` is `{format}`, expected `jsonl`, `parquet`, `datasets`, or null to "
-            "tell it from the file names."
-        )
     required = required or {}
     files = [] if format == "datasets" else _find_files(path, split, format)
     if files:
         table = _read_files(files, format, required)
-    elif format in ("jsonl", "parquet") or not _HUB_NAME.fullmatch(path) or _has_suffix(path):
+    elif (
+        format in ("jsonl", "parquet", "arrow")
+        or not _HUB_NAME.fullmatch(path)
+        or _has_suffix(path)
+    ):
         raise DataError(
             f"`data.path` is `{path}`, and there is no such file, folder or glob (seen from "
-            f"{Path.cwd()}). Give a JSON lines or Parquet file, or the `owner/name` of a data set."
+            f"{Path.cwd()}). Give a JSON lines, Parquet or Arrow file, or the "
+            "`owner/name` of a data set."
         )
     else:
         table = _read_from_hub(path, split)
@@ -89,6 +94,10 @@ def _find_files(path: str, split: str | None, format: Format | None) -> list[Pat
 
 def _files_of_folder(folder: Path, split: str | None, format: Format | None) -> list[Path]:
     files = [file for file in _glob(folder / "**" / "*") if format or _has_suffix(file.name)]
+    if (folder / "dataset_dict.json").is_file():
+        split = split or "train"
+    if any(file.name in _SAVED for file in files):  # by `save_to_disk`: beside the rows lie notes
+        files = [file for file in files if file.suffix == ".arrow"]
     if not files:
         raise DataError(
             f"`data.path` is the folder `{folder}`, which holds no file that ends in one of "
@@ -134,15 +143,17 @@ def _read_files(files: list[Path], format: Format | None, required: Mapping[str,
         return read_json_lines(files, required)
     if kinds == {"parquet"}:
         return _concat(files, [_read_parquet(file, required) for file in files])
+    if kinds == {"arrow"}:
+        return _concat(files, [_read_arrow(file, required) for file in files])
     unknown = next((file for file in files if _format_of(file.name) is None), None)
     if unknown is not None:
         raise DataError(
             f"`data.path` includes `{unknown}`, whose name does not tell its format; expected one "
-            f"of {', '.join(_SUFFIXES)}. Rename it, or set `data.format` to jsonl or parquet."
+            f"of {', '.join(_SUFFIXES)}. Rename it."
         )
     raise DataError(
-        f"`data.path` stands for both JSON lines and Parquet files, among them `{files[0]}` and "
-        f"`{files[-1]}`. Give a glob such as `folder/*.parquet`, or set `data.format`."
+        f"`data.path` stands for files of different formats, among them `{files[0]}` and "
+        f"`{files[-1]}`. Give a glob such as `folder/*.parquet`."
     )
 
 
@@ -155,12 +166,26 @@ def _read_parquet(file: Path, required: Mapping[str, str]) -> pa.Table:
     return table
 
 
+def _read_arrow(file: Path, required: Mapping[str, str]) -> pa.Table:
+    """An Arrow stream, as `datasets` writes, or an Arrow file."""
+    try:
+        with pa.memory_map(str(file)) as source:
+            try:
+                table = pa.ipc.open_stream(source).read_all()
+            except pa.ArrowInvalid:
+                table = pa.ipc.open_file(source).read_all()
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"`{file}` (`data.path`) is no readable Arrow file: {error}") from error
+    check_columns(table.column_names, required, f"`{file}`")
+    return table.replace_schema_metadata(None)
+
+
 def _concat(files: list[Path], tables: list[pa.Table]) -> pa.Table:
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
         raise DataError(
-            f"The {len(files)} Parquet files of `data.path`, from `{files[0]}` on, have columns "
+            f"The {len(files)} files of `data.path`, from `{files[0]}` on, have columns "
             f"that do not fit together: {error}"
         ) from error
 

@@ -209,5 +209,5 @@ def _limits(config: DataConfig) -> dict[str, Any]:
 
 
 def _read(path: str | None, split: str | None, required: Mapping[str, str]) -> pa.Table:
-    assert path is not None  # `config.checks` asks for a task or a path
+    assert path is not None  # `checks.settings` asks for a task or a path
     return read_rows(path, split, required=required)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ class HybridEngine:
         verify: Compare all weights after each sync; as slow as loading them.
 
     Attributes:
-        policy_version: Number of optimizer steps so far. Every sample carries the version that
-            made it.
+        policy_version: Number of optimizer steps, and of loaded weights, so far. Every sample
+            carries the version that made it.
         cost: Of the sync before the last generation; None if there was none, or if weights went
             whole.
     """
@@ -81,6 +82,12 @@ class HybridEngine:
             synchronize(self.train.device)
         self.policy_version += 1
         return metrics
+
+    def load(self, folder: Path) -> None:
+        """Takes the weights of a model folder; see `TrainEngine.load`. They count as a new version
+        of the policy, so the next generation uses them."""
+        self.train.load(folder)
+        self.policy_version += 1
 
     @torch.no_grad()
     def _synchronise(self) -> None:

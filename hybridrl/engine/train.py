@@ -7,6 +7,7 @@ ranks and micro-batches gives the same gradient.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from hybridrl.engine.optimizer import make_optimizer
 from hybridrl.engine.token_columns import token_columns, token_places
 from hybridrl.engine.update_metrics import UpdateMetrics
 from hybridrl.engine.whole_parameters import whole_parameters
+from hybridrl.errors import ConfigError, TrainingError
 from hybridrl.models import PackedModel, PackedSamples
 from hybridrl.models.adapters import has_adapters, merged
 from hybridrl.models.loading import read_weights
@@ -39,10 +41,15 @@ from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.pipeline import Pipeline
 from hybridrl.parallel.sequence import SequenceParallel
 
+MOST_SKIPPED = 10
+"""So many updates in a row with gradients that are not finite end the job."""
 Loss = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Segments], TokenLoss]
 """(outputs of the model, columns of the batch, samples), packed `[tokens]`, to a loss per token.
 Metrics are averaged over the tokens of `response_mask`; those named `*_by_row` have a value for
 each sample, and are averaged over samples; of those named `*_max` the largest is taken."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class TrainEngine:
@@ -92,6 +99,7 @@ class TrainEngine:
     def start_optimizer(self, config: OptimizerConfig, updates: int) -> None:
         """Begins a phase of `updates` optimizer steps with a fresh optimizer and schedule."""
         self._max_grad_norm = config.max_grad_norm
+        self._skipped_in_a_row = 0
         self.optimizer, self.schedule = make_optimizer(self.model.parameters(), config, updates)
 
     def park(self) -> None:
@@ -155,7 +163,11 @@ class TrainEngine:
             options: Of the model's forward, such as `temperature`.
 
         Returns:
-            Metrics of the global mini-batch, the same on every rank.
+            Metrics of the global mini-batch, the same on every rank. `skipped_updates` is 1 if the
+            gradient was not finite, so that the step was left out, and 0 otherwise.
+
+        Raises:
+            TrainingError: after `MOST_SKIPPED` such steps in a row.
         """
         self.model.train()
         if self._offload_optimizer:
@@ -192,6 +204,7 @@ class TrainEngine:
         if self._pipeline is not None:
             metrics = self._pipeline.from_last(metrics)
         metrics["grad_norm"] = self._step()
+        metrics["skipped_updates"] = float(self._skipped_in_a_row > 0)
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         self.schedule.step()
         if self._offload_optimizer:
@@ -255,18 +268,44 @@ class TrainEngine:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Takes the weights that a Hugging Face folder and this model have in common."""
+        """Takes the weights that a Hugging Face folder and this model have in common. Those that
+        only the model has stay as they are, with a warning in the log.
+
+        Raises:
+            ConfigError: if they have none in common, or one has another shape; names the folder.
+        """
         self._drop_gathered()
         parameters = dict(self.model.inner.named_parameters())
+        missing = set(parameters)
         for name, tensor in read_weights(folder):
             if (mine := parameters.get(name)) is None:
                 continue
-            if (cut := self.cuts.get(name)) is not None:
+            cut = self.cuts.get(name)
+            whole = tuple(mine.shape) if cut is None else cut.shape
+            if tuple(tensor.shape) != whole:
+                raise ConfigError(
+                    f"{folder} has `{name}` of the shape {list(tensor.shape)}, and the model's is "
+                    f"{list(whole)}. Give the folder of a model of the same size."
+                )
+            if cut is not None:
                 tensor = cut.of(tensor, self.mesh.index("tp"))
             if isinstance(mine, DTensor):
                 tensor = tensor.to(mine.device)
                 tensor = distribute_tensor(tensor, mine.device_mesh, mine.placements)
             mine.copy_(tensor)
+            missing.discard(name)
+        if len(missing) == len(parameters):
+            raise ConfigError(
+                f"{folder} has no weights for this model: none of its safetensors files' tensors "
+                f"is called as one of the model's, such as `{min(parameters)}`. Give the folder of "
+                "a model of the same architecture, saved with save_pretrained."
+            )
+        if missing:
+            _log.warning(
+                "%s has no weights for %d of the model's %d parameters, which stay as they were: "
+                "%s",
+                *(folder, len(missing), len(parameters), ", ".join(sorted(missing)[:5])),
+            )
 
     def _pack(self, batch: Batch) -> PackedSamples:
         """The rows as one row of tokens, or this rank's part of it."""
@@ -321,6 +360,14 @@ class TrainEngine:
         gradient is not finite is left out."""
         self._gradients.finish()
         norm = self._gradients.norm()
+        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row >= MOST_SKIPPED:
+            raise TrainingError(
+                f"The gradients of {MOST_SKIPPED} updates in a row were not finite, so none of "
+                "them changed the model. Look for infinite or missing values in the scores and "
+                "advantages, or for a learning rate (actor.optimizer.learning_rate) that has sent "
+                "the weights to infinity."
+            )
         if math.isfinite(norm):
             if 0 < self._max_grad_norm < norm:
                 self._gradients.scale(self._max_grad_norm / norm)

@@ -150,4 +150,5 @@ def _as_batch(parcels: Sequence[Parcel]) -> Batch:
 def _as_parcels(batch: Batch) -> Iterator[Parcel]:
     numbers = [batch[name].tolist() for name in ("round", "sender", "receiver")]
     for *place, data in zip(*numbers, batch["data"].rows(), strict=True):
-        yield Parcel(*place, data)
+        # Plain: each goes through many operations, and none writes into it.
+        yield Parcel(*place, data.as_subclass(torch.Tensor))

@@ -113,7 +113,7 @@ class PackedSamples:
             input_ids=tokens.to(device),
             packing=Packing.of(bounds, device),
             predictors=(response_places - 1).to(device),
-            targets=responses.values.to(device),
+            targets=responses.values.to(device, copy=True),  # a plain tensor
             response_bounds=responses.cu_seqlens,
         )
 

@@ -79,11 +79,13 @@ class RunDirectory:
         """Uses exactly `path`: makes it if missing, and keeps the files that are there.
 
         Raises:
-            ConfigError: `path` cannot be written; the message names `run.directory`.
+            ConfigError: `path` cannot be written, or holds what another run has made; the message
+                names `run.directory`.
             StorageError: the disk is full.
         """
         directory = cls(Path(path))
         try:
+            directory._refuse_results()
             directory._make_folders()
             # An existing folder may be readable only: learn it now, not after the first step.
             with tempfile.TemporaryFile(dir=directory.path) as probe:
@@ -115,6 +117,20 @@ class RunDirectory:
         with replacing(path) as part, part.open("wb") as file:
             parquet.write_table(table, file)
         return path
+
+    def _refuse_results(self) -> None:
+        """Two runs in one folder would mix their metrics and samples. What a run leaves that ended
+        before its first step is in nobody's way."""
+        found = [path for path in (self.summary_file, self.model) if path.exists()]
+        if self.metrics_file.is_file() and self.metrics_file.stat().st_size:
+            found.insert(0, self.metrics_file)
+        if found:
+            raise ConfigError(
+                f"run.directory={self.path} holds an earlier run (it has {found[0].name}), and "
+                "the two would be mixed up. Give another folder, remove or rename this one, or "
+                "leave run.directory out for a new one under run.root. To train on from its "
+                f"model, set model.path={self.model} as well."
+            )
 
     def _make_folders(self) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.core.mesh import Coordinate, Mesh
 from hybridrl.core.training_mesh import DATA
+
+_NUMBERS = itertools.count()
+"""Of the meshes of this process."""
 
 
 class ParallelMesh:
@@ -76,9 +81,13 @@ class ParallelMesh:
 
     def _fsdp_mesh(self, data: torch.Tensor) -> DeviceMesh:
         """`data` is `[places on the other axes, ranks]`."""
-        shape, names = [self.data_ranks], ["data"]
+        # torch takes meshes of equal ranks and names for the same, and remembers by mesh what an
+        # operation needs: another worker group's process groups, if the names did not differ.
+        number = next(_NUMBERS)
+        shape, names = [self.data_ranks], [f"data{number}"]
         if self.copies > 1:
-            shape, names = [self.copies, self.data_ranks // self.copies], ["copies", "shards"]
+            shape = [self.copies, self.data_ranks // self.copies]
+            names = [f"copies{number}", f"shards{number}"]
         if len(data) == 1:
             return DeviceMesh(self.device.type, data.reshape(shape), mesh_dim_names=tuple(names))
         grid = data.reshape(-1, *shape).movedim(0, -1)

@@ -13,10 +13,11 @@ from hybridrl.core import user_code
 from hybridrl.core.cluster import Cluster
 from hybridrl.errors import ConfigError
 from hybridrl.placement import explicit, flattening, interleaving, separation
-from hybridrl.placement.placement import GENERATOR, Placement, Role, RolePlace
+from hybridrl.placement.placement import ACTOR, GENERATOR, Placement, Role, RolePlace
 from hybridrl.placement.role_settings import RoleSettings, settings_of
 
 __all__ = [
+    "ACTOR",
     "GENERATOR",
     "STRATEGIES",
     "Placement",
@@ -56,7 +57,7 @@ def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) ->
 
 def _check(placement: Placement, roles: Sequence[Role], devices: int) -> None:
     by = f"The placement `{placement.strategy}`"
-    if placement.is_separated and "actor" in placement.co_residents(GENERATOR):
+    if placement.is_separated and ACTOR in placement.co_residents(GENERATOR):
         raise ConfigError(
             f"{by} puts `{GENERATOR}` and `actor` on the same device. Give them different ones, or "
             f"leave `{GENERATOR}` out: then the actor generates where it trains."

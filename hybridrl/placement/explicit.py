@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hybridrl.config.schema import PlacementConfig
 from hybridrl.core.cluster import Cluster
 from hybridrl.errors import ConfigError
-from hybridrl.placement.placement import GENERATOR, Placement, Role, RolePlace
+from hybridrl.placement.placement import ACTOR, GENERATOR, Placement, Role, RolePlace
 from hybridrl.placement.role_settings import settings_of
 
 
@@ -20,7 +20,7 @@ def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) ->
     """
     wanted = list(roles)
     if GENERATOR in settings.roles:
-        parallel = next((r.generation for r in roles if r.generation is not None), None)
+        parallel = next((r.generation for r in roles if r.name == ACTOR), None)
         if parallel is not None:
             wanted.append(Role(GENERATOR, parallel=parallel))
     found = {}

@@ -11,8 +11,8 @@ from typing import Any
 from hybridrl.config.schema import ParallelConfig
 from hybridrl.errors import ConfigError
 
-GENERATOR = "generator"
-"""The role that generates for the actor, where that has devices and weights of its own."""
+ACTOR, GENERATOR = "actor", "generator"
+"""The policy, and the role that generates for it where that has devices and weights of its own."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
-"""What the settings say of one role: `placement.roles.<role>.devices`, `share` and `parallel`."""
+"""What the settings say of a role's place: `placement.roles.<role>.devices` and `share`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hybridrl.config.schema import ParallelConfig, PlacementConfig
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.config.role_models import check_names
+from hybridrl.config.schema import PlacementConfig
+from hybridrl.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,10 @@ class RoleSettings:
     """Attributes:
     devices: Numbers of devices in rank order; None: as the strategy says.
     share: Part of all devices, in (0, 1]; None: as the strategy says.
-    parallel: How the model is cut; None: as the actor's.
     """
 
     devices: tuple[int, ...] | None = None
     share: float | None = None
-    parallel: ParallelConfig | None = None
 
 
 def settings_of(settings: PlacementConfig, role: str) -> RoleSettings:
@@ -31,34 +29,18 @@ def settings_of(settings: PlacementConfig, role: str) -> RoleSettings:
     """
     read = settings.roles.get(role) or {}
     name = f"placement.roles.{role}"
-    _check_names(name, read, [f.name for f in fields(RoleSettings)])
-    devices, share, parallel = read.get("devices"), read.get("share"), read.get("parallel")
+    if isinstance(read, dict) and "parallel" in read:
+        raise ConfigError(
+            f"There is no setting `{name}.parallel`: how a model is cut is said of the model. Set "
+            f"models.{role}.parallel."
+        )
+    check_names(name, read, [f.name for f in fields(RoleSettings)])
+    devices, share = read.get("devices"), read.get("share")
     if devices is not None and not (_is_list(devices) and devices):
         raise ConfigError(f"{name}.devices={devices}: must be a list of device numbers: [0, 1].")
     if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
         raise ConfigError(f"{name}.share={share}: must be in (0, 1].")
-    if parallel is not None:
-        _check_names(f"{name}.parallel", parallel, [f.name for f in fields(ParallelConfig)])
-        for key, size in parallel.items():
-            if size is not None and not isinstance(size, int):
-                raise ConfigError(f"{name}.parallel.{key}={size}: must be a whole number.")
-    return RoleSettings(
-        None if devices is None else tuple(devices),
-        share,
-        None if parallel is None else ParallelConfig(**parallel),
-    )
-
-
-def _check_names(name: str, read: Any, known: Iterable[str]) -> None:
-    known = list(known)
-    if not isinstance(read, Mapping):
-        raise ConfigError(f"{name}={read}: is a group of settings; set {', '.join(known)} in it.")
-    for key in read:
-        if key not in known:
-            raise ConfigError(
-                f"There is no setting `{name}.{key}`; there are {', '.join(known)}."
-                f"{nearest(str(key), known)}"
-            )
+    return RoleSettings(None if devices is None else tuple(devices), share)
 
 
 def _is_list(value: Any) -> bool:

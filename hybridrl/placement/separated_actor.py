@@ -39,7 +39,7 @@ class SeparatedActor:
     ) -> None:
         self._trainer, self._generator = trainer, generator
         self._staleness, self._in_flight, self._store = staleness, in_flight, store
-        self._updates = 0  # called so far
+        self._updates = 0  # called so far, and weights loaded
         self._on_their_way = 0  # the number of updates in the weights that were last sent
         self._sent = 0  # times
         self._parcels: deque[tuple[int, BatchRef]] = deque()
@@ -50,8 +50,10 @@ class SeparatedActor:
             handle.get()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):  # of an object that is being copied or unpickled
+            raise AttributeError(name)
         method = getattr(self._trainer, name)
-        if not name.startswith("update_"):
+        if not name.startswith(("update_", "load_weights")):
             return method
 
         def update(*arguments: Any, **keywords: Any) -> Any:

@@ -9,7 +9,7 @@ from hybridrl.config.schema import PlacementConfig
 from hybridrl.core.cluster import Cluster
 from hybridrl.core.training_mesh import devices_of
 from hybridrl.errors import ConfigError
-from hybridrl.placement.placement import GENERATOR, Placement, Role, RolePlace
+from hybridrl.placement.placement import ACTOR, GENERATOR, Placement, Role, RolePlace
 
 
 def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) -> Placement:
@@ -45,7 +45,7 @@ def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) ->
         if len(side) % devices_of(role.parallel):
             side = training  # which the actor fits on, and this model is cut alike
         found[role.name] = RolePlace(tuple(side), role.parallel)
-        if role.generation is not None:
+        if role.name == ACTOR and role.generation is not None:
             found[GENERATOR] = RolePlace(tuple(generation), role.generation)
     if GENERATOR not in found:
         raise ConfigError(
@@ -57,7 +57,7 @@ def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) ->
 
 def _half(total: int, roles: Sequence[Role]) -> int:
     """About half of the devices, a number that the model can be cut over on both sides."""
-    train = next((devices_of(role.parallel) for role in roles if role.generation), 1)
-    share = next((devices_of(role.generation) for role in roles if role.generation), 1)
+    train = next((devices_of(role.parallel) for role in roles if role.name == ACTOR), 1)
+    share = next((devices_of(r.generation) for r in roles if r.name == ACTOR and r.generation), 1)
     fitting = [n for n in range(share, total, share) if (total - n) % train == 0]
     return min(fitting, key=lambda n: (abs(2 * n - total), n), default=total // 2)

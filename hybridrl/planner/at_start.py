@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from hybridrl.config.schema import Config
 from hybridrl.core.cluster import Cluster
@@ -11,21 +11,29 @@ from hybridrl.planner.cures import refuse
 from hybridrl.planner.devices import present
 from hybridrl.planner.plan import Plan, make_plan
 from hybridrl.planner.planner import shape_at
+from hybridrl.trainers.role_spec import RoleSpec
 
 TOLERANCE = 1.15
 """A job is refused when it is expected to need more than this multiple of the memory there is:
 predictions were seen to be right within as much."""
 
 
-def count_models(config: Config, roles: Sequence[str]) -> None:
+def count_models(config: Config, roles: Mapping[str, RoleSpec]) -> None:
     """Counts what the plan of a job with these roles will ask: a second or so, which can pass while
     other things start."""
-    for scalar in {"critic" in roles, False}:
-        shape_at(config.model.path, config, tp=config.actor.parallel.tp, scalar=scalar, trains=True)
+    tp = config.actor.parallel.tp
+    for role, spec in roles.items():
+        if spec.has_model(role, config):
+            path, scalar = spec.path(role, config) or config.model.path, bool(spec.scalar)
+            shape_at(path, config, tp=tp, scalar=scalar, trains=bool(spec.trains))
 
 
 def plan_job(
-    config: Config, cluster: Cluster, placement: Placement, lengths: tuple[int, int]
+    config: Config,
+    cluster: Cluster,
+    placement: Placement,
+    lengths: tuple[int, int],
+    roles: Mapping[str, RoleSpec],
 ) -> Plan:
     """What the job will take.
 
@@ -36,6 +44,6 @@ def plan_job(
     Raises:
         ConfigError: if that is far more than there is.
     """
-    plan = make_plan(config, present(cluster), placement, lengths)
+    plan = make_plan(config, present(cluster), placement, lengths, roles=roles)
     refuse(plan, TOLERANCE)
     return plan

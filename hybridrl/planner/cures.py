@@ -6,10 +6,9 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from hybridrl.config.placement_checks import check_placement
+from hybridrl.checks.placement import check_placement
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
-from hybridrl.placement import GENERATOR
 from hybridrl.planner.devices import GIB
 from hybridrl.planner.plan import Plan, make_plan
 
@@ -125,11 +124,10 @@ def _doubled(name: str, size: int) -> Iterator[Setting]:
 def _replanned(plan: Plan, settings: list[Setting]) -> Plan | None:
     """The same roles with these settings; None: there is no such job."""
     config = changed(plan.config, settings)
-    roles = [role for role in plan.placement.roles if role != GENERATOR]
     lengths = plan.sizes.prompt_tokens, plan.sizes.response_tokens
     try:
-        placement = check_placement(config, plan.machines.cluster, roles)
-        return make_plan(config, plan.machines, placement, lengths)
+        placement = check_placement(config, plan.machines.cluster, plan.roles)
+        return make_plan(config, plan.machines, placement, lengths, roles=plan.roles)
     except ConfigError:
         return None
 

@@ -1,18 +1,12 @@
-"""What a step does: which role is called for what, in which order, on how many samples.
-
-The driver programs of `hybridrl.trainers` say the same in code that runs; a test compares them.
-"""
+"""What a step works on: calls, and how each role packs its samples."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from hybridrl.config.placement_checks import played_by
 from hybridrl.config.schema import Config
 from hybridrl.core.training_mesh import devices_of
-from hybridrl.placement import GENERATOR, Placement, RolePlace
+from hybridrl.placement import RolePlace
 from hybridrl.trainers import load_trainer
 
 
@@ -89,15 +83,15 @@ def sizes_of(config: Config, lengths: tuple[float, float] | None = None) -> Size
     Args:
         lengths: Tokens of a prompt and of a response; None: the longest that the settings allow.
     """
-    data, rollout, trainer = config.data, config.rollout, config.trainer.name
+    data, rollout = config.data, config.rollout
     longest, per_prompt = rollout.max_tokens, rollout.samples_per_prompt
-    kind = load_trainer(trainer).DATA
+    kind = load_trainer(config.trainer.name).DATA
     if kind != "prompts":  # whose responses are there
         longest = data.max_response_tokens or data.max_prompt_tokens
         per_prompt = 1 if kind == "examples" else 2
     prompt, response = lengths or (data.max_prompt_tokens, longest)
     samples = data.prompts_per_step * per_prompt
-    updates = config.actor.updates_per_step if trainer != "reward_model" else 1
+    updates = config.actor.updates_per_step
     return Sizes(data.prompts_per_step, samples, prompt, response, updates)
 
 
@@ -115,40 +109,3 @@ def micro_batches(config: Config, sizes: Sizes, call: Call, place: RolePlace) ->
         samples=together,
         total=max(1, round(rows * length / sharing)),
     )
-
-
-def calls_of(config: Config, sizes: Sizes, placement: Placement) -> list[Call]:
-    """The calls of one step, in order, of the roles that are placed: a job may be built with fewer
-    than its trainer needs."""
-    n, updates, roles = sizes.samples, sizes.updates, placement.roles
-    algorithm, trainer = config.algorithm, config.trainer.name
-    generator = GENERATOR if placement.is_separated else "actor"
-    sync = [Call(generator, "sync", n)]
-    judges = [Call(name, "score", n) for name in ("reward", "cost")]
-    acting = [Call(generator, "generate", n), *judges]
-    greedy = [Call(generator, "generate", sizes.prompts), Call("reward", "score", sizes.prompts)]
-    reference = []
-    if algorithm.kl_coefficient or trainer == "dpo":
-        reference = [Call(played_by("reference", config), "score", n)]
-    score, learn = [Call("actor", "score", n)], [Call("actor", "train", n, updates)]
-    old = score if updates > 1 or algorithm.kl_in_reward else []
-    critics = ("critic", "cost_critic")
-    values = [Call(name, "score", n) for name in critics]
-    fits = [Call(name, "train", n, updates) for name in critics]
-    supervised = [Call("actor", "train", sizes.prompts)] if algorithm.ptx_coefficient else []
-    judged = [*sync, *acting, *score, *reference, *values, *fits, *learn, *supervised]
-    programs: Mapping[str, list[Call]] = {
-        "grpo": [*sync, *acting, *reference, *old, *learn],
-        "remax": [*sync, *greedy, *acting, *score, *reference, *learn],
-        "sft": learn,
-        "dpo": [*reference, *learn],
-        "reward_model": [Call("reward_model", "train", n)],
-        "evaluate": acting,
-    }
-    return [call for call in programs.get(trainer, judged) if call.role in roles]
-
-
-def has_model(config: Config, role: str) -> bool:
-    """Whether a role holds a model that is cut over its devices; functions and judges are not."""
-    settings: Any = {"reward": config.reward, "cost": config.cost}.get(role)
-    return settings is None or bool(settings.model)

@@ -41,7 +41,9 @@ def with_described_models(config: Config, tiny: PretrainedConfig | None = None) 
         if config.model.path is None and tiny is not None:
             config.model.path = _write(tiny, Path(folder) / "tiny")
         config.model.path = folder_of(config.model.path)
-        config.critic.path = folder_of(config.critic.path)
+        for settings in config.models.values():
+            if isinstance(settings, dict) and isinstance(settings.get("path"), str):
+                settings["path"] = folder_of(settings["path"])
         for scoring in (config.reward, config.cost):
             if scoring is not None:
                 scoring.model = folder_of(scoring.model)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from hybridrl.placement import GENERATOR
 from hybridrl.planner import memory
-from hybridrl.planner.dataflow import has_model
 from hybridrl.planner.devices import GIB
 from hybridrl.planner.memory import Parts
 from hybridrl.planner.planner import Planner, shape_at
+from hybridrl.trainers.role_spec import SCORING
 
 PROCESS = {"cpu": 0.5 * GIB, "cuda": 1.5 * GIB}
 """Of a process that holds nothing yet: on CPUs what Python, torch and transformers have loaded and
@@ -77,11 +77,13 @@ def memory_of(planner: Planner) -> list[DeviceMemory]:
 
 def lacking_of(planner: Planner) -> str:
     """A sentence if the generator's share of a GPU has no room for what it must hold."""
-    if planner.generator is None or not planner.sleeps:
+    if not planner.generators or not planner.sleeps:
         return ""
-    shape, share = planner.generation_shape(), planner.config.rollout.memory_share
-    least = memory.generation_copy(shape) + ENGINE_ROOM
-    least += memory.cache_bytes(shape, planner.sizes.sample_tokens)
+    shapes = [planner.generation_shape(role) for role in planner.generators]
+    share, tokens = planner.config.rollout.memory_share, planner.sizes.sample_tokens
+    least = ENGINE_ROOM + max(
+        memory.generation_copy(shape) + memory.cache_bytes(shape, tokens) for shape in shapes
+    )
     room = share * planner.machines.memory
     if room >= least:
         return ""
@@ -94,7 +96,7 @@ def lacking_of(planner: Planner) -> str:
 def _phases(planner: Planner, stages: Mapping[str, int]) -> Iterable[PhaseMemory]:
     """Of the roles on a device, each a stage of its pipeline."""
     process = PROCESS[planner.machines.cluster.kind]
-    if planner.generator in stages and planner.config.rollout.engine == "vllm":
+    if planner.generators & stages.keys() and planner.config.rollout.engine == "vllm":
         process += VLLM_PROCESS[planner.machines.cluster.kind]
     stays = {"": {"process": process}}
     stays |= {role: _resident(planner, role, stage) for role, stage in stages.items()}
@@ -112,7 +114,7 @@ def _phases(planner: Planner, stages: Mapping[str, int]) -> Iterable[PhaseMemory
             there = [*stays.values(), *(parts for name, parts in left.items() if name != role)]
         parts = _sum([*there, _working(planner, role, stages[role], phase)])
         found[role, phase] = PhaseMemory(role, phase, parts)
-        if phase == "score" and has_model(planner.config, role):
+        if phase == "score" and planner.has_model(role):
             left[role] = planner.part(role, stages[role]).left_gathered()
     # Roles that are never called are idle.
     return found.values() or [PhaseMemory(next(iter(stages)), "idle", _sum(stays.values()))]
@@ -121,13 +123,14 @@ def _phases(planner: Planner, stages: Mapping[str, int]) -> Iterable[PhaseMemory
 def _resident(planner: Planner, role: str, stage: int) -> Parts:
     """What a role has on a device between calls."""
     rollout, found = planner.config.rollout, Parts()
-    if role != GENERATOR and has_model(planner.config, role):
+    if role != GENERATOR and planner.has_model(role):
         found = planner.part(role, stage).resident()
-    if role == planner.generator and not planner.sleeps:
-        found["generation copy"] = memory.generation_copy(planner.generation_shape())
+    if role in planner.generators and not planner.sleeps:
+        found["generation copy"] = memory.generation_copy(planner.generation_shape(role))
         if rollout.engine == "vllm":
             found["kv_cache"] = rollout.kv_cache_gib * GIB
-    if role in ("reward", "cost") and (path := getattr(planner.config, role).judge.path):
+    kind = None if role == GENERATOR else planner.roles[role].worker
+    if kind in SCORING and (path := getattr(planner.config, str(kind)).judge.path):
         if planner.sleeps:
             found["judge"] = rollout.memory_share * planner.machines.memory
         else:
@@ -139,15 +142,15 @@ def _resident(planner: Planner, role: str, stage: int) -> Parts:
 def _working(planner: Planner, role: str, stage: int, phase: str) -> Parts:
     """What a phase adds."""
     if phase in ("sync", "generate"):
-        return _generating(planner, phase)
-    if not has_model(planner.config, role):
+        return _generating(planner, role, phase)
+    if not planner.has_model(role):
         return {}
     part, batch = planner.part(role, stage), planner.batches[role, phase]
     return (part.training if phase == "train" else part.scoring)(batch, planner.sizes)
 
 
-def _generating(planner: Planner, phase: str) -> Parts:
-    rollout, shape = planner.config.rollout, planner.generation_shape()
+def _generating(planner: Planner, role: str, phase: str) -> Parts:
+    rollout, shape = planner.config.rollout, planner.generation_shape(role)
     found: Parts = {}
     if planner.sleeps:
         found["generation copy"] = memory.generation_copy(shape)
@@ -155,7 +158,7 @@ def _generating(planner: Planner, phase: str) -> Parts:
             room = rollout.memory_share * planner.machines.memory - found["generation copy"]
             found["kv_cache"] = max(0.0, room)
     elif rollout.engine == "transformers" and phase == "generate":
-        devices = len(planner.placement.roles[str(planner.generator)].devices)
+        devices = len(planner.placement.roles[role].devices)
         rows = min(-(-planner.sizes.samples // devices), rollout.max_sequences)
         return memory.generating_with_transformers(shape, planner.sizes, rows)
     return found

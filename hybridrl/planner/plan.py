@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hybridrl.config.placement_checks import check_placement
+from hybridrl.checks.placement import check_placement, wanted_roles
 from hybridrl.config.schema import Config
-from hybridrl.placement import Placement
-from hybridrl.planner.dataflow import MicroBatches, Sizes, has_model, sizes_of
+from hybridrl.placement import GENERATOR, Placement
+from hybridrl.planner.dataflow import MicroBatches, Sizes, sizes_of
 from hybridrl.planner.device_memory import DeviceMemory, lacking_of, memory_of
 from hybridrl.planner.devices import Machines
 from hybridrl.planner.planner import Planner
 from hybridrl.planner.step_time import Rates, Times, estimate
+from hybridrl.trainers.role_spec import RoleSpec
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Plan:
         config: Of the job.
         machines: On what.
         placement: Which role lives where.
+        roles: What the driver program says of them.
+        notice: A sentence if the calls of a step had to be guessed; else empty.
         sizes: Of a step.
         batches: Micro-batches of each role and phase.
         parameters: Of each role's model.
@@ -37,6 +40,8 @@ class Plan:
     config: Config
     machines: Machines
     placement: Placement
+    roles: Mapping[str, RoleSpec]
+    notice: str
     sizes: Sizes
     batches: Mapping[tuple[str, str], MicroBatches]
     parameters: Mapping[str, int]
@@ -61,6 +66,7 @@ def make_plan(
     placement: Placement | None = None,
     lengths: tuple[float, float] | None = None,
     rates: Rates | None = None,
+    roles: Mapping[str, RoleSpec] | None = None,
 ) -> Plan:
     """The plan of a job whose model paths are folders.
 
@@ -68,26 +74,32 @@ def make_plan(
         placement: None: as the settings say.
         lengths: Tokens of a prompt and of a response; None: the longest that are allowed.
         rates: Of the machines; None: without an estimate of time.
+        roles: Of the job; None: those of its trainer.
 
     Raises:
         ConfigError: if there is no such placement.
     """
-    placement = placement or check_placement(config, machines.cluster)
-    planner = Planner(config, machines, placement, sizes_of(config, lengths))
+    placement = placement or check_placement(config, machines.cluster, roles)
+    placed = [role for role in placement.roles if role != GENERATOR]
+    roles = wanted_roles(config, placed if roles is None else roles)
+    planner = Planner(config, machines, placement, sizes_of(config, lengths), roles)
+    syncing = [call.role for call in planner.calls if call.phase == "sync"]
     return Plan(
         config=config,
         machines=machines,
         placement=placement,
+        roles=roles,
+        notice=planner.notice,
         sizes=planner.sizes,
         batches=planner.batches,
         parameters={
             role: planner.shape(role, whole=True).parameters.all
             for role in placement.roles
-            if has_model(config, role)
+            if planner.has_model(role)
         },
         memory=memory_of(planner),
         lacking=lacking_of(planner),
-        sync_bytes=planner.sync_bytes(),
+        sync_bytes=max((planner.sync_bytes(role) for role in syncing), default=0.0),
         times=None if rates is None else estimate(planner, rates),
     )
 
@@ -118,6 +130,7 @@ def to_json(plan: Plan) -> str:
         ],
         "sync_bytes": plan.sync_bytes,
         "fits": plan.fits(),
+        "notice": plan.notice,
     }
     if plan.times is not None:
         calls = [

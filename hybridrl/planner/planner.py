@@ -3,19 +3,21 @@ device's part of it, and how it packs its samples."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 from transformers import PretrainedConfig
 
-from hybridrl.config.placement_checks import LEARNERS
 from hybridrl.config.schema import Config
 from hybridrl.core.training_mesh import training_mesh
 from hybridrl.models import load_config
 from hybridrl.placement import GENERATOR, Placement
-from hybridrl.planner.dataflow import Sizes, calls_of, has_model, micro_batches
+from hybridrl.planner.dataflow import Sizes, micro_batches
 from hybridrl.planner.devices import Machines
 from hybridrl.planner.memory import ModelPart, generation_copy
 from hybridrl.planner.model_shape import ModelShape, shape_of
+from hybridrl.planner.recording import recorded_calls
+from hybridrl.trainers.role_spec import RoleSpec
 
 
 class Planner:
@@ -24,27 +26,37 @@ class Planner:
     Attributes:
         calls: Of a step, in order.
         batches: Micro-batches of each role and phase that runs a model.
-        generator: The role that generates; None if nothing is generated.
-        sleeps: Whether it gives its memory back while others work.
+        notice: A sentence if the calls had to be guessed; else empty.
+        generators: The roles that generate.
+        sleeps: Whether these give their memory back while others work.
     """
 
     def __init__(
-        self, config: Config, machines: Machines, placement: Placement, sizes: Sizes
+        self,
+        config: Config,
+        machines: Machines,
+        placement: Placement,
+        sizes: Sizes,
+        roles: Mapping[str, RoleSpec],
     ) -> None:
         self.config, self.machines, self.placement, self.sizes = config, machines, placement, sizes
-        self.calls = calls_of(config, sizes, placement)
+        self.roles = roles
+        self.calls, self.notice = recorded_calls(config, sizes, placement, roles)
         self.batches = {
             (call.role, call.phase): micro_batches(config, sizes, call, placement.roles[call.role])
             for call in self.calls
-            if call.phase in ("score", "train") and has_model(config, call.role)
+            if call.phase in ("score", "train") and self.has_model(call.role)
         }
-        self.generator = next((c.role for c in self.calls if c.phase == "generate"), None)
+        self.generators = {call.role for call in self.calls if call.phase == "generate"}
         self.sleeps = machines.is_cuda and config.rollout.engine == "vllm"
 
-    @property
-    def rollout_tp(self) -> int:
-        """Devices that share a copy while generating."""
-        if self.placement.is_separated:
+    def has_model(self, role: str) -> bool:
+        """Whether a role holds a model that is cut over its devices."""
+        return role == GENERATOR or self.roles[role].has_model(role, self.config)
+
+    def rollout_tp(self, role: str) -> int:
+        """Devices of a role that share a copy while generating."""
+        if role == GENERATOR:
             return self.placement.roles[GENERATOR].parallel.tp
         return self.config.rollout.parallel.tp
 
@@ -54,7 +66,7 @@ class Planner:
         place = self.placement.roles[role]
         if place.parallel.pp == 1:
             return [0] * len(place.devices)
-        share = self.rollout_tp if role == self.generator else 1
+        share = self.rollout_tp(role) if role in self.generators else 1
         mesh = training_mesh(len(place.devices), place.parallel, share)
         return [mesh.coordinates(rank)["pp"].index for rank in range(len(place.devices))]
 
@@ -72,47 +84,46 @@ class Planner:
             ends=(stage == 0, stage == parallel.pp - 1),
             shards=parallel.shards or len(place.devices) // (parallel.tp * parallel.pp),
             micro_batches_held=parallel.pp - stage,
-            trains=role in LEARNERS,
+            trains=self.trains(role),
             offload_parameters=offload,
             offload_optimizer=actor.offload_optimizer and is_cuda and not offload,
         )
 
-    def generation_shape(self) -> ModelShape:
-        """Of one rank's part of the generation copy."""
-        return shape_at(self.config.model.path, self.config, tp=self.rollout_tp)
+    def trains(self, role: str) -> bool:
+        """Whether a role learns."""
+        return role != GENERATOR and bool(self.roles[role].trains)
+
+    def path(self, role: str) -> str:
+        """Where a role's model comes from."""
+        own = None if role == GENERATOR else self.roles[role].path(role, self.config)
+        return own or self.config.model.path
+
+    def generation_shape(self, role: str) -> ModelShape:
+        """Of one rank's part of the copy that a role generates with."""
+        return shape_at(self.path(role), self.config, tp=self.rollout_tp(role))
 
     def shape(self, role: str, whole: bool = False) -> ModelShape:
         """Of one rank's part of a role's model, or of all of it."""
-        config = self.config
-        paths = {
-            "critic": config.critic.path,
-            "cost_critic": config.critic.path,
-            "reward": config.reward.model,
-            "cost": config.cost.model if config.cost else None,
-            "reward_model": None,
-        }
         return shape_at(
-            paths.get(role) or config.model.path,
-            config,
+            self.path(role),
+            self.config,
             tp=1 if whole else self.placement.roles[role].parallel.tp,
-            scalar=role in paths,
-            trains=role in LEARNERS,
+            scalar=role != GENERATOR and bool(self.roles[role].scalar),
+            trains=self.trains(role),
         )
 
-    def sync_bytes(self) -> float:
-        """What the busiest device receives: what its part of the generation copy lacks of its part
-        of the training weights."""
-        if all(call.phase != "sync" for call in self.calls):
-            return 0.0
-        shape = self.generation_shape()
-        if self.placement.is_separated:
+    def sync_bytes(self, role: str) -> float:
+        """What the busiest device of a role that generates receives: what its part of the
+        generation copy lacks of its part of the training weights."""
+        shape = self.generation_shape(role)
+        if role == GENERATOR:
             return generation_copy(shape)
-        place = self.placement.roles["actor"]
+        place = self.placement.roles[role]
         if len(place.devices) == 1:
             return 0.0
         cut = place.parallel.tp * place.parallel.pp
         parts = cut * (place.parallel.shards or len(place.devices) // cut)
-        whole = self.shape("actor", whole=True).parameters.all
+        whole = self.shape(role, whole=True).parameters.all
         if self.config.actor.lora.rank:  # whole tensors, adapters multiplied in
             return whole * 4.0 * (1 - 1 / parts)
         return max(0.0, generation_copy(shape) - shape.item * whole / parts)

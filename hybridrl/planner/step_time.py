@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybridrl.planner.dataflow import Call, has_model
+from hybridrl.planner.dataflow import Call
 from hybridrl.planner.devices import Accelerator
 from hybridrl.planner.memory import MASTER, ModelPart, cache_bytes, generation_copy
 
@@ -179,7 +179,7 @@ class _Clock:
             return self._sync(call.role)
         if call.phase == "generate":
             return driver + self._generate(call)
-        if not has_model(self.planner.config, call.role):
+        if not self.planner.has_model(call.role):
             return driver
         stages = sorted(set(self.planner.stages(call.role)))
         parts = [self.planner.part(call.role, stage) for stage in stages]
@@ -257,17 +257,17 @@ class _Clock:
         return min(self.rates.link, self.rates.network * nodes.count(nodes[0]))
 
     def _sync(self, role: str) -> float:
-        shape = self.planner.generation_shape()
+        shape = self.planner.generation_shape(role)
         place = self.planner.placement.roles[role]
         copies = 4 * generation_copy(shape) / self.rates.memory
         small = SMALL_OPS["synced tensor"] * shape.tensors * shape.layers * self.rates.small_op
-        return copies + small + self.planner.sync_bytes() / self._wire(place.devices)
+        return copies + small + self.planner.sync_bytes(role) / self._wire(place.devices)
 
     def _generate(self, call: Call) -> float:
         planner, rates = self.planner, self.rates
         rollout, sizes = planner.config.rollout, planner.sizes
-        shape = planner.generation_shape()
-        replicas = len(planner.placement.roles[call.role].devices) / planner.rollout_tp
+        shape = planner.generation_shape(call.role)
+        replicas = len(planner.placement.roles[call.role].devices) / planner.rollout_tp(call.role)
         rows = max(1.0, call.samples / replicas)
         running = min(rows, rollout.max_sequences)
         rounds = max(1.0, rows / running)

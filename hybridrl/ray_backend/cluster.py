@@ -24,6 +24,11 @@ its own version."""
 CONNECT_SECONDS = 5.0
 
 
+QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
+STARTS = 2
+"""Ray gives up after 30 s, which a busy machine may need."""
+
+
 def connect(address: str | None) -> bool:
     """Joins the cluster at `address` (see `ray.address`), or starts one on this machine. Whether it
     joined one.
@@ -32,24 +37,39 @@ def connect(address: str | None) -> bool:
         ConfigError: if there is none at the address.
         HybridRLError: if none could be started.
     """
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     # `ray job submit` says in this variable which cluster the job belongs to.
     address = address or os.environ.get("RAY_ADDRESS")
     if address is None:
-        try:
-            ray.init(num_cpus=os.cpu_count(), include_dashboard=False, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise HybridRLError(f"Ray could not be started on this machine: {error}") from error
+        start(os.cpu_count() or 1)
         return False
     _check_listening(address)
     try:
-        ray.init(address=address, **quiet)
+        ray.init(address=address, **QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"ray.address={address}: Ray could not be reached: {error} Write `auto` on a node of "
             "the cluster, or the `host:port` that `ray start --head` printed."
         ) from error
     return True
+
+
+def start(cpus: int) -> None:
+    """Starts a cluster on this machine, with so many CPU slots.
+
+    Raises:
+        HybridRLError: if that fails twice.
+    """
+    for attempt in range(STARTS):
+        try:
+            ray.init(num_cpus=cpus, include_dashboard=False, **QUIET)
+            return
+        except Exception as error:  # Ray raises that itself, when it has waited for 30 s
+            ray.shutdown()
+            if attempt == STARTS - 1:
+                raise HybridRLError(
+                    f"Ray could not be started on this machine: {error} If the machine is busy, "
+                    "try again when it is less so; if not, its own logs say more."
+                ) from error
 
 
 def _check_listening(address: str) -> None:

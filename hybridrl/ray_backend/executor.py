@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hybridrl.controller import failures
-from hybridrl.controller.batch_ref import BatchRef
+from hybridrl.controller.call import Call, Failure, Reply, Request, Result
 from hybridrl.controller.executor import Executor
-from hybridrl.controller.host import Call, Failure, Place, Reply
-from hybridrl.controller.table import Shard
-from hybridrl.controller.worker import Context, Worker
+from hybridrl.controller.failures import Death, Hosts, explain, timed_out
+from hybridrl.controller.shards import ShardInfo
 from hybridrl.core import user_code
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import Cluster, Device, choose_devices
 from hybridrl.core.record import Record
-from hybridrl.errors import ConfigError, WorkerError
+from hybridrl.errors import ConfigError, DataError, WorkerError
 from hybridrl.ray_backend import cluster as ray_cluster
-from hybridrl.ray_backend.calls import Calls
-from hybridrl.ray_backend.direct import DirectCalls
-from hybridrl.ray_backend.host import RayHost
+from hybridrl.ray_backend.host import PRELOAD, RayHost
 from hybridrl.ray_backend.library import ray
+from hybridrl.ray_backend.message import pack, seal
 from hybridrl.ray_backend.nodes import by_address, table
-from hybridrl.ray_backend.relayed import RelayedCalls
-from hybridrl.ray_backend.watch import CallsFailedError
+from hybridrl.ray_backend.relay import RelayTransport
+from hybridrl.ray_backend.remote_result import Refs
+from hybridrl.ray_backend.transport import DirectTransport, Event, Lost, Order, Transport
 
 CLOSE_SECONDS = 4.0
 """How long hosts may take to close their workers before they are ended."""
+LOOK_SECONDS = 1.0
+"""How soon a failure of another call than those waited for is seen."""
+ROOT_CAUSE_SECONDS = 1.0
+"""After a failure, how long to listen for an earlier one or a death that may be its cause."""
 DIRECT_HOSTS = 8
 """Up to so many hosts are called one by one, which is quickest; more, through a relay, so that the
 driver's cost hardly grows with their number."""
@@ -72,12 +76,12 @@ class RayExecutor(Executor):
         self.run_directory = run_directory.absolute() if run_directory else None
         self._timeout = timeout_s
         self._started_ray = not ray.is_initialized()
-        self._broken = False
-        self._roles: dict[int, list[tuple[str, int]]] = {}
         self._unreachable: set[str] = set()
+        self._stalled = time.monotonic()  # since when no host has been seen to work
         for module in user_code.loaded_files():  # whose names mean nothing to workers
             ray.cloudpickle.register_pickle_by_value(module)
         joined = self._started_ray and ray_cluster.connect(address)
+        self._bundles = None
         try:
             self._nodes = {node.id: node for node in ray_cluster.nodes()}
             kind, number = self._choose(devices, num_devices, cpus_per_host or 1.0)
@@ -87,8 +91,10 @@ class RayExecutor(Executor):
             if joined or len(self._nodes) > 1:
                 seen = {setting: str(path.absolute()) for setting, path in (paths or {}).items()}
                 ray_cluster.check_nodes(self._bundles, start_timeout_s, seen)
-            self._start_hosts(kind, number, cpus, preload)
+            self._start_hosts(kind, number, cpus, preload, start_timeout_s)
         except BaseException:
+            if self._bundles is not None and not self._started_ray:  # a session of the user's
+                ray.util.remove_placement_group(self._bundles)
             self._disconnect()
             raise
 
@@ -101,7 +107,9 @@ class RayExecutor(Executor):
         except ConfigError as error:
             raise ConfigError(f"{error} The nodes of the Ray cluster:\n{table(nodes)}") from None
 
-    def _start_hosts(self, kind: str, number: int, cpus: float, preload: Sequence[str]) -> None:
+    def _start_hosts(
+        self, kind: str, number: int, cpus: float, preload: Sequence[str], start_timeout_s: float
+    ) -> None:
         hosts = [
             RayHost.options(
                 num_cpus=cpus,
@@ -112,13 +120,18 @@ class RayExecutor(Executor):
             ).remote(str(Path.cwd()))
             for index in range(number)
         ]
-        relayed = RelayedCalls(self._note) if number > DIRECT_HOSTS else None
         for host in hosts:
             host.preload.remote(preload)
         try:
-            identities = ray.get([host.identity.remote() for host in hosts])
+            asked = [host.identity.remote() for host in hosts]
+            identities = ray.get(asked, timeout=start_timeout_s)
         except ray.exceptions.RayActorError as error:
             raise WorkerError(f"A host process ended before it could start: {error}") from None
+        except ray.exceptions.GetTimeoutError:
+            raise WorkerError(
+                f"The {number} host processes did not start within {start_timeout_s:g} s "
+                "(ray.start_timeout_s): a node is overloaded, or Ray's own logs say more."
+            ) from None
         # The devices of a node are neighbours, so that what talks most stays inside it.
         order = sorted(
             range(number),
@@ -126,120 +139,155 @@ class RayExecutor(Executor):
         )
         self._hosts = [hosts[index] for index in order]
         self._identities = [identities[index] for index in order]
-        self._calls: Calls = relayed or DirectCalls(self._hosts, self._note)
-        if relayed:
-            relayed.connect(self._hosts)
+        is_many = number > DIRECT_HOSTS
+        self._transport: Transport = (RelayTransport if is_many else DirectTransport)(self._hosts)
+        if len(nodes := [identity.node for identity in self._identities]) and len(set(nodes)) > 1:
+            for host in self._hosts:
+                host.meet.remote(self._hosts, nodes)
         self.cluster = Cluster(
             [Device(kind, identity.address, i) for i, identity in enumerate(self._identities)]
         )
 
-    def create(
-        self, contexts: Sequence[Context], worker_class: type[Worker], keywords: Mapping[str, Any]
-    ) -> list[Any]:
-        for context in contexts:
-            self._roles.setdefault(context.host, []).append((context.role, context.rank))
-        return self._calls.create(contexts, worker_class, keywords, self.chapter)
+    def _send(self, call: Call, request: Request, returns_batch: bool) -> Any:
+        if len(self._pending) == 1:  # nobody had anything to do before
+            self._stalled = time.monotonic()
+        try:
+            body, results = pack(request)
+        except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
+            raise DataError(
+                f"The call {call.name} cannot be sent: {type(error).__name__}: {error}. What a "
+                "method is called with, and functions given to `apply`, must be picklable."
+            ) from error
+        order = Order(call.number, call.role, call.method, call.hosts, call.parts, returns_batch)
+        return self._transport.send(order, body, results)
 
-    def submit(
-        self, hosts: Sequence[int], call: Call, places: Sequence[Place], returns_batch: bool
-    ) -> list[Shard]:
-        return self._calls.submit(hosts, call, places, returns_batch, self.chapter)
+    def _store(self, batch: Batch, info: ShardInfo) -> Refs:
+        reply = Reply(Record("driver", 0, "put"), info=info)
+        return Refs([ray.put(seal(reply, []))], [ray.put(batch)])
 
-    def submit_apply(self, host: int, function: Callable[[Batch], Batch], table: BatchRef) -> Shard:
-        return self._calls.apply(host, function, table, self.chapter)
+    def fetch(self, result: Result, index: int) -> Batch:
+        return ray.get(self._transport.fetch(result.data, index))
 
-    def store(self, value: Any) -> Any:
-        return ray.put(value)
-
-    def fetch(self, reference: Any) -> Any:
-        return self._calls.fetch(reference)
-
-    def wait(self, replies: Sequence[Any], limit: float | None = None) -> list[Reply] | None:
-        if self._broken and self._calls.late(replies):
-            raise WorkerError("The job has failed before; its workers take no more calls.")
+    def wait(self, calls: Sequence[Call], limit: float | None = None) -> bool:
         until = math.inf if limit is None else time.monotonic() + limit
         patience = min(5.0, self._timeout / 4)
-        while True:
+        check = time.monotonic() + patience
+        while late := [call for call in calls if not call.is_done]:
+            if not self.takes_calls:
+                raise WorkerError("The job has failed before; its workers take no more calls.")
             left = max(0.0, until - time.monotonic())
-            found = self._wait(replies, min(patience, left))
-            if found is not None or left <= patience:
-                return found
-            self._check_deadlines()
-
-    def _wait(self, replies: Sequence[Any], seconds: float) -> list[Reply] | None:
-        try:
-            return self._calls.wait(replies, seconds)
-        except CallsFailedError as error:
-            failed = error.found
-        except WorkerError:
-            self._broken = True
-            raise
-        self._fail(failed)  # outside the handlers, so that nothing else is chained to the error
-
-    def settle(self, chapter: int) -> None:
-        self.wait(self._calls.until(chapter))
+            self._look([call.number for call in late], min(left, LOOK_SECONDS, patience))
+            if not left:
+                return all(call.is_done for call in calls)
+            if time.monotonic() > check:
+                self._check_deadlines()
+                check = time.monotonic() + patience
+        return True
 
     def close(self) -> None:
-        if not self._broken:
-            self._calls.close(range(len(self._hosts)), CLOSE_SECONDS)
-        for actor in [*self._hosts, *self._calls.helpers()]:
+        if self.takes_calls:
+            closing = [host.close.remote() for host in self._hosts]
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
+        self.takes_calls = False
+        for actor in [*self._hosts, *self._transport.helpers()]:
             ray.kill(actor, no_restart=True)
         ray.util.remove_placement_group(self._bundles)
         self._disconnect()
-
-    def _note(self, chapter: int, record: Record) -> None:
-        self._records[chapter].append(record)
 
     def _disconnect(self) -> None:
         if self._started_ray:
             ray.shutdown()
 
-    def _fail(self, found: list[Failure | failures.Death]) -> NoReturn:
-        """Raises the error behind failures. Of a node that is lost the peers know first, and Ray
-        last: so it is asked for."""
-        self._broken = True
-        found += self._lost(range(len(self._hosts)))
-        raise failures.explain(found, self._identities, self._roles, self.run_directory)
+    def _look(self, numbers: Sequence[int], seconds: float) -> None:
+        """Takes note of what has come of calls, waiting so long for these; raises if one failed."""
+        try:
+            found = self._note(self._transport.poll(numbers, seconds))
+        except WorkerError:
+            self.takes_calls = False
+            raise
+        if found:
+            self._fail(found)
 
-    def _lost(self, hosts: Iterable[int]) -> list[failures.Death]:
-        """Of these hosts, those whose nodes cannot be reached."""
+    def _note(self, events: deque[Event]) -> list[Failure | Death]:
+        """Enters replies into the table of calls; what went wrong among them."""
+        found: list[Failure | Death] = []
+        while events:
+            number, rank, reply = events[0]
+            if (call := self._pending.get(number)) is not None:
+                if isinstance(reply, Lost):
+                    found.append(_loss(call, rank, reply))
+                else:
+                    call.replies[rank] = reply
+                    found += [reply.failure] if reply.failure is not None else []
+                    if call.is_done:
+                        self._finished(call)
+            events.popleft()
+        return found
+
+    def _fail(self, found: list[Failure | Death]) -> NoReturn:
+        """Raises the error behind failures. A rank that dies makes its peers fail in their
+        collectives: listens a moment for all of them. Of a node that is lost the peers know first,
+        and Ray last: so it is asked for."""
+        self.takes_calls = False
+        until = time.monotonic() + ROOT_CAUSE_SECONDS
+        while self._pending and (left := until - time.monotonic()) > 0:
+            with contextlib.suppress(WorkerError):  # of the relay, which has told enough
+                found += self._note(self._transport.poll(list(self._pending), left))
+        found += self._lost(range(len(self._hosts)))
+        raise explain(found, self._known())
+
+    def _known(self) -> Hosts:
+        return Hosts(self._identities, self._roles, self.run_directory)
+
+    def _oldest(self, host: int) -> tuple[Call, int] | None:
+        """The first call on a host that is not done there, and which rank it is."""
+        for call in list(self._pending.values()):
+            for rank, at in enumerate(call.hosts):
+                if at == host and call.replies[rank] is None:
+                    return call, rank
+        return None
+
+    def _lost(self, hosts: Iterable[int]) -> list[Death]:
+        """Of these hosts, those whose nodes cannot be reached, and which have something to do."""
         if len(self._nodes) < 2:
             return []
         ids = list({self._identities[host].node for host in hosts})
         with ThreadPoolExecutor(16) as pool:
             reached = pool.map(ray_cluster.is_reachable, [self._nodes[node] for node in ids])
             lost = {node for node, there in zip(ids, reached, strict=True) if not there}
-        calls = {call.host: call.name for call in reversed(self._calls.due())}
-        return [
-            failures.Death(host, calls.get(host, "the step"), "", with_node=True)
-            for host in hosts
-            if self._identities[host].node in lost
-        ]
+        gone = [host for host in hosts if self._identities[host].node in lost]
+        return [Death(*oldest, "", with_node=True) for h in gone if (oldest := self._oldest(h))]
 
     def _check_deadlines(self) -> None:
-        """Raises if a host has been running one call for longer than the deadline, or if nothing
-        was heard of its node twice in a row."""
-        asked = [host.status.remote() for host in self._hosts]
-        statuses = self._answers(asked, seconds=5.0)
+        """Raises if a host has been working on one call for longer than the deadline, if nobody
+        has been working for as long while calls are pending, or if nothing was heard of a node
+        twice in a row."""
+        statuses = self._answers([host.status.remote() for host in self._hosts], seconds=5.0)
         lost = self._lost([host for host, status in enumerate(statuses) if status is None])
-        nodes = {self._identities[death.host].node for death in lost}
         if again := [d for d in lost if self._identities[d.host].node in self._unreachable]:
-            self._broken = True
-            raise failures.explain(again, self._identities, self._roles, self.run_directory)
-        self._unreachable = nodes
-        late = {}
-        due = self._calls.due()
+            self.takes_calls = False
+            raise explain(again, self._known())
+        self._unreachable = {self._identities[death.host].node for death in lost}
+        now, late, why = time.monotonic(), {}, ""
         for host, status in enumerate(statuses):
-            oldest = next((call for call in due if call.host == host), None)
+            oldest = self._oldest(host)
+            if oldest is None:
+                continue
             if status is None:  # cannot even say what it does: judge by the driver's own clock
-                if oldest and time.monotonic() - oldest.since > self._timeout:
-                    late[host] = oldest.name
-            elif status.method and not status.waiting and status.seconds > self._timeout:
-                late[host] = f"{status.role}.{status.method}"
-        if late:
-            self._broken = True
+                if now - oldest[0].since > self._timeout:
+                    late[host] = oldest
+            elif status.is_working and status.method != PRELOAD and status.seconds > self._timeout:
+                late[host] = oldest
+        if any(status is None or status.is_working for status in statuses) or not self._pending:
+            self._stalled = now
+        elif now - self._stalled > self._timeout:
+            late = {host: self._oldest(host) for host in range(len(statuses))}
+            why = ": no host is working, so what they wait for, or their replies, must be lost"
+        if late := [found for found in late.values() if found]:
+            self.takes_calls = False
             stacks = self._answers([host.stacks.remote() for host in self._hosts], seconds=5.0)
-            raise failures.timed_out(late, self._timeout, self._identities, stacks)
+            raise timed_out(late, self._timeout, self._known(), stacks, why)
 
     @staticmethod
     def _answers(references: list[Any], seconds: float) -> list[Any]:
@@ -250,3 +298,13 @@ class RayExecutor(Executor):
             with contextlib.suppress(ray.exceptions.RayError):
                 found[reference] = ray.get(reference)
         return [found.get(reference) for reference in references]
+
+
+def _loss(call: Call, rank: int, lost: Lost) -> Failure | Death:
+    if lost.died:
+        return Death(call, rank, lost.text)
+    message = (
+        f"what it returned could not be sent to the driver. A method that is not `-> Batch` may "
+        f"return what can be pickled: numbers, texts, lists, dictionaries. {lost.text.strip()}"
+    )
+    return Failure(call.role, rank, call.method, message, "", time.time())

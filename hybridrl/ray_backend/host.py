@@ -15,24 +15,30 @@ from typing import Any
 
 import psutil
 
-from hybridrl.controller.envelope import seal, unseal
+from hybridrl.controller.call import Reply
 from hybridrl.controller.failures import Identity
-from hybridrl.controller.host import Host, Reply, Status
+from hybridrl.controller.host import Host, Status, failure_of
+from hybridrl.controller.shards import Rows
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.core.batch import Batch
 from hybridrl.core.garbage import no_collection
 from hybridrl.core.record import Record
-from hybridrl.errors import HybridRLError
+from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.ray_backend.library import ray
-from hybridrl.ray_backend.message import unpack
+from hybridrl.ray_backend.message import open_head, seal, unpack, unseal
+from hybridrl.ray_backend.remote_result import Neighbourhood, Refs, RemoteResult
+
+PRELOAD = "preload"
 
 
-@ray.remote(concurrency_groups={"work": 1, "health": 3}, max_restarts=0, max_task_retries=0)
+@ray.remote(
+    concurrency_groups={"work": 1, "health": 3, "data": 4}, max_restarts=0, max_task_retries=0
+)
 class RayHost:
     """A `Host` in a process of its own.
 
-    What the driver calls comes as a message of a head for this rank and a body for all, and the
-    references that belong into it; see `message`.
+    A call comes as a message of a `Head` for this rank and a request for all, and the references
+    that belong into it.
 
     Args:
         folder: The driver's working folder, so that relative paths mean the same here.
@@ -46,7 +52,8 @@ class RayHost:
         _use_network_of(ray.util.get_node_ip_address())
         with contextlib.suppress(OSError):  # no such folder here: then paths must be absolute
             os.chdir(folder)
-        self._host = Host(lambda reference: unseal(ray.get(reference)))
+        self._host = Host()
+        self._around = Neighbourhood()
 
     @ray.method(concurrency_group="health")
     def listen(self, role: str) -> Rendezvous:
@@ -59,7 +66,8 @@ class RayHost:
 
     @ray.method(concurrency_group="work")
     def preload(self, modules: Sequence[str]) -> None:
-        with no_collection():
+        # It works, as far as anybody asks, but on no call.
+        with self._host.receiving(Record("host", 0, PRELOAD)), no_collection():
             for module in modules:
                 # What is missing is reported when it is used.
                 with contextlib.suppress(ImportError, HybridRLError):
@@ -67,41 +75,54 @@ class RayHost:
         gc.freeze()  # vLLM collects three times while it starts, for half a second each
 
     @ray.method(concurrency_group="work")
-    def create(
-        self, message: bytes, rendezvous: Rendezvous, references: Sequence[Any] = ()
-    ) -> Reply:
-        context, (worker_class, keywords) = unpack(message, references)
-        return self._host.create(replace(context, rendezvous=rendezvous), worker_class, keywords)
+    def run(
+        self,
+        message: bytes,
+        references: Sequence[Refs] = (),
+        rendezvous: Rendezvous | None = None,
+    ) -> Any:
+        """Does this rank's part of a group call. Returns the reply, after the batch if the call
+        returns one."""
+        head, body = open_head(message)
+        part, role, method, returns_batch = head
+        rank = getattr(part, "rank", part[0] if isinstance(part, tuple) else 0)
+        try:
+            with self._host.receiving(Record(role, rank, method)):
+                request = unpack(
+                    body, lambda n, *known: RemoteResult(references[n], *known, self._around)
+                )
+        except Exception as error:
+            batch, reply = None, _unreadable(role, part, method, error)
+        else:
+            if rendezvous is not None:
+                part = replace(part, rendezvous=rendezvous)
+            batch, reply = self._host.run(request, part)
+        sealed = seal(reply, [reply.value])
+        return (batch, sealed) if returns_batch else sealed
 
-    @ray.method(concurrency_group="work", num_returns=2)
-    def execute(
-        self, message: bytes, references: Sequence[Any] = ()
-    ) -> tuple[Batch | None, Reply | bytes]:
-        place, call = unpack(message, references)
-        batch, reply = self._host.execute(call, place)
-        return batch, seal(reply)
+    @ray.method(concurrency_group="data")
+    def gather(self, replies: Sequence[Any]) -> Any:
+        """The replies of a call's ranks as one object, for those who read its result."""
+        found = [unseal(reply) for reply in ray.get(list(replies))]
+        return seal(found, [reply.value for reply in found])
+
+    @ray.method(concurrency_group="data")
+    def rows(self, shard: Sequence[Any], rows: Rows, names: Sequence[str]) -> Batch:
+        """What a host on another node wants of a shard that lies here."""
+        return ray.get(shard[0]).select(names).take(rows)
+
+    @ray.method(concurrency_group="health")
+    def meet(self, actors: Sequence[Any], nodes: Sequence[str]) -> None:
+        """Tells the hosts of a job that has several nodes, and where each lives."""
+        here = ray.get_runtime_context().get_node_id()
+        self._around = Neighbourhood(actors, nodes, here)
 
     @ray.method(concurrency_group="work")
-    def answer(self, message: bytes, references: Sequence[Any] = ()) -> Reply | bytes:
-        """As `execute`, for a call whose result travels in the reply."""
-        place, call = unpack(message, references)
-        return seal(self._host.execute(call, place)[1])
-
-    @ray.method(concurrency_group="work", num_returns=2)
-    def apply(
-        self, message: bytes, references: Sequence[Any] = ()
-    ) -> tuple[Batch | None, Reply | bytes]:
-        _, (function, table) = unpack(message, references)
-        batch, reply = self._host.apply(function, table)
-        return batch, seal(reply)
-
-    @ray.method(concurrency_group="work")
-    def close(self, message: bytes) -> Reply | bytes:
+    def close(self) -> None:
         try:
             self._host.close()
         except Exception:  # the job is over: it may not keep the other hosts from closing
             logging.getLogger(__name__).exception("Closing failed:")
-        return seal(Reply(Record("driver", 0, "close")))
 
     @ray.method(concurrency_group="health")
     def status(self) -> Status:
@@ -110,6 +131,17 @@ class RayHost:
     @ray.method(concurrency_group="health")
     def stacks(self) -> str:
         return self._host.stacks()
+
+
+def _unreadable(role: str, part: Any, method: str, error: Exception) -> Reply:
+    record = Record(role, getattr(part, "rank", getattr(part, "index", 0)), method)
+    cause = ConfigError(
+        f"The call {role}.{method} could not be read: {type(error).__name__}: {error}. A worker's "
+        "class and all that it is called with must be importable where the workers run: install "
+        "the module that defines them, or define them in the driver's own script."
+    )
+    cause.__cause__ = error
+    return Reply(record, failure=failure_of(cause, record))
 
 
 def _use_network_of(address: str) -> None:

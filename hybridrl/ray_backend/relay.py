@@ -1,37 +1,23 @@
-"""Relay: the Ray actor that makes the driver's calls to many hosts. Importing this needs Ray."""
+"""The relay, a process that makes the driver's calls: so many hosts cost it no more than few."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-import time
+from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from hybridrl.controller.envelope import seal_all
-from hybridrl.controller.failures import Death
-from hybridrl.controller.host import Failure, Reply
-from hybridrl.ray_backend.calls import Order, deliver
+from hybridrl.controller.call import Result
+from hybridrl.errors import WorkerError
 from hybridrl.ray_backend.library import ray
-from hybridrl.ray_backend.message import open_head
-from hybridrl.ray_backend.watch import CallsFailedError, Due, Watch
+from hybridrl.ray_backend.message import addressed, open_head, seal, unseal
+from hybridrl.ray_backend.remote_result import Refs
+from hybridrl.ray_backend.transport import DirectTransport, Event, Order, Transport
 
-
-class Errand(NamedTuple):
-    """What the driver gives to the relay with the body of a call.
-
-    Attributes:
-        number: Of the call.
-        references: What belongs into the body: `(call, rank, is_data)` for a result of an earlier
-            call; a number for one of the references that come with the errand.
-        unused: Numbers of calls whose results nobody will ask for any more.
-    """
-
-    number: int
-    order: Order
-    references: Sequence[tuple[int, int, bool] | int]
-    unused: Sequence[int]
+SILENCE_SECONDS = 60.0
+"""How long the relay, which has nothing else to do, may take for an answer."""
 
 
 @ray.remote(
@@ -39,77 +25,139 @@ class Errand(NamedTuple):
 )
 class Relay:
     """Makes calls in the order in which they come, on one thread, and keeps the references to their
-    results; on others it waits for replies. It opens no message, and no batch passes through it."""
+    results; on others it waits for replies. It opens no request, and no batch passes through it."""
 
     def __init__(self) -> None:
         # Ctrl-C in a terminal reaches every process of the job; only the driver decides.
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._actors: list[Any] = []
-        self._watch = Watch(lambda chapter, record: None)
-        self._made: dict[int, list[tuple[Any, Any]]] = {}
+        self._made: dict[int, Refs] = {}
+        self._last = 0  # call that was made
         self._news = threading.Condition()
         self._error: Exception | None = None
+        self._polling = threading.Lock()
+        self._events: list[Event] = []  # that the driver may not have got
+        self._told = 0  # events before them
 
     @ray.method(concurrency_group="calls")
     def connect(self, actors: list[Any]) -> None:
-        self._actors = actors
+        self._direct = DirectTransport(actors, gathers=True)
 
     @ray.method(concurrency_group="calls", num_returns=0)
-    def call(self, message: bytes, references: Sequence[Any] = ()) -> None:
+    def send(self, message: bytes, stored: Sequence[Refs] = ()) -> None:
+        """Makes a call. The head says which results are in its request: those of a call by its
+        number, those of what the driver has stored as None, in their order; and which results
+        nobody will ask for any more."""
+        (order, wanted, unused), body = open_head(message)
+        order, of_driver = Order(*order), iter(stored)
         try:
-            number, made = self._make(message, references)
+            for number in unused:
+                del self._made[number]
+            found = [next(of_driver) if number is None else self._made[number] for number in wanted]
+            self._made[order.number] = self._direct.deliver(order, body, found)
         except Exception as error:  # nobody looks at the result of this method
             self._error = error
             raise
         with self._news:
-            self._made[number] = made
+            self._last = order.number
             self._news.notify_all()
 
-    def _make(self, message: bytes, references: Sequence[Any]) -> tuple[int, list[tuple[Any, Any]]]:
-        errand, body = open_head(message)
-        number, order, wanted, unused = errand
-        order = Order(*order)
-        for old in unused:
-            del self._made[old]
-        found = [self._find(reference, references) for reference in wanted]
-        made = deliver(self._actors, order, body, found)
-        for host, (_, reply) in zip(order.hosts, made, strict=True):
-            self._watch.add(reply, host, order.name, 0)
-        return number, made
-
-    def _find(self, reference: tuple[int, int, bool] | int, references: Sequence[Any]) -> Any:
-        if isinstance(reference, int):
-            return references[reference]
-        number, rank, is_data = reference
-        data, reply = self._made[number][rank]
-        return data if is_data else reply
-
     @ray.method(concurrency_group="answers")
-    def wait(self, question: bytes) -> list[Reply] | bytes | tuple[Failure | Death, ...] | None:
-        """The replies of all ranks to some calls, call by call; None if some are late after so many
-        seconds; what went wrong as a tuple."""
-        (numbers, seconds), _ = open_head(question)
-        until = time.monotonic() + seconds
+    def poll(self, question: bytes) -> Any:
+        """See `Transport.poll`; the question also says how many events the driver has got, for an
+        answer is lost if the driver is interrupted."""
+        (numbers, seconds, got), _ = open_head(question)
         with self._news:
-            if not self._news.wait_for(lambda: self._made.keys() >= set(numbers), seconds):
+            made = self._news.wait_for(lambda: self._last >= max(numbers, default=0), seconds)
+            if not made:
                 if self._error is not None:
                     raise self._error
-                return None
-            replies = [reply for number in numbers for _, reply in self._made[number]]
+                return seal((self._told, []), [])
+        with self._polling:
+            del self._events[: got - self._told]
+            self._told = got
+            came = self._direct.poll(numbers, seconds)
+            self._events += came
+            came.clear()
+            events = list(self._events)
+        return seal((got, events), [getattr(event[2], "value", None) for event in events])
+
+    @ray.method(concurrency_group="answers")
+    def shards(self, number: int) -> Sequence[Any]:
+        """The references to the batches that a call returned, which has been waited for."""
+        return self._made[number].shards
+
+
+class Relayed:
+    """Stands for the result of a call that the relay made, for as long as anybody may ask for it.
+
+    Attributes:
+        shards: References to the batches, when the driver has asked for them.
+    """
+
+    def __init__(self, number: int, unused: deque[int]) -> None:
+        self.number = number
+        self.shards: Sequence[Any] | None = None
+        self._unused = unused
+
+    def __del__(self) -> None:
+        self._unused.append(self.number)
+
+
+class RelayTransport(Transport):
+    """One call of Ray's for each group call. The references to results stay with the relay, which
+    puts them into later calls.
+
+    Args:
+        actors: The hosts.
+    """
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        # Beside the driver: if their node is lost, so is the job.
+        node = ray.get_runtime_context().get_node_id()
+        near = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=True)
+        self._relay = Relay.options(scheduling_strategy=near).remote()
+        self._relay.connect.remote(list(actors))
+        self._unused: deque[int] = deque()
+        self._got = 0
+        self._events: deque[Event] = deque()
+
+    def send(self, order: Order, body: bytes, results: Sequence[Result]) -> Relayed:
+        data = [result.data for result in results]
+        stored = [refs for refs in data if isinstance(refs, Refs)]
+        wanted = [None if isinstance(one, Refs) else one.number for one in data]
+        unused = [self._unused.popleft() for _ in range(len(self._unused))]
+        message = addressed((tuple(order), wanted, unused), body)
+        self._relay.send.remote(message, *([stored] if stored else []))
+        return Relayed(order.number, self._unused)
+
+    def poll(self, numbers: Sequence[int], seconds: float) -> deque[Event]:
+        question = addressed((list(numbers), seconds, self._got), b"")
+        told, events = unseal(self._ask(self._relay.poll.remote(question), seconds))
+        self._events += events[max(0, self._got - told) :]
+        self._got = max(self._got, told + len(events))
+        return self._events
+
+    def fetch(self, data: Relayed | Refs, index: int) -> Any:
+        if data.shards is None:
+            data.shards = self._ask(self._relay.shards.remote(data.number))
+        return data.shards[index]
+
+    def helpers(self) -> list[Any]:
+        return [self._relay]
+
+    def _ask(self, answer: Any, seconds: float = 0.0) -> Any:
+        """What the relay answers, which may take it so long."""
         try:
-            found = self._watch.wait(replies, max(0.0, until - time.monotonic()))
-        except CallsFailedError as error:
-            return tuple(error.found)
-        return None if found is None else seal_all(found)
-
-    @ray.method(concurrency_group="answers")
-    def data(self, number: int) -> list[Any]:
-        """The references to the batches that a call returned, by rank. It has been waited for."""
-        return [data for data, _ in self._made[number]]
-
-    @ray.method(concurrency_group="answers")
-    def due(self) -> list[Due]:
-        """What is not known to be done, the oldest first; the time is how long ago it began."""
-        now = time.monotonic()
-        return [call._replace(since=now - call.since) for call in self._watch.due().values()]
+            return ray.get(answer, timeout=seconds + SILENCE_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            raise WorkerError(
+                "The relay, the process that passes the driver's calls on to the hosts, did not "
+                f"answer within {SILENCE_SECONDS:g} s: it was stopped, or its node is overloaded."
+            ) from None
+        except ray.exceptions.RayActorError as error:
+            raise WorkerError(
+                "The relay, the process that passes the driver's calls on to the hosts, died: it "
+                "was killed from outside (kill -9, the kernel's out-of-memory killer) or its node "
+                f"was lost. Start the job again.\n{error}"
+            ) from None

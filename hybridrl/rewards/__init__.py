@@ -4,6 +4,10 @@ A reward function is `def score(prompt, response, answer, **row)`, or `async def
 number, or a dictionary with a number under `score` and any further numbers to keep beside it. The
 settings under `reward.options.<function>` are further keyword arguments.
 
+A function whose first parameters are `completions`, or `prompts` and `completions`, as TRL's are,
+is called once for all rows of a rank, with lists of texts and of every further column of the data,
+and returns a list of numbers (None: the row is dropped). That one call has `reward.timeout_s`.
+
 Nothing is imported before it is asked for: a reward process has no use for the pool.
 """
 

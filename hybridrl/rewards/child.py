@@ -25,8 +25,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hybridrl.errors import HybridRLError
-from hybridrl.rewards.loading import RewardFunction, load_function, short_names
+from hybridrl.rewards.loading import ByValue, RewardFunction, load_function, short_names
 from hybridrl.rewards.options import check_options, parameters_of
+from hybridrl.rewards.signature import check_signature, takes_batch
 from hybridrl.rewards.wire import Unpacker, pack
 
 _READ_SIZE = 1 << 16
@@ -38,7 +39,7 @@ Outcome = tuple[str, Any, dict[str, float]]  # kind, value, further columns
 class Setup(NamedTuple):
     """What a child is told first."""
 
-    functions: list[str]
+    functions: list[str | ByValue]
     search_path: list[str]
     timeout_s: float
     options: list[dict[str, Any]]
@@ -53,6 +54,7 @@ class Function:
         target = function if inspect.isroutine(function) else type(function).__call__
         self.is_async = inspect.iscoroutinefunction(target)
         parameters = parameters_of(function)
+        self.takes_batch = takes_batch(parameters)
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._accepted = None if takes_all else {p.name for p in parameters}
 
@@ -62,6 +64,12 @@ class Function:
         if self._accepted is not None:
             row = {name: value for name, value in row.items() if name in self._accepted}
         return row | self._options
+
+    def outcome(self, returned: Any, arguments: dict[str, Any]) -> Outcome:
+        """What is answered for what the function returned."""
+        if not self.takes_batch:
+            return _outcome(returned)
+        return _outcome_of_batch(returned, len(arguments["completions"]))
 
 
 def main() -> None:
@@ -87,7 +95,7 @@ def main() -> None:
     except HybridRLError as error:
         send(("error", type(error).__name__, str(error)))
         return
-    send(("ready", [function.is_async for function in functions]))
+    send(("ready", [(f.is_async, f.takes_batch) for f in functions]))
     if any(function.is_async for function in functions):
         import asyncio
 
@@ -104,6 +112,7 @@ def _load(setup: Setup) -> list[Function]:
     for spec, name, options in zip(setup.functions, names, setup.options, strict=True):
         function = load_function(spec)
         check_options(name, function, options)
+        check_signature(name, parameters_of(function))
         functions.append(Function(function, options))
     return functions
 
@@ -142,7 +151,7 @@ def _read(source: int) -> bytes:
 
 def _score(function: Function, row: dict[str, Any]) -> Outcome:
     try:
-        return _outcome(function.call(**function.arguments(row)))
+        return function.outcome(function.call(**function.arguments(row)), row)
     except BaseException as error:  # sys.exit() in a reward function ends the row, not the process
         return "failure", _traceback(error), {}
 
@@ -162,7 +171,7 @@ async def _serve_concurrently(
         outcome: Outcome
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                outcome = _outcome(await function.call(**function.arguments(row)))
+                outcome = function.outcome(await function.call(**function.arguments(row)), row)
         except BaseException as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 outcome = "timeout", None, {}
@@ -204,6 +213,22 @@ def _outcome(returned: Any) -> Outcome:
         return _wrong(f"{score}, and a score must be finite")
     numbers_beside = {str(key): _number(v) for key, v in entries.items() if key != "score"}
     return "score", score, {key: v for key, v in numbers_beside.items() if v is not None}
+
+
+def _outcome_of_batch(returned: Any, rows: int) -> Outcome:
+    """Checks what a function of TRL's shape returned: a number for each row, None for a row that
+    is to be dropped. The scores are then a list."""
+    if hasattr(returned, "tolist"):  # an array or a tensor
+        returned = returned.tolist()
+    if not isinstance(returned, list | tuple):
+        return _wrong(f"{_shown(returned)}, and one of TRL's shape returns a list of numbers")
+    if len(returned) != rows:
+        return _wrong(f"{len(returned)} scores for {rows} completions")
+    scores = [math.nan if value is None else _number(value) for value in returned]
+    for row, (score, value) in enumerate(zip(scores, returned, strict=True)):
+        if score is None or (value is not None and not math.isfinite(score)):
+            return _wrong(f"{_shown(value)} for completion {row + 1}, expected a finite number")
+    return "score", scores, {}
 
 
 def _wrong(what: str) -> Outcome:

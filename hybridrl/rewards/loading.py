@@ -4,18 +4,62 @@ from __future__ import annotations
 
 import inspect
 import math
+import pickle
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridrl.core import user_code
 from hybridrl.errors import ConfigError, RewardError, nearest
-from hybridrl.rewards.options import check_options, options_of
+from hybridrl.rewards.options import check_options, options_of, parameters_of
+from hybridrl.rewards.signature import check_signature
 
 SETTING = "reward.function"
 _FIRST = ["prompt", "response"]  # parameters, by which a reward function is told from its helpers
 RewardFunction = Callable[..., Any]
+
+
+class ByValue(NamedTuple):
+    """A reward function that travels as a pickle, because it has no name by which a reward process
+    could import it."""
+
+    name: str
+    pickle: bytes
+
+    @classmethod
+    def of(cls, function: RewardFunction) -> ByValue:
+        """Pickles a function with what it refers to.
+
+        Raises:
+            RewardError: if that cannot be pickled.
+        """
+        import cloudpickle
+
+        name, inner = name_of(function), getattr(function, "func", function)
+        module = sys.modules.get(getattr(inner, "__module__", None) or "__main__")
+        # A file of the user's is no module to a reward process. (`__main__` always travels so.)
+        by_value = module is not None and module.__name__ not in ("__main__", "builtins")
+        try:
+            if by_value:
+                cloudpickle.register_pickle_by_value(module)
+            return cls(name, cloudpickle.dumps(function))
+        except Exception as error:  # whatever the objects that it refers to raise
+            raise RewardError(
+                f"The reward function `{name}` cannot be sent to the processes that run it: "
+                f"{type(error).__name__}: {error}. Keep what it needs inside of it, or give it as "
+                "`path/to/file.py:name`."
+            ) from error
+        finally:
+            if by_value:
+                cloudpickle.unregister_pickle_by_value(module)
+
+
+def name_of(function: RewardFunction) -> str:
+    """The name of a function, or of the class of an object that is called like one."""
+    inner = getattr(function, "func", function)  # of a functools.partial
+    return str(getattr(inner, "__name__", type(inner).__name__)).strip("<>")
 
 
 def builtin_names() -> list[str]:
@@ -29,13 +73,15 @@ def builtin_names() -> list[str]:
     )
 
 
-def load_function(spec: str) -> RewardFunction:
-    """Imports and returns the reward function that `spec` names.
+def load_function(spec: str | ByValue) -> RewardFunction:
+    """Imports and returns the reward function that `spec` names, or is.
 
     Raises:
         ConfigError: if the file, the module or the function does not exist.
         RewardError: if importing its file raises, or the name stands for something not callable.
     """
+    if isinstance(spec, ByValue):
+        return pickle.loads(spec.pickle)  # type: ignore[no-any-return]
     place, name = _parse(spec)
     if not place:
         from hybridrl.rewards import builtin
@@ -67,7 +113,7 @@ def check_function(spec: str) -> None:
 
 
 def check_functions(
-    functions: Sequence[str],
+    functions: Sequence[str | RewardFunction],
     weights: Sequence[float] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
@@ -84,11 +130,22 @@ def check_functions(
             "`reward.function` is empty; name a reward function, for instance `exact`."
         )
     for function in functions:
-        check_function(function)
+        if isinstance(function, str):
+            check_function(function)
+        elif not callable(function):
+            raise ConfigError(
+                f"`reward.function` holds {function!r}, expected the name of a reward function or "
+                "a function."
+            )
     names = short_names(list(functions))
     for function, name, given in zip(functions, names, options_of(names, options), strict=True):
-        if not _parse(function)[0]:
+        if not isinstance(function, str):
+            check_options(name, function, given)
+            check_signature(name, parameters_of(function))
+        elif not _parse(function)[0]:
             check_options(name, load_function(function), given, complete=True)
+        elif (parameters := user_code.parameters(function)) is not None:
+            check_signature(name, parameters)
     if weights is not None and len(weights) != len(functions):
         raise ConfigError(
             f"`reward.weights` has {len(weights)} entries and `reward.function` has "
@@ -98,10 +155,10 @@ def check_functions(
         raise ConfigError(f"`reward.weights` is {list(weights)}, expected finite numbers.")
 
 
-def short_names(specs: list[str]) -> list[str]:
+def short_names(specs: Sequence[str | RewardFunction | ByValue]) -> list[str]:
     """A name for each reward function, for columns and messages: `score`, or `file.score` where
     two functions have the same name; a third of the same name gets a number."""
-    parsed = [_parse(spec) for spec in specs]
+    parsed = [_parse(spec) if isinstance(spec, str) else ("", _given_name(spec)) for spec in specs]
     plain = Counter(name for _, name in parsed)
     names = []
     for place, name in parsed:
@@ -131,8 +188,12 @@ def _parse(spec: str) -> tuple[str, str]:
     )
 
 
-def function_list(setting: str | Sequence[str] | None) -> list[str]:
-    """The functions that `reward.function` names: none, one, or a list."""
+def _given_name(function: RewardFunction | ByValue) -> str:
+    return function.name if isinstance(function, ByValue) else name_of(function)
+
+
+def function_list(setting: Any) -> list[str | RewardFunction]:
+    """The functions that `reward.function` names or holds: none, one, or a list."""
     if setting is None:
         return []
-    return [setting] if isinstance(setting, str) else list(setting)
+    return [setting] if isinstance(setting, str) or callable(setting) else list(setting)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridrl.errors import ConfigError, nearest
 
-_OF_THE_ROW = ("prompt", "response", "answer")
+_OF_THE_ROW = ("prompt", "response", "answer", "prompts", "completions")
 
 
 def options_of(

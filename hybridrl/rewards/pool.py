@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from hybridrl.errors import ConfigError, RewardError
-from hybridrl.rewards.loading import check_functions, short_names
+from hybridrl.rewards.loading import ByValue, RewardFunction, check_functions, short_names
 from hybridrl.rewards.options import options_of
 from hybridrl.rewards.process import ChildProcess
 from hybridrl.rewards.round import RewardResult, Round
@@ -38,12 +38,14 @@ class RewardPool:
     and no other: a lost process is replaced and the remaining rows go on.
 
     Args:
-        functions: `path/to/file.py:score`, `package.module:score` or a built-in name, each.
+        functions: `path/to/file.py:score`, `package.module:score`, a built-in name, or a function
+            itself, which is pickled by value, each.
         weights: of the functions in the sum; all 1 if None.
         options: keyword arguments for functions, by their short names (`score` of
             `path/to/file.py:score`).
         processes: number of child processes.
-        timeout_s: seconds that one function may take for one row.
+        timeout_s: seconds that one function may take for one row, or for all rows if it is called
+            once for all of them.
         on_error: what a failed call does: `fail` raises, `drop` scores the row NaN, `value` takes
             `error_value` for the function's score.
         error_value: see `on_error`.
@@ -54,7 +56,7 @@ class RewardPool:
 
     def __init__(
         self,
-        functions: Sequence[str],
+        functions: Sequence[str | RewardFunction],
         weights: Sequence[float] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         processes: int = 1,
@@ -77,8 +79,11 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._on_error = on_error
         self._error_value = error_value
-        self._setup = (functions, sys.path, timeout_s, options_of(self._names, options))
-        self._is_async: list[bool] = []  # of each function; known when a process is ready
+        specs = [f if isinstance(f, str) else ByValue.of(f) for f in functions]
+        self._setup = (specs, sys.path, timeout_s, options_of(self._names, options))
+        # Of each function, whether it is asynchronous and whether it is called once for all rows;
+        # known when a process is ready.
+        self._modes: list[tuple[bool, bool]] = []
         self._seconds_per_row = math.inf
         self._lock = threading.Lock()
         self._children = [ChildProcess(self._setup) for _ in range(processes)]
@@ -109,7 +114,7 @@ class RewardPool:
             self._receive(None, wait=False)  # replaces processes that died since the last round
             while not any(child.ready for child in self._children):
                 self._receive(None)
-            work = Round(rows, self._names, self._is_async, self._on_error, self._error_value)
+            work = Round(rows, self._names, self._modes, self._on_error, self._error_value)
             try:
                 while not work.is_done:
                     self._dispatch(work)
@@ -190,7 +195,7 @@ class RewardPool:
             elif not child.ready and time.monotonic() > self._deadline(child):
                 self.close()
                 raise RewardError(
-                    f"A reward process did not finish importing {', '.join(self._setup[0])} within "
+                    f"A reward process did not finish importing {', '.join(self._names)} within "
                     f"{_START_TIMEOUT_S:.0f} s. Move slow work out of the import of these files."
                 )
 
@@ -201,7 +206,7 @@ class RewardPool:
                 self.close()
                 raise (ConfigError if rest[0] == "ConfigError" else RewardError)(rest[1])
             child.ready = True
-            self._is_async = rest[0]
+            self._modes = rest[0]
         if not messages or work is None:
             return
         now = time.monotonic()
@@ -250,7 +255,7 @@ class RewardPool:
         if not child.ready:
             self.close()
             raise RewardError(
-                f"A reward process {end} while it imported {', '.join(self._setup[0])}; what it "
+                f"A reward process {end} while it imported {', '.join(self._names)}; what it "
                 "wrote to the standard error output may say why."
             )
         if work is None or not child.in_flight:

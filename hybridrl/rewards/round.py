@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.errors import RewardError
+from hybridrl.rewards.signature import columns_of
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,14 @@ class RewardResult:
 
 
 class Round:
-    """A task is one function on one row; its number is `row * functions + function`."""
+    """A task is one function on one row; its number is `row * functions + function`. Of a function
+    that is called once for all rows there is the task on the first row only."""
 
     def __init__(
         self,
         rows: Sequence[dict[str, Any]],
         names: Sequence[str],
-        is_async: Sequence[bool],
+        modes: Sequence[tuple[bool, bool]],
         on_error: str,
         error_value: float,
     ) -> None:
@@ -46,10 +48,15 @@ class Round:
         self._names = names
         self._on_error = on_error
         self._failed_value = error_value if on_error == "value" else math.nan
-        tasks = range(len(rows) * len(names))
+        self._takes_batch = [takes_batch for _, takes_batch in modes]
+        tasks = [
+            task
+            for task in range(len(rows) * len(names))
+            if task < len(names) or not self._takes_batch[task % len(names)]
+        ]
         # What waits, by whether the function is asynchronous; a process runs one kind at a time.
         self.waiting = {
-            kind: deque(task for task in tasks if is_async[task % len(names)] is kind)
+            kind: deque(task for task in tasks if modes[task % len(names)][0] is kind)
             for kind in (False, True)
         }
         # Asynchronous tasks of a process that died or hung: nobody knows which of them did it, so
@@ -69,12 +76,24 @@ class Round:
     def message(self, tasks: Sequence[int]) -> list[tuple[int, int, dict[str, Any]]]:
         """The tasks as a child reads them: number, function, row."""
         functions = len(self._names)
-        return [(task, task % functions, self._rows[task // functions]) for task in tasks]
+        return [
+            (
+                task,
+                task % functions,
+                columns_of(self._rows)
+                if self._takes_batch[task % functions]
+                else self._rows[task // functions],
+            )
+            for task in tasks
+        ]
 
-    def score(self, task: int, score: float, further: dict[str, float]) -> None:
-        """Records what the function returned."""
+    def score(self, task: int, score: Any, further: dict[str, float]) -> None:
+        """Records what the function returned: a number, or a list of them for all rows."""
         row, function = divmod(task, len(self._names))
         self._unanswered -= 1
+        if self._takes_batch[function]:
+            self._scores[function] = score
+            return
         self._scores[function][row] = score
         for key, value in further.items():
             column = f"reward/{self._names[function]}/{key}"
@@ -92,7 +111,9 @@ class Round:
         self._unanswered -= 1
         self._failures += 1
         self._timeouts += is_timeout
-        self._scores[function][row] = self._failed_value
+        rows = range(len(self._rows)) if self._takes_batch[function] else (row,)
+        for failed in rows:
+            self._scores[function][failed] = self._failed_value
         if self._first_failure is None:
             self._first_failure = self._describe(row, function, reason)
         if self._on_error == "fail":

@@ -1,20 +1,43 @@
 """Driver programs: the dataflow of each algorithm, one per file, and the loop around them.
 
 `trainer.name=<module>` runs `hybridrl.trainers.<module>.Trainer`, so a new algorithm is a new file;
-`trainer.name=path/to/file.py:Name` runs a class in a file of the user's.
+`trainer.name=path/to/file.py:Name` runs a class in a file of the user's, and `Job(trainer=Class)`
+one that has no file.
 """
+
+from __future__ import annotations
 
 import importlib
 import inspect
 import pkgutil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridrl.core import user_code
 from hybridrl.errors import ConfigError
 
-PARTS = ("adaptive_kl", "base", "evaluation", "loop", "shaping", "step_metrics", "warmup")
+if TYPE_CHECKING:
+    from hybridrl.config.schema import Config
+    from hybridrl.trainers.role_spec import RoleSpec
+
+PARTS = (
+    *("adaptive_kl", "base", "evaluation", "feed", "loop", "objectives", "policy", "role_spec"),
+    *("shaping", "step_metrics", "warmup"),
+)
 """Modules here that are not driver programs."""
 PROGRAMS = [module.name for module in pkgutil.iter_modules(__path__) if module.name not in PARTS]
+_given: dict[str, Any] = {}
+"""Classes that were given as objects, by the names they got in the settings."""
+
+
+def name_of(trainer: type) -> str:
+    """The `trainer.name` that stands for a class of a driver program in this process.
+
+    Raises:
+        ConfigError: if it is none.
+    """
+    name = f"{trainer.__module__}:{trainer.__qualname__}"
+    _given[name] = _checked(name, trainer)
+    return name
 
 
 def load_trainer(name: str) -> Any:
@@ -23,10 +46,28 @@ def load_trainer(name: str) -> Any:
     Raises:
         ConfigError: if there is none.
     """
+    if name in _given:
+        return _given[name]
     modules = {program: f"{__name__}.{program}" for program in PROGRAMS}
     found = user_code.named("trainer.name", name, modules)
     if name in modules:
         return importlib.import_module(found).Trainer
+    return _checked(name, found)
+
+
+def load_roles(config: Config) -> dict[str, RoleSpec]:
+    """The roles of the driver program of these settings.
+
+    Raises:
+        ConfigError: if it describes them wrongly.
+    """
+    from hybridrl.trainers.role_spec import checked_roles
+
+    name = config.trainer.name
+    return checked_roles(load_trainer(name).roles(config), f"trainer.name={name}")
+
+
+def _checked(name: str, found: Any) -> Any:
     from hybridrl.trainers.base import Trainer
 
     if not (inspect.isclass(found) and issubclass(found, Trainer)):

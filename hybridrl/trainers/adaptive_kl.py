@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from hybridrl.algorithms import AdaptiveKL, FixedKL
+from hybridrl.algorithms.kl import IN_REWARD
 from hybridrl.config.schema import Config
 from hybridrl.controller import Handle
 
 
 class KLCoefficient:
-    """Learns the KL of a step from its updates, when the next step begins."""
+    """Learns the KL of a step from its updates, when the next step begins. A fixed coefficient
+    learns nothing and waits for nothing."""
 
     def __init__(self, config: Config) -> None:
         algorithm = config.algorithm
+        self._adapts = algorithm.kl_target is not None
         if algorithm.kl_target is None:
-            self._controller = FixedKL(algorithm.kl_coefficient)
+            self._controller: FixedKL | AdaptiveKL = FixedKL(algorithm.kl_coefficient)
         else:
             self._controller = AdaptiveKL(
                 algorithm.kl_coefficient, algorithm.kl_target, algorithm.kl_horizon
@@ -28,7 +31,8 @@ class KLCoefficient:
 
     def watch(self, update: Handle) -> Handle:
         """Notes an update of the actor; returns it."""
-        self._watched.append(update)
+        if self._adapts:
+            self._watched.append(update)
         return update
 
     def update(self) -> float:
@@ -39,3 +43,25 @@ class KLCoefficient:
         if known:
             self._controller.update(sum(known) / len(known), self._samples)
         return self.coefficient
+
+    def state(self) -> dict[str, float]:
+        """What a later job needs to go on from here; waits for the updates noted so far."""
+        self.update()
+        return self._controller.state()
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Goes on from what `state` gave."""
+        self._controller.load_state(state)
+
+
+def notices_of_kl(config: Config) -> list[str]:
+    """A sentence for the user whose KL in the reward does not hold the policy."""
+    algorithm = config.algorithm
+    estimator = algorithm.kl_estimator or IN_REWARD
+    if not algorithm.kl_in_reward or estimator.removesuffix("+") == IN_REWARD:
+        return []
+    return [
+        f"algorithm.kl_estimator={estimator} with algorithm.kl_in_reward=true: in the reward only "
+        "k1 has the gradient of the KL; the others hold the policy by a fraction of it, in another "
+        "direction. Leave algorithm.kl_estimator out for k1."
+    ]

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Handle, WorkerGroup
+from hybridrl.core.batch import Batch
 from hybridrl.rollout import Sampling
+from hybridrl.trainers.adaptive_kl import notices_of_kl
 from hybridrl.trainers.evaluation import evaluate_answers
+from hybridrl.trainers.feed import Feed
+from hybridrl.trainers.objectives import policy_objective
+from hybridrl.trainers.role_spec import ACTOR, RoleSpec, checked_roles
+from hybridrl.trainers.shaping import loss_weights
 
 SAMPLE = ("prompt_ids", "response_ids")
 """What a model needs to score a sample."""
@@ -25,46 +32,43 @@ class Trainer(ABC):
     Args:
         groups: The worker groups that `roles` asks for.
         sampling: How samples are drawn while training.
-        next_batch: Gives the prompts (examples, pairs) of the next step.
-        next_examples: Gives prompts with their right responses, for a supervised update with this
-            weight.
+        feed: The data.
 
     Attributes:
         DATA: What a step learns from: `prompts`, `examples` with their responses, or `pairs` of a
             better and a worse response, as neighbouring rows.
-        SAVED: Roles whose models are kept, and the names of their folders in the run directory.
-        GENERATES: False for a program whose actor never samples; it gets no rollout engine.
         TRAINS: False for a program that only evaluates.
         figures: The program's own numbers of the last step, written with its metrics.
         notices: Sentences for the user, shown after the step.
     """
 
     DATA: ClassVar[Literal["prompts", "examples", "pairs"]] = "prompts"
-    SAVED: ClassVar[Mapping[str, str]] = {"actor": "model"}
-    GENERATES: ClassVar[bool] = True
     TRAINS: ClassVar[bool] = True
 
     def __init__(
-        self,
-        config: Config,
-        groups: Mapping[str, WorkerGroup],
-        sampling: Sampling,
-        next_batch: Callable[[], BatchRef],
-        next_examples: Callable[[float], BatchRef],
+        self, config: Config, groups: Mapping[str, WorkerGroup], sampling: Sampling, feed: Feed
     ) -> None:
         self.config = config
         self.groups = groups
         self.sampling = sampling
-        self.next_batch = next_batch
-        self.next_examples = next_examples
+        self.feed = feed
         self.figures: dict[str, float] = {}
-        self.notices: list[str] = []
+        self.notices = notices_of_kl(config)
+        self.scored: list[BatchRef] = []
         self.prepare()
 
     @staticmethod
     @abstractmethod
-    def roles(config: Config) -> Sequence[str]:
-        """Worker groups that it needs."""
+    def roles(config: Config) -> Mapping[str, RoleSpec] | Sequence[str]:
+        """Its roles: a mapping of names to what a `RoleSpec` says of them, of which
+        `role_spec.standard("actor", "reward")` gives those that the built-in programs have. Where
+        these are all, their names are enough: `["actor", "reward"]`."""
+
+    @staticmethod
+    def objective(config: Config) -> Any:
+        """The loss of `update_actor` and `update_preference`: `(outputs, columns, segments)` to a
+        `TokenLoss`. By default the policy loss of `algorithm`."""
+        return policy_objective(config)
 
     def prepare(self) -> None:  # noqa: B027 (most have nothing to prepare)
         """Makes what lives from step to step."""
@@ -77,7 +81,64 @@ class Trainer(ABC):
         """
 
     def evaluate(self, held_out: BatchRef) -> dict[str, float]:
-        """Figures of the held-out data: by default those of the answers to its prompts."""
-        return evaluate_answers(
-            self.groups["actor"], self.groups["reward"], held_out, self.sampling, self.config
+        """Figures of the held-out data: by default those of the answers to its prompts, by the
+        role `actor` and by every other one that samples, whose figures begin with its name; none
+        for a program without a reward."""
+        found: dict[str, float] = {}
+        if "reward" not in self.groups:  # nobody says what is right
+            return found
+        roles = checked_roles(self.roles(self.config), type(self).__qualname__)
+        for role, spec in roles.items():
+            if not spec.generates:
+                continue
+            figures = evaluate_answers(
+                self.groups[role], self.groups["reward"], held_out, self.sampling, self.config
+            )
+            prefix = "" if role == ACTOR else f"{role}/"
+            found |= {f"{prefix}{name}": value for name, value in figures.items()}
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """What lives from step to step, as plain data: numbers, texts, lists, dictionaries."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Goes on where the program that gave `state` stopped."""
+
+    @property
+    def data(self) -> Batch:
+        """The training rows, tokenized."""
+        return self.feed.data
+
+    @property
+    def tokenizer(self) -> Any:
+        """That of the model."""
+        return self.feed.tokenizer
+
+    def put(self, batch: Batch) -> BatchRef:
+        """Hands a batch of the driver's to the workers."""
+        return self.feed.put(batch)
+
+    def next_batch(self) -> BatchRef:
+        """The prompts (examples, pairs) of the next step."""
+        return self.feed.next_batch()
+
+    def next_examples(self, coefficient: float) -> BatchRef:
+        """Prompts with their right responses, for a supervised update of this weight."""
+        return self.feed.next_examples(coefficient)
+
+    def note_scores(self, samples: BatchRef) -> BatchRef:
+        """Has the sampler of the data learn the `scores` of these samples when the step has ended;
+        returns them. Without a note it learns those of the samples that `step` returns."""
+        self.scored.append(samples)
+        return samples
+
+    def mini_batches(self, batch: BatchRef) -> Iterator[BatchRef]:
+        """The batch in `actor.updates_per_step` parts, each token with its weight in the loss of
+        its part."""
+        config = self.config
+        weigh = partial(
+            loss_weights, mode=config.algorithm.aggregation, longest=config.rollout.max_tokens
         )
+        for part in batch.split(config.actor.updates_per_step):
+            yield part | part.apply(weigh, ["response_mask"], makes=["loss_weights"])

@@ -5,13 +5,17 @@ Rafailov et al. 2023, arXiv:2305.18290; with `preference.loss=ipo` Azar et al. 2
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
+from hybridrl.algorithms import DirectPreference
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.trainers import base
 from hybridrl.trainers.base import LEARNED_FROM, SAMPLE
 from hybridrl.trainers.evaluation import pair_figures, row_sums
+from hybridrl.trainers.objectives import preference_objective
+from hybridrl.trainers.role_spec import LEARNER, RoleSpec, standard
 from hybridrl.trainers.shaping import loss_weights
 
 
@@ -19,17 +23,20 @@ class Trainer(base.Trainer):
     """The driver program of DPO."""
 
     DATA = "pairs"
-    GENERATES = False
 
     @staticmethod
-    def roles(config: Config) -> list[str]:
-        return ["actor", "reference"]
+    def roles(config: Config) -> Mapping[str, RoleSpec]:
+        return {"actor": LEARNER, **standard("reference")}
+
+    @staticmethod
+    def objective(config: Config) -> DirectPreference:
+        return preference_objective(config)
 
     def step(self) -> tuple[BatchRef, list[Handle]]:
         actor, reference = self.groups["actor"], self.groups["reference"]
         weigh = partial(loss_weights, mode="seq-mean-token-mean")
         batch = self.next_batch()
-        batch |= batch.apply(weigh, ["response_mask"])
+        batch |= batch.apply(weigh, ["response_mask"], makes=["loss_weights"])
         batch |= reference.compute_ref_log_prob(batch.select(*SAMPLE))
         return batch, [actor.update_preference(batch.select(*LEARNED_FROM, "ref_log_probs"))]
 

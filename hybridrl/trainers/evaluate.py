@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import replace
 
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.trainers import base
+from hybridrl.trainers.role_spec import STANDARD, RoleSpec, standard
 
 
 class Trainer(base.Trainer):
     """A driver program that takes no steps."""
 
     TRAINS = False
-    SAVED: ClassVar = {}
 
     @staticmethod
-    def roles(config: Config) -> list[str]:
-        return ["actor", "reward"]
+    def roles(config: Config) -> Mapping[str, RoleSpec]:
+        return {"actor": replace(STANDARD["actor"], saves_as=None), **standard("reward")}
 
     def step(self) -> tuple[BatchRef, list[Handle]]:
         raise NotImplementedError("The trainer `evaluate` takes no steps.")

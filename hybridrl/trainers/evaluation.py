@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, WorkerGroup
 from hybridrl.core.batch import Batch
-from hybridrl.errors import DataError
 from hybridrl.rollout import Sampling
-
-if TYPE_CHECKING:
-    from hybridrl.job import Job
 
 
 def evaluate_answers(
@@ -61,21 +55,6 @@ def pair_figures(scores: torch.Tensor) -> dict[str, float]:
         "eval/pair_accuracy": float((margin.sign() + 1).mean() / 2),
         "eval/pair_margin": float(margin.mean()),
     }
-
-
-def accuracy(job: Job) -> float:
-    """Share of the held-out prompts whose greedy answer is right.
-
-    Raises:
-        DataError: if the job has no held-out prompts.
-    """
-    if job.held_out is None:
-        raise DataError(
-            "There are no held-out prompts: the data is too small to spare any. Set data.eval_path."
-        )
-    actor, reward = job.groups["actor"], job.groups["reward"]
-    held_out = job.put(job.held_out)
-    return evaluate_answers(actor, reward, held_out, job.sampling, job.config)["accuracy"]
 
 
 def _means(name: str, values: torch.Tensor, sources: list[str]) -> dict[str, float]:

@@ -14,49 +14,41 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms import keep_informative
-from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Handle
-from hybridrl.trainers import base
-from hybridrl.trainers.base import LEARNED_FROM, SAMPLE, SAMPLED
-from hybridrl.trainers.shaping import GROUP_COLUMNS, group_advantages, loss_weights
+from hybridrl.trainers.policy import PolicyTrainer, joined
+from hybridrl.trainers.shaping import (
+    ADVANTAGES,
+    GROUP_COLUMNS,
+    group_advantages,
+    splits_by_group,
+)
 
 
-class Trainer(base.Trainer):
+class Trainer(PolicyTrainer):
     """The driver program of GRPO."""
-
-    @staticmethod
-    def roles(config: Config) -> list[str]:
-        reference = ["reference"] if config.algorithm.kl_coefficient else []
-        return ["actor", "reward", *reference]
 
     def step(self) -> tuple[BatchRef, list[Handle]]:
         config, longest = self.config.algorithm, self.config.rollout.max_tokens
-        actor, reference = self.groups["actor"], self.groups.get("reference")
-        updates = self.config.actor.updates_per_step
-        columns = [*LEARNED_FROM, *SAMPLED, "advantages"]
-
-        batch = self._informative_samples() if config.dynamic_sampling else self._samples()
-        if reference is not None:
-            batch |= reference.compute_ref_log_prob(batch.select(*SAMPLE))
-            columns.append("ref_log_probs")
-        if updates > 1 or config.kl_in_reward:  # else the policy that sampled is the one updated
-            batch |= actor.compute_log_prob(batch.select(*SAMPLE))
-            columns.append("log_probs")
+        # With one update the policy that sampled is the one updated.
+        old = ["log_probs"] if self.config.actor.updates_per_step > 1 or config.kl_in_reward else []
+        if config.dynamic_sampling:
+            samples, judged = self._informative_samples(), []
+        else:
+            samples = self.samples()
+            judged = self.judge(samples)
+        batch = joined(samples, [*judged, *self.score(samples, log_probs=bool(old))])
         compare = partial(group_advantages, config=config, longest=longest)
-        shaped = [*GROUP_COLUMNS, *(("log_probs", "ref_log_probs") if config.kl_in_reward else ())]
-        batch |= batch.apply(compare, shaped)
-
-        weigh = partial(loss_weights, mode=config.aggregation, longest=longest)
-        metrics = []
-        for mini_batch in batch.split(updates):
-            mini_batch |= mini_batch.apply(weigh, ["response_mask"])
-            metrics.append(actor.update_actor(mini_batch.select(*columns)))
-        return batch, metrics
-
-    def _samples(self) -> BatchRef:
-        batch = self.next_batch().repeat(self.config.rollout.samples_per_prompt)
-        batch |= self.groups["actor"].generate_sequences(batch, self.sampling)
-        return batch | self.groups["reward"].compute_reward(batch)
+        kl = ["log_probs", "ref_log_probs"] if config.kl_in_reward else []
+        # The hosts of the actor share the prompts, if the samples of one are compared alone.
+        together = self.config.rollout.samples_per_prompt if splits_by_group(config) else None
+        batch |= batch.apply(
+            compare,
+            [*GROUP_COLUMNS, *kl],
+            makes=ADVANTAGES,
+            on=self.groups["actor"],
+            together=together,
+        )
+        return batch, self.learn(batch, *old)
 
     def _informative_samples(self) -> BatchRef:
         """DAPO's dynamic sampling: samples of prompts whose scores differ, as many prompts as a
@@ -67,7 +59,8 @@ class Trainer(base.Trainer):
         kept: list[BatchRef] = []
         count, prompts = 0, 0
         for _ in range(rounds):
-            batch = self._samples()
+            samples = self.samples()
+            batch = self.note_scores(joined(samples, self.judge(samples)))
             known = batch.collect(["scores", "group_id"])  # two numbers a sample
             rows = _informative_rows(known["scores"], known["group_id"])
             prompts += len(known) // per_prompt

@@ -6,10 +6,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridrl.controller import BatchRef, Handle
+from hybridrl.core.batch import LIBRARY_PREFIXES, Batch
 from hybridrl.core.record import Record
+from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.observe.curves import draw_curves
 from hybridrl.observe.step_view import StepView
 from hybridrl.observe.storage import explain_write_errors
@@ -20,11 +23,15 @@ from hybridrl.trainers.warmup import warm_up
 
 if TYPE_CHECKING:
     from hybridrl.job import Job
+    from hybridrl.trainers.base import Trainer
 
+SAVE_SECONDS_AFTER_ERROR = 60.0
+"""How long the workers may take to save the model when the program has failed."""
 SAVE_SECONDS_AFTER_INTERRUPT = 6.0
 """After Ctrl-C: how long the workers may take to finish the call in hand and save the model."""
 GAINS = {"reward": "reward/mean", "cost": "cost/mean"}
 """What the summary keeps of the first and the last step, and the metrics that it is taken from."""
+# The means of the columns `reward/...` and `cost/...` are metrics under the same names.
 KEPT = ("prompt", "answer", "response", "scores", "advantages", "finish_reason", "policy_version")
 
 
@@ -35,9 +42,11 @@ class _Step(NamedTuple):
     begin: float
     batch: BatchRef
     handles: list[Handle]
-    chapter: int
+    called_in: int
     figures: dict[str, float]
     notices: list[str]
+    scored: list[BatchRef]
+    groups: int
 
 
 class Loop:
@@ -59,7 +68,8 @@ class Loop:
         self.summary: dict[str, Any] = {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
 
     def run(self) -> dict[str, Any]:
-        """Trains. Ctrl-C saves what there is and raises KeyboardInterrupt again."""
+        """Trains. Ctrl-C saves what there is and raises KeyboardInterrupt again; so does an error,
+        if the workers are still there."""
         steps = self.config.trainer.steps if self.trainer.TRAINS else 0
         try:
             self._warm_up()
@@ -69,6 +79,13 @@ class Loop:
             self.view.message("Interrupted: saving the model.")
             self.summary["interrupted"] = True
             self._finish(limit=SAVE_SECONDS_AFTER_INTERRUPT)
+            raise
+        except Exception:
+            if self.trainer.TRAINS and self.job.executor.takes_calls:
+                self.view.message("The program failed: saving the model as it is.")
+                with suppress(HybridRLError, OSError):  # the first error is the one to be told
+                    self._save_models(SAVE_SECONDS_AFTER_ERROR)
+                    self.job.directory.write_summary(self.summary)
             raise
         self._finish()
         return self.summary
@@ -97,6 +114,8 @@ class Loop:
         self.job.publish()
         figures = self.trainer.evaluate(self.job.put(self.job.held_out))
         self.job.executor.take_records()
+        if not figures:
+            return
         for name, value in figures.items():
             self._note(name.removeprefix("eval/"), value)
         self.job.write(step, figures)
@@ -121,18 +140,36 @@ class Loop:
 
     def _begin(self, number: int) -> _Step:
         begin = time.perf_counter()
-        batch, handles = self.trainer.step()
-        notices, self.trainer.notices = self.trainer.notices, []
-        figures = dict(self.trainer.figures)
+        trainer = self.trainer
+        batch, handles = _step_of(trainer)
+        notices, trainer.notices = trainer.notices, []
+        scored, trainer.scored = trainer.scored or [batch], []
         return _Step(
-            number, begin, batch, handles, self.job.executor.end_chapter(), figures, notices
+            number,
+            begin,
+            batch,
+            handles,
+            self.job.executor.end_step(),
+            dict(trainer.figures),
+            notices,
+            scored,
+            self.job.feed.numbered,
         )
 
     def _end(self, step: _Step) -> None:
         updates = [handle.get() for handle in step.handles]
+        if wrong := [update for update in updates if not isinstance(update, Mapping)]:
+            raise ConfigError(
+                f"{type(self.trainer).__qualname__}.step gave the handle of a call that returns a "
+                f"{type(wrong[0]).__name__}: give those of updates, which are dictionaries of "
+                "metrics."
+            )
         begin = max(step.begin, self._ended)  # before that, an earlier step was under way
         self._ended = time.perf_counter()
-        records = self.job.executor.take_records(step.chapter)
+        records = self.job.executor.take_records(step.called_in)
+        for scored in step.scored:
+            self.job.feed.learn_scores(scored)
+        self.job.feed.forget_groups(step.groups)
         metrics = step_metrics(records, updates, self._ended - begin) | step.figures
         self._note_first_step()
         for notice in step.notices:
@@ -150,15 +187,26 @@ class Loop:
         self.job.write(step, metrics)
         self.view.step(step, self.evaluated | metrics)
         self.evaluated = {}
-        if self.trainer.DATA != "prompts":
+        if self.trainer.DATA != "prompts" or not len(batch):
             return
         observe = self.config.observe
+        kept = (*KEPT, *(name for name in metrics if name.startswith(LIBRARY_PREFIXES)))
         if observe.samples_every and (step == 1 or step % observe.samples_every == 0):
-            rows = batch.collect(KEPT, partial=True)
-            self.job.directory.write_samples(step, rows.table)
+            self.job.directory.write_samples(step, self._with_texts(batch, kept).table)
         if observe.show_every and (step == 1 or step % observe.show_every == 0):
-            row = batch.take([0]).collect(KEPT, partial=True).to_pylist()[0]
-            self.view.sample(row["prompt"], row["response"], row.get("scores", math.nan))
+            for row in self._with_texts(batch.take([0]), KEPT).to_pylist():
+                score = row.get("scores", math.nan)
+                self.view.sample(row.get("prompt", ""), row.get("response", ""), score)
+
+    def _with_texts(self, batch: BatchRef, kept: tuple[str, ...]) -> Batch:
+        """Those of these columns that there are, and the responses as texts, which a reward has
+        made of them if the program asked one."""
+        rows = batch.collect(kept, partial=True)
+        if "response" in rows or not batch.columns.may_have("response_ids"):
+            return rows
+        ids = batch.collect(["response_ids"])["response_ids"].rows()
+        texts = self.job.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return rows.with_columns({"response": texts})
 
     def _draw(self, step: int, records: list[Record]) -> None:
         """The timeline of this step and the one before, which it may overlap."""
@@ -180,10 +228,19 @@ class Loop:
 
     def _finish(self, limit: float | None = None) -> None:
         """Saves the model, the curves and the summary."""
+        self._save_models(limit)
+        directory = self.job.directory
+        directory.write_summary(self.summary)
+        accuracy = accuracy_name(self.config.reward)
+        draw_curves(directory.metrics_file, directory.curves_file, accuracy)
+
+    def _save_models(self, limit: float | None) -> None:
         self.view.phase("saving")
         directory = self.job.directory
-        for role, name in self.trainer.SAVED.items():
-            folder = directory.path / name
+        for role, spec in self.job.roles.items():
+            if spec.saves_as is None:
+                continue
+            folder = directory.path / spec.saves_as
             with explain_write_errors(folder):
                 saved = self.job.groups[role].save_model(str(folder.absolute()))
                 if not saved.done_within(limit):
@@ -191,6 +248,16 @@ class Loop:
                         f"The workers were busy for more than {limit:g} s; the {role} was not "
                         "saved."
                     )
-        directory.write_summary(self.summary)
-        accuracy = accuracy_name(self.config.reward)
-        draw_curves(directory.metrics_file, directory.curves_file, accuracy)
+
+
+def _step_of(trainer: Trainer) -> tuple[BatchRef, list[Handle]]:
+    """One step of a program, which has to give its samples and its updates."""
+    match trainer.step():
+        case (BatchRef() as batch, [*handles]) if all(isinstance(h, Handle) for h in handles):
+            return batch, handles
+        case other:
+            raise ConfigError(
+                f"{type(trainer).__qualname__}.step gave a {type(other).__name__}: it must return "
+                "`batch, [handle, ...]`, the samples that it learned from and a handle on the "
+                "metrics of each update."
+            )

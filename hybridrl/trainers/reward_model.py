@@ -6,14 +6,15 @@ Bradley & Terry 1952; for language models Ouyang et al. 2022, arXiv:2203.02155. 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import ClassVar
 
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.trainers import base
 from hybridrl.trainers.base import LEARNED_FROM, SAMPLE
 from hybridrl.trainers.evaluation import pair_figures
+from hybridrl.trainers.role_spec import RoleSpec, standard
 from hybridrl.trainers.shaping import loss_weights
 
 
@@ -21,17 +22,15 @@ class Trainer(base.Trainer):
     """The driver program of reward modelling."""
 
     DATA = "pairs"
-    GENERATES = False
-    SAVED: ClassVar = {"reward_model": "model"}
 
     @staticmethod
-    def roles(config: Config) -> list[str]:
-        return ["reward_model"]
+    def roles(config: Config) -> Mapping[str, RoleSpec]:
+        return standard("reward_model")
 
     def step(self) -> tuple[BatchRef, list[Handle]]:
         weigh = partial(loss_weights, mode="seq-mean-token-mean")
         batch = self.next_batch()
-        batch |= batch.apply(weigh, ["response_mask"])
+        batch |= batch.apply(weigh, ["response_mask"], makes=["loss_weights"])
         update = self.groups["reward_model"].update_reward_model
         return batch, [update(batch.select(*LEARNED_FROM, "margin"))]
 

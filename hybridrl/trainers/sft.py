@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from hybridrl.config.schema import Config
@@ -9,31 +10,21 @@ from hybridrl.controller import BatchRef, Handle
 from hybridrl.trainers import base
 from hybridrl.trainers.base import LEARNED_FROM, SAMPLE
 from hybridrl.trainers.evaluation import row_sums
-from hybridrl.trainers.shaping import loss_weights
+from hybridrl.trainers.role_spec import LEARNER, RoleSpec
 
 
 class Trainer(base.Trainer):
     """The driver program of supervised fine-tuning."""
 
     DATA = "examples"
-    GENERATES = False
 
     @staticmethod
-    def roles(config: Config) -> list[str]:
-        return ["actor"]
+    def roles(config: Config) -> Mapping[str, RoleSpec]:
+        return {"actor": LEARNER}
 
     def step(self) -> tuple[BatchRef, list[Handle]]:
-        batch = self.next_batch()
-        weigh = partial(
-            loss_weights,
-            mode=self.config.algorithm.aggregation,
-            longest=self.config.rollout.max_tokens,
-        )
-        metrics = []
-        for mini_batch in batch.split(self.config.actor.updates_per_step):
-            mini_batch |= mini_batch.apply(weigh, ["response_mask"])
-            metrics.append(self.groups["actor"].update_supervised(mini_batch.select(*LEARNED_FROM)))
-        return batch, metrics
+        batch, update = self.next_batch(), self.groups["actor"].update_supervised
+        return batch, [update(part.select(*LEARNED_FROM)) for part in self.mini_batches(batch)]
 
     def evaluate(self, held_out: BatchRef) -> dict[str, float]:
         """`eval/loss`, per token of the held-out responses."""

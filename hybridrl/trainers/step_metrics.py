@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from hybridrl.core.batch import LIBRARY_PREFIXES
 from hybridrl.core.record import Record
 from hybridrl.observe.step_clock import phase_shares
 
@@ -29,6 +30,12 @@ UPDATE = {
 }
 """Metrics of an update, and the names under which they are written. One that has a slash in its
 name, as the metrics of a user's loss may have, is written as it is."""
+SKIPPED = {
+    "skipped_updates": "policy/skipped_updates",
+    "critic_skipped_updates": "critic/skipped_updates",
+    "cost_critic_skipped_updates": "cost_critic/skipped_updates",
+}
+"""Updates of the step whose gradient was not finite; these add up."""
 MISMATCH = {
     "mismatch_kl": "mismatch/kl",
     "mismatch_k3": "mismatch/k3",
@@ -53,7 +60,8 @@ def step_metrics(
     for record in records:
         for name, value in record.metrics.items():
             total[name] = max(total[name], value) if name.endswith("_max") else total[name] + value
-    metrics = _scores("reward", total) | _scores("cost", total) | _responses(total, seconds)
+    metrics = _columns(total) | _scores("reward", total) | _scores("cost", total)
+    metrics |= _responses(total, seconds)
     if "behind_rows" in total:
         metrics["staleness/mean"] = total["behind_sum"] / max(1.0, total["behind_rows"])
         metrics["staleness/max"] = total["behind_max"]
@@ -64,6 +72,9 @@ def step_metrics(
         found = [update[name] for update in updates if name in update]
         if found:
             metrics[written] = sum(found) / len(found)
+    for name, written in SKIPPED.items():
+        if found := [update[name] for update in updates if name in update]:
+            metrics[written] = sum(found)
     # A step with several updates begins at the policy that sampled: there mismatch counts.
     first = next((update for update in updates if "mismatch_k3" in update), None)
     if first is not None:
@@ -85,16 +96,29 @@ def _peaks(records: Sequence[Record]) -> dict[str, float]:
     return dict(found)
 
 
+def _columns(total: Mapping[str, float]) -> dict[str, float]:
+    """Means of the columns `reward/...` and `cost/...` over the samples that have a number there,
+    under the columns' names."""
+    names = [
+        name.removesuffix("_sum")
+        for name in total
+        if name.startswith(LIBRARY_PREFIXES) and name.endswith("_sum")
+    ]
+    counted = {name: total[f"{name}_count"] for name in names}
+    return {name: total[f"{name}_sum"] / count for name, count in counted.items() if count}
+
+
 def _scores(kind: str, total: Mapping[str, float]) -> dict[str, float]:
     """Of rewards, or costs, if there are any."""
     if f"{kind}_count" not in total:
         return {}
-    count = max(1.0, total[f"{kind}_count"])
-    mean = total[f"{kind}_sum"] / count
-    variance = max(0.0, total[f"{kind}_square_sum"] / count - mean * mean)
-    figures = {f"{kind}/mean": mean, f"{kind}/std": math.sqrt(variance)}
-    if kind == "reward":
-        figures["reward/correct"] = total["reward_correct"] / count
+    figures = {}
+    if count := total[f"{kind}_count"]:  # else all samples were dropped, and there is no mean
+        mean = total[f"{kind}_sum"] / count
+        variance = max(0.0, total[f"{kind}_square_sum"] / count - mean * mean)
+        figures = {f"{kind}/mean": mean, f"{kind}/std": math.sqrt(variance)}
+        if kind == "reward":
+            figures["reward/correct"] = total["reward_correct"] / count
     for name in ("failures", "timeouts"):
         figures[f"{kind}/{name}"] = total[f"{kind}_{name}"]
     if f"{kind}_ungraded" in total:  # there is a judge

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hybridrl.config.schema import OptimizerConfig
 from hybridrl.data.loader import PromptLoader
+from hybridrl.trainers.role_spec import ACTOR
 from hybridrl.trainers.shaping import loss_weights
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 AHEAD = 4
 """Steps queued ahead of the one that is waited for, so that workers never wait for the driver."""
 RATE_WARMUP_STEPS = 10
-CRITICS = ["critic", "cost_critic"]
 
 
 def warm_up(
@@ -28,8 +28,8 @@ def warm_up(
     Args:
         progress: Called after each step with its number (from 1) and metrics.
     """
-    config, actor = job.config.warmup, job.groups["actor"]
-    if not config.steps or job.examples is None:
+    config, actor = job.config.warmup, job.groups.get(ACTOR)
+    if not config.steps or job.examples is None or actor is None:
         return
     # At a constant rate: a model annealed into a sharp minimum is thrown out of it by the first
     # steps of reinforcement.
@@ -45,8 +45,11 @@ def warm_up(
         if step >= AHEAD and queue:
             progress(step - AHEAD + 1, queue.pop(0).get())
     actor.start_optimizer(None, 0)
-    begins_as_actor = ["reference"] + (CRITICS if job.config.critic.path is None else [])
-    if copies := [job.groups[role] for role in begins_as_actor if role in job.groups]:
+    copies = [
+        job.groups[role] for role, spec in job.roles.items() if spec.is_copy(role, job.config)
+    ]
+    copies = [group for group in copies if group is not actor]  # with LoRA, its own reference
+    if copies:
         folder = str((job.directory.path / "warm_model").absolute())
         actor.save_model(folder).get()
         for group in copies:

@@ -7,10 +7,16 @@ import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from hybridrl.algorithms import TokenLoss, negative_log_likelihood
+from hybridrl.algorithms import (
+    DirectPreference,
+    PolicyObjective,
+    TokenLoss,
+    negative_log_likelihood,
+)
 from hybridrl.config.schema import ActorConfig, OptimizerConfig, RolloutConfig
 from hybridrl.controller import (
     FIRST,
@@ -19,25 +25,39 @@ from hybridrl.controller import (
     THREE_D_ALL_MICRO_DP,
     UPDATE,
     UPDATE_PAIRS,
-    Claimed,
     Context,
+    PartialTable,
+    any_column,
     transfer,
 )
 from hybridrl.controller.worker import Rendezvous
-from hybridrl.core.batch import Batch
+from hybridrl.core.batch import Batch, is_of_data
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.mesh import Coordinate, Mesh
 from hybridrl.engine.hybrid import HybridEngine
 from hybridrl.engine.train import Loss, TrainEngine
 from hybridrl.engine.weight_channel import WeightChannel
-from hybridrl.errors import RolloutError
+from hybridrl.errors import ConfigError
 from hybridrl.models import load_tokenizer
 from hybridrl.parallel import process_group
 from hybridrl.rollout import Sampling
 from hybridrl.workers.engines import ModelSource, policy_engine
-from hybridrl.workers.generation import first_seed, report_samples, report_sync
+from hybridrl.workers.generation import (
+    GENERATED,
+    LEARNED,
+    SAMPLE,
+    first_seed,
+    of_episodes,
+    report_samples,
+    report_sync,
+)
 from hybridrl.workers.model_worker import ModelWorker
 from hybridrl.workers.rollout_engines import build_rollout
+
+
+def _learned(built: Mapping[str, Any]) -> list[str]:
+    """The columns that updates need in workers built with these keywords."""
+    return [*LEARNED, *getattr(built["objective"], "needs", ())]
 
 
 class ActorWorker(ModelWorker):
@@ -52,8 +72,6 @@ class ActorWorker(ModelWorker):
         seed: Of all sampling.
         job: A name that no other job on this machine has.
         generates: Whether a rollout engine is needed.
-        most_behind: Updates that samples may be older than the policy that learns from them; None:
-            any number.
     """
 
     def __init__(
@@ -67,7 +85,6 @@ class ActorWorker(ModelWorker):
         seed: int,
         job: str,
         generates: bool = True,
-        most_behind: int | None = None,
     ) -> None:
         super().__init__(context)
         self._source = source
@@ -78,7 +95,6 @@ class ActorWorker(ModelWorker):
         self._verify = rollout.verify_weights
         self._seed = seed
         self._generations = 0
-        self._most_behind = most_behind
         share = rollout.parallel.tp if generates else 1
         self._rollout_mesh = Mesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
         train = policy_engine(context, source, config, rollout_tp=share)
@@ -90,7 +106,7 @@ class ActorWorker(ModelWorker):
 
     def coordinates(self) -> Mapping[str, Coordinate]:
         return {
-            **self._engine.train.mesh.coordinates,
+            **super().coordinates(),
             **self._rollout_mesh.coordinates(self.context.rank),
         }
 
@@ -98,7 +114,13 @@ class ActorWorker(ModelWorker):
     def model_engine(self) -> TrainEngine:
         return self._engine.train
 
-    @transfer(THREE_D_ALL_MICRO_DP)
+    @transfer(
+        THREE_D_ALL_MICRO_DP,
+        reads=("prompt_ids",),
+        may_read=is_of_data,
+        makes=GENERATED,
+        may_make=of_episodes,
+    )
     def generate_sequences(self, batch: Batch, sampling: Sampling) -> Batch:
         """One response for each row: `response_ids`, `response_mask`, `rollout_log_probs`,
         `finish_reason`, `policy_version`; of episodes also `turns`, `turn_rewards` and
@@ -111,13 +133,13 @@ class ActorWorker(ModelWorker):
             report_samples(self, samples)
         return samples
 
-    @transfer(THREE_D)
+    @transfer(THREE_D, reads=SAMPLE, makes=("log_probs", "entropy"))
     def compute_log_prob(self, batch: Batch) -> Batch:
         """`log_probs` of the responses under the policy as it is now, and `entropy`."""
         with self.phase("score"):
             return self._engine.train.forward(batch, temperature=self._temperature)
 
-    @transfer(THREE_D)
+    @transfer(THREE_D, reads=SAMPLE, makes=("ref_log_probs",))
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
         """`ref_log_probs` of the responses under the model without its adapters: with LoRA the
         actor is its own reference."""
@@ -125,27 +147,51 @@ class ActorWorker(ModelWorker):
             scored = self._engine.train.forward(batch, temperature=self._temperature)
         return Batch.from_columns({"ref_log_probs": scored.ragged("log_probs")})
 
-    @transfer(UPDATE)
+    @transfer(UPDATE, reads=_learned, may_read=any_column)
     def update_actor(self, batch: Batch) -> dict[str, float]:
         """One optimizer step on the objective; the metrics of the whole mini-batch.
 
         Raises:
-            RolloutError: if samples are of an older policy than the job allows.
+            ConfigError: if the job's loss is one of pairs.
+            DataError: if a column that the loss reads is missing; names it.
         """
-        self._check_age(batch)
+        if isinstance(self._objective, DirectPreference):
+            raise ConfigError(
+                f"{self.context.role}.update_actor learns from samples and their advantages, but "
+                f"the loss of this job is one of pairs (preference.loss={self._objective.loss}). "
+                "Call update_preference, or leave `preference` out of the settings."
+            )
+        self._report_age(batch)
         return self._engine.update(batch, self._objective, temperature=self._temperature)
 
-    @transfer(UPDATE_PAIRS)
+    @transfer(UPDATE_PAIRS, reads=_learned, may_read=any_column)
     def update_preference(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step on pairs of rows, the chosen one first."""
+        """One optimizer step on pairs of rows, the chosen one first.
+
+        Raises:
+            ConfigError: if the job's loss is not one of pairs.
+            DataError: if a column that the loss reads is missing; names it.
+        """
+        if isinstance(self._objective, PolicyObjective):
+            raise ConfigError(
+                f"{self.context.role}.update_preference learns from pairs, but the loss of this "
+                f"job is one of samples (algorithm.policy_loss={self._objective.policy_loss}). "
+                "Call update_actor, or choose a loss of pairs: algorithm=dpo."
+            )
         return self._engine.update(
             batch, self._objective, rows_together=2, temperature=self._temperature
         )
 
-    @transfer(UPDATE)
+    @transfer(UPDATE, reads=LEARNED)
     def update_supervised(self, batch: Batch) -> dict[str, float]:
         """One optimizer step that makes the given responses likelier."""
         return self._engine.update(batch, _supervised)
+
+    @transfer(ONE_TO_ALL)
+    def load_weights(self, folder: str) -> None:
+        """Takes the weights of a model folder, those that this model has too. The next generation
+        uses them; the optimizer goes on with what it remembers (see `start_optimizer`)."""
+        self._engine.load(Path(folder))
 
     @transfer(ONE_TO_ALL)
     def start_optimizer(self, config: OptimizerConfig | None, updates: int) -> None:
@@ -156,6 +202,8 @@ class ActorWorker(ModelWorker):
     @transfer(FIRST)
     def open_meeting(self) -> Rendezvous:
         """Opens a socket on the first rank at which a generator can meet this group."""
+        if self.context.rank:  # only the first rank answers
+            return Rendezvous(self.context.rendezvous.address, 0)
         self._listener = socket.create_server((self.context.rendezvous.address, 0))
         return Rendezvous(self.context.rendezvous.address, self._listener.getsockname()[1])
 
@@ -181,7 +229,7 @@ class ActorWorker(ModelWorker):
         """The weights of now as parcels, for the generator's `load_weights`."""
         with self.phase("sync"):
             parcels, numbers, total = self._channel.pack()
-        return Claimed(parcels, np.asarray(numbers, dtype=np.int64), total)
+        return PartialTable(parcels, np.asarray(numbers, dtype=np.int64), total)
 
     @transfer(ONE_TO_ALL)
     def save_model(self, folder: str) -> None:
@@ -192,7 +240,7 @@ class ActorWorker(ModelWorker):
 
     @transfer(ONE_TO_ALL)
     def policy_version(self) -> int:
-        """Number of optimizer steps so far."""
+        """Number of optimizer steps, and of loaded weights, so far."""
         return self._engine.policy_version
 
     @transfer(ONE_TO_ALL)
@@ -200,18 +248,13 @@ class ActorWorker(ModelWorker):
         """Of the host that this rank lives in."""
         return os.getpid()
 
-    def _check_age(self, batch: Batch) -> None:
+    def _report_age(self, batch: Batch) -> None:
         """Reports how many updates the samples' policy is behind."""
         if "policy_version" not in batch or not len(batch):
             return
         behind = self._engine.policy_version - batch["policy_version"]
         oldest = int(behind.max())
         self.report(behind_sum=float(behind.sum()), behind_rows=len(batch), behind_max=oldest)
-        if self._most_behind is not None and oldest > self._most_behind:
-            raise RolloutError(
-                f"Samples of {oldest} updates ago came to be learned from, but "
-                f"placement.staleness allows {self._most_behind}."
-            )
 
     def close(self) -> None:
         if self._engine.rollout is not None:

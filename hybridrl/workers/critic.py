@@ -12,10 +12,10 @@ from hybridrl.config.schema import ActorConfig
 from hybridrl.controller import ONE_TO_ALL, THREE_D, UPDATE, Context, transfer
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import synchronize
-from hybridrl.core.mesh import Coordinate
 from hybridrl.engine.train import TrainEngine
 from hybridrl.models import load_tokenizer
 from hybridrl.workers.engines import ModelSource, scalar_engine
+from hybridrl.workers.generation import LEARNED, SAMPLE
 from hybridrl.workers.model_worker import ModelWorker
 
 
@@ -46,9 +46,6 @@ class CriticWorker(ModelWorker):
         self._engine = scalar_engine(context, source, config, reads="before")
         self._engine.start_optimizer(config.optimizer, updates)
 
-    def coordinates(self) -> Mapping[str, Coordinate]:
-        return self._engine.mesh.coordinates
-
     @property
     def model_engine(self) -> TrainEngine:
         return self._engine
@@ -58,14 +55,17 @@ class CriticWorker(ModelWorker):
         """Takes the weights of a model folder, those that this model has too."""
         self._engine.load(Path(folder))
 
-    @transfer(THREE_D)
+    @transfer(THREE_D, reads=SAMPLE, makes=lambda built: [f"{built['prefix']}values"])
     def compute_values(self, batch: Batch) -> Batch:
         """`values` (`cost_values`) of the response tokens."""
         with self.phase("score"):
             found = self._engine.forward(batch)
         return Batch.from_columns({f"{self._prefix}values": found.ragged("values")})
 
-    @transfer(UPDATE)
+    @transfer(
+        UPDATE,
+        reads=lambda built: [*LEARNED, *(f"{built['prefix']}{n}" for n in ("values", "returns"))],
+    )
     def update_critic(self, batch: Batch) -> dict[str, float]:
         """One optimizer step towards the `returns` (`cost_returns`); metrics of the whole
         mini-batch."""

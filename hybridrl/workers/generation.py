@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from hybridrl.controller import Worker
 from hybridrl.core.batch import Batch
 from hybridrl.engine.weight_sync import SyncCost
+
+SAMPLE = ("prompt_ids", "response_ids")
+"""The columns that a model needs to score a sample."""
+LEARNED = (*SAMPLE, "response_mask", "loss_weights")
+"""The columns that every update needs."""
+GENERATED = (
+    *("response_ids", "response_mask", "rollout_log_probs", "finish_reason", "policy_version"),
+)
+"""The columns that a generation makes."""
+
+
+def of_episodes(keywords: Mapping[str, Any]) -> Sequence[str]:
+    """The further columns that a generation makes in workers built with these keywords."""
+    episodes = ("turns", "turn_rewards", "episode_rewards")
+    found = episodes if keywords["rollout"].episode is not None else ()
+    return (*found, "token_versions") if keywords.get("in_flight") else found
 
 
 def report_samples(worker: Worker, samples: Batch) -> None:
@@ -24,11 +43,11 @@ def report_samples(worker: Worker, samples: Batch) -> None:
 
 
 def report_sync(worker: Worker, cost: SyncCost | None) -> None:
-    """What new weights cost this rank, if they came box by box."""
+    """What new weights cost this rank, if they came box by box. Of several syncs of one call the
+    bytes add up, and the highest peak counts."""
     if cost is not None:
-        worker.report(
-            sync_received=cost.received, sync_redundant=cost.redundant, sync_peak=cost.peak
-        )
+        peak = max(0, cost.peak - worker.record.metrics.get("sync_peak", 0))
+        worker.report(sync_received=cost.received, sync_redundant=cost.redundant, sync_peak=peak)
 
 
 def first_seed(seed: int, generations: int) -> int:

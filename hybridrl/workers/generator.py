@@ -14,12 +14,12 @@ from hybridrl.config.schema import RolloutConfig
 from hybridrl.controller import (
     ONE_TO_ALL,
     THREE_D_ALL_MICRO_DP,
-    Claimed,
     Context,
+    PartialTable,
     transfer,
 )
 from hybridrl.controller.worker import Rendezvous
-from hybridrl.core.batch import Batch
+from hybridrl.core.batch import Batch, is_of_data
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.mesh import Coordinate, Mesh
 from hybridrl.engine.hybrid import with_mask
@@ -28,7 +28,13 @@ from hybridrl.parallel import process_group
 from hybridrl.rollout import Sampling
 from hybridrl.rollout.stream import SampleStream, Share
 from hybridrl.workers.engines import ModelSource
-from hybridrl.workers.generation import first_seed, report_samples, report_sync
+from hybridrl.workers.generation import (
+    GENERATED,
+    first_seed,
+    of_episodes,
+    report_samples,
+    report_sync,
+)
 from hybridrl.workers.model_worker import ModelWorker
 from hybridrl.workers.rollout_engines import build_rollout
 
@@ -103,7 +109,7 @@ class GeneratorWorker(ModelWorker):
             self._channel.unpack(parcels)
         self._version = version
 
-    @transfer(ONE_TO_ALL)
+    @transfer(ONE_TO_ALL, reads=("prompt_ids",), may_read=is_of_data)
     def start_sequences(self, batch: Batch, sampling: Sampling) -> None:
         """Begins to generate a response for each row; `take_sequences` gives them."""
         self._batch, self._sampling = batch, sampling
@@ -122,7 +128,7 @@ class GeneratorWorker(ModelWorker):
                 self._version,
             )
 
-    @transfer(THREE_D_ALL_MICRO_DP)
+    @transfer(THREE_D_ALL_MICRO_DP, makes=GENERATED, may_make=of_episodes)
     def take_sequences(self, part: int, parts: int) -> Batch:
         """The samples that have finished since the last time: about one of `parts` of them all;
         the columns are those of `ActorWorker.generate_sequences`."""
@@ -134,7 +140,7 @@ class GeneratorWorker(ModelWorker):
         samples = with_mask(samples)
         if self.coordinates()["rollout_tp"].index == 0:
             report_samples(self, samples)
-        return Claimed(samples, rows, len(self._batch))
+        return PartialTable(samples, rows, len(self._batch))
 
     def close(self) -> None:
         self._engine.close()

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hybridrl.controller import Worker
 from hybridrl.parallel import process_group
 
 if TYPE_CHECKING:
+    from hybridrl.core.mesh import Coordinate
     from hybridrl.engine.train import TrainEngine
 
 
 class ModelWorker(Worker):
     """While it runs a call, its group is torch.distributed's whole world (see `process_group`), and
-    its model is on the device."""
+    its model is on the device. It stands where its model's mesh says."""
 
     @property
     def model_engine(self) -> TrainEngine | None:
-        """What leaves the device between calls, if it is to."""
+        """The engine of its model. It leaves the device between calls, if it is to; None: the
+        worker has no model that is cut over ranks."""
         return None
+
+    def coordinates(self) -> Mapping[str, Coordinate]:
+        engine = self.model_engine
+        return super().coordinates() if engine is None else engine.mesh.coordinates
 
     def enter(self) -> None:
         process_group.enter(self.context.role)

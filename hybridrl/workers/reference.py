@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from hybridrl.config.schema import ActorConfig
 from hybridrl.controller import ONE_TO_ALL, THREE_D, Context, transfer
 from hybridrl.core.batch import Batch
-from hybridrl.core.mesh import Coordinate
 from hybridrl.engine.train import TrainEngine
 from hybridrl.workers.engines import ModelSource, policy_engine
+from hybridrl.workers.generation import SAMPLE
 from hybridrl.workers.model_worker import ModelWorker
 
 
@@ -30,9 +29,6 @@ class ReferenceWorker(ModelWorker):
         self._temperature = temperature
         self._engine = policy_engine(context, source, config, trains=False)
 
-    def coordinates(self) -> Mapping[str, Coordinate]:
-        return self._engine.mesh.coordinates
-
     @property
     def model_engine(self) -> TrainEngine:
         return self._engine
@@ -42,7 +38,7 @@ class ReferenceWorker(ModelWorker):
         """Takes the weights of a model folder, those that this model has too."""
         self._engine.load(Path(folder))
 
-    @transfer(THREE_D, streams=True)
+    @transfer(THREE_D, reads=SAMPLE, makes=("ref_log_probs",), streams=True)
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
         """`ref_log_probs` of the responses."""
         with self.phase("score"):

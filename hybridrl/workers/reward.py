@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
 from hybridrl.config.schema import ActorConfig, RewardConfig, RolloutConfig
-from hybridrl.controller import DP, Context, transfer
-from hybridrl.core.batch import Batch
+from hybridrl.controller import THREE_D, Context, transfer
+from hybridrl.core.batch import Batch, is_of_data
 from hybridrl.engine.train import TrainEngine
 from hybridrl.errors import RewardError
 from hybridrl.models import load_tokenizer
@@ -23,13 +24,20 @@ from hybridrl.workers.reward_model import sample_scores
 COLUMN = {"reward": "scores", "cost": "costs"}
 """Column of what is reinforced, and of what is to stay below a limit."""
 
-SCORE = replace(DP, balance="rows")
+SCORE = replace(THREE_D, balance="rows")
 """Rows split over ranks in blocks, which is how generation left them: texts need not move."""
+
+
+def _may_read(column: str) -> bool:
+    return column in ("prompt_ids", "episode_rewards") or is_of_data(column)
 
 
 class RewardWorker(ModelWorker):
     """Scores the rows of its rank: by functions, in child processes so that none can stop the job,
     by a judge and by a model, if there are any.
+
+    A model that is cut over ranks is computed by all of them; functions and the judge are asked by
+    the one rank that answers for those rows.
 
     Args:
         config: Functions, weights, time-outs.
@@ -57,9 +65,16 @@ class RewardWorker(ModelWorker):
         super().__init__(context)
         self._config = config
         self._kind = kind
+        self._engine = None
+        self._answers = True
+        if model is not None:
+            self._engine = scalar_engine(context, model, model_config, "after", trains=False)
+            mesh = self._engine.mesh.mesh
+            places = [mesh.coordinates(rank) for rank in range(mesh.size)]
+            self._answers = SCORE.speaks(context.rank, places)
         functions = function_list(config.function)
         self._pool = None
-        if functions:
+        if functions and self._answers:
             self._pool = RewardPool(
                 functions,
                 config.weights,
@@ -70,9 +85,6 @@ class RewardWorker(ModelWorker):
                 error_value=config.error_value,
             )
         self._tokenizer = load_tokenizer(tokenizer)
-        self._engine = None
-        if model is not None:
-            self._engine = scalar_engine(context, model, model_config, "after", trains=False)
         self._judge = None
         if judge is not None:
             self._judge = Judge(context, judge, config.judge, rollout, job)
@@ -83,15 +95,26 @@ class RewardWorker(ModelWorker):
     def model_engine(self) -> TrainEngine | None:
         return self._engine
 
-    @transfer(SCORE, streams=True)
+    @transfer(
+        SCORE,
+        reads=("response_ids",),
+        may_read=_may_read,
+        makes=lambda built: ["response", COLUMN[built["kind"]]],
+        may_make=lambda built: [f"{built['kind']}/*"],
+        streams=True,
+    )
     def compute_reward(self, batch: Batch) -> Batch:
         """`scores`, or `costs` (NaN: dropped), the `response` as text, and a column for each
         function and the model."""
         with self.phase("score"):
+            scores, columns = torch.zeros(len(batch), dtype=torch.float32), {}
+            # First: all ranks of a cut model take part in it, also should a function fail on one.
+            by_model = None if self._engine is None else sample_scores(self._engine, batch)
             ids = [row.tolist() for row in batch["response_ids"].rows()]
             # (transformers decodes no rows to one text)
             texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
-            scores, columns = torch.zeros(len(batch), dtype=torch.float32), {}
+            if not self._answers:
+                return Batch.from_columns({"response": texts, COLUMN[self._kind]: scores})
             rows = batch.rows_for_users()
             for row, text in zip(rows, texts, strict=True):
                 row["response"] = text
@@ -100,12 +123,13 @@ class RewardWorker(ModelWorker):
             if self._judge is not None:
                 columns[f"{self._kind}/judge"] = self._graded(rows)
                 scores = scores + self._config.judge.weight * columns[f"{self._kind}/judge"]
-            if self._engine is not None:
-                columns[f"{self._kind}/model"] = sample_scores(self._engine, batch)
-                scores = scores + self._config.model_weight * columns[f"{self._kind}/model"]
+            if by_model is not None:
+                columns[f"{self._kind}/model"] = by_model
+                scores = scores + self._config.model_weight * by_model
             if self._kind == "reward" and "episode_rewards" in batch.columns:
                 scores = scores + batch["episode_rewards"]
         self._report(scores)
+        self._report_columns(columns)
         return Batch.from_columns({"response": texts, COLUMN[self._kind]: scores, **columns})
 
     def close(self) -> None:
@@ -153,3 +177,9 @@ class RewardWorker(ModelWorker):
                 f"{self._kind}_correct": sum(s >= self._config.correct_at for s in counted),
             }
         )
+
+    def _report_columns(self, columns: Mapping[str, Any]) -> None:
+        """For the mean of each function, of the judge and the model, and of further numbers."""
+        for name, column in columns.items():
+            known = [value for value in map(float, column) if not math.isnan(value)]
+            self.report(**{f"{name}_sum": sum(known), f"{name}_count": len(known)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,10 +11,10 @@ from hybridrl.config.schema import ActorConfig
 from hybridrl.controller import ONE_TO_ALL, THREE_D, UPDATE_PAIRS, Context, transfer
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import synchronize
-from hybridrl.core.mesh import Coordinate
 from hybridrl.engine.train import TrainEngine
 from hybridrl.models import load_tokenizer
 from hybridrl.workers.engines import ModelSource, scalar_engine
+from hybridrl.workers.generation import LEARNED, SAMPLE
 from hybridrl.workers.model_worker import ModelWorker
 
 
@@ -43,20 +42,22 @@ class RewardModelWorker(ModelWorker):
         self._engine = scalar_engine(context, source, config, reads="after")
         self._engine.start_optimizer(config.optimizer, updates)
 
-    def coordinates(self) -> Mapping[str, Coordinate]:
-        return self._engine.mesh.coordinates
-
     @property
     def model_engine(self) -> TrainEngine:
         return self._engine
 
-    @transfer(THREE_D)
+    @transfer(ONE_TO_ALL)
+    def load_weights(self, folder: str) -> None:
+        """Takes the weights of a model folder, those that this model has too."""
+        self._engine.load(Path(folder))
+
+    @transfer(THREE_D, reads=SAMPLE, makes=("scores",))
     def compute_score(self, batch: Batch) -> Batch:
         """`scores`, one for each row."""
         with self.phase("score"):
             return Batch.from_columns({"scores": sample_scores(self._engine, batch)})
 
-    @transfer(UPDATE_PAIRS)
+    @transfer(UPDATE_PAIRS, reads=LEARNED, may_read=("margin",))
     def update_reward_model(self, batch: Batch) -> dict[str, float]:
         """One optimizer step on pairs of rows, the chosen one first."""
         with self.phase("train"):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import psutil
@@ -24,38 +26,104 @@ LEARNS = [
 """Short answers are better: learned from nothing in eight steps of a `SHORT` job."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ray():
-    """One Ray for all tests of a module: executors join it and leave it running."""
-    from hybridrl.ray_backend.executor import ray
+    """One Ray for all tests: executors join it and leave it running. Hosts can import the tests."""
+    from hybridrl.ray_backend.cluster import start
+    from hybridrl.ray_backend.library import ray
 
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        start(12)
     yield ray
     ray.shutdown()
 
 
+@pytest.fixture(scope="session")
+def hosts(ray):
+    """Host processes for jobs of many tests."""
+    from shared_hosts import SharedHosts
+
+    shared = SharedHosts()
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def run(hosts, tmp_path, monkeypatch):
+    """Does what `python -m hybridrl.main` does of these settings, on the shared hosts; gives the
+    run's folder."""
+    from hybridrl import load_config, main
+
+    def finish(*overrides: str) -> Path:
+        config = load_config([f"run.directory={tmp_path / 'run'}", *overrides])
+        before = signal.getsignal(signal.SIGTERM)
+        main.run(config)
+        signal.signal(signal.SIGTERM, before)
+        return Path(config.run.directory)
+
+    monkeypatch.setattr("hybridrl.job.Job", hosts.job)
+    return finish
+
+
+@pytest.fixture
+def refusal(tmp_path, monkeypatch, capsys):
+    """Has the command line, in this process and folder, refuse these settings; what it says."""
+    from hybridrl import main
+
+    def refuse(*overrides: str) -> str:
+        monkeypatch.chdir(tmp_path)
+        arguments = ["hybridrl", f"run.directory={tmp_path / 'run'}", *overrides]
+        monkeypatch.setattr(sys, "argv", arguments)
+        with pytest.raises(SystemExit) as caught:
+            main.main()
+        assert caught.value.code == main.WRONG_SETTING
+        said = "".join(capsys.readouterr())
+        assert "Traceback" not in said
+        return said
+
+    return refuse
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left(request):
+def nothing_is_left():
     """Ends the test with an error if a process or an entry in shared memory outlives it."""
-    shared = "ray" in request.fixturenames
     before = _alive()
     yield
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while (left := _alive() - before) and time.monotonic() < deadline:
-        left = {name for name in left if not (shared and "ray::IDLE" in name)}
+        left -= _of_others()
         if not left:
             return
         time.sleep(0.2)
-    assert not left, f"left behind: {left}"
+    running = [process.cmdline() for process in psutil.process_iter() if str(process.pid) in left]
+    assert not left, f"left behind: {left} {running}"
 
 
 def _alive() -> set[str]:
-    """Children of this process, and what lies in shared memory."""
+    """Children of this process, and what lies in shared memory; but for the shared hosts, and for
+    the two processes with which Python starts others."""
     names = set()
+    pythons = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
+    shared = sys.modules.get("shared_hosts")
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            names.add(f"{child.pid} {child.name()}")
+            command = " ".join(child.cmdline())[:200]
+            # Ray's own agents and idle workers start when they like, and change their names.
+            of_ray = "agent" in command.lower() or "ray::IDLE" in command
+            if child.pid not in pythons and not (shared and shared.stays(child)) and not of_ray:
+                names.add(str(child.pid))
     return names | {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def _of_others() -> set[str]:
+    """What lies in shared memory and is in use by other programs on this machine."""
+    ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    found: set[str] = set()
+    for pid in set(psutil.pids()) - ours:
+        with contextlib.suppress(OSError):
+            found.update(re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{pid}/maps").read_text()))
+    return found
 
 
 class Command:
@@ -92,7 +160,7 @@ class Command:
                 return
         raise AssertionError(f"{pattern!r} never came:\n{''.join(self.lines)}")
 
-    def finish(self, timeout: float = 120) -> int:
+    def finish(self, timeout: float = 300) -> int:
         """Reads the rest; gives the exit code."""
         rest, _ = self.process.communicate(timeout=timeout)
         self.lines.append(rest)

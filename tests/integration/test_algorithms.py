@@ -21,8 +21,8 @@ def model(tmp_path) -> Path:
 
 @pytest.mark.ray
 @pytest.mark.vllm
-def test_ppo_with_adapters_samples_from_what_it_has_learned(command, model):
-    run = command(
+def test_ppo_with_adapters_samples_from_what_it_has_learned(run, model):
+    directory = run(
         *(*SHORT, "algorithm=ppo", f"model.path={model}", "warmup.steps=0", "trainer.steps=3"),
         *("actor.lora.rank=4", "actor.optimizer.learning_rate=1e-3"),
         *("actor.optimizer.warmup_steps=0", "actor.updates_per_step=2"),
@@ -31,36 +31,33 @@ def test_ppo_with_adapters_samples_from_what_it_has_learned(command, model):
         *("reward.function=length", "reward.options.length.limit=4"),
         "reward.options.length.ramp=3",
     )
-    assert run.finish() == 0, run.output
-    rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "policy/loss" in row]
     assert steps[0]["policy/kl"] == pytest.approx(0.0, abs=1e-3)
     assert steps[-1]["policy/kl"] > 1e-4, "the adapters learned nothing"
     # vLLM has the adapters multiplied in: after updates it still samples as the trainer scores.
     assert all(row["mismatch/k3"] < 1e-6 for row in steps)
     assert {"critic/loss", "critic/explained_variance", "policy/kl_coefficient"} <= steps[0].keys()
-    adapters = load_file(run.directory / "model" / "adapter_model.safetensors")
+    adapters = load_file(directory / "model" / "adapter_model.safetensors")
     assert adapters and all("lora_" in name for name in adapters)
-    assert (run.directory / "critic" / "adapter_config.json").is_file()
+    assert (directory / "critic" / "adapter_config.json").is_file()
 
 
 @pytest.mark.ray
 @pytest.mark.vllm
-def test_a_trained_reward_model_rewards_and_is_not_changed(command, model, tmp_path):
-    trained = command(
+def test_a_trained_reward_model_rewards_and_is_not_changed(run, model, tmp_path):
+    trained = run(
         *("algorithm=reward_model", f"model.path={model}", "trainer.steps=3", "eval.prompts=16"),
         *("data.prompts_per_step=7", f"run.directory={tmp_path / 'rewarding'}"),
     )
-    assert trained.finish() == 0, trained.output
-    folder = tmp_path / "rewarding" / "model"
+    folder = trained / "model"
     before = load_file(folder / "model.safetensors")
     assert "score.weight" in before
-    run = command(
+    directory = run(
         *(*SHORT, f"model.path={model}", "warmup.steps=0", "reward.function=[]"),
         *(f"reward.model={folder}", "observe.samples_every=1"),
     )
-    assert run.finish() == 0, run.output
-    rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward/std"] for row in rows if "reward/std" in row]
     assert len(rewards) == 2 and all(reward > 0 for reward in rewards)
 

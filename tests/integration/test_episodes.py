@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from hybridrl import Turn
-from hybridrl.config.checks import check
+from hybridrl.checks.settings import check
 from hybridrl.config.load import load_config
 from hybridrl.core.batch import Batch
 from hybridrl.data.sources import load_prompts
@@ -26,7 +26,7 @@ from hybridrl.rollout.transcript import Transcript
 
 TOKENIZER = build_tokenizer()
 EOS = TOKENIZER.eos_token_id
-PATIENCE_S, TIMEOUT_S = 20.0, 0.5
+PATIENCE_S, TIMEOUT_S = 60.0, 2.0
 """For tools that answer, and for those that hang."""
 
 

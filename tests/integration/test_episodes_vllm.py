@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
-from pathlib import Path
+import os
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import SHORT
+from ranks import run_ranks
 
 TOOL = """
 import asyncio
@@ -62,27 +61,22 @@ def check_against_transformers(folder, prompts, samples):
 @pytest.mark.vllm
 def test_vllm_plays_episodes(tmp_path):
     """In a process of its own, because vLLM wants a process group."""
-    done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    run_ranks(play_with_vllm, tmp_path, 1, tmp_path)
 
 
-def play_with_vllm(tmp_path):
+def play_with_vllm(rank, tmp_path):
     from hybridrl.config.schema import RolloutConfig
-    from hybridrl.controller.worker import Context
     from hybridrl.core.batch import Batch
-    from hybridrl.parallel.process_group import join
     from hybridrl.rollout import Sampling
     from hybridrl.rollout.episode_class import load_episode
     from hybridrl.rollout.episodes import EpisodeRollout
     from hybridrl.rollout.shared_memory import remove_shared_memory
     from hybridrl.rollout.vllm import VLLMRollout
 
+    job = f"hybridrl-{os.getpid()}-1"
     folder = tmp_path / "model"
     tokenizer = write_model(folder)
     (tmp_path / "tool.py").write_text(TOOL)
-    device = join(Context("actor", 0, 1))
     spec = f"{tmp_path / 'tool.py'}:Tool"
     config = RolloutConfig(kv_cache_gib=0.05, stop=["9"], episode=spec)
     engine = VLLMRollout(
@@ -92,9 +86,9 @@ def play_with_vllm(tmp_path):
         config,
         context_length=96,
         eos_token_ids=[tokenizer.eos_token_id],
-        device=device,
+        device=torch.device("cpu"),
         seed=0,
-        job="hybridrl-0-1",
+        job=job,
     )
     rollout = EpisodeRollout(
         engine,
@@ -113,7 +107,7 @@ def play_with_vllm(tmp_path):
         greedy = rollout.generate(batch, Sampling(24, 0.0, stop=("9",)), seed=1)
     finally:
         rollout.close()
-        remove_shared_memory("hybridrl-0-1")
+        remove_shared_memory(job)
     assert drawn["response_ids"].values.tolist() == again["response_ids"].values.tolist()
     assert drawn["response_ids"].values.tolist() != other["response_ids"].values.tolist()
     check_against_transformers(folder, prompts * COPIES, greedy)
@@ -160,12 +154,6 @@ def test_a_job_learns_from_episodes_alone(command):
     assert any("<" in row["response"] for row in samples)
 
 
-def test_a_missing_class_is_a_sentence(command):
-    run = command("executor=inline", "rollout=transformers", "rollout.episode=absent.py:Tool")
-    assert run.finish() == 2
-    assert "rollout.episode" in run.output and "absent.py" in run.output
-    assert "Traceback" not in run.output
-
-
-if __name__ == "__main__":
-    play_with_vllm(Path(sys.argv[1]))
+def test_a_missing_class_is_a_sentence(refusal):
+    said = refusal("executor=inline", "rollout=transformers", "rollout.episode=absent.py:Tool")
+    assert "rollout.episode" in said and "absent.py" in said

@@ -25,6 +25,7 @@ def test_a_killed_worker_is_named_and_ends_the_job(command):
     assert "Traceback" not in run.output
 
 
+@pytest.mark.long
 def test_a_killed_worker_with_vllm(command):
     run = command(*SHORT, "trainer.steps=100000")
     run.wait_for_step(2)
@@ -50,6 +51,7 @@ def test_an_interrupt_saves_what_there_is(command, number):
     assert "Traceback" not in run.output
 
 
+@pytest.mark.long
 def test_a_killed_driver_leaves_nothing_that_stops_the_next_job(command, tmp_path):
     two = ["rollout=vllm", "rollout.parallel.tp=2"]
     run = command(*LONG, *two)
@@ -60,7 +62,7 @@ def test_a_killed_driver_leaves_nothing_that_stops_the_next_job(command, tmp_pat
     assert again.finish() == 0, again.output
 
 
-@pytest.mark.parametrize("choice", ["value", "drop", "fail"])
+@pytest.mark.parametrize("choice", ["value", "fail", pytest.param("drop", marks=pytest.mark.long)])
 def test_a_reward_that_hangs(command, tmp_path, choice):
     (tmp_path / "slow.py").write_text(
         "import time\n"

@@ -56,17 +56,16 @@ def expected_grade(row: dict[str, str]) -> float | None:
 
 @pytest.mark.ray
 @pytest.mark.vllm
-def test_a_judge_grades_beside_a_function(command, tmp_path):
+def test_a_judge_grades_beside_a_function(run, tmp_path):
     (tmp_path / "template.txt").write_text(TEMPLATE)
-    run = command(
+    directory = run(
         *(*SHORT, "trainer.steps=1", "observe.samples_every=1", "reward.on_error=drop"),
         f"reward.judge.path={make_judge(tmp_path / 'judge')}",
-        *("reward.judge.template=template.txt", "reward.judge.pattern='([0-9])'"),
+        *(f"reward.judge.template={tmp_path / 'template.txt'}", "reward.judge.pattern='([0-9])'"),
         *("reward.judge.scale=9", "reward.judge.weight=0.5", "reward.judge.max_tokens=1"),
         f"reward.judge.context={CONTEXT}",
     )
-    assert run.finish(timeout=240) == 0, run.output
-    samples = pq.read_table(run.directory / "samples" / "step-000001.parquet").to_pylist()
+    samples = pq.read_table(directory / "samples" / "step-000001.parquet").to_pylist()
     grades = [expected_grade(row) for row in samples]
     kept = [n for n, grade in enumerate(grades) if grade is not None]
     assert 0 < len(kept) < len(samples) == 64 and len({grades[n] for n in kept}) > 3
@@ -74,7 +73,7 @@ def test_a_judge_grades_beside_a_function(command, tmp_path):
         right = float(row["response"] == row["answer"])
         expected = float("nan") if grade is None else right + 0.5 * grade
         assert row["scores"] == pytest.approx(expected, nan_ok=True), row
-    rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     (metrics,) = [row for row in rows if "policy/loss" in row]
     assert metrics["reward/ungraded"] == len(samples) - len(kept)
     mean = sum(samples[n]["scores"] for n in kept) / len(kept)

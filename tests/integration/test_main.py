@@ -78,26 +78,23 @@ def test_a_run_leaves_everything_a_user_needs(whole_run):
 
 @pytest.mark.ray
 @pytest.mark.vllm
-def test_equal_seeds_give_equal_rewards_with_vllm(whole_run, tmp_path):
-    again = finished(tmp_path)
+def test_equal_seeds_give_equal_rewards_with_vllm(whole_run, run):
+    again = run(*SHORT)
     keys = ("reward/mean", "response/tokens", "accuracy")
     first, second = (
-        [
-            [row.get(k) for k in keys]
-            for row in without_measurements(run.directory / "metrics.jsonl")
-        ]
-        for run in (whole_run, again)
+        [[row.get(k) for k in keys] for row in without_measurements(directory / "metrics.jsonl")]
+        for directory in (whole_run.directory, again)
     )
     assert first == second
 
 
 @pytest.mark.ray
-def test_equal_seeds_give_equal_metrics_with_transformers(command, tmp_path):
-    metrics = []
-    for name in ("first", "second"):
-        run = command(*SHORT, "rollout=transformers", f"run.directory={tmp_path / name}")
-        assert run.finish() == 0, run.output
-        metrics.append(without_measurements(tmp_path / name / "metrics.jsonl"))
+def test_equal_seeds_give_equal_metrics_with_transformers(run, tmp_path):
+    first, second = (
+        run(*SHORT, "rollout=transformers", f"run.directory={tmp_path / name}")
+        for name in ("first", "second")
+    )
+    metrics = [without_measurements(folder / "metrics.jsonl") for folder in (first, second)]
     assert metrics[0] == metrics[1]
 
 
@@ -130,20 +127,23 @@ def test_the_saved_model_is_an_ordinary_transformers_model(inline_run):
         (["run.root=/proc/nowhere", "run.directory=null"], ["run.root"]),
     ],
 )
-def test_wrong_settings_are_sentences(command, overrides, words):
-    run = command(*INLINE, *overrides)
+def test_wrong_settings_are_sentences(refusal, overrides, words):
+    said = refusal(*INLINE, *overrides)
+    assert all(word in said for word in words), said
+
+
+def test_the_command_says_what_is_wrong_in_a_sentence(command):
+    run = command(*INLINE, "trainer.step=3")
     assert run.finish() == 2
-    assert "Traceback" not in run.output
-    assert all(word in run.output for word in words), run.output
+    assert "Did you mean `trainer.steps`?" in run.output and "Traceback" not in run.output
 
 
-def test_a_model_folder_without_weights(command, tmp_path):
+def test_a_model_folder_without_weights(refusal, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text("{}")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
-    run = command(*INLINE, "data=jsonl", "data.path=prompts.jsonl", "model.path=empty")
-    assert run.finish() == 2
-    assert "no weights" in run.output
+    settings = ["data=jsonl", "data.path=prompts.jsonl", "model.path=empty"]
+    assert "no weights" in refusal(*INLINE, *settings)
 
 
 def test_real_work_reads_files_and_functions_of_the_users(inline_run, command, tmp_path):
@@ -172,11 +172,15 @@ def test_real_work_reads_files_and_functions_of_the_users(inline_run, command, t
     assert run.finish() == 0, run.output
     metrics = without_measurements(run.directory / "metrics.jsonl")
     assert any(row.get("policy/kl", 0) > 0 for row in metrics)
+    samples = pq.read_table(run.directory / "samples" / "step-000002.parquet").to_pylist()
+    last = next(row for row in metrics if row["step"] == 2 and "reward/mean" in row)
+    for name in ("reward/digits", "reward/right"):
+        found = [row[name] for row in samples]
+        assert last[name] == pytest.approx(sum(found) / len(found))
 
 
-def test_a_row_without_the_column_is_named(command, tmp_path):
+def test_a_row_without_the_column_is_named(refusal, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1", "answer": "2"}\n{"prompt": "3"}\n')
     (tmp_path / "m").mkdir()
-    run = command(*INLINE, "data=jsonl", "data.path=prompts.jsonl", "model.path=m")
-    assert run.finish() == 2
-    assert "config.json" in run.output
+    settings = ["data=jsonl", "data.path=prompts.jsonl", "model.path=m"]
+    assert "config.json" in refusal(*INLINE, *settings)

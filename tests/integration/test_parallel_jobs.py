@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import SHORT
 
-from hybridrl import Job, load_config
+from hybridrl import load_config
 from hybridrl.config.schema import ParallelConfig
 from hybridrl.controller import WorkerGroup
 from hybridrl.core.batch import Ragged
@@ -17,15 +17,14 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 CUTS = ("dp", "tp", "pp", "ring", "ulysses")
 
 
-def test_the_main_job_runs(command):
-    job = command(*SHORT, "actor.parallel.tp=2", "algorithm.kl_coefficient=0.1")
-    assert job.finish(timeout=240) == 0, job.output
-    assert "sync/received_bytes" in (job.directory / "metrics.jsonl").read_text()
+def test_the_main_job_runs(run):
+    directory = run(*SHORT, "actor.parallel.tp=2", "algorithm.kl_coefficient=0.1")
+    assert "sync/received_bytes" in (directory / "metrics.jsonl").read_text()
 
 
-def test_the_same_samples_give_the_same_losses(tmp_path):
+def test_the_same_samples_give_the_same_losses(hosts, tmp_path):
     config = load_config([f"run.directory={tmp_path / 'run'}", *SHORT])
-    with Job(config, roles=["actor"]) as job:
+    with hosts.job(config, roles=["actor"]) as job:
         samples = generate(job)
         found = {cut: losses(job, cut, samples) for cut in CUTS}
     scored, wanted = found["dp"]

@@ -2,11 +2,14 @@
 
 import json
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from conftest import TINY
 
-from hybridrl import Job, load_config
+from hybridrl import load_config
+from hybridrl.trainers import ppo
+from hybridrl.trainers.objectives import policy_objective
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 STEPS = 5
@@ -30,36 +33,44 @@ PLACEMENTS = {
 
 
 @pytest.fixture(scope="module")
-def on_policy(ray, tmp_path_factory):
-    return run(tmp_path_factory.mktemp("flattening"))
+def on_policy(hosts, tmp_path_factory):
+    return run(hosts, tmp_path_factory.mktemp("flattening"))
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_every_placement_learns_the_same(placement, on_policy, ray, tmp_path):
-    found, versions = run(tmp_path, *PLACEMENTS[placement])
+def test_every_placement_learns_the_same(placement, on_policy, hosts, tmp_path):
+    found, versions = run(hosts, tmp_path, *PLACEMENTS[placement])
     assert found == pytest.approx(on_policy[0], abs=1e-5)
     assert versions == on_policy[1]
 
 
-def test_staleness_1_is_one_step_off(on_policy, ray, tmp_path):
+def test_staleness_1_is_one_step_off(on_policy, hosts, tmp_path):
     """The reference generates, with one set of weights, before the updates of the step before."""
-    wanted, versions = run(tmp_path / "reference", ahead=OneStepOff)
+    wanted, versions = run(hosts, tmp_path / "reference", ahead=OneStepOff)
     assert wanted != pytest.approx(on_policy[0], abs=1e-5)
     assert [sorted(set(v)) for v in versions] == [[0], [0], [2], [4], [6]]
-    found = run(tmp_path / "separated", "placement=separation", "placement.staleness=1")
+    found = run(hosts, tmp_path / "separated", "placement=separation", "placement.staleness=1")
     assert found[0] == pytest.approx(wanted, abs=1e-5)
     assert found[1] == versions
 
 
-def test_older_weights_come_from_the_object_store(ray, tmp_path):
-    _, versions = run(tmp_path, "placement=separation", "placement.staleness=2")
+def test_older_weights_come_from_the_object_store(hosts, tmp_path):
+    _, versions = run(hosts, tmp_path, "placement=separation", "placement.staleness=2")
     assert [sorted(set(v)) for v in versions] == [[0], [0], [0], [2], [4]]
 
 
-def run(folder, *overrides, ahead=None):
+class OffPolicy(ppo.Trainer):
+    """Takes the samples for those of an older policy, as separation does."""
+
+    @staticmethod
+    def objective(config):
+        return replace(policy_objective(config), off_policy=True)
+
+
+def run(hosts, folder, *overrides, ahead=None):
     """Losses of the policy and the critic in five steps, and the versions that made the samples."""
     config = load_config([*PPO, *overrides, f"run.directory={folder / 'run'}"])
-    with Job(config) as job:
+    with hosts.job(config, trainer=None if ahead is None else OffPolicy) as job:
         trainer = job.make_trainer()
         if ahead is not None:
             trainer.groups = {**job.groups, "actor": ahead(job)}

@@ -32,7 +32,7 @@ MODELS = {
     },
     "llama, tied, 4 key-value heads": {"architecture": "llama", "key_value_heads": 4},
 }
-# Cuts that take 20 steps with the first model, and 2 with others.
+# Cuts that take 8 steps with the first model, and 2 with others.
 LONG = ("one rank", "dp2", "tp2", "dp2 x tp2", "tp2 x pp2")
 
 
@@ -51,7 +51,7 @@ def program(rank):
             dp = mesh.mesh.axes["dp"]
             mine = batch.take(deal(batch, [len(batch)] if dp == 1 else [7, 4])[mesh.index("dp")])
             engine = make_engine(mesh, make_model(**settings), tokens_per_microbatch=60)
-            steps = 20 if cut in LONG and model == next(iter(MODELS)) else 2
+            steps = 8 if cut in LONG and model == next(iter(MODELS)) else 2
             found[cut, model] = learn(engine, mine, steps) | {
                 "dp": mesh.index("dp"),
                 "says": mesh.index("pp") == mesh.size("pp") - 1,

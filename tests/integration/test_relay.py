@@ -7,7 +7,6 @@ import re
 import signal
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -78,14 +77,6 @@ def numbers(rows: int = ROWS) -> Batch:
     return Batch.from_columns({"x": np.arange(rows)})
 
 
-@pytest.fixture(scope="module", autouse=True)
-def importable():
-    """Lets the hosts import this file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        yield
-
-
 @pytest.fixture(scope="module")
 def many(ray):
     from hybridrl.ray_backend.executor import RayExecutor
@@ -146,10 +137,10 @@ def test_calls_and_batches_from_group_to_group(many, groups):
     assert len(set(groups["a"].processes().get())) == MANY
 
 
-def test_records_belong_to_chapters(many, groups):
+def test_records_belong_to_steps(many, groups):
     many.take_records()
     groups["c"].mark(0)
-    first = many.end_chapter()
+    first = many.end_step()
     handle = groups["d"].mark(0)
     assert {record.role for record in many.take_records(first)} == {"c"}
     handle.get()
@@ -228,7 +219,9 @@ def test_a_killed_host_is_named(few):
     again = tiny.sleep(1, 60.0)
     threading.Timer(1.0, os.kill, (victim, signal.SIGKILL)).start()
     begin = time.monotonic()
-    with pytest.raises(WorkerError, match=rf"^Rank 1 \(process {victim} on .*died during tiny\."):
+    with pytest.raises(
+        WorkerError, match=rf"^tiny rank 1 \(process {victim} on .*died during tiny"
+    ):
         handle.get()
     assert time.monotonic() - begin < 8
     with pytest.raises(WorkerError, match="has failed before"):

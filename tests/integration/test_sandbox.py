@@ -29,7 +29,8 @@ from hybridrl.rewards.sandbox import Limits, Outcome
 
 NOBODY = 65534
 SECRET = "a-secret-of-the-caller"
-FAST = Limits(wall_s=5.0, cpu_s=3)
+# Processor time ends what does not end by itself: wall time says how busy the machine is.
+FAST = Limits(wall_s=60.0, cpu_s=3)
 SOURCE = Path(hybridrl.__file__).parent
 # An ordinary user may be unable to read this checkout, so the files are copied to where it can.
 FILES = ("errors.py", "rewards/sandbox.py", "rewards/supervisor.py", "rewards/confined")
@@ -70,16 +71,20 @@ def expect_errors(**calls):
 class Caller:
     """A process that runs programs at one level of confinement."""
 
-    def __init__(self, folder: Path, level: str, user: int | None, python: str) -> None:
-        self.level = level
+    def __init__(self, folder: Path, level: str, user: int | None, python: str, **options) -> None:
+        self.folder, self.level, self.user, self.python = folder, level, user, python
         self.process = subprocess.Popen(
             [python, "-c", CALLER, level],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=folder,
-            env={"SECRET": SECRET, "PYTHONPATH": str(folder), "PATH": os.environ["PATH"]},
+            env={
+                **{"SECRET": SECRET, "PYTHONPATH": str(folder), "PATH": os.environ["PATH"]},
+                "TMPDIR": str(folder / "scratch"),
+            },
             **({} if user is None else {"user": user, "group": user, "extra_groups": []}),
+            **options,
         )
 
     def ask(self, source: str, stdin: str = "", limits: Limits = FAST, bare: bool = False) -> dict:
@@ -123,6 +128,8 @@ class Caller:
 def folder():
     folder = Path(tempfile.mkdtemp(prefix="sandbox-test-"))
     folder.chmod(0o755)
+    (folder / "scratch").mkdir()
+    (folder / "scratch").chmod(0o1777)
     for package in ("hybridrl", "hybridrl/rewards"):
         (folder / package).mkdir()
         (folder / package / "__init__.py").touch()
@@ -176,33 +183,71 @@ def shared_caller(folder, request):
 
 
 @pytest.fixture
-def caller(shared_caller):
+def caller(shared_caller, folder):
     """The caller, alive before and after the test and with nothing left of the program."""
-    before = traces()
+    before = traces(folder)
     yield shared_caller
     assert shared_caller.process.poll() is None, "the caller died"
     assert not psutil.Process(shared_caller.process.pid).children(recursive=True)
-    assert wait_for(lambda: traces() == before), (before, traces())
+    assert wait_for(lambda: traces(folder) == before), (before, traces(folder))
     assert shared_caller.ask("print(1)", bare=True)["stdout"] == "1\n"
 
 
-def traces():
-    """Processes of sandboxes and scratch folders."""
+def traces(folder):
+    """Processes of this module's sandboxes, and scratch folders. Others may test here as well."""
+    sources = (str(folder), str(SOURCE))
     processes = {
         f"process {process.pid}"
         for process in psutil.process_iter(["cmdline"])
-        if any("confined.child" in part for part in process.info["cmdline"] or [])
-        or any("left-by-a-test" in part for part in process.info["cmdline"] or [])
+        for command in [" ".join(process.info["cmdline"] or [])]
+        if ("confined.child" in command and any(source in command for source in sources))
+        or f"left-by-{folder.name}" in command
     }
-    folders = {str(path) for path in Path(tempfile.gettempdir()).glob("hybridrl-program-*")}
-    return processes | folders
+    return processes | set(map(str, scratch_folders(folder)))
 
 
-def wait_for(condition, seconds=5.0):
+def scratch_folders(folder):
+    return (folder / "scratch").glob("hybridrl-program-*")
+
+
+def wait_for(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
     return condition()
+
+
+# What it may be installed in and started from.
+
+
+@pytest.mark.parametrize("place", ["/tmp", "/dev/shm"])
+def test_libraries_may_lie_where_the_sandbox_puts_folders_of_its_own(caller, place):
+    with tempfile.TemporaryDirectory(dir=place) as environment:
+        Path(environment).chmod(0o755)
+        make = [caller.python, "-m", "venv", "--without-pip", environment]
+        subprocess.run(make, check=True, umask=0o022)
+        (packages,) = Path(environment).glob("lib/python3*/site-packages")
+        (packages / "installed_there.py").write_text("VALUE = 42\n")
+        python = f"{environment}/bin/python"
+        other = Caller(caller.folder, caller.level, caller.user, python)
+        try:
+            said = other.run_well("""
+            import installed_there
+            expect_failure("change", lambda: open(installed_there.__file__, "a"))
+            open("mine", "w").close()
+            print("value", installed_there.VALUE)
+            """)
+        finally:
+            other.close()
+    assert "value 42" in said
+
+
+def test_the_callers_umask_does_not_matter(caller):
+    other = Caller(caller.folder, caller.level, caller.user, caller.python, umask=0o077)
+    try:
+        assert other.run_well("print(1)") == "1\n"
+    finally:
+        other.close()
 
 
 # How programs end.
@@ -251,7 +296,7 @@ def test_a_traceback_names_only_the_program(caller):
 def test_each_limit_has_its_name(caller):
     quick = Limits(wall_s=0.5, cpu_s=3)
     assert caller.run("time.sleep(60)", limits=quick).ended == "wall_time"
-    assert caller.run("while True: pass", limits=Limits(wall_s=9, cpu_s=1)).ended == "cpu_time"
+    assert caller.run("while True: pass", limits=Limits(wall_s=60, cpu_s=1)).ended == "cpu_time"
     assert caller.run("x = [0] * 10**9").ended == "memory"
     assert caller.run("while True: print('x' * 1000)").ended == "output"
     outcome = caller.run("os.kill(os.getpid(), signal.SIGSEGV)")
@@ -503,13 +548,14 @@ def test_it_starts_no_process(caller):
     """)
 
 
-def test_no_daemon_stays(caller):
-    outcome = caller.run("""
+def test_no_daemon_stays(caller, folder):
+    outcome = caller.run(f"""
+    left = "import time; time.sleep(60) # left-by-{folder.name}"
     def daemon():
         if os.fork() == 0:
             os.setsid()
             if os.fork() == 0:
-                os.execv(sys.executable, [sys.executable, "-c", "left-by-a-test = time.sleep(60)"])
+                os.execv(sys.executable, [sys.executable, "-c", left])
         time.sleep(60)
     expect_failure("setsid", os.setsid)
     expect_failure("setpgid", lambda: os.setpgid(0, 0))
@@ -538,7 +584,7 @@ def test_threads_are_limited(caller):
 
 
 def test_memory_is_limited(caller):
-    limits = Limits(memory_mib=128, wall_s=5, cpu_s=3)
+    limits = Limits(memory_mib=128, wall_s=60, cpu_s=3)
     bombs = (
         "x = bytearray(1 << 30)",
         "x = []\nwhile True: x.append(bytearray(1 << 20))",
@@ -551,7 +597,7 @@ def test_memory_is_limited(caller):
 
 
 def test_output_is_limited(caller):
-    limits = Limits(output_kib=64, wall_s=5, cpu_s=3)
+    limits = Limits(output_kib=64, wall_s=60, cpu_s=3)
     for descriptor in (1, 2):
         outcome = caller.run(f"while True: os.write({descriptor}, b'x' * 4096)", limits=limits)
         assert outcome.ended == "output"
@@ -565,7 +611,7 @@ def test_ignored_signals_end_it_as_well(caller):
     while True: %s
     """
     assert caller.run(deaf % "time.sleep(60)", limits=Limits(wall_s=0.5)).ended == "wall_time"
-    outcome = caller.run(deaf % "pass", limits=Limits(wall_s=9, cpu_s=1))
+    outcome = caller.run(deaf % "pass", limits=Limits(wall_s=60, cpu_s=1))
     assert (outcome.ended, outcome.code) == ("cpu_time", signal.SIGKILL)
 
 
@@ -677,19 +723,19 @@ def test_32_bit_system_calls_end_it(caller):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_program_ends_when_its_caller_dies(folder, kind):
     caller = start(folder, kind)
-    before = traces()
+    before = traces(folder)
     caller.send({"source": "while True: pass", "stdin": "", "limits": {"wall_s": 60, "cpu_s": 60}})
     assert wait_for(lambda: len(psutil.Process(caller.process.pid).children(recursive=True)) > 1)
     time.sleep(0.2)
-    assert traces() > before
+    assert traces(folder) > before
     caller.close()
-    assert wait_for(lambda: traces() == before), (before, traces())
+    assert wait_for(lambda: traces(folder) == before), (before, traces(folder))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_program_ends_when_its_supervisor_dies(folder, kind):
     caller = start(folder, kind)
-    before = traces()
+    before = traces(folder)
     caller.send({"source": "while True: pass", "stdin": "", "limits": {"wall_s": 60, "cpu_s": 60}})
     process = psutil.Process(caller.process.pid)
     assert wait_for(lambda: len(process.children(recursive=True)) > 1)
@@ -697,25 +743,26 @@ def test_the_program_ends_when_its_supervisor_dies(folder, kind):
     process.children()[0].kill()
     assert "watches over a sandboxed program died" in caller.receive()["refused"]
     caller.close()
-    for path in Path(tempfile.gettempdir()).glob("hybridrl-program-*"):
+    for path in scratch_folders(folder):
         if str(path) not in before:  # the one thing that is left then
             assert caller.level == "none"
             path.rmdir()
-    assert wait_for(lambda: traces() == before), (before, traces())
+    assert wait_for(lambda: traces(folder) == before), (before, traces(folder))
 
 
-def test_the_reward_pool_may_kill_its_processes(folder):
-    before = traces()
+def test_the_reward_pool_may_kill_its_processes(folder, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(folder / "scratch"))
+    before = traces(folder)
     rows = [
         {"prompt": "", "response": response, "answer": "", "tests": ["assert f() == 1"]}
         for response in ("def f(): return 1", "while True: pass", "def f(): return 2")
     ]
     function = "hybridrl.rewards.code:passes_tests"
-    with RewardPool([function], processes=2, timeout_s=2.0, on_error="value") as pool:
+    with RewardPool([function], processes=2, timeout_s=5.0, on_error="value") as pool:
         result = pool.score(rows)
     assert result.scores == [1.0, 0.0, 0.0]
     assert result.timeouts == 1
-    assert wait_for(lambda: traces() == before), (before, traces())
+    assert wait_for(lambda: traces(folder) == before), (before, traces(folder))
 
 
 def test_a_limit_that_is_not_positive_is_refused():

@@ -6,25 +6,26 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import LEARNS, SHORT, TINY
 
+from hybridrl import load_config
+
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
 SEPARATED = [*SHORT, *LEARNS, "placement=separation", "rollout.verify_weights=true"]
 
 
-def steps_of(run):
-    rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+def steps_of(directory):
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "policy/loss" in row]
 
 
 @pytest.mark.parametrize("flow", ["collective", "store", "in_flight"])
-def test_the_main_job_runs_and_samples_are_as_old_as_they_may_be(command, flow):
+def test_the_main_job_runs_and_samples_are_as_old_as_they_may_be(run, flow):
     options = {
         "collective": ["placement.staleness=1"],
         "store": ["placement.staleness=2"],
         "in_flight": ["placement.staleness=1", "placement.in_flight=true"],
     }[flow]
-    run = command(*SEPARATED, *options, "trainer.steps=6", "observe.samples_every=1")
-    assert run.finish(timeout=240) == 0, run.output
-    steps = steps_of(run)
+    directory = run(*SEPARATED, *options, "trainer.steps=6", "observe.samples_every=1")
+    steps = steps_of(directory)
     assert len(steps) == 6
     most = 2 if flow == "store" else 1
     ages = [row["staleness/max"] for row in steps]
@@ -38,27 +39,24 @@ def test_the_main_job_runs_and_samples_are_as_old_as_they_may_be(command, flow):
     assert mismatch[0] < 1e-6
     if flow != "in_flight":
         assert max(mismatch[1:]) > 1e-6
-    versions = pq.read_table(run.directory / "samples" / "step-000006.parquet")["policy_version"]
+    versions = pq.read_table(directory / "samples" / "step-000006.parquet")["policy_version"]
     warm_up = 3
     assert min(versions.to_pylist()) >= warm_up + 5 - most
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_replicas_share_the_rows(tp, ray, tmp_path):
+def test_replicas_share_the_rows(tp, hosts, tmp_path):
     """There are more prompts than run at a time: two replicas claim them one by one, and the two
     ranks of one replica claim the same."""
-    from hybridrl import Job, load_config
-
-    config = load_config(
-        [
-            *(*TINY, "data.prompts_per_step=12", "eval.prompts=8", "placement=explicit"),
-            *("num_devices=3", f"rollout.parallel.tp={tp}", "rollout.max_sequences=8"),
-            *("placement.roles.generator.devices=[1,2]", "placement.roles.actor.devices=[0]"),
-            *("placement.roles.reward.devices=[0]", f"run.directory={tmp_path / 'run'}"),
-            *("rollout.samples_per_prompt=4", "ray.address=auto"),
-        ]
-    )
-    with Job(config) as job:
+    settings = [
+        f"run.directory={tmp_path / 'run'}",
+        *(*TINY, "data.prompts_per_step=12", "eval.prompts=8", "placement=explicit"),
+        *("num_devices=3", f"rollout.parallel.tp={tp}", "rollout.max_sequences=8"),
+        *("placement.roles.generator.devices=[1,2]", "placement.roles.actor.devices=[0]"),
+        *("placement.roles.reward.devices=[0]", "rollout.samples_per_prompt=4"),
+        "ray.address=auto",  # where there may be more devices than this machine has cores
+    ]
+    with hosts.job(load_config(settings)) as job:
         batch = job.next_batch().repeat(4)
         samples = batch | job.groups["actor"].generate_sequences(batch, job.sampling)
         found = samples.collect(["group_id", "prompt_ids", "response_ids", "rollout_log_probs"])

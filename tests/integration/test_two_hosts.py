@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -76,6 +75,7 @@ def hosts():
         yield made
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 def test_two_hosts_learn_what_one_does(alone, hosts, tmp_path):
     with ray_nodes(hosts, cpus=1) as nodes:
@@ -83,21 +83,20 @@ def test_two_hosts_learn_what_one_does(alone, hosts, tmp_path):
     assert alone[-1] > alone[0] + 0.3
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 def test_two_nodes_of_one_machine_learn_what_one_does(alone, tmp_path):
     with ray_nodes(nodes=2, cpus=1) as nodes:
         assert Driver(nodes, tmp_path, *LEARNING).rewards() == alone
 
 
-@pytest.mark.parametrize(("how", "seconds"), [("fail", 15), ("disconnect", 45)])
-def test_a_lost_node_is_named(tmp_path, how, seconds):
+@pytest.mark.parametrize("how", ["fail", pytest.param("disconnect", marks=pytest.mark.long)])
+def test_a_lost_node_is_named(tmp_path, how):
     with network(hosts=2) as made, ray_nodes(made, cpus=1) as nodes:
         run = Driver(nodes, tmp_path, *ENDLESS)
         run.wait_for_step(3)
-        begin = time.monotonic()
         getattr(made[1], how)()
         code, output = run.finish()
-        assert time.monotonic() - begin < seconds
     assert code == 1
     (line,) = [line for line in output.splitlines() if "error:" in line]
     assert f"Node {made[1].address} (actor rank 1, reward rank 1) was lost during actor." in line

@@ -22,21 +22,21 @@ from hybridrl.rollout import Sampling
 from hybridrl.rollout.shared_memory import remove_shared_memory
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
-CUT = [
+CASES = [
     # How training is cut, and how many ranks share a copy while generating.
-    ("Qwen2", True, ParallelConfig(tp=2), 1),
-    ("Llama", False, ParallelConfig(tp=2), 2),
-    ("Qwen3", False, ParallelConfig(pp=2), 1),
-    ("Qwen3", True, ParallelConfig(ring=2), 1),
-    ("Qwen2", True, ParallelConfig(tp=2, pp=2), 2),
-]
-DP = [
     ("Qwen2", True, ParallelConfig(), 1),
     ("Llama", False, ParallelConfig(), 2),
+    ("Qwen3", False, ParallelConfig(pp=2), 1),
+    ("Qwen2", True, ParallelConfig(tp=2, pp=2), 2),
+]
+MORE = [
     ("Llama", True, ParallelConfig(), 1),
     ("Qwen3", True, ParallelConfig(), 2),
+    ("Qwen2", True, ParallelConfig(tp=2), 1),
+    ("Llama", False, ParallelConfig(tp=2), 2),
+    ("Qwen3", True, ParallelConfig(ring=2), 1),
 ]
-CASES = DP + CUT
+JOB = "hybridrl-0-0"
 PROMPTS = [[5, 6, 14, 7, 8, 17], [9, 10], [11, 12, 13, 20]]
 
 
@@ -73,7 +73,7 @@ def supervised_batch() -> Batch:
     )
 
 
-def train_and_sync(hosts, role, folder, architecture, tied, parallel, rollout_tp):
+def train_and_sync(executor, folder, architecture, tied, parallel, rollout_tp):
     """Samples before and after three updates, and the bytes that each rank received in the sync;
     the trained model is in the folder."""
     from hybridrl.workers.actor import ActorWorker
@@ -85,8 +85,8 @@ def train_and_sync(hosts, role, folder, architecture, tied, parallel, rollout_tp
         parallel=RolloutParallelConfig(rollout_tp), kv_cache_gib=0.05, verify_weights=True
     )
     actor = WorkerGroup(
-        hosts,
-        role,
+        executor,
+        "actor",
         ActorWorker,
         list(range(ranks_of(parallel))),
         source=ModelSource(path, path, "float32", 64, (1,)),
@@ -95,16 +95,16 @@ def train_and_sync(hosts, role, folder, architecture, tied, parallel, rollout_tp
         objective=PolicyObjective(),
         updates=3,
         seed=0,
-        job="hybridrl-0-0",
+        job=JOB,
     )
     prompts = Batch.from_columns({"prompt_ids": PROMPTS * 2})
     greedy = Sampling(max_tokens=12, temperature=0.0)
     before = actor.generate_sequences(prompts, greedy).collect(["response_ids"])
     for _ in range(3):
         actor.update_supervised(supervised_batch()).get()
-    hosts.take_records()
+    executor.take_records()
     after = actor.generate_sequences(prompts, greedy).collect()
-    received = [record.metrics.get("sync_received", 0) for record in hosts.take_records()]
+    received = [record.metrics.get("sync_received", 0) for record in executor.take_records()]
     actor.save_model(str(folder / "trained")).get()
     return before, after, received
 
@@ -113,37 +113,30 @@ def ranks_of(parallel):
     return max(2, parallel.tp * parallel.pp)
 
 
-@pytest.fixture(scope="module")
-def synced(ray, tmp_path_factory):
-    """Folder, samples and bytes of each case; all are roles on the same four hosts."""
-    from hybridrl.ray_backend.executor import RayExecutor
-
-    preload = ["hybridrl.workers.actor", "hybridrl.rollout.vllm"]
-    found = []
-    with RayExecutor("cpu", 4, timeout_s=200, preload=preload) as hosts:
-        for number, case in enumerate(CASES):
-            folder = tmp_path_factory.mktemp("case")
-            found.append((folder, *train_and_sync(hosts, f"actor{number}", folder, *case)))
-    remove_shared_memory("hybridrl-0-0")
-    return found
-
-
-def title(number):
-    architecture, _, parallel, rollout_tp = CASES[number]
+def title(case):
+    architecture, _, parallel, rollout_tp = case
     cuts = f"tp{parallel.tp} pp{parallel.pp} ring{parallel.ring}"
     return f"{architecture} {cuts} rollout_tp{rollout_tp}"
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=title)
-def test_greedy_tokens_agree_after_training(synced, number):
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id=title(case)) for case in CASES),
+        *(pytest.param(case, id=title(case), marks=pytest.mark.long) for case in MORE),
+    ],
+)
+def test_greedy_tokens_agree_after_training(case, hosts, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    _, _, parallel, rollout_tp = CASES[number]
-    folder, before, after, received = synced[number]
+    *_, parallel, rollout_tp = case
+    with hosts.lend(ranks_of(parallel)) as executor:
+        before, after, received = train_and_sync(executor, tmp_path, *case)
+    remove_shared_memory(JOB)
     found = [row.tolist() for row in after["response_ids"].rows()]
     assert found != [row.tolist() for row in before["response_ids"].rows()]
     assert set(after["policy_version"].tolist()) == {3}
-    model = AutoModelForCausalLM.from_pretrained(folder / "trained")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     expected = []
     for prompt in PROMPTS * 2:
         ids = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.algorithms import (
+    Segments,
     gae,
     group_relative,
     keep_informative,
@@ -315,3 +316,64 @@ def test_overlong_penalty():
     assert hard.tolist() == [0.0, 0.0, 0.0, 0.0, 0.0, -0.5, -0.5]
     with pytest.raises(ConfigError, match="buffer"):
         overlong_penalty(lengths, limit=10, buffer=11, factor=1.0)
+
+
+# Padded and packed tokens; no rows, one row, rows without tokens.
+
+
+def in_both_layouts(function, per_row, per_token, mask, lengths):
+    """The results of function(rows, tokens, mask, segments) on padded tokens, packed, and on packed
+    ones."""
+    real = torch.arange(mask.shape[1]) < lengths.unsqueeze(1)
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    segments = Segments.from_cu_seqlens(cu_seqlens)
+    padded = function(per_row, per_token, mask & real, None)
+    packed = function(per_row, [x[real] for x in per_token], mask[real], segments)
+    return [x[real] for x in padded], packed
+
+
+OF_TOKENS = {
+    "gae": lambda r, t, m, s: gae(t[0], t[1], m, 0.9, 0.8, segments=s),
+    "reinforce_plus_plus": lambda r, t, m, s: reinforce_plus_plus(t[0], m, 0.9, segments=s),
+    "remax": lambda r, t, m, s: remax(t[0], r[0], m, segments=s),
+    "reinforce_plus_plus_baseline": lambda r, t, m, s: (
+        reinforce_plus_plus_baseline(r[0], r[1], m, segments=s),
+    ),
+    "shape_rewards": lambda r, t, m, s: (shape_rewards(r[0], m, *t, 0.3, "k1", segments=s),),
+}
+
+
+@pytest.mark.parametrize("name", OF_TOKENS)
+@given(answers(), st.integers(0, 4))
+def test_packed_tokens_give_what_padded_ones_give(name, case, rows):
+    generator, mask, poison = case
+    mask = mask[:rows]
+    lengths = torch.randint(0, mask.shape[1] + 1, mask.shape[:1], generator=generator)
+    values = torch.randn(2, *mask.shape, generator=generator, dtype=torch.float64)
+    real = torch.arange(mask.shape[1]) < lengths.unsqueeze(1)
+    tokens = [poisoned(x, mask & real, poison) for x in values]
+    per_row = [torch.arange(len(mask)) / 3, torch.arange(len(mask)) // 2]
+    for padded, packed in zip(
+        *in_both_layouts(OF_TOKENS[name], per_row, tokens, mask, lengths), strict=True
+    ):
+        assert padded.shape == packed.shape and padded.dtype == packed.dtype
+        close(packed, padded)
+
+
+OF_ROWS = {
+    "group_relative": lambda s, g, n: group_relative(s, g),
+    "group_relative-batch": lambda s, g, n: group_relative(s, g, "batch"),
+    "leave_one_out": lambda s, g, n: leave_one_out(s, g),
+    "optimal_reward_baseline": lambda s, g, n: optimal_reward_baseline(s, n, g),
+    "pass_at_k": lambda s, g, n: pass_at_k(s, g),
+    "overlong_penalty": lambda s, g, n: overlong_penalty(n, 8, 4),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_no_rows_and_one_row(name):
+    none = OF_ROWS[name](torch.zeros(0), torch.zeros(0, dtype=torch.int64), torch.zeros(0))
+    assert none.shape == (0,) and none.dtype == torch.float32
+    one = OF_ROWS[name](torch.tensor([3.0]), torch.tensor([7]), torch.tensor([0]))
+    assert one.tolist() == [0.0]
+    assert keep_informative(torch.zeros(0), torch.zeros(0)).shape == (0,)

@@ -5,15 +5,19 @@ import re
 import pytest
 from settings import configured
 
-from hybridrl.config.checks import check
+from hybridrl.checks.algorithm import check_algorithm
+from hybridrl.checks.settings import check
 from hybridrl.config.load import FOLDER, leaves, load_config
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
+from hybridrl.trainers.objectives import policy_objective as objective
 
 PRESETS = sorted(path.stem for path in (FOLDER / "algorithm").glob("*.yaml"))
 HERE = ["executor=inline", "rollout=transformers"]
 LORA = ["actor.lora.rank=8", "model.path=some/model"]
 PPO_KL = ["algorithm=ppo", "algorithm.kl_in_reward=true", "algorithm.kl_coefficient=0.1"]
+
+STALE = ["placement=separation", "placement.staleness=1"]
 
 # Overrides, and what the sentence begins with (a regular expression) and names besides.
 WRONG = [
@@ -65,6 +69,11 @@ WRONG = [
     (["algorithm=dpo", "preference.beta=0"], "preference.beta=0", "more than 0"),
     (["algorithm=dpo", "preference.nll_coefficient=-1"], "preference.nll_coefficient=-1", "0 or"),
     (["algorithm=safe_rlhf", "cost.multiplier=0"], "cost.multiplier=0", "more than 0"),
+    (
+        ["algorithm=safe_rlhf", "cost.multiplier_max=0.4"],
+        "cost.multiplier_max=0.4",
+        "cost.multiplier=0.5",
+    ),
     (["algorithm.max_refills=-1"], "algorithm.max_refills=-1", "0 or more"),
     # Adapters.
     (["actor.lora.rank=0", *LORA[1:]], "actor.lora.rank=0", "1 or more"),
@@ -104,11 +113,7 @@ WRONG = [
         "algorithm.kl_in_reward=true",
         "algorithm.kl_coefficient",
     ),
-    (
-        ["algorithm.kl_in_reward=true", "algorithm.kl_coefficient=0.1"],
-        "algorithm.kl_in_reward=true",
-        "algorithm.advantage=group_relative",
-    ),
+    (["algorithm.kl_estimator=k4"], "algorithm.kl_estimator=k4", "`k3`?"),
     (
         ["algorithm.kl_target=0.1", "algorithm.kl_coefficient=0.1"],
         "algorithm.kl_target=0.1",
@@ -159,9 +164,26 @@ WRONG = [
     (["algorithm.overlong_buffer=-1"], "algorithm.overlong_buffer=-1", "rollout.max_tokens=8"),
     (["algorithm.overlong_buffer=9"], "algorithm.overlong_buffer=9", "rollout.max_tokens=8"),
     (["algorithm=ppo", "critic.value_clip=0"], "critic.value_clip=0", "null"),
+    # Samples that are not the policy's own.
+    (["rollout.top_p=0.9"], "rollout.top_p=0.9", "rollout.top_p=1.0"),
+    (["algorithm=ppo", "rollout.top_k=5"], "rollout.top_k=5", "rollout.top_k=0"),
+    *(
+        ([f"algorithm={name}", *STALE], "placement.staleness=1", "algorithm.correction=truncate")
+        for name in ("opo", "rloo", "remax")
+    ),
+    (
+        ["algorithm.policy_loss=reinforce", "placement=separation", "placement.in_flight=true"],
+        "placement.in_flight=True",
+        "algorithm.policy_loss=ppo_clip",
+    ),
 ]
 
 RIGHT = [
+    ["algorithm.kl_in_reward=true", "algorithm.kl_coefficient=0.1"],
+    ["algorithm=rloo", "algorithm.kl_in_reward=true", "algorithm.kl_coefficient=0.1"],
+    ["rollout.min_tokens=4"],
+    ["algorithm=evaluate", "rollout.top_p=0.9"],
+    ["algorithm=sft", "rollout.top_k=5"],
     ["algorithm=ppo", "critic.value_clip=null"],
     ["algorithm=reinforce_plus_plus", "rollout.samples_per_prompt=1"],
     ["algorithm=pass_at_k", "algorithm.advantage_scale=none"],
@@ -200,6 +222,29 @@ def test_a_contradiction_is_a_sentence(overrides, begins, names):
 @pytest.mark.parametrize("overrides", RIGHT, ids=case_name)
 def test_what_makes_sense_passes(overrides):
     check(configured([*HERE, *overrides]))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *([f"algorithm={name}"] for name in ("grpo", "gspo", "cispo", "sapo", "gmpo", "ppo")),
+        ["algorithm=rloo", "algorithm.correction=truncate"],
+        ["algorithm=opo", "algorithm.policy_loss=ppo_clip"],
+    ],
+    ids=case_name,
+)
+def test_samples_of_an_older_policy_are_weighed_by_the_loss_or_by_a_correction(overrides):
+    config = configured([*HERE, *overrides, *STALE])
+    check_algorithm(config)
+    assert objective(config).off_policy
+    assert not objective(configured([*HERE, *overrides])).off_policy
+
+
+def test_a_model_that_goes_on_to_reinforcement_is_not_annealed():
+    assert configured(["data=arithmetic"]).actor.optimizer.schedule == "cosine"
+    assert configured(["algorithm=sft"]).actor.optimizer.schedule == "constant"
+    mine = ["algorithm=sft", "actor.optimizer.schedule=cosine"]
+    assert configured(mine).actor.optimizer.schedule == "cosine"
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -2,11 +2,12 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.core.balance import pack, partition, sample_cost
+from hybridrl.core.balance import pack, partition, partition_nearby, sample_cost
 from hybridrl.errors import ConfigError
 
 costs = st.lists(st.integers(0, 1000), max_size=40)
@@ -40,6 +41,24 @@ def test_equal_count_gives_lists_of_one_length(costs, parts):
     ordered = sorted(costs, reverse=True)
     chunks = [ordered[i : i + parts] for i in range(0, len(ordered), parts)]
     assert spread(costs, lists) <= max(chunk[0] - chunk[-1] for chunk in chunks)
+
+
+@given(costs, st.integers(1, 6))
+def test_rows_that_stay_nearby_are_even_too(costs, parts):
+    lists = partition_nearby(costs, parts)
+    assert sorted(itertools.chain(*lists)) == list(range(len(costs)))
+    assert len(lists) == parts and all(rows == sorted(rows) for rows in lists)
+    assert spread(costs, lists) <= max(costs, default=0)
+    assert lists == partition_nearby(costs, parts)
+
+
+def test_most_rows_stay_nearby():
+    parts, each = 256, 8
+    costs = np.random.default_rng(0).integers(20, 400, parts * each)
+    lists = partition_nearby(costs, parts)
+    assert max(sums(costs, lists)) <= 1.02 * costs.sum() / parts
+    blocks = [len({row // each for row in rows}) for rows in lists]
+    assert sum(blocks) / parts < 2.5
 
 
 def test_partition_by_hand():

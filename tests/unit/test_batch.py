@@ -1,17 +1,20 @@
 """Batch: ragged columns in and out, rows moved like Python lists, and nothing copied unasked."""
 
+import copy
+import io
 import itertools
 import math
 import pickle
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.core.batch import Batch, Ragged
+from hybridrl.core.batch import Batch, Ragged, row_numbers
 from hybridrl.errors import DataError
 
 TOKENS = st.lists(st.integers(-5, 5), max_size=4)
@@ -268,5 +271,185 @@ def test_it_says_what_it_holds():
 
 @pytest.mark.parametrize("rows", [[2], [1, 2], [0, 5, 1], [-1], [0, -2]])
 def test_rows_that_are_not_there_are_refused(rows):
-    with pytest.raises(DataError, match=r"Rows -?\d to -?\d of a batch of 2 rows"):
+    with pytest.raises(DataError, match=r"no row -?\d of a batch of 2 rows"):
         numbered(2).take(rows)
+
+
+@pytest.mark.parametrize("kind", [list, np.asarray, torch.tensor])
+def test_a_mask_takes_the_rows_where_it_is_true(kind):
+    taken = numbered(4).take(kind([False, True, True, False]))
+    assert taken["number"].tolist() == [1, 2]
+    assert len(numbered(2).take(kind([False, False]))) == 0
+    with pytest.raises(DataError, match=r"mask of 2 booleans .* batch of 4 rows"):
+        numbered(4).take(kind([True, False]))
+
+
+@pytest.mark.parametrize("rows", [[1.9], np.asarray([0.0]), torch.tensor([1.0]), ["1"]])
+def test_row_numbers_are_whole(rows):
+    with pytest.raises(DataError, match="whole numbers or by a mask"):
+        numbered(4).take(rows)
+    with pytest.raises(DataError, match=r"the shape \[1, 2\]"):
+        numbered(4).take(torch.tensor([[0, 1]]))
+
+
+def test_row_numbers_of_a_table_whose_size_is_not_known():
+    assert row_numbers([3, 1], None).tolist() == [3, 1]
+    assert row_numbers([True, False, True], None).tolist() == [0, 2]
+    assert row_numbers([], None).tolist() == []
+    with pytest.raises(DataError, match="no row -1: rows are counted from 0"):
+        row_numbers([-1], None)
+
+
+def test_users_get_their_own_columns_whatever_these_are_called():
+    own = {
+        "doc_ids": [1, 2],
+        "user_ids": ["a", "b"],
+        "tag_ids": [["x"], []],
+        "image_ids": [[1, 2], [3]],
+        "unit_test_mask": ["t", "f"],
+        "my_log_probs": [0.5, 0.25],
+    }
+    library = {name: [[1], [2, 3]] for name in ("prompt_ids", "response_mask", "log_probs")}
+    library |= {"group_id": [0, 1], "reward/exact": [0.0, 1.0], "cost/x/y": [0.0, 1.0]}
+    rows = Batch.from_columns(own | library).rows_for_users()
+    assert rows == [{name: values[row] for name, values in own.items()} for row in (0, 1)]
+
+
+def test_a_token_column_of_a_rank_without_rows():
+    empty = Batch.from_columns({"out_ids": [], "text": []})
+    some = Batch.from_columns({"out_ids": [torch.tensor([1, 2])], "text": ["a"]})
+    assert empty.ragged("out_ids").rows() == [] and empty.lengths("out_ids").shape == (0,)
+    for order in ([empty, some], [some, empty], [empty, empty, some]):
+        both = Batch.concat(order)
+        assert both.to_pylist() == [{"out_ids": [1, 2], "text": "a"}]
+        assert both["out_ids"].values.dtype == torch.int64
+
+
+def test_concat_of_other_columns_names_them():
+    first, second = Batch.from_columns({"a": [1], "b": [2]}), Batch.from_columns({"a": [3]})
+    for order in ([first, second], [second, first]):
+        with pytest.raises(DataError, match=r"`b` is not in all of them \(of 2 batches"):
+            Batch.concat(order)
+    with pytest.raises(DataError, match="one batch or more"):
+        Batch.concat([])
+    with pytest.raises(DataError, match="same kind of values"):
+        Batch.concat([first, Batch.from_columns({"a": ["x"], "b": [2]})])
+
+
+def test_concat_can_fill_what_is_missing():
+    shards = [
+        Batch.from_columns({"scores": torch.ones(1), "reward/f/steps": torch.ones(1)}),
+        Batch.from_columns({"scores": torch.zeros(2), "note": ["x", "y"], "ids": [[1], [2, 3]]}),
+    ]
+    for order, row in ((shards, 0), (shards[::-1], 2)):
+        both = Batch.concat(order, fill_missing=True)
+        steps = both["reward/f/steps"]
+        assert steps.dtype == torch.float32 and steps[row] == 1 and steps.isnan().sum() == 2
+        assert both["note"][row] is None and sorted(filter(None, both["note"])) == ["x", "y"]
+        assert both["ids"].lengths[row] == 0 and both["ids"].values.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.asarray])
+def test_tensors_of_two_dims_are_lists_of_numbers(kind):
+    batch = Batch.from_columns({"x": kind([[1, 2, 3], [4, 5, 6]])})
+    assert batch["x"].values.tolist() == [1, 2, 3, 4, 5, 6] and batch["x"].lengths.tolist() == [
+        3,
+        3,
+    ]
+    assert Batch.from_columns({"x": torch.zeros(2, 0)})["x"].lengths.tolist() == [0, 0]
+    assert len(Batch.from_columns({"x": torch.zeros(0, 4)})) == 0
+    assert Batch.from_columns({"x": [kind(1.5), kind(2.5)]})["x"].tolist() == [1.5, 2.5]
+
+
+@pytest.mark.parametrize(
+    "column", [torch.zeros(2, 2, 2), torch.tensor(1.0), [torch.zeros(1, 2)], [1, "a"], [object()]]
+)
+def test_what_cannot_be_a_column_is_named(column):
+    with pytest.raises(DataError, match="The column `odd` cannot be stored: "):
+        Batch.from_columns({"odd": column})
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.list_(pa.int64()), pa.list_(pa.int64(), 2), pa.list_(pa.float32())]
+)
+def test_lists_of_numbers_from_files_are_ragged(kind, tmp_path):
+    table = pa.table({"ids": pa.array([[1, 2], [3, 4], [5, 6]], type=kind)})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    for batch in (Batch(table), Batch.read_parquet(tmp_path / "rows.parquet")):
+        part = batch.slice(1, 3)
+        assert part["ids"].rows()[1].tolist() == [5, 6] and part["ids"].cu_seqlens[0] == 0
+        assert part.lengths("ids").tolist() == [2, 2]
+
+
+IN_PLACE = {
+    "mul_": lambda x: x.mul_(0),
+    "-=": lambda x: x.__isub__(1),
+    "**=": lambda x: x.__ipow__(2),
+    "/=": lambda x: x.__itruediv__(2),
+    "x[0] =": lambda x: x.__setitem__(0, 9),
+    "out=": lambda x: torch.add(torch.ones(3), 1, out=x),
+    "relu_": lambda x: torch.relu_(x),
+    "inplace=True": lambda x: torch.nn.functional.relu(x, inplace=True),
+    "foreach": lambda x: torch._foreach_add_([x], 1),
+    "init": lambda x: torch.nn.init.zeros_(x),
+}
+SHARING = {
+    "itself": lambda x: x,
+    "slice": lambda x: x[:],
+    "view": lambda x: x.view(1, 3)[0],
+    "reshape": lambda x: x.reshape(3, 1).squeeze(1),
+    "detach": lambda x: x.detach(),
+    "data": lambda x: x.data,
+    "to": lambda x: x.to("cpu"),
+    "split": lambda x: x.split(3)[0],
+    "keyword": lambda x: torch.reshape(input=x, shape=(3,)),
+    "unbind": lambda x: x.view(3, 1).unbind(1)[0],
+}
+
+
+@pytest.mark.parametrize("write", IN_PLACE)
+@pytest.mark.parametrize("share", SHARING)
+def test_a_column_cannot_be_changed_in_place(share, write):
+    batch = Batch.from_columns({"x": torch.tensor([-1.0, 2.0, 3.0])})
+    with pytest.raises(DataError, match=r"in place.*x = x - y.*x\.clone\(\)"):
+        IN_PLACE[write](SHARING[share](batch["x"]))
+    with torch.inference_mode(), pytest.raises(DataError, match="in place"):
+        IN_PLACE[write](SHARING[share](batch["x"]))
+    assert batch["x"].tolist() == [-1.0, 2.0, 3.0]
+
+
+def test_rows_values_and_arrays_of_a_column_cannot_be_changed():
+    ids = Batch.from_columns({"ids": [[1, 2], [3]]})["ids"]
+    for tensor in (ids.values, ids.rows()[1]):
+        with pytest.raises(DataError, match="in place"):
+            tensor += 1
+    for array in (ids.values.numpy(), np.asarray(ids.values)):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 9
+    torch.from_dlpack(ids.values).zero_()
+    assert ids.values.tolist() == [1, 2, 3]
+
+
+def test_what_is_made_of_a_column_is_a_tensor_like_any_other():
+    x = Batch.from_columns({"x": torch.tensor([1.0, 2.0])})["x"]
+    weights = torch.ones(2, requires_grad=True)
+    made = [x - x.mean(), x.clone(), torch.cat([x, x]), x.double(), x[torch.tensor([0])], x > 1]
+    made += [copy.deepcopy(x), pickle.loads(pickle.dumps(x)), weights * x, torch.ones(2).copy_(x)]
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    made += [torch.load(file), *x.view(1, 2).max(1)]
+    assert [type(tensor) for tensor in made] == [torch.Tensor] * len(made)
+    (weights * x).sum().backward()
+    assert weights.grad.tolist() == [1.0, 2.0] and type(weights.grad) is torch.Tensor
+    weights.grad.mul_(x)
+    assert weights.grad.tolist() == [1.0, 4.0]
+
+
+def test_reading_a_large_column_copies_nothing():
+    tokens = 8 << 20
+    values = torch.arange(tokens)
+    batch = Batch.from_columns({"ids": Ragged(values, torch.arange(0, tokens + 1, 1024))})
+    column = batch["ids"].values
+    assert column.data_ptr() == values.data_ptr()
+    assert int(column.sum()) == tokens * (tokens - 1) // 2

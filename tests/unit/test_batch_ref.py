@@ -10,35 +10,54 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.controller import BatchRef, InlineExecutor
-from hybridrl.controller.host import Reply
-from hybridrl.controller.table import Part, Shard, ShardInfo, Table
+from hybridrl.controller.choices import Part
+from hybridrl.controller.columns import UNKNOWN, Columns, Wanted
+from hybridrl.controller.shards import ShardInfo, Shards
+from hybridrl.controller.table import Table
 from hybridrl.core.batch import Batch, Ragged
-from hybridrl.core.record import Record
 from hybridrl.errors import DataError
 
-WHOLE = Part(0, 1, "rows")
+WHOLE = Part(0, 1)
 
 
-class Store:
-    """Fetches a reference that is the object itself, and remembers which batches were asked for."""
-
-    def __init__(self):
-        self.fetched = []
-
-    def __call__(self, reference):
-        if isinstance(reference, Batch):
-            self.fetched.append(reference)
-        return reference
+class NotYetError(Exception):
+    """A result was asked for that has not come."""
 
 
-def shard_table(batch, blocks):
+class Stored(Shards):
+    """A result whose shards are here; remembers which of them were fetched."""
+
+    def __init__(self, batch, blocks, *, known=False, total=None, has_come=True):
+        columns = Columns(frozenset(batch.columns)) if known else UNKNOWN
+        super().__init__(columns, len(batch) if known else None)
+        self.parts = [batch.take(block) for block in blocks]
+        self.rows_of = [np.asarray(block, dtype=np.int64) for block in blocks]
+        self.total, self.has_come, self.fetched = total, has_come, []
+
+    def infos(self):
+        if not self.has_come:
+            raise NotYetError
+        return [
+            ShardInfo.of(part, rows, self.total)
+            for part, rows in zip(self.parts, self.rows_of, strict=True)
+        ]
+
+    def batch(self, index):
+        self.fetched.append(index)
+        return self.parts[index]
+
+
+def shard_table(batch, blocks, **options):
     """`batch` in shards; each block is the row numbers that one shard holds, in its order."""
-    parts = []
-    for block in blocks:
-        part = batch.take(block)
-        info = ShardInfo.of(part, np.asarray(block, dtype=np.int64))
-        parts.append(Shard(part, Reply(Record("actor", 0, "call"), info=info)))
-    return BatchRef(Table(tuple(parts)))
+    return BatchRef(Table((Stored(batch, blocks, **options),)))
+
+
+def fetched(ref):
+    """Which shards of each result below were fetched since the last time."""
+    found = [result.fetched for result in ref.node.shards()]
+    for result in ref.node.shards():
+        result.fetched = []
+    return found
 
 
 def columns(lengths, prefix):
@@ -67,13 +86,13 @@ def tables(draw, rows, prefix):
 
 
 def read(ref, part=WHOLE):
-    return ref.read(part, Store())[0].to_pylist()
+    return ref.read(part)[0].to_pylist()
 
 
 @given(st.data())
 def test_any_chain_of_operations_reads_as_that_of_lists(data):
     count = data.draw(st.integers(1, 6))
-    ref, rows = data.draw(tables(count, "a"))
+    ref, rows = data.draw(tables(count, "prompt"))
     for step in range(data.draw(st.integers(0, 4))):
         match data.draw(st.sampled_from(["take", "repeat", "split", "join", "concat"])):
             case "take":
@@ -99,42 +118,43 @@ def test_any_chain_of_operations_reads_as_that_of_lists(data):
                 right, more = data.draw(tables(len(rows), f"b{step}"))
                 ref, rows = ref | right, [x | y for x, y in zip(rows, more, strict=True)]
     assert read(ref) == rows
-    assert ref.node.num_rows(Store()) == len(rows)
-    tokens = ref.node.tokens(Store())
+    assert ref.node.num_rows() == len(rows)
+    tokens = ref.node.tokens()
     for name, counts in tokens.items():
         assert counts.tolist() == [len(row[name]) for row in rows]
     if rows:
-        assert tokens.keys() == {name for name in rows[0] if name.endswith("_ids")}
+        assert tokens.keys() == {name for name in rows[0] if name == "prompt_ids"}
 
 
 @given(st.data(), st.integers(1, 5), st.sampled_from(["rows", "tokens"]))
 def test_the_parts_of_a_split_hold_every_row_once(data, parts, balance):
-    ref, rows = data.draw(tables(data.draw(st.integers(1, 7)), "a"))
+    ref, rows = data.draw(tables(data.draw(st.integers(0, 7)), "prompt"))
     ref, rows = ref.repeat(2), [row for row in rows for _ in range(2)]
     numbers, costs = [], []
     for index, piece in enumerate(ref.split(parts, balance)):
-        batch, of_part = ref.read(Part(index, parts, balance), Store())
+        batch, of_part = ref.read(Part(index, parts, balance))
         assert read(piece) == batch.to_pylist() == [rows[row] for row in of_part]
         assert of_part.tolist() == sorted(of_part)
         numbers.extend(of_part.tolist())
-        costs.append(sum(len(rows[row]["a_ids"]) + 1 for row in of_part))
+        costs.append(sum(len(rows[row]["prompt_ids"]) + 1 for row in of_part))
     assert sorted(numbers) == list(range(len(rows)))
     if balance == "tokens":
-        assert max(costs) - min(costs) <= max(len(row["a_ids"]) + 1 for row in rows)
+        longest = max((len(row["prompt_ids"]) + 1 for row in rows), default=0)
+        assert max(costs) - min(costs) <= longest
 
 
 @given(st.data())
 def test_tables_below_each_other_read_as_one_list(data):
-    found = [data.draw(tables(data.draw(st.integers(1, 4)), "a")) for _ in range(3)]
+    found = [data.draw(tables(data.draw(st.integers(1, 4)), "prompt")) for _ in range(3)]
     ref = BatchRef.concat([ref for ref, _ in found])
     rows = [row for _, part in found for row in part]
     assert read(ref) == rows
-    assert ref.node.num_rows(Store()) == len(rows)
-    assert ref.node.tokens(Store())["a_ids"].tolist() == [len(row["a_ids"]) for row in rows]
+    assert ref.node.num_rows() == len(rows)
+    assert ref.node.tokens()["prompt_ids"].tolist() == [len(row["prompt_ids"]) for row in rows]
     chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8))
     assert read(ref.take(chosen)) == [rows[row] for row in chosen]
-    assert read(ref.select("a_text")) == [{"a_text": row["a_text"]} for row in rows]
-    more = columns([1] * len(rows), "b")
+    assert read(ref.select("prompt_text")) == [{"prompt_text": row["prompt_text"]} for row in rows]
+    more = columns([1] * len(rows), "response")
     joined = [x | y for x, y in zip(rows, more.to_pylist(), strict=True)]
     assert read(ref | shard_table(more, [range(len(rows))])) == joined
     shards = [shard for part, _ in found for shard in part.node.shards()]
@@ -142,65 +162,64 @@ def test_tables_below_each_other_read_as_one_list(data):
 
 
 def test_of_tables_below_each_other_only_the_wanted_are_fetched():
-    parts = [shard_table(columns([1, 2], "a"), [[0], [1]]) for _ in range(3)]
+    parts = [shard_table(columns([1, 2], "prompt"), [[0], [1]]) for _ in range(3)]
     ref = BatchRef.concat(parts)
-    store = Store()
-    assert len(ref.take([3, 2]).read(WHOLE, store)[0]) == 2
-    assert {id(b) for b in store.fetched} == {id(s.data) for s in parts[1].node.shards()}
-    batch, _ = ref.take([]).read(WHOLE, Store())
-    assert len(batch) == 0 and batch["a_ids"].values.dtype == torch.int64
+    assert len(ref.take([3, 2]).read(WHOLE)[0]) == 2
+    assert [sorted(found) for found in fetched(ref)] == [[], [0, 1], []]
+    batch, _ = ref.take([]).read(WHOLE)
+    assert len(batch) == 0 and batch["prompt_ids"].values.dtype == torch.int64
     assert BatchRef.concat(parts[:1]) is parts[0]
     with pytest.raises(DataError, match="Concatenate before `select`"):
-        BatchRef.concat([parts[0], parts[1].select("a_ids")])
+        BatchRef.concat([parts[0], parts[1].select("prompt_ids")])
     with pytest.raises(DataError, match=r"column\(s\) scores yet"):
         read(ref.select("scores"))
 
 
 @given(st.data(), st.integers(1, 5), st.integers(2, 3), st.sampled_from(["rows", "tokens"]))
 def test_rows_that_belong_together_are_never_parted(data, parts, together, balance):
-    ref, rows = data.draw(tables(together * data.draw(st.integers(1, 5)), "a"))
+    ref, rows = data.draw(tables(together * data.draw(st.integers(1, 5)), "prompt"))
     numbers, costs = [], []
     for index in range(parts):
-        batch, of_part = ref.read(Part(index, parts, balance, together), Store())
+        batch, of_part = ref.read(Part(index, parts, balance, together))
         assert batch.to_pylist() == [rows[row] for row in of_part]
         units = of_part.reshape(-1, together)
         assert (units == units[:, :1] + np.arange(together)).all()
         assert (units[:, 0] % together == 0).all() and (np.diff(units[:, 0]) > 0).all()
         numbers.extend(of_part.tolist())
-        costs.append(sum(len(rows[row]["a_ids"]) for row in of_part) + len(units))
+        costs.append(sum(len(rows[row]["prompt_ids"]) for row in of_part) + len(units))
     assert sorted(numbers) == list(range(len(rows)))
     if balance == "tokens":
-        sizes = np.array([len(row["a_ids"]) for row in rows]).reshape(-1, together).sum(1) + 1
+        sizes = np.array([len(row["prompt_ids"]) for row in rows]).reshape(-1, together).sum(1) + 1
         assert max(costs) - min(costs) <= sizes.max()
 
 
 def test_tokens_are_balanced_by_all_rows_that_belong_together():
-    ref = shard_table(columns([5, 0, 5, 5, 0, 5], "a"), [range(6)])
-    parts = [ref.read(Part(index, 2, "tokens", 2), Store())[1].tolist() for index in range(2)]
+    ref = shard_table(columns([5, 0, 5, 5, 0, 5], "prompt"), [range(6)])
+    parts = [ref.read(Part(index, 2, "tokens", 2))[1].tolist() for index in range(2)]
     assert sorted(parts) == [[0, 1, 4, 5], [2, 3]]
 
 
 def test_rows_left_over_cannot_be_dealt_out_together():
-    ref = shard_table(columns([1, 2, 3], "a"), [[0, 1, 2]])
+    ref = shard_table(columns([1, 2, 3], "prompt"), [[0, 1, 2]])
     with pytest.raises(DataError, match="3 rows cannot be dealt out 2 at a time"):
-        ref.read(Part(0, 2, "tokens", 2), Store())
+        ref.read(Part(0, 2, "tokens", 2))
 
 
 def test_shards_of_two_calls_hold_different_rows_in_different_order():
-    left = shard_table(columns([1, 2, 3, 4], "a"), [[2, 0], [3, 1]])
-    right = shard_table(columns([4, 3, 2, 1], "b"), [[1], [0, 3, 2]])
-    batch = (left | right).read(WHOLE, Store())[0]
-    assert batch["a_number"].tolist() == batch["b_number"].tolist() == [0, 1, 2, 3]
-    assert batch["a_ids"].lengths.tolist() == [1, 2, 3, 4]
-    assert batch["b_ids"].lengths.tolist() == [4, 3, 2, 1]
+    left = shard_table(columns([1, 2, 3, 4], "prompt"), [[2, 0], [3, 1]])
+    right = shard_table(columns([4, 3, 2, 1], "response"), [[1], [0, 3, 2]])
+    batch = (left | right).read(WHOLE)[0]
+    assert batch["prompt_number"].tolist() == batch["response_number"].tolist() == [0, 1, 2, 3]
+    assert batch["prompt_ids"].lengths.tolist() == [1, 2, 3, 4]
+    assert batch["response_ids"].lengths.tolist() == [4, 3, 2, 1]
 
 
 def test_the_right_table_wins():
-    left = shard_table(columns([1, 1], "a"), [[0, 1]])
-    right = shard_table(columns([2, 2], "a"), [[1], [0]])
+    left = shard_table(columns([1, 1], "prompt"), [[0, 1]])
+    right = shard_table(columns([2, 2], "prompt"), [[1], [0]])
     joined = left | right
-    assert joined.read(WHOLE, Store())[0]["a_ids"].lengths.tolist() == [2, 2]
-    assert joined.node.tokens(Store())["a_ids"].tolist() == [2, 2]
+    assert joined.read(WHOLE)[0]["prompt_ids"].lengths.tolist() == [2, 2]
+    assert joined.node.tokens()["prompt_ids"].tolist() == [2, 2]
 
 
 def test_rows_without_token_columns_spread_over_the_parts():
@@ -210,89 +229,76 @@ def test_rows_without_token_columns_spread_over_the_parts():
 
 
 def test_only_the_shards_with_wanted_columns_are_fetched():
-    left = shard_table(columns([1, 2, 3], "a"), [[2, 0], [1]])
-    right = shard_table(columns([3, 2, 1], "b"), [[0, 1], [2]])
-    store = Store()
-    batch, _ = (left | right).select("b_ids").read(WHOLE, store)
-    assert batch.columns == ["b_ids"]
-    assert {id(found) for found in store.fetched} == {
-        id(shard.data) for shard in right.node.shards()
-    }
+    left = shard_table(columns([1, 2, 3], "prompt"), [[2, 0], [1]])
+    right = shard_table(columns([3, 2, 1], "response"), [[0, 1], [2]])
+    batch, _ = (left | right).select("response_ids").read(WHOLE)
+    assert batch.columns == ["response_ids"]
+    assert fetched(left) == [[]] and sorted(fetched(right)[0]) == [0, 1]
 
 
 def test_only_the_shards_with_wanted_rows_are_fetched():
-    ref = shard_table(columns([1, 2, 3, 4], "a"), [[3], [0, 1], [2]])
-    shards = [shard.data for shard in ref.node.shards()]
-    for wanted, rows in (([shards[1]], [1, 0, 1]), ([shards[0], shards[2]], [2, 3])):
-        store = Store()
-        batch, _ = ref.take(rows).read(WHOLE, store)
-        assert batch["a_number"].tolist() == rows
-        assert all(x is y for x, y in zip(store.fetched, wanted, strict=True))
-    store = Store()
-    ref.read(Part(0, 2, "rows"), store)
-    assert len(store.fetched) == 1 and store.fetched[0] is shards[1]
+    ref = shard_table(columns([1, 2, 3, 4], "prompt"), [[3], [0, 1], [2]])
+    for wanted, rows in (([1], [1, 0, 1]), ([0, 2], [2, 3])):
+        batch, _ = ref.take(rows).read(WHOLE)
+        assert batch["prompt_number"].tolist() == rows
+        assert fetched(ref) == [wanted]
+    ref.read(Part(0, 2))
+    assert fetched(ref) == [[1]]
 
 
 def test_counts_and_cuts_fetch_no_data():
-    ref = shard_table(columns([1, 2, 3, 4], "a"), [[3], [0, 1], [2]])
-    store = Store()
-    part = ref.repeat(3).split(2, "tokens")[1]
-    assert part.node.num_rows(store) == 6 and part.node.tokens(store)["a_ids"].sum() == 15
-    assert store.fetched == []
+    ref = shard_table(columns([1, 2, 3, 4], "prompt"), [[3], [0, 1], [2]])
+    parts = ref.repeat(3).split(2, "tokens")
+    assert sum(part.node.num_rows() for part in parts) == 12
+    tokens = [int(part.node.tokens()["prompt_ids"].sum()) for part in parts]
+    assert sum(tokens) == 30 and abs(tokens[0] - tokens[1]) <= 4
+    assert fetched(ref) == [[]]
 
 
 def test_nothing_wanted_keeps_the_types():
-    ref = shard_table(columns([1, 2], "a"), [[1], [0]])
-    batch, rows = ref.take([]).read(WHOLE, Store())
+    ref = shard_table(columns([1, 2], "prompt"), [[1], [0]])
+    batch, rows = ref.take([]).read(WHOLE)
     assert len(batch) == len(rows) == 0
-    assert batch["a_ids"].values.dtype == torch.int64 and batch["a_text"] == []
+    assert batch["prompt_ids"].values.dtype == torch.int64 and batch["prompt_text"] == []
 
 
 def test_on_the_driver():
     executor = InlineExecutor("cpu")
-    ref = executor.put(columns([1, 2, 3], "a"))
+    ref = executor.put(columns([1, 2, 3], "prompt"))
     assert len(ref) == 3 and len(ref.repeat(2)) == 6
-    assert ref.take([2, 0]).collect(["a_text"]).to_pylist() == [{"a_text": "a2"}, {"a_text": "a0"}]
-    assert ref.collect().columns == ["a_ids", "a_number", "a_text"]
+    found = ref.take([2, 0]).collect(["prompt_text"]).to_pylist()
+    assert found == [{"prompt_text": "prompt2"}, {"prompt_text": "prompt0"}]
+    assert ref.collect().columns == ["prompt_ids", "prompt_number", "prompt_text"]
     joined = ref | executor.put(Batch.from_columns({"more": [5, 6, 7]}))
-    assert joined.collect(["more", "a_number"])["more"].tolist() == [5, 6, 7]
+    assert joined.collect(["more", "prompt_number"])["more"].tolist() == [5, 6, 7]
 
 
 def test_errors_are_sentences():
-    ref = shard_table(columns([1, 2], "a"), [[0, 1]])
-    longer = shard_table(columns([1, 2, 3], "b"), [[0, 1, 2]])
+    ref = shard_table(columns([1, 2], "prompt"), [[0, 1]])
+    longer = shard_table(columns([1, 2, 3], "response"), [[0, 1, 2]])
     with pytest.raises(DataError, match=r"Tables of 2 and of 3 rows"):
         read(ref | longer)
-    for left, right in ((ref.select("a_ids"), ref), (ref, ref.select("a_ids"))):
+    for left, right in ((ref.select("prompt_ids"), ref), (ref, ref.select("prompt_ids"))):
         with pytest.raises(DataError, match="Join before `select`"):
             left | right
     with pytest.raises(DataError, match=r"column\(s\) advantages, scores yet"):
-        read(ref.select("a_ids", "scores", "advantages"))
+        read(ref.select("prompt_ids", "scores", "advantages"))
     with pytest.raises(DataError, match=r"column\(s\) scores yet"):
         read(ref.select("scores"))
-    travelled = pickle.loads(pickle.dumps(InlineExecutor("cpu").put(columns([1], "a"))))
-    assert read(travelled)[0]["a_text"] == "a0"
-    for evaluate in (len, BatchRef.collect, lambda ref: ref.apply(lambda batch: batch, ["a_ids"])):
+    travelled = pickle.loads(pickle.dumps(InlineExecutor("cpu").put(columns([1], "prompt"))))
+    assert read(travelled)[0]["prompt_text"] == "prompt0"
+    apply = lambda ref: ref.apply(lambda batch: batch, ["prompt_ids"])  # noqa: E731
+    for evaluate in (len, BatchRef.collect, apply):
         with pytest.raises(DataError, match="on the driver only"):
             evaluate(travelled)
 
 
-class NotYetError(Exception):
-    """A shard was asked for that has not come."""
-
-
 def shards_of_stream(batch, blocks, come):
     """A stream of `batch`, a block of rows at a time, of which the first `come` are there."""
-
-    class Late:
-        info = property(lambda self: (_ for _ in ()).throw(NotYetError()))
-
     parts = []
     for number, block in enumerate(blocks):
-        part = batch.take(block)
-        info = ShardInfo.of(part, np.asarray(block, dtype=np.int64), len(batch))
-        reply = Reply(Record("generator", 0, "take"), info=info) if number < come else Late()
-        parts.append(BatchRef(Table((Shard(part, reply),))))
+        result = Stored(batch, [block], total=len(batch), has_come=number < come)
+        parts.append(BatchRef(Table((result,))))
     return BatchRef.of_stream(parts)
 
 
@@ -302,25 +308,208 @@ def test_parts_of_a_stream_are_read_before_the_rest_has_come():
     stream = shards_of_stream(samples, blocks, come=2)
     joined = (shard_table(prompts, [range(5)]) | stream).select("prompt_number", "response_ids")
     with pytest.raises(NotYetError):
-        joined.read(WHOLE, Store())
+        joined.read(WHOLE)
     parts = joined.by_parts()
-    batch, rows = parts[0].read(WHOLE, Store())
+    batch, rows = parts[0].read(WHOLE)
     assert rows.tolist() == [0, 3]
     assert batch["prompt_number"].tolist() == [0, 3]
     assert [r.tolist() for r in batch["response_ids"].rows()] == [
         samples["response_ids"].rows()[row].tolist() for row in (0, 3)
     ]
-    empty, rows = parts[1].read(WHOLE, Store())
+    empty, rows = parts[1].read(WHOLE)
     assert len(empty) == len(rows) == 0 and set(empty.columns) == {"prompt_number", "response_ids"}
-    halves = [parts[0].read(Part(i, 2, "tokens"), Store())[1].tolist() for i in (0, 1)]
+    halves = [parts[0].read(Part(i, 2, "tokens"))[1].tolist() for i in (0, 1)]
     assert sorted(halves[0] + halves[1]) == [0, 3] and all(halves)
 
 
 def test_a_stream_that_has_come_is_a_table_like_any_other():
     samples = columns([4, 5, 1, 2, 3], "response")
     stream = shards_of_stream(samples, [[3, 0], [], [4, 1, 2]], come=3)
-    assert stream.read(WHOLE, Store())[0].to_pylist() == samples.to_pylist()
-    assert (
-        stream.take([2, 0]).read(WHOLE, Store())[0].to_pylist() == samples.take([2, 0]).to_pylist()
-    )
+    assert stream.read(WHOLE)[0].to_pylist() == samples.to_pylist()
+    assert stream.take([2, 0]).read(WHOLE)[0].to_pylist() == samples.take([2, 0]).to_pylist()
     assert stream.take([2, 0]).by_parts()[0].only is None
+
+
+def late(names, rows=None):
+    """The result of a call that says what it makes and is not done."""
+    result = Stored(Batch.from_columns({name: [0] for name in names}), [[0]], has_come=False)
+    result.columns, result.rows = Columns(frozenset(names)), rows
+    return BatchRef(Table((result,)))
+
+
+def test_a_reader_waits_for_no_table_without_its_columns():
+    samples = shard_table(columns([1, 2, 3], "prompt"), [[2, 0], [1]], known=True)
+    batch = samples | late(["scores", "prompt_text"]) | late(["values"])
+    for ref in (
+        batch.select("prompt_ids").for_reading(None, "a test"),
+        batch.for_reading(Wanted(frozenset(["prompt_ids"])), "a test"),
+        batch.for_reading(Wanted(frozenset(), lambda name: name == "prompt_number"), "a test"),
+    ):
+        assert len(ref.read(WHOLE)[0]) == 3
+        assert len(ref.node.shards()) == 1
+    # The right one wins, so it is waited for, and the left one is not.
+    text = batch.for_reading(Wanted(frozenset(["prompt_text"])), "a test")
+    assert [sorted(found.columns.certain) for found in text.node.shards()] == [
+        ["prompt_text", "scores"]
+    ]
+    taken = batch.take([1, 0]).repeat(2).split(2)[0].select("prompt_number")
+    assert read(taken.for_reading(None, "a test")) == [{"prompt_number": 1}, {"prompt_number": 1}]
+
+
+def test_whoever_may_have_a_column_is_waited_for():
+    unknown = late(["x"])
+    unknown.node.results[0].columns = UNKNOWN
+    further = late(["scores"])
+    further.node.results[0].columns = Columns(frozenset(["scores"]), ("reward/*",))
+    samples = shard_table(columns([1, 2, 3], "prompt"), [[2, 0], [1]], known=True)
+    steps = Wanted(frozenset(["reward/steps"]))
+    assert len((samples | further).for_reading(steps, "a test").node.shards()) == 1
+    assert len((samples | unknown).select("prompt_ids").node.shards()) == 2
+    kept = (unknown | samples).for_reading(Wanted(frozenset(["prompt_ids"])), "a test")
+    assert len(kept.node.shards()) == 1, "what is certain on the right need not be looked for"
+    every = (samples | further).for_reading(Wanted(frozenset(), lambda name: True), "a test")
+    assert len(every.node.shards()) == 2
+
+
+def test_rows_balanced_by_tokens_are_the_same_whatever_is_read():
+    samples = shard_table(columns([9, 1, 1, 1], "prompt"), [[0, 1, 2, 3]], known=True)
+    numbers = shard_table(Batch.from_columns({"x": [0, 1, 2, 3]}), [[0, 1, 2, 3]], known=True)
+    half = (samples | numbers).split(2, "tokens")[0]
+    assert half.for_reading(Wanted(frozenset(["x"])), "a test").read(WHOLE)[0]["x"].tolist() == [0]
+
+
+def test_a_column_that_no_call_makes_is_refused_at_once():
+    batch = late(["prompt_ids", "scores"])
+    with pytest.raises(DataError, match=r"^`actor.update` reads the column `score`, which"):
+        batch.for_reading(Wanted(frozenset(["score"])), "`actor.update`")
+    with pytest.raises(DataError, match=r"the batch has prompt_ids, scores. Did you mean `scores`"):
+        batch.for_reading(Wanted(frozenset(["score"])), "`actor.update`")
+    with pytest.raises(DataError, match="`scores`, which was not selected; the batch has "):
+        batch.select("prompt_ids").for_reading(Wanted(frozenset(["scores"])), "`actor.update`")
+    with pytest.raises(DataError, match="one of these has no scores: it has prompt_ids"):
+        BatchRef.concat([batch, late(["prompt_ids"])])
+
+
+def test_rows_that_are_known_beforehand_are_not_waited_for():
+    batch = late(["x"], rows=6)
+    assert batch.node.known_rows == 6
+    assert batch.repeat(2).take([0, 11]).node.known_rows == 2
+    assert [part.node.known_rows for part in batch.split(4)] == [1, 2, 1, 2]
+    assert BatchRef.concat([batch, batch]).node.known_rows == 12
+    assert (batch | late(["y"])).node.known_rows == 6
+    assert late(["x"]).repeat(2).node.known_rows is None
+    with pytest.raises(DataError, match="Tables of 6 and of 5 rows cannot be joined"):
+        batch | late(["y"], rows=5)
+
+
+def test_what_is_no_row_number_is_refused():
+    ref = shard_table(columns([1, 2, 3, 4], "prompt"), [[0, 1, 2, 3]], known=True)
+    mask = torch.tensor([False, True, True, False])
+    assert [row["prompt_number"] for row in read(ref.take(mask))] == [1, 2]
+    for wrong in ([4], [-1], [1.9], [True, False]):
+        with pytest.raises(DataError, match=r"[Rr]ow"):
+            ref.take(wrong)
+
+
+def test_a_shard_may_lack_a_column_that_another_has():
+    class Ragged2(Stored):
+        def __init__(self, *parts):
+            super().__init__(parts[0], [[]])
+            self.parts, start = list(parts), 0
+            self.rows_of = []
+            for part in parts:
+                self.rows_of.append(np.arange(start, start + len(part)))
+                start += len(part)
+
+    with_steps = Batch.from_columns({"scores": [1.0], "reward/steps": [3.0]})
+    without = Batch.from_columns({"scores": [2.0, 0.0]})
+    nothing = Batch.from_columns({"scores": []})
+    for parts, steps in (
+        ((with_steps, without), [3.0, None, None]),
+        ((without, with_steps), [None, None, 3.0]),
+        ((nothing, with_steps), [3.0]),
+    ):
+        ref = BatchRef(Table((Ragged2(*parts),)))
+        found = [row["reward/steps"] for row in read(ref)]
+        assert [None if value != value else value for value in found] == steps
+        for rank in range(2):  # a rank that reads only rows that lack it has the column, too
+            assert "reward/steps" in ref.read(Part(rank, 2))[0].columns
+
+
+def test_columns_of_users_are_no_tokens_by_their_names():
+    batch = Batch.from_columns(
+        {"doc_ids": [1, 2], "user_ids": ["a", "b"], "tag_ids": [["x"], []], "loss_mask": [0, 1]}
+    )
+    executor = InlineExecutor("cpu")
+    ref = executor.put(batch)
+    assert ref.node.tokens() == {}
+    assert ref.collect().to_pylist() == batch.to_pylist()
+    assert [len(part.collect()) for part in ref.split(2, "tokens")] == [1, 1]
+
+
+def test_collecting_nothing_is_a_sentence():
+    ref = InlineExecutor("cpu").put(columns([1], "prompt"))
+    with pytest.raises(DataError, match="no columns"):
+        ref.collect([])
+    with pytest.raises(DataError, match="nothing to concatenate"):
+        BatchRef.concat([])
+
+
+def test_rows_that_are_kept_for_many_steps_do_not_pile_up():
+    """A replay buffer: the best rows of all steps so far."""
+    rows = [{"x": -1}, {"x": -2}]
+    kept = shard_table(Batch.from_columns({"x": [-1, -2]}), [[0, 1]], known=True)
+    for step in range(500):
+        new = shard_table(Batch.from_columns({"x": [step, step + 1000]}), [[1], [0]], known=True)
+        chosen = [3, 0, 2] if step % 3 else [1, 2]
+        rows = [[*rows, {"x": step}, {"x": step + 1000}][row % 4] for row in chosen]
+        kept = BatchRef.concat([kept, new]).take([row % 4 for row in chosen])
+        kept, rows = kept.take([1, 0]), [rows[1], rows[0]]
+    assert read(kept) == rows
+    assert len(kept.node.shards()) <= 2
+    assert len(pickle.dumps(kept.take([0]).node.known_rows)) < 100
+
+
+def test_a_mask_needs_a_boolean_for_each_row_also_where_they_are_not_known():
+    unknown = shard_table(columns([1, 2, 3], "prompt"), [[0, 1, 2]])
+    assert [row["prompt_number"] for row in read(unknown.take([True, False, True]))] == [0, 2]
+    with pytest.raises(DataError, match="mask of 2 booleans cannot choose among 3 rows"):
+        read(unknown.take([True, False]))
+    with pytest.raises(DataError, match="no row 7 of a batch of 3 rows"):
+        read(unknown.take([7]))
+
+
+def test_numbers_that_make_no_sense_are_refused():
+    ref = InlineExecutor("cpu").put(columns([1, 2], "prompt"))
+    for wrong in (
+        lambda: ref.repeat(-1),
+        lambda: ref.repeat(1.5),
+        lambda: ref.split(0),
+        lambda: ref.split(2, "token"),
+        lambda: ref.apply(lambda rows: rows, ["prompt_ids"], together=-1),
+        lambda: ref.apply(lambda rows: rows, ["prompt_ids"], on="actor"),
+        lambda: ref.select(["prompt_ids"]),
+    ):
+        with pytest.raises(DataError, match=r"`(repeat|split|apply|select)"):
+            wrong()
+    assert ref.collect("prompt_number")["prompt_number"].tolist() == [0, 1]
+
+
+def test_a_row_that_no_rank_made_is_a_sentence():
+    hole = shard_table(columns([1, 2, 3], "prompt"), [[0], [2]], total=3)
+    with pytest.raises(DataError, match="Row 1 of 3 was made by no rank"):
+        read(hole)
+
+
+def test_a_column_may_have_any_name():
+    batch = Batch.from_columns({"acc[k=1]": [1.0], "*": [2.0]})
+    ref = shard_table(batch, [[0]])
+    for name in batch.columns:
+        assert read(ref.select(name).for_reading(None, "a test"))[0].keys() == {name}
+
+
+def test_columns_of_one_name_have_one_type_on_all_ranks():
+    result = Stored(Batch.from_columns({"x": [1, 2]}), [[0], [1]])
+    result.parts[1] = Batch.from_columns({"x": [["text"]]})
+    with pytest.raises(DataError, match="columns of one name and different types"):
+        read(BatchRef(Table((result,))))

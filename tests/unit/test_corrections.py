@@ -132,3 +132,13 @@ def test_wrong_settings_are_refused():
         importance_weights(x, x, x, mode="truncated")
     with pytest.raises(ConfigError, match="low"):
         importance_weights(x, x, x, mode="mask", low=3.0, high=2.0)
+
+
+def test_no_tokens_give_no_weights_and_no_gap():
+    none, segments = torch.zeros(0), Segments.from_cu_seqlens(torch.zeros(1, dtype=torch.int64))
+    for level in ("token", "sequence"):
+        for mode in ("truncate", "mask"):
+            found = importance_weights(none, none, none, level, mode, segments=segments)
+            assert found.shape == (0,) and found.dtype == torch.float32
+    found = {name: float(x) for name, x in mismatch(none, none, none, segments=segments).items()}
+    assert found == {"kl": 0.0, "k3": 0.0, "ppl_ratio": 1.0, "max_abs": 0.0, "ess": 1.0}

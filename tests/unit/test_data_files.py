@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hybridrl.data.files import read_rows
-from hybridrl.errors import ConfigError, DataError, MissingPackageError
+from hybridrl.errors import DataError, MissingPackageError
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4", "level": 3}]
 REQUIRED = {"data.prompt_column": "prompt", "data.answer_column": "answer"}
@@ -103,10 +103,8 @@ def test_files_without_rows_or_sense(tmp_path):
     (tmp_path / "broken.jsonl.gz").write_text("no gzip")
     with pytest.raises(DataError, match=r"broken.jsonl.gz.*cannot be read"):
         read_rows(str(tmp_path / "broken.jsonl.gz"))
-    with pytest.raises(DataError, match="both JSON lines and Parquet"):
+    with pytest.raises(DataError, match="files of different formats"):
         read_rows(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"`data.format` is `csv`"):
-        read_rows(str(tmp_path), format="csv")
 
 
 def fake_datasets(monkeypatch, load_dataset):
@@ -150,3 +148,30 @@ def test_hub_failures_are_sentences(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingPackageError, match=r"hybridrl\[datasets\]"):
         read_rows("owner/name")
+
+
+def test_folders_that_save_to_disk_wrote(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.save_to_disk(tmp_path / "one", num_shards=2)
+    parts = {"train": rows, "test": rows.select([0])}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "parts")
+    expected = rows.to_list()
+    assert read_rows(str(tmp_path / "one"), required=REQUIRED).to_pylist() == expected
+    assert read_rows(str(tmp_path / "parts")).to_pylist() == expected
+    assert read_rows(str(tmp_path / "parts"), "test").to_pylist() == expected[:1]
+    (file, _) = sorted((tmp_path / "one").glob("*.arrow"))
+    assert read_rows(str(file)).to_pylist() == expected[:1]
+    with pytest.raises(DataError, match=r"`data.split` is `dev`.*train"):
+        read_rows(str(tmp_path / "parts"), "dev")
+
+
+def test_arrow_files_of_both_kinds(tmp_path):
+    table = pa.Table.from_pylist(ROWS)
+    for name, make in (("s.arrow", pa.ipc.new_stream), ("f.arrow", pa.ipc.new_file)):
+        with make(str(tmp_path / name), table.schema) as writer:
+            writer.write_table(table)
+        assert read_rows(str(tmp_path / name), required=REQUIRED).to_pylist() == table.to_pylist()
+    (tmp_path / "bad.arrow").write_text("no arrow")
+    with pytest.raises(DataError, match=r"bad.arrow.*no readable Arrow file"):
+        read_rows(str(tmp_path / "bad.arrow"))

@@ -58,6 +58,16 @@ def test_weights_are_the_newest_also_after_sleep(keeps):
         hybrid.update(PROMPTS, None)
 
 
+def test_loaded_weights_are_a_new_version_that_generates():
+    hybrid = engine(Rollout(keeps=True))
+    hybrid.train.load = lambda folder: setattr(hybrid.train, "version", 41)
+    hybrid.generate(PROMPTS, Sampling(2), seed=0)
+    hybrid.load("folder")
+    samples = hybrid.generate(PROMPTS, Sampling(2), seed=0)
+    assert samples["response_ids"].values.tolist() == [41, 7] * 2
+    assert samples["policy_version"].tolist() == [1, 1]
+
+
 def test_all_tokens_were_sampled_unless_the_engine_says_otherwise():
     samples = engine(Rollout(True)).generate(PROMPTS, Sampling(2), seed=0)
     assert samples["response_mask"].values.tolist() == [1] * 4

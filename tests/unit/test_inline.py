@@ -1,5 +1,6 @@
 """A worker group on the inline executor: calls, handles, records and errors, all in one process."""
 
+import copy
 import functools
 import pickle
 
@@ -65,6 +66,14 @@ class Scaler(Worker):
         before, self.factor = self.factor, factor
         return before
 
+    @transfer(DP, reads=("x",), makes=("y",))
+    def double(self, batch: Batch) -> Batch:
+        return Batch.from_columns({"y": batch["x"] * 2})
+
+    @transfer(DP)
+    def return_nothing(self, batch: Batch) -> Batch:
+        return None
+
     @transfer(DP)
     def fail(self, batch: Batch) -> Batch:
         raise BrokenError("as it was raised")
@@ -121,6 +130,98 @@ def test_columns_come_together_by_row(group, executor, batch):
     assert ref.collect(["sum", "text"]).to_pylist() == [
         {"text": text, "sum": 4 * x} for x, text in enumerate("abcd")
     ]
+
+
+def test_the_rows_of_two_batches_go_together(executor, group, batch):
+    left = executor.put(batch)
+    right = executor.put(Batch.from_columns({"y": torch.arange(3)}))
+    with pytest.raises(DataError, match=r"`scaler.add` was given batches of 3 and 4 rows"):
+        group.add(left, right)
+    unknown = right.apply(lambda rows: rows, ["y"])
+    unknown.node.results[0].rows = None
+    with pytest.raises(DataError, match=r"`scaler.add` was given batches of 4 and 3 rows"):
+        group.add(left, unknown)
+
+
+def test_a_method_gets_the_columns_that_it_reads(executor, group, batch):
+    ref = executor.put(batch)
+    doubled = group.double(ref.select("x", "text"))
+    assert doubled.columns.certain == {"y"} and len(doubled) == 4
+    with pytest.raises(DataError, match=r"`scaler.double` reads the column `x`, which no call"):
+        group.double(doubled)
+    with pytest.raises(DataError, match=r"`x`, which was not selected; the batch has text"):
+        group.double(ref.select("text"))
+
+
+def test_a_result_has_the_columns_that_it_was_said_to_have(executor, group, batch):
+    class Liar(Worker):
+        @transfer(DP, makes=("y",))
+        def more(self, batch: Batch) -> Batch:
+            return Batch.from_columns({"y": batch["x"], "x": batch["x"] + 1})
+
+        @transfer(DP, makes=("y",))
+        def other(self, batch: Batch) -> Batch:
+            return Batch.from_columns({"z": batch["x"]})
+
+    liar, ref = WorkerGroup(executor, "liar", Liar, [0]), executor.put(batch)
+    with pytest.raises(DataError, match=r"`liar.more` returned x, which is not among the columns"):
+        liar.more(ref)
+    with pytest.raises(DataError, match=r"`liar.other` says that it makes y, but returned z"):
+        liar.other(ref)
+    with pytest.raises(DataError, match=r"applied function <lambda> says that it makes y, but re"):
+        ref.apply(lambda rows: rows, ["x"], makes=["y"])
+    with pytest.raises(ConfigError, match=r"write \('y',\), a list of names"):
+        transfer(DP, makes="y")(Liar.more)
+
+
+def test_devices_are_numbers_of_the_cluster_each_once(executor):
+    for wrong in ([0, 0], [-1], [9], []):
+        with pytest.raises(ConfigError, match="name one or more of 0 to 0, each once"):
+            WorkerGroup(executor, "wrong", Scaler, wrong)
+
+
+def test_a_worker_that_cannot_be_closed_keeps_no_other_from_it():
+    class Stays(Scaler):
+        def close(self):
+            raise BrokenError("it stays")
+
+    before = Scaler.closed
+    executor = InlineExecutor("cpu")
+    WorkerGroup(executor, "first", Scaler, [0])
+    WorkerGroup(executor, "second", Stays, [0])
+    with pytest.raises(BrokenError):
+        executor.close()
+    assert Scaler.closed == before + 1
+
+
+def test_two_groups_of_one_name_need_different_devices(executor, group):
+    with pytest.raises(ConfigError, match="a group called `scaler` on device 0 already"):
+        WorkerGroup(executor, "scaler", Scaler, [0], factor=5)
+
+
+def test_what_is_no_batch_is_told_where_it_is_returned_or_joined(executor, group, batch):
+    ref = executor.put(batch)
+    with pytest.raises(DataError, match=r"`scaler.return_nothing` is annotated `-> Batch` but ret"):
+        group.return_nothing(ref)
+    with pytest.raises(DataError, match=r"function <lambda> returned a dict; it must return a Bat"):
+        ref.apply(lambda rows: {"x": 1}, ["x"])
+    with pytest.raises(DataError, match=r"can be joined with another only, this is a Handle"):
+        ref | group.update(ref)
+    with pytest.raises(DataError, match=r"`apply` of <lambda> reads the column `z`, which no call"):
+        ref.apply(lambda rows: rows, ["z"])
+
+
+def test_a_group_is_copied_as_other_objects_are(group):
+    assert copy.copy(group).role == "scaler"
+    assert not hasattr(group, "_nothing")
+
+
+def test_records_that_nobody_takes_are_no_leak(executor, group, batch, monkeypatch):
+    assert executor._records.maxlen
+    executor._records = type(executor._records)(maxlen=10)
+    for _ in range(30):
+        group.update(batch)
+    assert len(executor.take_records()) == 10
 
 
 def test_a_batch_without_rows(group, executor, batch):

@@ -1,14 +1,19 @@
 """KL estimators and the controllers of their coefficient."""
 
+import json
 import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from settings import configured
 
 from hybridrl.algorithms import AdaptiveKL, FixedKL, kl
+from hybridrl.algorithms.kl import IN_REWARD
 from hybridrl.errors import ConfigError
+from hybridrl.trainers import load_trainer
+from hybridrl.trainers.adaptive_kl import KLCoefficient
 
 FORMULAS = {
     "k1": lambda x: x,
@@ -62,6 +67,82 @@ def test_dtype_and_names():
     assert kl(x.double(), x, "k3+").dtype == torch.float64
     with pytest.raises(ConfigError, match="Did you mean"):
         kl(x, x, "k4")
+
+
+def sampled_gradient(estimator, spread):
+    """Of a softmax policy near its reference: the exact gradient of the KL, and the exact expected
+    gradient of REINFORCE with this estimator as a cost."""
+    generator = torch.Generator().manual_seed(0)
+    reference = torch.randn(50, generator=generator, dtype=torch.float64)
+    moved = reference + spread * torch.randn(50, generator=generator, dtype=torch.float64)
+    logits = moved.clone().requires_grad_()
+    log_probs, ref = logits.log_softmax(-1), reference.log_softmax(-1)
+    (exact,) = torch.autograd.grad((log_probs.exp() * (log_probs - ref)).sum(), logits)
+    logits = moved.clone().requires_grad_()
+    log_probs = logits.log_softmax(-1)
+    cost = kl(log_probs.detach(), ref, estimator)
+    (found,) = torch.autograd.grad((log_probs.exp().detach() * cost * log_probs).sum(), logits)
+    return exact, found
+
+
+@pytest.mark.parametrize("spread", [0.03, 0.1, 0.3])
+def test_in_the_reward_only_k1_has_the_gradient_of_the_divergence(spread):
+    exact, found = sampled_gradient(IN_REWARD, spread)
+    torch.testing.assert_close(found, exact)
+    for estimator in ("k2", "k3"):
+        exact, found = sampled_gradient(estimator, spread)
+        assert float(found.norm() / exact.norm()) < 0.25
+
+
+class Update:
+    """A call whose metrics may be asked for, or not yet."""
+
+    def __init__(self, kl=None):
+        self.kl = kl
+
+    def get(self):
+        assert self.kl is not None, "nobody may wait for this"
+        return {"kl": self.kl}
+
+
+def test_a_fixed_coefficient_waits_for_no_update():
+    kl_of_run = KLCoefficient(configured(["algorithm.kl_coefficient=0.1"]))
+    update = Update()
+    assert kl_of_run.watch(update) is update
+    assert kl_of_run.update() == 0.1 and kl_of_run.state() == {}
+
+
+ADAPTIVE = [
+    *("algorithm=ppo", "algorithm.kl_in_reward=true", "algorithm.kl_coefficient=0.1"),
+    *("algorithm.kl_target=0.1", "algorithm.kl_horizon=10240"),
+]
+
+
+def test_an_adaptive_coefficient_goes_on_in_a_later_job():
+    begun, whole, later = (KLCoefficient(configured(ADAPTIVE)) for _ in range(3))
+    for each in (begun, whole):
+        each.watch(Update(kl=0.11))
+        each.watch(Update(kl=0.13))
+    later.load_state(json.loads(json.dumps(begun.state())))
+    assert later.update() == whole.update() == pytest.approx(0.1 * (1 + 0.2 * 0.1))
+
+
+def test_another_estimator_in_the_reward_is_a_notice():
+    kl_in_reward = ["algorithm.kl_in_reward=true", "algorithm.kl_coefficient=0.1"]
+    for estimator in ("k2", "k3", "abs", "k3+"):
+        trainer = make_trainer([*kl_in_reward, f"algorithm.kl_estimator={estimator}"])
+        assert f"algorithm.kl_estimator={estimator} " in trainer.notices[0]
+    for silent in (
+        kl_in_reward,
+        [*kl_in_reward, "algorithm.kl_estimator=k1"],
+        ["algorithm.kl_estimator=k3"],
+    ):
+        assert make_trainer(silent).notices == []
+
+
+def make_trainer(overrides):
+    config = configured(overrides)
+    return load_trainer(config.trainer.name)(config, {}, None, None)
 
 
 def test_controllers():

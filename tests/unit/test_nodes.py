@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from hybridrl.checks.shared_paths import paths_of_workers
 from hybridrl.config.load import load_config
-from hybridrl.config.shared_paths import paths_of_workers
-from hybridrl.controller.failures import Death, Identity, explain
-from hybridrl.controller.host import Failure
+from hybridrl.controller.call import Call, Failure
+from hybridrl.controller.failures import Death, Hosts, Identity, explain
 from hybridrl.errors import ConfigError
 from hybridrl.ray_backend import node_probe
 from hybridrl.ray_backend.nodes import Node, NodeReport, by_address, check_reports, check_room
@@ -93,18 +93,33 @@ def test_workers_need_folders_and_files_but_no_names_of_the_hub(tmp_path):
 
 IDENTITIES = [Identity("10.0.0.1", 11, "x"), Identity("10.0.0.2", 12, "y")]
 IDENTITIES.append(Identity("10.0.0.2", 13, "y"))
-ROLES = {0: [("actor", 0)], 1: [("actor", 1), ("reward", 0)], 2: [("actor", 2)]}
+ROLES = {0: {"actor": 0}, 1: {"actor": 1, "reward": 0}, 2: {"actor": 2}}
+HOSTS = Hosts(IDENTITIES, ROLES, None)
+UPDATE = Call(7, "actor", "update_actor", [0, 1, 2], [None] * 3)
 
 
 def test_a_lost_node_comes_before_what_it_made_others_say():
     peer = Failure("actor", 0, "update_actor", "connection reset", "Traceback", 1.0)
-    dead = Death(2, "actor.update_actor", "killed")
-    lost = Death(1, "actor.update_actor", "", with_node=True)
-    text = str(explain([peer, dead, lost], IDENTITIES, ROLES, None))
+    dead = Death(UPDATE, 2, "killed")
+    lost = Death(UPDATE, 1, "", with_node=True)
+    text = str(explain([peer, dead, lost], HOSTS))
     assert text.startswith("Node 10.0.0.2 (actor ranks 1 2, reward rank 0) was lost during actor.u")
     assert "num_devices=1" in text and "\n" not in text
 
 
 def test_a_single_death_is_still_that_of_a_process():
-    text = str(explain([Death(1, "actor.update_actor", "killed")], IDENTITIES, ROLES, None))
-    assert text.startswith("Rank 1 (process 12 on 10.0.0.2) died during actor.update_actor.")
+    text = str(explain([Death(UPDATE, 1, "killed")], HOSTS))
+    assert text.startswith("actor rank 1 (process 12 on 10.0.0.2) died during actor.update_actor.")
+
+
+def test_a_host_that_died_is_named_by_its_role_and_rank_there(tmp_path):
+    """A generator's rank 0 on device 2; and of several calls that were queued the one in hand."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "generator-0.log").write_text("out of memory\n")
+    first = Call(3, "generator", "generate_sequences", [2], [None])
+    queued = Call(4, "reference", "compute_ref_log_prob", [0, 2], [None] * 2)
+    roles = {2: {"generator": 0, "reference": 1}}
+    found = [Death(queued, 1, "killed"), Death(first, 0, "killed")]
+    text = str(explain(found, Hosts(IDENTITIES, roles, tmp_path)))
+    assert text.startswith("generator rank 0 (process 13 on 10.0.0.2) died during generator.gen")
+    assert "generator-0.log:\n  out of memory" in text

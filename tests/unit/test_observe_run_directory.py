@@ -80,12 +80,23 @@ def test_a_root_that_cannot_be_written_names_the_setting_and_the_cure(tmp_path):
 
 
 def test_at_keeps_what_is_there(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "notes.txt").write_text("mine")
     for _ in range(2):
         run = RunDirectory.at(tmp_path)
-    assert run.metrics_file.read_text() == '{"step": 1}\n'
+        run.write_config("a: 1")  # of a run that came to nothing
+        run.metrics_file.touch()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
     assert RunDirectory.at(tmp_path / "new" / "er").samples.is_dir()
     assert not (tmp_path / "latest").exists()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "model/config.json"])
+def test_a_folder_that_holds_a_run_is_refused(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"run.directory=.* holds an earlier run .*model.path="):
+        RunDirectory.at(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name.partition("/")[0]]
 
 
 def test_config_and_summary_are_replaced_whole(tmp_path):

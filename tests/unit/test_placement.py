@@ -8,8 +8,8 @@ import pytest
 from settings import configured
 
 import hybridrl
+from hybridrl.checks.placement import check_placement
 from hybridrl.config.load import load_config, to_yaml
-from hybridrl.config.placement_checks import check_placement
 from hybridrl.core.cluster import Cluster
 from hybridrl.errors import ConfigError
 from hybridrl.placement import Placement
@@ -44,7 +44,7 @@ def test_interleaving_takes_any_shares():
 
 
 def test_interleaving_gives_a_cut_model_as_many_devices_as_it_needs():
-    cut = ["placement.roles.reference.parallel.tp=2", "placement=interleaving"]
+    cut = ["models.reference.parallel.tp=2", "placement=interleaving"]
     assert placed(2, *cut)["reference"] == [0, 1]
 
 
@@ -118,7 +118,7 @@ def test_a_user_brings_a_strategy(tmp_path):
         ),
         (["placement.roles.reference.share=2"], r"must be in \(0, 1\]"),
         (["placement.roles.reference.device=2"], "Did you mean `devices`"),
-        (["placement.roles.critic.parallel.tp=3"], "placement.roles.critic.parallel: tp=3 takes 3"),
+        (["models.critic.parallel.tp=3"], "models.critic.parallel: tp=3 takes 3"),
         (
             ["placement=separation", "placement.generation_devices=1", "rollout.parallel.tp=2"],
             "rollout.parallel: tp=2 takes 2 devices",

@@ -3,7 +3,7 @@
 import pytest
 from settings import configured
 
-from hybridrl.config.placement_checks import check_placement
+from hybridrl.checks.placement import check_placement
 from hybridrl.core.cluster import Cluster
 from hybridrl.errors import ConfigError
 

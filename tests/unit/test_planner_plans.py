@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from settings import configured
 
+from hybridrl.checks.placement import check_placement
 from hybridrl.cli import main
-from hybridrl.config.placement_checks import check_placement
 from hybridrl.errors import ConfigError
 from hybridrl.planner.cures import changed, cures, refuse
 from hybridrl.planner.dataflow import Call

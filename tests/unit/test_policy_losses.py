@@ -284,3 +284,13 @@ def test_wrong_options_are_refused():
         ppo_clip(x, x, x, dual_clip=1.0)
     with pytest.raises(ConfigError, match="tau_negative"):
         sapo(x, x, x, tau_negative=0.0)
+
+
+@pytest.mark.parametrize("name", [*ELEMENTWISE, *BY_SAMPLE])
+def test_no_tokens_have_no_loss(name):
+    none = torch.zeros(0, requires_grad=True)
+    segments = Segments.from_cu_seqlens(torch.zeros(1, dtype=torch.int64))
+    result = apply(name, (none, none.detach(), none.detach()), none.detach().bool(), segments)
+    assert all(x.shape == (0,) and x.dtype == torch.float32 for x in result.metrics.values())
+    (gradient,) = torch.autograd.grad(result.loss.sum(), none)
+    assert gradient.shape == (0,)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hybridrl.algorithms import (
     BradleyTerry,
     DirectPreference,
-    LagrangeMultiplier,
     Segments,
     token_weights,
 )
@@ -165,27 +164,3 @@ def test_the_gradient_is_that_of_the_mean_over_pairs(objective, output):
 def test_an_unknown_preference_loss_is_a_sentence():
     with pytest.raises(ConfigError, match=r"`preference\.loss` is `sigmod`.*`sigmoid`\?"):
         DirectPreference(loss="sigmod")
-
-
-def test_the_multiplier_rises_above_the_limit_and_falls_below():
-    multiplier = LagrangeMultiplier(0.5, limit=0.2, rate=0.1)
-    multiplier.update(0.6)
-    assert multiplier.value == pytest.approx(0.5 * math.exp(0.1 * 0.5 * 0.4))
-    before = multiplier.value
-    multiplier.update(0.2)
-    assert multiplier.value == before
-    multiplier.update(0.0)
-    assert 0 < multiplier.value < before
-
-
-@pytest.mark.parametrize(("cost", "factor"), [(1e9, math.e), (-1e9, 1 / math.e), (math.nan, 1.0)])
-def test_one_strange_batch_cannot_decide(cost, factor):
-    multiplier = LagrangeMultiplier(2.0, limit=0.0, rate=1.0)
-    multiplier.update(cost)
-    assert multiplier.value == pytest.approx(2.0 * factor)
-
-
-@pytest.mark.parametrize("initial", [0.0, -1.0])
-def test_the_first_multiplier_is_positive(initial):
-    with pytest.raises(ConfigError, match="first `multiplier`"):
-        LagrangeMultiplier(initial, 0.0, 0.1)

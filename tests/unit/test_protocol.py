@@ -164,9 +164,30 @@ def test_transfer_wants_to_know_what_a_method_returns():
     @transfer(DP)
     def quoted(self, batch) -> "Batch": ...
 
+    @transfer(DP)
+    def dotted(self, batch) -> "hybridrl.core.batch.Batch": ...  # noqa: F821
+
+    alias_of_batch = Batch
+
+    @transfer(DP)
+    def alias(self, batch) -> alias_of_batch: ...
+
     @transfer(UPDATE)
     def other(self, batch) -> None: ...
 
-    assert annotated.__transfer__.returns_batch and quoted.__transfer__.returns_batch
+    @transfer(UPDATE)
+    def unknown(self, batch) -> "NotImported": ...  # noqa: F821
+
+    for annotation in (Batch | None, "Batch | None", "hybridrl.core.batch.Batch | None"):
+        with pytest.raises(ConfigError, match="A method returns a batch always or never"):
+
+            def sometimes(self, batch): ...
+
+            sometimes.__annotations__["return"] = annotation
+            transfer(DP)(sometimes)
+
+    for method in (annotated, quoted, dotted, alias):
+        assert method.__transfer__.returns_batch
+    assert not unknown.__transfer__.returns_batch
     assert not other.__transfer__.returns_batch
     assert other.__transfer__.protocol is UPDATE

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config.checks import check
+from hybridrl.checks.settings import check
 from hybridrl.config.load import load_config
 from hybridrl.config.recipe import expand
 

@@ -1,6 +1,7 @@
 """Losses, advantages and driver programs in files of the user's."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -8,13 +9,13 @@ from settings import configured
 
 from hybridrl.algorithms import PolicyObjective, Segments, ppo_clip
 from hybridrl.algorithms.registry import advantage_estimator, policy_loss
-from hybridrl.config.checks import check
+from hybridrl.checks.settings import check
+from hybridrl.checks.shared_paths import paths_of_workers
 from hybridrl.config.schema import AlgorithmConfig
-from hybridrl.config.shared_paths import paths_of_workers
 from hybridrl.core.batch import Batch, Ragged
 from hybridrl.errors import ConfigError
-from hybridrl.roles import objective
 from hybridrl.trainers import grpo, load_trainer
+from hybridrl.trainers.objectives import policy_objective
 from hybridrl.trainers.shaping import group_advantages
 from hybridrl.trainers.step_metrics import step_metrics
 
@@ -82,7 +83,7 @@ def test_a_loss_is_given_what_it_names_and_its_options_by_settings(mine):
     settings = [f"algorithm.policy_loss={mine}:plain", "algorithm.clip_high=0.25"]
     config = configured([*HERE, *settings, "algorithm.loss_options={slope: 2}"])
     check(config)
-    found = objective(config)
+    found = policy_objective(config)
     assert found.options == {"clip_high": 0.25, "slope": 2.0}
     outputs, columns, segments = tokens()
     expected = -columns["advantages"] * outputs["log_probs"] * 0.5
@@ -97,13 +98,52 @@ def test_built_in_losses_get_the_settings_that_they_know():
         "reinforce": {},
     }.items():
         algorithm = [f"algorithm.policy_loss={loss}", "algorithm.clip_high=0.3"]
-        assert objective(configured([*HERE, *algorithm])).options == expected
+        assert policy_objective(configured([*HERE, *algorithm])).options == expected
     outputs, columns, segments = tokens()
     found = PolicyObjective("ppo_clip", {"clip_low": 0.1})(outputs, columns, segments)
     log_probs = outputs["log_probs"]
     torch.testing.assert_close(
         found.loss, ppo_clip(log_probs, log_probs, columns["advantages"], clip_low=0.1).loss
     )
+
+
+def test_ratios_are_to_the_policy_that_sampled_where_it_is_an_older_one():
+    outputs, columns, segments = tokens()
+    log_probs, rollout = outputs["log_probs"], outputs["log_probs"] - 0.3
+    columns |= {"log_probs": log_probs - 0.1, "rollout_log_probs": rollout}
+    stale = PolicyObjective(off_policy=True)(outputs, columns, segments)
+    expected = ppo_clip(log_probs, rollout, columns["advantages"])
+    torch.testing.assert_close(stale.loss, expected.loss)
+    for name, found in expected.metrics.items():
+        torch.testing.assert_close(stale.metrics[name], found)
+    # What is measured and what a correction weighs is the way from the sampler to the trainer.
+    fresh = PolicyObjective()(outputs, columns, segments)
+    torch.testing.assert_close(stale.metrics["mismatch_kl"], fresh.metrics["mismatch_kl"])
+    corrected, usual = (
+        PolicyObjective(off_policy=older, correction="truncate")(outputs, columns, segments).loss
+        for older in (True, False)
+    )
+    torch.testing.assert_close(corrected, usual)
+    torch.testing.assert_close(corrected, fresh.loss * math.exp(0.2))
+
+
+def test_stale_samples_without_any_score_of_the_trainer_are_learned_from():
+    outputs, columns, segments = tokens()
+    columns["rollout_log_probs"] = outputs["log_probs"] - 0.3
+    found = PolicyObjective(off_policy=True)(outputs, columns, segments)
+    torch.testing.assert_close(found.metrics["ratio"], torch.full((4,), math.exp(0.3)))
+
+
+def test_the_kl_in_the_loss_is_k3_with_the_gradient_of_k2():
+    outputs, columns, segments = tokens()
+    columns["ref_log_probs"] = outputs["log_probs"] + 3.0
+    log_probs = outputs["log_probs"].clone().requires_grad_()
+    found = PolicyObjective("reinforce", kl_coefficient=0.5)(
+        {**outputs, "log_probs": log_probs}, {**columns, "advantages": torch.zeros(4)}, segments
+    )
+    found.loss.sum().backward()
+    torch.testing.assert_close(found.metrics["kl"], torch.full((4,), 10.0))  # where it is clamped
+    torch.testing.assert_close(log_probs.grad, torch.full((4,), 0.5 * -3.0))
 
 
 def test_a_loss_of_another_shape_is_refused(mine):

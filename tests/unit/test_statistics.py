@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms import Segments, masked_mean, masked_var, whiten
+from hybridrl.algorithms import Segments, divide_by_std, masked_mean, masked_var, whiten
 from hybridrl.errors import ConfigError
 
 POISON = (math.nan, math.inf, -math.inf, 1e30)
@@ -112,3 +112,21 @@ def test_segments_refuse_shapes_that_do_not_fit():
         Segments.from_cu_seqlens(torch.tensor([0, 2]), torch.ones(3))
     with pytest.raises(ConfigError, match="one layout"):
         Segments.from_cu_seqlens(torch.tensor([0, 2])).within(torch.ones(1, 2))
+
+
+@given(masked_tokens())
+def test_dividing_by_the_standard_deviation_keeps_the_mean(case):
+    x, mask = case
+    kept = x[mask]
+    found = divide_by_std(x, mask)
+    assert (found[~mask] == 0).all()
+    if len(kept) > 1:
+        torch.testing.assert_close(found[mask], kept / max(kept.std(), kept.mean().abs() / 10))
+        torch.testing.assert_close(divide_by_std(x * 1e4, mask)[mask], found[mask])
+
+
+def test_what_is_all_alike_is_not_divided_by_its_rounding():
+    for value in (5.3, -99.99, 0.0):
+        found = divide_by_std(torch.full((1, 125), value), torch.ones(1, 125))
+        sign = (value > 0) - (value < 0)
+        torch.testing.assert_close(found, torch.full((1, 125), 10.0 * sign))

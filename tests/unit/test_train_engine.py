@@ -25,18 +25,21 @@ from engine_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from hybridrl.algorithms import negative_log_likelihood
+from hybridrl.algorithms import DirectPreference, negative_log_likelihood
 from hybridrl.algorithms.weights import MODES
 from hybridrl.config.schema import OptimizerConfig
 from hybridrl.controller.worker import Context
 from hybridrl.engine.optimizer import SCHEDULES, make_optimizer, rate_factor
-from hybridrl.errors import ConfigError
+from hybridrl.engine.train import MOST_SKIPPED
+from hybridrl.errors import ConfigError, DataError, TrainingError
 from hybridrl.models.attention import NAME
 from hybridrl.parallel import fsdp
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.process_group import join
+from hybridrl.workers.actor import ActorWorker
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +195,48 @@ def test_a_forward_leaves_the_exact_weights_to_be_read_and_replaced(mesh, tmp_pa
     assert torch.equal(parameters(engine), exact + 1.0)
 
 
+def test_weights_of_another_model_are_refused(mesh, tmp_path, caplog):
+    engine = make_engine(mesh)
+    before = parameters(engine)
+    with pytest.raises(ConfigError, match=rf"{tmp_path} has no weights for this model.*embed_tok"):
+        engine.load(tmp_path)
+    state = {name: value.clone() for name, value in make_model().named_parameters()}
+    save_file({f"other.{name}": value for name, value in state.items()}, tmp_path / "a.safetensors")
+    with pytest.raises(ConfigError, match="none of its safetensors"):
+        engine.load(tmp_path)
+    norm = "model.norm.weight"
+    save_file(state | {norm: torch.ones(3)}, tmp_path / "a.safetensors")
+    with pytest.raises(ConfigError, match=rf"`{norm}` of the shape \[3\].*is \[16\]"):
+        engine.load(tmp_path)
+    assert torch.equal(parameters(engine), before)
+    assert not caplog.records
+
+
+def test_weights_that_are_missing_stay_and_are_named(mesh, tmp_path, caplog):
+    engine = make_engine(mesh)
+    state = {name: value + 1.0 for name, value in make_model().named_parameters()}
+    del state["model.norm.weight"]
+    save_file(state, tmp_path / "a.safetensors")
+    engine.load(tmp_path)
+    assert "no weights for 1 of the model's" in caplog.text and "model.norm.weight" in caplog.text
+    found = dict(engine.full_parameters())
+    for name, value in make_model().named_parameters():
+        assert torch.equal(found[name], state.get(name, value))
+
+
+def test_updates_that_are_skipped_are_counted_and_end_the_job(mesh):
+    engine = make_engine(mesh)
+    bad = make_batch().with_columns({"advantages": torch.full((len(LENGTHS),), math.nan)})
+    assert engine.update(make_batch(), CLIPPED)["skipped_updates"] == 0.0
+    for _ in range(MOST_SKIPPED - 1):
+        assert engine.update(bad, CLIPPED)["skipped_updates"] == 1.0
+    assert engine.update(make_batch(), CLIPPED)["skipped_updates"] == 0.0
+    for _ in range(MOST_SKIPPED - 1):
+        engine.update(bad, CLIPPED)
+    with pytest.raises(TrainingError, match=r"10 updates in a row .*learning_rate"):
+        engine.update(bad, CLIPPED)
+
+
 def test_the_learning_rate_is_reported_and_a_phase_begins_anew(mesh):
     engine = make_engine(mesh)
     settings = OptimizerConfig(learning_rate=0.5, warmup_steps=2, schedule="linear", min_ratio=0.1)
@@ -250,3 +295,54 @@ def test_an_engine_that_leaves_the_device_between_calls_learns_the_same(mesh):
         found.append((losses, parameters(engine)))
     assert found[0][0] == found[1][0] and len(set(found[0][0])) == 3
     assert torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [("advantages", "advantage estimator"), ("loss_weights", "shaping.loss_weights")],
+)
+def test_a_column_that_an_update_lacks_is_named(engine, column, words):
+    engine.config.tokens_per_microbatch = LONGEST
+    batch = make_batch()
+    without = batch.select([name for name in batch.columns if name != column])
+    with pytest.raises(DataError, match=f"reads the column `{column}`.* not have.*{words}"):
+        engine.update(without, CLIPPED, temperature=TEMPERATURE)
+
+
+@pytest.mark.parametrize("column", ["advantages", "rollout_log_probs", "loss_weights"])
+def test_a_column_of_other_lengths_is_named(engine, column):
+    engine.config.tokens_per_microbatch = LONGEST
+    batch = make_batch().with_columns({column: [[0.5]] * len(LENGTHS)})
+    with pytest.raises(DataError, match=f"`{column}`, which does not have a number for each"):
+        engine.update(batch, CLIPPED, temperature=TEMPERATURE)
+
+
+def test_columns_of_the_data_may_have_any_lengths(engine, plain):
+    batch = make_batch().with_columns({"numbers": [[1, 2, 3]] * len(LENGTHS)})
+    engine.config.tokens_per_microbatch = LONGEST
+    assert_same_gradient(update(engine, batch)[0], plain(MODES[0], CLIPPED)[0])
+
+
+def test_a_loss_may_change_its_columns_in_place(engine):
+    """It has copies, on CPUs as on others."""
+    batch = make_batch()
+
+    def loss(outputs, columns, segments):
+        for name in ("advantages", "ref_log_probs"):
+            columns[name].zero_()
+        return negative_log_likelihood(outputs["log_probs"])
+
+    engine.config.tokens_per_microbatch = 10_000
+    engine.update(batch, loss)
+    assert batch["advantages"].any() and batch["ref_log_probs"].values.any()
+
+
+def test_a_loss_of_pairs_and_one_of_samples_are_not_mixed_up():
+    worker = ActorWorker.__new__(ActorWorker)
+    worker.context = Context("actor", 0, 1)
+    worker._objective = CLIPPED
+    with pytest.raises(ConfigError, match=r"actor.update_preference .*policy_loss=ppo_clip"):
+        worker.update_preference(make_batch())
+    worker._objective = DirectPreference()
+    with pytest.raises(ConfigError, match=r"actor.update_actor .*preference.loss=sigmoid"):
+        worker.update_actor(make_batch())

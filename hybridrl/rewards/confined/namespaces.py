@@ -1,8 +1,9 @@
 """A world of its own for the program: its mounts, processes, network, host name and IPC objects.
 
 The program sees a root folder of a few entries, made of memory: the interpreter's libraries, bound
-read-only, two devices, and /tmp, which is its scratch folder and disappears with it. There is no
-/proc, no /sys, no /etc and no home.
+read-only, two devices, and /tmp, which is its scratch folder and disappears with it. (Libraries
+that are installed under /tmp are read-only there, like all others.) There is no /proc, no /sys, no
+/etc and no home.
 """
 
 # Importing pathlib would take as long as all the rest.
@@ -60,10 +61,7 @@ def change_root(libraries: list[str], scratch_bytes: int) -> None:
     # The new root needs a folder to be mounted on that hides none of the libraries.
     root = "/proc"
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
-    for library in libraries:
-        os.makedirs(root + library, exist_ok=True)
-        _mount(library, root + library, None, _MS_BIND | _MS_REC)
-        _make_read_only(root + library, _AT_RECURSIVE)
+    os.umask(0o022)  # whatever the caller's is, the program's user may read what is made here
     os.mkdir(f"{root}/dev")
     for device in _DEVICES:
         os.close(os.open(root + device, os.O_CREAT | os.O_WRONLY))
@@ -71,6 +69,11 @@ def change_root(libraries: list[str], scratch_bytes: int) -> None:
     os.mkdir(root + SCRATCH)
     limits = f"size={scratch_bytes},nr_inodes={_MOST_FILES},mode=1777"
     _mount("tmpfs", root + SCRATCH, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, limits)
+    # After all others: a library under /tmp or /dev is seen there, and its mount hides nothing.
+    for library in libraries:
+        os.makedirs(root + library, exist_ok=True)
+        _mount(library, root + library, None, _MS_BIND | _MS_REC)
+        _make_read_only(root + library, _AT_RECURSIVE)
     _make_read_only(root)
     os.chdir(root)
     syscall("pivot_root", b".", b".")  # the old root is now mounted over the new one

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from hybridrl.controller.batch_ref import BatchRef
-from hybridrl.controller.envelope import seal, seal_all, unseal
-from hybridrl.controller.host import Failure, Reply
-from hybridrl.controller.table import ShardInfo, Table
+from hybridrl.controller.call import Failure, Reply
+from hybridrl.controller.shards import ShardInfo
+from hybridrl.controller.table import Table
 from hybridrl.core.batch import Batch
 from hybridrl.core.record import Record
+from hybridrl.ray_backend.message import seal, unseal
 
 PLAIN = [
     None,
@@ -57,10 +58,10 @@ def reply(value):
 @pytest.mark.parametrize("value", PLAIN, ids=repr)
 def test_plain_replies_become_bytes_and_come_back(value):
     for message in (reply(value), reply([value])):
-        sealed = seal(message)
+        sealed = seal(message, [message.value])
         assert type(sealed) is bytes
         assert unseal(sealed) == message
-    together = seal_all([reply(value), reply(1)])
+    together = seal([reply(value), reply(1)], [value, 1])
     assert type(together) is bytes
     assert unseal(together) == [reply(value), reply(1)]
 
@@ -68,23 +69,23 @@ def test_plain_replies_become_bytes_and_come_back(value):
 @pytest.mark.parametrize("value", OTHER, ids=lambda value: type(value).__name__)
 def test_what_is_not_plain_stays_as_it_is(value):
     for message in (reply(value), reply({"deep": [(value,)]})):
-        assert seal(message) is message
+        assert seal(message, [message.value]) is message
         assert unseal(message) is message
-        (first, second) = seal_all([message, reply(1)])
+        first, second = seal([message, reply(1)], [message.value, 1])
         assert first is message and second == reply(1)
-    assert seal(reply({Kind.ONE: 1})).value == {Kind.ONE: 1}, "keys count too"
+    assert seal(1, [{Kind.ONE: 1}]) == 1, "keys count too"
 
 
 def test_a_reply_carries_what_the_driver_knows_of_a_shard():
-    info = ShardInfo.of(Batch.from_columns({"a_ids": [[1, 2], [3]]}), np.array([4, 2]))
+    info = ShardInfo.of(Batch.from_columns({"prompt_ids": [[1, 2], [3]]}), np.array([4, 2]))
     failure = Failure("actor", 0, "update", "ValueError: no", "Traceback", 1.0)
     record = Record("actor", 0, "update")
     record.metrics["rows"] = 2.0
     record.phases = {"train": 0.5}
-    found = unseal(seal(Reply(record, info=info, failure=failure)))
+    found = unseal(seal(Reply(record, info=info, failure=failure), [None]))
     assert found.record == record and found.failure == failure and found.value is None
-    assert found.info.rows.tolist() == [4, 2] and found.info.columns == ("a_ids",)
-    assert found.info.tokens["a_ids"].tolist() == [2, 1]
+    assert found.info.rows.tolist() == [4, 2] and found.info.schema.names == ["prompt_ids"]
+    assert found.info.tokens["prompt_ids"].tolist() == [2, 1]
 
 
 def test_bytes_only_are_opened():

@@ -2,85 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
+from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import Config, ParallelConfig
 from hybridrl.core.cluster import Cluster
 from hybridrl.core.training_mesh import check_sizes
 from hybridrl.errors import ConfigError
-from hybridrl.placement import GENERATOR, Placement, Role, place, settings_of
+from hybridrl.placement import ACTOR, GENERATOR, Placement, Role, place
+from hybridrl.trainers import load_roles
+from hybridrl.trainers.role_spec import RoleSpec, checked_roles, played_by
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-LEARNERS = ("actor", "critic", "cost_critic", "reward_model")
-"""The roles whose models are trained; others only score."""
+Roles = Mapping[str, RoleSpec] | Sequence[str]
 
 
-def check_placement(
-    config: Config, cluster: Cluster, names: Sequence[str] | None = None
-) -> Placement:
+def check_placement(config: Config, cluster: Cluster, roles: Roles | None = None) -> Placement:
     """Where these roles (None: those of the trainer) live on the cluster, all models cut as their
     places say.
 
     Raises:
         ConfigError: naming the setting and what would fit.
     """
-    roles = roles_of(config, names)
-    _check_generates(config, roles)
-    placement = place(roles, cluster, config.placement)
+    specs = wanted_roles(config, roles)
+    _check_generates(config, specs)
+    placed = _placed(config, specs)
+    placement = place(placed, cluster, config.placement)
     _check_flow(config, placement)
     for name, where in placement.roles.items():
-        role = next((role for role in roles if role.name == name), None)
-        generates = role is not None and role.generation is not None
-        rollout_tp = role.generation.tp if generates and not placement.is_separated else 1
+        role = next((role for role in placed if role.name == name), None)
+        moved = name == ACTOR and placement.is_separated  # its generation
+        generates = role is not None and role.generation is not None and not moved
         setting = _setting(config, name)
-        check_sizes(len(where.devices), where.parallel, rollout_tp, setting)
+        tp = role.generation.tp if generates else 1
+        check_sizes(len(where.devices), where.parallel, tp, setting)
         if name != GENERATOR:
-            _check_cut(config, where.parallel, setting)
+            path = specs[name].path(name, config) if name in specs else None
+            _check_cut(config, where.parallel, setting, path or config.model.path)
     return placement
 
 
-def _check_generates(config: Config, roles: Sequence[Role]) -> None:
-    """A job may be built with roles of a person's choice, the one that generates left out."""
-    from hybridrl.trainers import load_trainer
+def wanted_roles(config: Config, roles: Roles | None) -> dict[str, RoleSpec]:
+    """The specs of these roles: the trainer's own where it has one of that name, else standard
+    ones; None: all of the trainer's."""
+    known = load_roles(config)
+    if roles is None:
+        return known
+    if isinstance(roles, Mapping):
+        return checked_roles(roles, "Job(roles=...)")
+    return {
+        name: known[name] if name in known else checked_roles([name], "Job(roles=...)")[name]
+        for name in roles
+    }
 
-    chosen = [role.name for role in roles]
-    if (
-        config.placement.strategy == "separation"
-        and load_trainer(config.trainer.name).GENERATES
-        and "actor" not in chosen
-    ):
+
+def _check_generates(config: Config, roles: Mapping[str, RoleSpec]) -> None:
+    """A job may be built with roles of a person's choice, the one that generates left out."""
+    generates = any(spec.generates for spec in load_roles(config).values())
+    if config.placement.strategy == "separation" and generates and ACTOR not in roles:
         raise ConfigError(
-            "placement=separation gives generation its own devices, but it is the actor that "
-            f"generates, and the job's roles are only {', '.join(chosen)}. Add `actor` to "
-            "Job(roles=[...]), or set placement=flattening."
+            "placement=separation gives generation its own devices, but it is the role `actor` "
+            f"that generates there, and the job's roles are only {', '.join(roles)}. Add `actor` "
+            "to Job(roles=[...]), or set placement=flattening."
         )
 
 
-def roles_of(config: Config, names: Sequence[str] | None = None) -> list[Role]:
-    """What a placement has to know of these roles; None: those of the trainer."""
-    from hybridrl.trainers import load_trainer
-
-    trainer = load_trainer(config.trainer.name)
-    names = list(names or trainer.roles(config))
-    generation = ParallelConfig(tp=config.rollout.parallel.tp) if trainer.GENERATES else None
+def _placed(config: Config, roles: Mapping[str, RoleSpec]) -> list[Role]:
+    """What a placement has to know of these roles."""
+    generation = ParallelConfig(tp=config.rollout.parallel.tp)
+    players = dict.fromkeys(played_by(roles, name, config) for name in roles)
     return [
         Role(
             name,
-            trains=name in LEARNERS,
-            parallel=_parallel(config, name),
-            generation=generation if name == "actor" else None,
+            trains=bool(roles[name].trains),
+            parallel=_parallel(config, name, roles[name]),
+            generation=generation if roles[name].generates else None,
         )
-        for name in dict.fromkeys(played_by(name, config) for name in names)
+        for name in players
     ]
-
-
-def played_by(role: str, config: Config) -> str:
-    """The role whose workers play this one: with LoRA the actor is its own reference."""
-    return "actor" if role == "reference" and config.actor.lora.rank else role
 
 
 def check_model_fits(parallel: ParallelConfig, model: PretrainedConfig, path: str) -> None:
@@ -97,7 +100,7 @@ def check_model_fits(parallel: ParallelConfig, model: PretrainedConfig, path: st
     stages.check_stages(text.num_hidden_layers, parallel.pp, parallel.chunks, "actor.parallel.pp")
 
 
-def _check_cut(config: Config, parallel: ParallelConfig, setting: str) -> None:
+def _check_cut(config: Config, parallel: ParallelConfig, setting: str, path: str | None) -> None:
     if config.actor.lora.rank and (parallel.tp > 1 or parallel.pp > 1):
         raise ConfigError(
             f"actor.lora.rank={config.actor.lora.rank}: adapters are not cut over devices. Set "
@@ -106,7 +109,6 @@ def _check_cut(config: Config, parallel: ParallelConfig, setting: str) -> None:
     if max(parallel.tp, parallel.pp, parallel.ulysses, parallel.ring) > 1:
         from hybridrl.models import load_config
 
-        path = config.model.path
         model = load_config(path) if path else _tiny(config)
         check_model_fits(parallel, model, path or "the tiny model")
 
@@ -144,19 +146,19 @@ def _setting(config: Config, role: str) -> str:
     """The setting that says how a role is cut."""
     if role == GENERATOR:
         return "rollout.parallel"
-    own = settings_of(config.placement, role).parallel is not None
-    return f"placement.roles.{role}.parallel" if own else "actor.parallel"
+    own = model_settings(config, role).parallel is not None
+    return f"models.{role}.parallel" if own else "actor.parallel"
 
 
-def _parallel(config: Config, role: str) -> ParallelConfig:
+def _parallel(config: Config, role: str, spec: RoleSpec) -> ParallelConfig:
     """How a role's model is to be cut; `dp` is the actor's only, for others may have fewer
     devices."""
-    if (own := settings_of(config.placement, role).parallel) is not None:
+    if (own := model_settings(config, role).parallel) is not None:
         return own
-    if role in ("reward", "cost") and not getattr(config, role).model:
+    if not spec.has_model(role, config):
         return ParallelConfig()  # functions and judges are not cut
     parallel = config.actor.parallel
-    return parallel if role == "actor" else replace(parallel, dp=None, shards=None)
+    return parallel if role == ACTOR else replace(parallel, dp=None, shards=None)
 
 
 def _tiny(config: Config) -> PretrainedConfig:

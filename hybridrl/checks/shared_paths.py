@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import Config
 from hybridrl.core import user_code
 
@@ -14,7 +15,7 @@ def paths_of_workers(config: Config, run_directory: Path) -> dict[str, Path]:
     models = {
         "model.path": config.model.path,
         "model.tokenizer": config.model.tokenizer,
-        "critic.path": config.critic.path,
+        **{f"models.{role}.path": model_settings(config, role).path for role in config.models},
     }
     code = {
         "rollout.episode": [config.rollout.episode],

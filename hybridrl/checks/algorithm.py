@@ -16,6 +16,7 @@ def check_algorithm(config: Config) -> None:
         ConfigError: names the settings and the cure.
     """
     _check_parts(config)
+    _check_kl_estimator(config)
     _check_preference_and_cost(config)
     _check_lora(config)
     if not _learns_from_samples(config):
@@ -23,6 +24,7 @@ def check_algorithm(config: Config) -> None:
     _check_advantages(config)
     _check_kl(config)
     _check_loss(config)
+    _check_samples(config)
 
 
 def _is_own(trainer: str) -> bool:
@@ -33,30 +35,31 @@ def _is_own(trainer: str) -> bool:
 
 
 def _learns_from_samples(config: Config) -> bool:
-    from hybridrl.trainers import load_trainer
+    from hybridrl.trainers import load_roles, load_trainer
 
-    trainer = load_trainer(config.trainer.name)
-    return bool(trainer.TRAINS and trainer.GENERATES)
+    generates = any(spec.generates for spec in load_roles(config).values())
+    return bool(load_trainer(config.trainer.name).TRAINS and generates)
 
 
 def _check_parts(config: Config) -> None:
-    from hybridrl.trainers import load_trainer
+    from hybridrl.trainers import load_roles, load_trainer
 
     name = config.trainer.name
     trainer = load_trainer(name)
-    roles = trainer.roles(config)
-    if "critic" not in roles and config.critic != CriticConfig():
+    kinds = [spec.worker for spec in load_roles(config).values()]
+    if "critic" not in kinds and config.critic != CriticConfig():
         raise ConfigError(
             f"`critic` is set, but trainer.name={name} has no critic. Use algorithm=ppo, or leave "
             "the critic's settings out."
         )
-    if (config.cost is not None) != ("cost" in roles):
+    if (config.cost is not None) != ("cost" in kinds):
         raise ConfigError(
             f"trainer.name={name} with cost={'null' if config.cost is None else '...'}: a cost "
             "belongs to Safe-RLHF and Safe-RLHF needs one. Use algorithm=safe_rlhf, which sets "
             "both."
         )
-    if (config.preference is not None) != (trainer.DATA == "pairs"):
+    with_pairs = trainer.DATA == "pairs"
+    if (config.preference is not None) != with_pairs and not _is_own(name):
         raise ConfigError(
             f"trainer.name={name} with preference="
             f"{'null' if config.preference is None else '...'}: `preference` belongs to learning "
@@ -93,6 +96,11 @@ def _check_preference_and_cost(config: Config) -> None:
         raise ConfigError(
             f"cost.multiplier={cost.multiplier}: must be more than 0, because it learns in its "
             "logarithm."
+        )
+    if cost is not None and cost.multiplier_max < cost.multiplier:
+        raise ConfigError(
+            f"cost.multiplier_max={cost.multiplier_max}: must be at least "
+            f"cost.multiplier={cost.multiplier}, with which it begins."
         )
 
 
@@ -151,21 +159,24 @@ def _check_advantages(config: Config) -> None:
         )
 
 
-def _check_kl(config: Config) -> None:
-    from hybridrl.algorithms.registry import advantage_estimator, takes
+def _check_kl_estimator(config: Config) -> None:
+    from hybridrl.algorithms.kl import ESTIMATORS
 
+    estimator = config.algorithm.kl_estimator
+    if estimator is not None and estimator not in ESTIMATORS:
+        raise ConfigError(
+            f"algorithm.kl_estimator={estimator}: must be one of {', '.join(ESTIMATORS)}."
+            f"{nearest(estimator, ESTIMATORS)}"
+        )
+
+
+def _check_kl(config: Config) -> None:
     algorithm, name = config.algorithm, config.trainer.name
     per_token = name in WITH_REWARD_PER_TOKEN or _is_own(name)
     if algorithm.kl_in_reward and not algorithm.kl_coefficient:
         raise ConfigError(
             "algorithm.kl_in_reward=true with algorithm.kl_coefficient=0: there is no KL to take "
             "off. Set algorithm.kl_coefficient."
-        )
-    shapes = per_token or takes(advantage_estimator(algorithm.advantage), "rewards")
-    if algorithm.kl_in_reward and not shapes:
-        raise ConfigError(
-            f"algorithm.kl_in_reward=true: algorithm.advantage={algorithm.advantage} knows one "
-            "score a sample, not a reward a token. Leave it out, and the KL is part of the loss."
         )
     if algorithm.kl_target is not None and not (algorithm.kl_in_reward and per_token):
         raise ConfigError(
@@ -220,4 +231,33 @@ def _check_loss(config: Config) -> None:
         raise ConfigError(
             f"critic.value_clip={config.critic.value_clip}: must be more than 0; null does not "
             "clip."
+        )
+
+
+def _check_samples(config: Config) -> None:
+    """Refuses to learn from samples as if they came from the policy that is trained, if they do
+    not. What a program of the user's learns from is its own affair."""
+    from hybridrl.algorithms.registry import weighs_by_ratio
+
+    algorithm, rollout = config.algorithm, config.rollout
+    if _is_own(config.trainer.name):
+        return
+    for name, value, whole in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
+        if value != whole:
+            raise ConfigError(
+                f"rollout.{name}={value} leaves tokens out when samples are drawn, and what is "
+                "learned are the probabilities among all tokens: the two would not fit. Set "
+                f"rollout.{name}={whole} for training; rollout.temperature fits."
+            )
+    from hybridrl.trainers.objectives import is_off_policy
+
+    if not is_off_policy(config) or algorithm.correction != "none":
+        return
+    if not weighs_by_ratio(algorithm.policy_loss):
+        stale = "staleness" if config.placement.staleness else "in_flight"
+        raise ConfigError(
+            f"placement.{stale}={getattr(config.placement, stale)} learns from samples of an older "
+            f"policy, and algorithm.policy_loss={algorithm.policy_loss} takes them for the "
+            "policy's own. Set algorithm.correction=truncate, or a loss with a ratio: "
+            "algorithm.policy_loss=ppo_clip."
         )

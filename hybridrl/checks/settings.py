@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from hybridrl.config.algorithm_checks import check_algorithm
-from hybridrl.config.model_folder import check_model
-from hybridrl.config.placement_checks import check_placement
+from hybridrl.checks.algorithm import check_algorithm
+from hybridrl.checks.model_folder import check_model
+from hybridrl.checks.placement import check_placement
+from hybridrl.checks.roles import check_roles
 from hybridrl.config.schema import Config
 from hybridrl.core.cluster import Cluster, choose_devices
 from hybridrl.errors import ConfigError, MissingPackageError, nearest
+from hybridrl.trainers.role_spec import RoleSpec
 
 POSITIVE = (
     "data.prompts_per_step",
@@ -48,8 +50,11 @@ NOT_NEGATIVE = (
 )
 
 
-def check(config: Config) -> None:
+def check(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
     """Raises a sentence for the first thing that is wrong.
+
+    Args:
+        roles: Of a job, where they are not its trainer's.
 
     Raises:
         ConfigError: names the setting, its value, what was expected and what to do.
@@ -64,6 +69,7 @@ def check(config: Config) -> None:
     _check_names(config)
     _check_data(config)
     _check_sizes(config)
+    check_roles(config, roles)
     check_algorithm(config)
     _check_episode(config)
     _check_rewards(config)
@@ -74,12 +80,12 @@ def check(config: Config) -> None:
 
 def _check_names(config: Config) -> None:
     from hybridrl.algorithms.group_advantages import SCALES
-    from hybridrl.algorithms.kl import ESTIMATORS
     from hybridrl.algorithms.registry import policy_loss
     from hybridrl.algorithms.weights import MODES
     from hybridrl.core.dtypes import DTYPES
     from hybridrl.engine.optimizer import SCHEDULES
     from hybridrl.trainers import load_trainer
+    from hybridrl.trainers.feed import check_sampler
 
     one_of("executor", config.executor, ("ray", "inline"))
     one_of("devices", config.devices, ("auto", "cpu", "cuda"))
@@ -90,8 +96,8 @@ def _check_names(config: Config) -> None:
     one_of("actor.optimizer.schedule", config.actor.optimizer.schedule, SCHEDULES)
     one_of("algorithm.advantage_scale", config.algorithm.advantage_scale, SCALES)
     one_of("algorithm.aggregation", config.algorithm.aggregation, MODES)
-    one_of("algorithm.kl_estimator", config.algorithm.kl_estimator, ESTIMATORS)
     load_trainer(config.trainer.name)
+    check_sampler(config)
     policy_loss(config.algorithm.policy_loss)
 
 
@@ -175,11 +181,11 @@ def _check_episode(config: Config) -> None:
 
 def _check_rewards(config: Config) -> None:
     from hybridrl.rewards import RewardPool, function_list
-    from hybridrl.trainers import load_trainer
+    from hybridrl.trainers import load_roles
 
-    roles = load_trainer(config.trainer.name).roles(config)
+    kinds = [spec.worker for spec in load_roles(config).values()]
     for kind in ("reward", "cost"):
-        if kind not in roles:
+        if kind not in kinds:
             continue
         settings = getattr(config, kind)
         functions = function_list(settings.function)
@@ -200,9 +206,9 @@ def _check_rewards(config: Config) -> None:
 
 
 def _check_packages(config: Config) -> None:
-    from hybridrl.trainers import load_trainer
+    from hybridrl.trainers import load_roles
 
-    generates = load_trainer(config.trainer.name).GENERATES
+    generates = any(spec.generates for spec in load_roles(config).values())
     needed = {
         "ray": config.executor == "ray",
         "vllm": generates and config.rollout.engine == "vllm",

@@ -1,0 +1,142 @@
+"""Writes the tables of drivers.md, from the workers' own `@transfer`.
+
+python docs/generate_tables.py
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hybridrl.algorithms import DirectPreference, PolicyObjective
+from hybridrl.config.schema import RolloutConfig
+from hybridrl.controller import Worker
+from hybridrl.controller.protocol import Transfer
+from hybridrl.core.batch import LIBRARY_COLUMNS
+from hybridrl.workers.actor import ActorWorker
+from hybridrl.workers.critic import CriticWorker
+from hybridrl.workers.reference import ReferenceWorker
+from hybridrl.workers.reward import RewardWorker
+from hybridrl.workers.reward_model import RewardModelWorker
+
+PAGE = Path(__file__).parent / "drivers.md"
+BEGIN = "<!-- Written by docs/generate_tables.py from the workers' own @transfer. -->"
+END = "<!-- End of what is written. -->"
+OF_DATA = "a column of the data"
+"""Stands for every name that the library does not know."""
+PLUMBING = {"open_meeting", "meet", "send_weights", "pack_weights", "process_id"}
+"""What separate generation asks of an actor; no driver program does."""
+
+
+class Group(NamedTuple):
+    """Workers as they are built for a kind of role.
+
+    Attributes:
+        names: Roles of the built-in programs, or what is particular.
+        built: Keywords on which columns depend.
+        refused: Methods that their loss has no use for.
+    """
+
+    names: str
+    worker: type[Worker]
+    built: Mapping[str, Any] = {}
+    refused: tuple[str, ...] = ()
+
+
+POLICY = {"objective": PolicyObjective(), "rollout": RolloutConfig()}
+PAIRS = {**POLICY, "objective": DirectPreference()}
+EPISODES = {**POLICY, "rollout": RolloutConfig(episode="tools.py:Tool")}
+GROUPS = [
+    Group("`actor`", ActorWorker, POLICY, ("update_preference",)),
+    Group("`actor` with a loss of pairs", ActorWorker, PAIRS, ("update_actor",)),
+    Group("`actor` with `rollout.episode`", ActorWorker, EPISODES, ("update_preference",)),
+    Group("`reference`", ReferenceWorker),
+    Group("`reward`", RewardWorker, {"kind": "reward"}),
+    Group("`cost`", RewardWorker, {"kind": "cost"}),
+    Group("`critic`", CriticWorker, {"prefix": ""}),
+    Group("`cost_critic`", CriticWorker, {"prefix": "cost_"}),
+    Group("`reward_model`", RewardModelWorker),
+]
+
+
+def tables() -> str:
+    """One table for each group. Of groups of one worker class, the later ones have the rows that
+    differ from those of the first."""
+    found, first = [], {}
+    for group in GROUPS:
+        rows = _rows(group)
+        known = first.setdefault(group.worker, rows)
+        if known is not rows:
+            rows = [row for row in rows if row not in known]
+        head = f"**{group.names}** (`{group.worker.__module__}.{group.worker.__name__}`)"
+        found.append("\n".join([head, "", "| call | reads | gives |", "|---|---|---|", *rows]))
+    return "\n\n".join(found)
+
+
+def written(page: str) -> str:
+    """The page with the tables as they are now between its two marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
+
+
+def _rows(group: Group) -> list[str]:
+    """A row for each method that a driver program may call, in the order of the class."""
+    methods = [
+        (name, method)
+        for base in reversed(group.worker.__mro__)
+        for name, method in vars(base).items()
+        if hasattr(method, "__transfer__") and name not in {*PLUMBING, *group.refused}
+    ]
+    return [_row(name, method, group.built) for name, method in methods]
+
+
+def _row(name: str, method: Any, built: Mapping[str, Any]) -> str:
+    transfer: Transfer = method.__transfer__
+    signature = inspect.signature(method)
+    call = f"`{name}({', '.join(list(signature.parameters)[1:])})`"
+    if transfer.returns_batch:
+        gives = _listed(transfer.columns(built).certain, transfer.columns(built).possible)
+    elif signature.return_annotation in ("None", None):
+        gives = "a handle"
+    else:
+        gives = f"a handle: {_of_ranks(transfer)}`{signature.return_annotation}`"
+    return f"| {call} | {_reads(transfer, built)} | {gives} |"
+
+
+def _of_ranks(transfer: Transfer) -> str:
+    return "" if transfer.protocol.answers == "one" else "of each rank "
+
+
+def _reads(transfer: Transfer, built: Mapping[str, Any]) -> str:
+    wanted = transfer.wanted(built)
+    if wanted is None:
+        return ""
+    may = wanted.others or (lambda _: False)
+    further = [name for name in sorted(LIBRARY_COLUMNS - wanted.names) if may(name)]
+    if len(further) == len(LIBRARY_COLUMNS - wanted.names):
+        possible = ["any other that the loss reads"]
+    else:
+        possible = [f"`{name}`" for name in [*further, *_named(transfer)]]
+        possible += ["columns of the data"] if may(OF_DATA) else []
+    listed = _listed(wanted.names, ())
+    return f"{listed}; where there: {', '.join(possible)}" if possible else listed
+
+
+def _named(transfer: Transfer) -> list[str]:
+    """Names outside the library's list that a method reads where they are there."""
+    if callable(transfer.may_read):
+        return []
+    return [name for name in transfer.may_read if name not in LIBRARY_COLUMNS]
+
+
+def _listed(certain: Any, possible: Any) -> str:
+    """Names of columns, sorted, and patterns of those that may be there."""
+    names = ", ".join(f"`{name}`" for name in sorted(certain))
+    return f"{names}; maybe {', '.join(f'`{name}`' for name in possible)}" if possible else names
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))

@@ -1,0 +1,50 @@
+"""Self-play: one policy asks, another answers, and both learn from how it went.
+
+    python -m hybridrl.main trainer.name=examples/self_play.py:SelfPlay
+
+The asker sees a prompt `17+38=` and writes a number for the second one; the solver, the role
+`actor`, is paid for right sums. The asker is paid for sums that come out right half of the time
+(as in arXiv:1703.05407); those who ask the same share the pay, or all would ask for one sum.
+"""
+
+from functools import partial
+
+from hybridrl import Batch
+from hybridrl.trainers.policy import PolicyTrainer
+from hybridrl.trainers.role_spec import RoleSpec, standard
+from hybridrl.trainers.shaping import GROUP_COLUMNS, group_advantages
+
+
+class SelfPlay(PolicyTrainer):
+    @classmethod
+    def roles(cls, config):
+        return {**standard("actor", "reward"), "asker": RoleSpec("actor", saves_as="asker")}
+
+    def step(self):
+        asked = self.next_batch().repeat(tries := self.config.rollout.samples_per_prompt)
+        asked |= self.groups["asker"].generate_sequences(asked, self.sampling)
+        sums = self.sums(asked.collect(["prompt", "response_ids"]))
+        solved = self.put(sums).repeat(tries)
+        solved |= self.groups["actor"].generate_sequences(solved, self.sampling)
+        solved |= self.groups["reward"].compute_reward(solved)
+        rate = solved.collect(["scores"])["scores"].view(-1, tries).mean(1)
+        pay = 4 * rate * (1 - rate) / sums["times"]
+        asked |= self.put(Batch.from_columns({"scores": pay}))
+        self.figures = {"asker/pay": float(pay.mean()), "asker/rate": float(rate.mean())}
+        return solved, [*self.reinforced("actor", solved), *self.reinforced("asker", asked)]
+
+    def sums(self, asked):
+        """What was asked for, and how many times; of a response only the digits count."""
+        texts = self.tokenizer.batch_decode(asked["response_ids"].rows(), skip_special_tokens=True)
+        right = [int("".join(filter(str.isdigit, text))[:2] or 0) for text in texts]
+        both = zip(asked["prompt"], right, strict=True)
+        prompts = [f"{prompt.partition('+')[0]}+{number}=" for prompt, number in both]
+        answers = [str(sum(map(int, prompt[:-1].split("+")))) for prompt in prompts]
+        columns = {"prompt": prompts, "prompt_ids": self.tokenizer(prompts)["input_ids"]}
+        columns |= {"answer": answers, "times": [prompts.count(prompt) for prompt in prompts]}
+        return Batch.from_columns(columns | {"group_id": range(len(prompts))})
+
+    def reinforced(self, role, batch):
+        compare = partial(group_advantages, config=self.config.algorithm, longest=8)
+        batch |= batch.apply(compare, GROUP_COLUMNS, makes=["advantages", "response_mask"])
+        return [self.groups[role].update_actor(part) for part in self.mini_batches(batch)]

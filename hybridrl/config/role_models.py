@@ -1,0 +1,98 @@
+"""What the settings say of the model of one role: `models.<role>.path`, `parallel`, `optimizer`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hybridrl.config.schema import Config, OptimizerConfig, ParallelConfig
+from hybridrl.errors import ConfigError, nearest
+
+Settings = TypeVar("Settings")
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Attributes:
+    path: Folder or hub name; None: as usual for the role.
+    parallel: How the model is cut; None: as the actor's.
+    optimizer: Settings that differ from `actor.optimizer`.
+    further: Settings that only the role's own worker knows.
+    """
+
+    path: str | None = None
+    parallel: ParallelConfig | None = None
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    further: Mapping[str, Any] = field(default_factory=dict)
+
+    def optimizer_of(self, actor: OptimizerConfig) -> OptimizerConfig:
+        """The actor's, but for what is said here."""
+        return replace(actor, **self.optimizer)
+
+
+def model_settings(config: Config, role: str) -> ModelSettings:
+    """What is said of a role's model.
+
+    Raises:
+        ConfigError: for a name or a value that is none.
+    """
+    name, read = f"models.{role}", config.models.get(role)
+    if read is None:
+        return ModelSettings()
+    if not isinstance(read, Mapping):
+        raise ConfigError(
+            f"{name}={read}: is a group of settings; set path, parallel or optimizer in it."
+        )
+    path, parallel, optimizer = read.get("path"), read.get("parallel"), read.get("optimizer")
+    if path is not None and not isinstance(path, str):
+        raise ConfigError(f"{name}.path={path}: must be a folder or a hub name.")
+    known = ("path", "parallel", "optimizer")
+    return ModelSettings(
+        path,
+        None if parallel is None else typed(f"{name}.parallel", ParallelConfig(), parallel),
+        {} if optimizer is None else _changed(f"{name}.optimizer", config, optimizer),
+        {key: value for key, value in read.items() if key not in known},
+    )
+
+
+def _changed(name: str, config: Config, read: Any) -> Mapping[str, Any]:
+    checked = typed(name, config.actor.optimizer, read)
+    return {key: getattr(checked, key) for key in read}
+
+
+def typed(name: str, defaults: Settings, read: Any) -> Settings:
+    """These settings in place of the defaults, each of the type that the schema says.
+
+    Raises:
+        ConfigError: for a name that is not known, or a value of another type.
+    """
+    check_names(name, read, [f.name for f in fields(defaults)])  # type: ignore[arg-type]
+    found: Any = OmegaConf.structured(defaults)
+    for key, value in read.items():
+        try:
+            found[key] = value
+        except OmegaConfBaseException as error:
+            cause = str(error).splitlines()[0]
+            raise ConfigError(f"{name}.{key}={value}: {cause}.") from None
+    return OmegaConf.to_object(found)  # type: ignore[return-value]
+
+
+def check_names(name: str, read: Any, known: Iterable[str]) -> None:
+    """Refuses what is no group of settings, and a setting in it that is not known.
+
+    Raises:
+        ConfigError: naming the nearest.
+    """
+    known = list(known)
+    if not isinstance(read, Mapping):
+        raise ConfigError(f"{name}={read}: is a group of settings; set {', '.join(known)} in it.")
+    for key in read:
+        if key not in known:
+            raise ConfigError(
+                f"There is no setting `{name}.{key}`; there are {', '.join(known)}."
+                f"{nearest(str(key), known)}"
+            )

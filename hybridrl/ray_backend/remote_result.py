@@ -1,0 +1,91 @@
+"""RemoteResult: what another call returned, as a host sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from hybridrl.controller.call import UpstreamError
+from hybridrl.controller.columns import Columns
+from hybridrl.controller.shards import Rows, ShardInfo, Shards
+from hybridrl.core.batch import Batch
+from hybridrl.ray_backend.library import ray
+from hybridrl.ray_backend.message import unseal
+
+
+class Refs(NamedTuple):
+    """Ray's references to the result of a call.
+
+    Attributes:
+        replies: Of the ranks that answered, or one to all of them together.
+        shards: Batches of the ranks that answered.
+        hosts: Where each is; empty: with the driver.
+    """
+
+    replies: Sequence[Any]
+    shards: Sequence[Any]
+    hosts: Sequence[int] = ()
+
+
+@dataclass
+class Neighbourhood:
+    """Which hosts live on which node: what is on another one has to travel.
+
+    Attributes:
+        actors, nodes: Of each host; empty if there is one node only.
+        here: This host's node.
+    """
+
+    actors: Sequence[Any] = ()
+    nodes: Sequence[str] = ()
+    here: str = ""
+    _beside: int = field(default=1, repr=False)
+
+    def __post_init__(self) -> None:
+        self._beside = max(1, sum(node == self.here for node in self.nodes))
+
+    def asks(self, host: int, wanted: float, whole: float) -> bool:
+        """Whether a host is to be asked for some bytes of a shard: it is on another node, and less
+        would travel than if this node got the shard once for all its hosts."""
+        if not self.nodes or self.nodes[host] == self.here:
+            return False
+        return wanted * self._beside < whole
+
+
+class RemoteResult(Shards):
+    """The result of another call. Its infos are fetched once; of its rows only what is asked for.
+
+    Args:
+        refs: Where it is.
+        around: The hosts of the job.
+    """
+
+    def __init__(
+        self, refs: Refs, columns: Columns, rows: int | None, around: Neighbourhood
+    ) -> None:
+        super().__init__(columns, rows)
+        self._refs = refs
+        self._around = around
+        self._infos: list[ShardInfo] | None = None
+
+    def infos(self) -> Sequence[ShardInfo]:
+        if self._infos is None:
+            self._infos = []
+            for found in map(unseal, ray.get(list(self._refs.replies))):
+                for reply in found if isinstance(found, list) else [found]:
+                    if reply.failure is not None:
+                        raise UpstreamError(reply.failure)
+                    self._infos.append(reply.info)
+        return self._infos
+
+    def batch(self, index: int) -> Batch:
+        return ray.get(self._refs.shards[index])
+
+    def read(self, index: int, rows: Rows, names: Sequence[str]) -> Batch:
+        info = self.infos()[index]
+        wanted, whole = info.bytes_of(len(rows), names), float(sum(info.sizes))
+        if self._refs.hosts and self._around.asks(host := self._refs.hosts[index], wanted, whole):
+            shard = [self._refs.shards[index]]  # in a list, or Ray would bring it here
+            return ray.get(self._around.actors[host].rows.remote(shard, rows, list(names)))
+        return super().read(index, rows, names)

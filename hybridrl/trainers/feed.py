@@ -1,0 +1,181 @@
+"""Feed: what a driver program learns from, step by step: prompts, examples or pairs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridrl.config.schema import Config
+from hybridrl.controller import BatchRef
+from hybridrl.core import user_code
+from hybridrl.core.batch import Batch
+from hybridrl.data.loader import PromptLoader
+from hybridrl.errors import ConfigError
+from hybridrl.trainers.shaping import loss_weights
+
+SAMPLER = "data.sampler"
+
+
+class Sampler(Protocol):
+    """Chooses the rows of each step: a class of the user's, `data.sampler=my.py:Class`, built with
+    those of `rows` (the tokenized data), `seed` and `config` that its `__init__` names. With
+    `state()` and `load_state(state)`, of plain data, it goes on where a run stopped."""
+
+    def draw(self, number: int) -> Any:
+        """The numbers of so many rows."""
+
+    def update(self, rows: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]) -> None:
+        """Learns how samples were scored, and of which row each is an answer. It is called when a
+        step has ended; with `placement.staleness`, later steps have been drawn by then."""
+
+
+class Feed:
+    """Deals out rows of the data.
+
+    Args:
+        kind: `prompts`, `examples` or `pairs`, as `Trainer.DATA` says.
+        data: The training rows, tokenized.
+        examples: Prompts with right responses; None where the data has none.
+        put: Hands a batch to the workers.
+
+    Attributes:
+        loader: Deals out `data`, unless there is a sampler.
+        sampler: See `Sampler`; None without one.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        kind: str,
+        data: Batch,
+        examples: Batch | None,
+        tokenizer: Any,
+        put: Callable[[Batch], BatchRef],
+    ) -> None:
+        self.config, self.kind, self.data, self.put = config, kind, data, put
+        self.tokenizer = tokenizer
+        self.examples = examples
+        number, seed = config.data.prompts_per_step, config.run.seed
+        self.loader = PromptLoader(data, number, seed, config.data.shuffle)
+        self.sampler = _load_sampler(config, data)
+        self._examples = None if examples is None else PromptLoader(examples, number, seed)
+        self._numbered = 0
+        self._row_of: dict[int, int] = {}  # by group, of prompts whose scores are not known yet
+
+    def next_batch(self) -> BatchRef:
+        """What the next step learns from: prompts, numbered in the column `group_id`, or examples,
+        or pairs, as neighbouring rows."""
+        from hybridrl.data.preferences import samples_of_pairs
+
+        rows = None if self.sampler is None else self._draw()
+        batch = next(self.loader) if rows is None else self.data.take(rows)
+        if self.kind == "pairs":
+            return self.put(samples_of_pairs(batch))
+        groups = np.arange(self._numbered, self._numbered + len(batch))
+        self._numbered += len(batch)
+        if rows is not None:
+            self._row_of.update(zip(groups.tolist(), rows.tolist(), strict=True))
+        return self.put(batch.with_columns({"group_id": groups}))
+
+    def next_examples(self, coefficient: float = 1.0) -> BatchRef:
+        """Prompts with right responses, for one supervised update of this weight."""
+        if self._examples is None:
+            raise ConfigError(
+                f"algorithm.ptx_coefficient={self.config.algorithm.ptx_coefficient} needs right "
+                "responses, and only built-in tasks (data.task) bring them."
+            )
+        batch = next(self._examples)
+        weights = loss_weights(batch, "token-mean").ragged("loss_weights")
+        scaled = weights._replace(values=weights.values * coefficient)
+        return self.put(batch.with_columns({"loss_weights": scaled}))
+
+    def learn_scores(self, scored: BatchRef) -> None:
+        """Tells the sampler how samples were scored; waits until they are."""
+        if self.sampler is None:
+            return
+        known = scored.collect(["group_id", "scores"], partial=True)
+        if {"group_id", "scores"} - set(known.columns):
+            return
+        groups = known["group_id"].numpy()
+        mine = np.asarray([group in self._row_of for group in groups.tolist()], bool)
+        rows = [self._row_of[group] for group in groups[mine].tolist()]
+        self.sampler.update(np.asarray(rows, np.int64), known["scores"].numpy()[mine])
+
+    def forget_groups(self, before: int) -> None:
+        """Drops what was kept of the rows of groups that no score will come of any more."""
+        self._row_of = {group: row for group, row in self._row_of.items() if group >= before}
+
+    @property
+    def numbered(self) -> int:
+        """Groups dealt out so far."""
+        return self._numbered
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands, as plain data."""
+        found: dict[str, Any] = {"loader": self.loader.state(), "numbered": self._numbered}
+        if self._examples is not None:
+            found["examples"] = self._examples.state()
+        if hasattr(self.sampler, "state"):
+            found["sampler"] = self.sampler.state()
+        return found
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Goes on where the feed that gave `state` stopped.
+
+        Raises:
+            DataError: if the data or its order is another.
+        """
+        self.loader.restore(state["loader"])
+        self._numbered = int(state["numbered"])
+        if self._examples is not None and "examples" in state:
+            self._examples.restore(state["examples"])
+        if "sampler" in state and hasattr(self.sampler, "load_state"):
+            self.sampler.load_state(state["sampler"])
+
+    def _draw(self) -> npt.NDArray[np.int64]:
+        """The rows that the sampler chooses."""
+        number = self.config.data.prompts_per_step
+        drawn = np.asarray(self.sampler.draw(number))
+        whole = drawn.ndim == 1 and (np.issubdtype(drawn.dtype, np.integer) or not len(drawn))
+        if not whole or len(drawn) != number:
+            raise ConfigError(
+                f"{SAMPLER}={self.config.data.sampler}: draw({number}) must return {number} row "
+                f"numbers, and it returned {drawn!r}."
+            )
+        if number and not (drawn.min() >= 0 and drawn.max() < len(self.data)):
+            raise ConfigError(
+                f"{SAMPLER}={self.config.data.sampler}: draw({number}) returned row numbers from "
+                f"{drawn.min()} to {drawn.max()}, but the data has rows 0 to {len(self.data) - 1}."
+            )
+        return drawn.astype(np.int64)
+
+
+def check_sampler(config: Config) -> None:
+    """Refuses a sampler that is none.
+
+    Raises:
+        ConfigError: naming what it lacks.
+    """
+    spec = config.data.sampler
+    if spec is None:
+        return
+    found = user_code.load(SAMPLER, spec)
+    for name in ("draw", "update"):
+        if not callable(getattr(found, name, None)):
+            raise ConfigError(
+                f"{SAMPLER}={spec} has no method `{name}`; a sampler has draw(number), which "
+                "returns row numbers, and update(rows, scores)."
+            )
+
+
+def _load_sampler(config: Config, rows: Batch) -> Any:
+    if config.data.sampler is None:
+        return None
+    made = user_code.load(SAMPLER, config.data.sampler)
+    offered = {"rows": rows, "seed": config.run.seed, "config": config}
+    named = inspect.signature(made).parameters
+    return made(**{name: value for name, value in offered.items() if name in named})

@@ -1,0 +1,36 @@
+"""The losses that the settings describe; a driver program gives its actor one of them, or its own
+(`Trainer.objective`)."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from hybridrl.algorithms import DirectPreference, PolicyObjective
+from hybridrl.algorithms.registry import options_of, policy_loss
+from hybridrl.config.schema import AlgorithmConfig, Config, PreferenceConfig
+
+
+def policy_objective(config: Config) -> PolicyObjective:
+    """The policy loss of `algorithm`, with its KL and entropy terms."""
+    algorithm = config.algorithm
+    names = options_of(policy_loss(algorithm.policy_loss))
+    options = {name: getattr(algorithm, name) for name in names if hasattr(algorithm, name)}
+    shared = {f.name for f in fields(PolicyObjective)} & {f.name for f in fields(AlgorithmConfig)}
+    settings = {name: getattr(algorithm, name) for name in sorted(shared)}
+    if algorithm.kl_in_reward:
+        settings["kl_coefficient"] = 0.0
+    return PolicyObjective(
+        options=options | algorithm.loss_options, off_policy=is_off_policy(config), **settings
+    )
+
+
+def is_off_policy(config: Config) -> bool:
+    """Whether samples may be of an older policy than the one that begins to learn from them."""
+    return config.placement.staleness > 0 or config.placement.in_flight
+
+
+def preference_objective(config: Config) -> DirectPreference:
+    """The loss of DPO or IPO that `preference` describes."""
+    preference = config.preference or PreferenceConfig()
+    known = {f.name for f in fields(DirectPreference)} & {f.name for f in fields(preference)}
+    return DirectPreference(**{name: getattr(preference, name) for name in sorted(known)})

@@ -1,0 +1,96 @@
+"""PolicyTrainer: what the programs have in common that sample, score and reinforce."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from hybridrl.config.schema import Config
+from hybridrl.controller import BatchRef, Handle
+from hybridrl.trainers import base
+from hybridrl.trainers.adaptive_kl import KLCoefficient
+from hybridrl.trainers.base import LEARNED_FROM, SAMPLE, SAMPLED
+from hybridrl.trainers.role_spec import RoleSpec, standard
+
+
+class PolicyTrainer(base.Trainer):
+    """The head of a step, which samples and scores, and its tail, which updates.
+
+    Attributes:
+        ROLES: Those that it always has; with a KL there is a reference too.
+        CRITICS: Roles that learn values, and the columns that they learn from.
+        kl: The weight of the KL from step to step.
+    """
+
+    ROLES: ClassVar[Sequence[str]] = ("actor", "reward")
+    CRITICS: ClassVar[Mapping[str, Sequence[str]]] = {}
+
+    @classmethod
+    def roles(cls, config: Config) -> Mapping[str, RoleSpec]:
+        return standard(*cls.ROLES, *(["reference"] if config.algorithm.kl_coefficient else []))
+
+    def prepare(self) -> None:
+        self.kl = KLCoefficient(self.config)
+        self.steps = 0
+
+    def samples(self) -> BatchRef:
+        """Prompts of this step with their responses."""
+        prompts = self.next_batch().repeat(self.config.rollout.samples_per_prompt)
+        return prompts | self.groups["actor"].generate_sequences(prompts, self.sampling)
+
+    def judge(self, samples: BatchRef) -> list[BatchRef]:
+        """`scores`, and `costs` where the program has them."""
+        judges = [self.groups[name] for name in ("reward", "cost") if name in self.groups]
+        return [judge.compute_reward(samples) for judge in judges]
+
+    def score(self, samples: BatchRef, *, log_probs: bool = True) -> list[BatchRef]:
+        """What models say of samples before the step. As `judge` it asks for the samples alone, so
+        that those on other devices need not wait for each other: join what they say afterwards.
+        Those that only score come first, because what learns is on all devices, as a rule.
+
+        Args:
+            log_probs: Whether those of the actor are needed.
+        """
+        groups, tokens = self.groups, samples.select(*SAMPLE)
+        found = []
+        if "reference" in groups:
+            found.append(groups["reference"].compute_ref_log_prob(tokens))
+        if log_probs:
+            found.append(groups["actor"].compute_log_prob(tokens))
+        return found + [groups[critic].compute_values(tokens) for critic in self.CRITICS]
+
+    def learn(self, batch: BatchRef, *columns: str) -> list[Handle]:
+        """One optimizer step of every critic and of the actor on each mini-batch.
+
+        Args:
+            columns: That the actor's update needs besides those that every program has.
+        """
+        config, actor = self.config, self.groups["actor"]
+        reference = ["ref_log_probs"] if "reference" in self.groups else []
+        needed = (*LEARNED_FROM, *SAMPLED, "advantages", *columns, *reference)
+        handles = []
+        for part in self.mini_batches(batch):
+            for critic, learned in self.CRITICS.items():
+                update = self.groups[critic].update_critic
+                handles.append(update(part.select(*LEARNED_FROM, *learned)))
+            if self.steps < config.critic.warmup_steps:
+                continue
+            handles.append(self.kl.watch(actor.update_actor(part.select(*needed))))
+        if (coefficient := config.algorithm.ptx_coefficient) > 0:
+            actor.update_supervised(self.next_examples(coefficient))
+        self.steps += 1
+        return handles
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": self.steps, "kl": self.kl.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
+        self.kl.load_state(state["kl"])
+
+
+def joined(batch: BatchRef, others: Iterable[BatchRef]) -> BatchRef:
+    """All of them side by side, row by row."""
+    for other in others:
+        batch |= other
+    return batch

@@ -1,0 +1,198 @@
+"""RoleSpec: everything that a driver program says of one of its roles.
+
+Nothing else is known of a role anywhere: where it is placed, what it takes of a device, whether it
+is warmed up, saved and trained all follows from here and from `models.<role>` of the settings.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hybridrl.config.role_models import model_settings
+from hybridrl.config.schema import Config
+from hybridrl.controller import Worker
+from hybridrl.errors import ConfigError, nearest
+
+ACTOR = "actor"
+"""The role that warm-up trains, and that `model.path` and `actor` of the settings are about."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is usual for the roles that a worker plays; see `RoleSpec`."""
+
+    trains: bool = False
+    generates: bool = False
+    scalar: bool = False
+    copies_actor: bool = False
+    takes: tuple[str, ...] = ("path", "parallel")
+
+
+KINDS = {
+    "actor": Kind(
+        trains=True, generates=True, copies_actor=True, takes=("path", "parallel", "optimizer")
+    ),
+    "critic": Kind(
+        trains=True, scalar=True, copies_actor=True, takes=("path", "parallel", "optimizer")
+    ),
+    "reference": Kind(copies_actor=True),
+    "reward": Kind(scalar=True, takes=("parallel",)),
+    "cost": Kind(scalar=True, takes=("parallel",)),
+    "reward_model": Kind(trains=True, scalar=True, takes=("path", "parallel", "optimizer")),
+}
+"""The built-in workers, by the name that a `RoleSpec` gives."""
+SCORING = ("reward", "cost")
+"""The kinds whose model is optional and set elsewhere: by `reward.model` and `cost.model`."""
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """A role of a driver program. What is left out (None) is as usual for its kind of worker.
+
+    Attributes:
+        worker: A built-in kind (`actor`, `critic`, `reference`, `reward`, `cost`, `reward_model`),
+            or a subclass of `hybridrl.controller.Worker`.
+        keywords: Arguments of the worker beyond the usual ones, or instead of them. A class of the
+            user's gets those of the usual ones that its `__init__` names; see `hybridrl.roles`.
+        trains: Whether its model is trained; others only score.
+        generates: Whether it samples responses and so needs a rollout engine.
+        scalar: Whether its model ends in one number, not in a distribution over tokens.
+        saves_as: The folder of the run directory in which its model is kept; None: it is not.
+        copies_actor: Whether it begins as a copy of the actor as it is after warm-up, unless
+            `models.<role>.path` names another beginning.
+        takes: Settings that stand under `models.<role>`: `path`, `parallel`, `optimizer`; any
+            other goes to the worker as a keyword.
+    """
+
+    worker: str | type[Worker]
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    trains: bool | None = None
+    generates: bool | None = None
+    scalar: bool | None = None
+    saves_as: str | None = None
+    copies_actor: bool | None = None
+    takes: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        usual = Kind()
+        if isinstance(self.worker, str):
+            if self.worker not in KINDS:
+                raise ConfigError(
+                    f"There is no kind of worker `{self.worker}`; there are {', '.join(KINDS)}, or "
+                    f"give a subclass of hybridrl.controller.Worker.{nearest(self.worker, KINDS)}"
+                )
+            usual = KINDS[self.worker]
+        elif not (inspect.isclass(self.worker) and issubclass(self.worker, Worker)):
+            raise ConfigError(
+                f"The worker {self.worker!r} of a role must be one of {', '.join(KINDS)}, or a "
+                "subclass of hybridrl.controller.Worker."
+            )
+        saves = usual.trains if isinstance(self.worker, str) else hasattr(self.worker, "save_model")
+        if self.saves_as is not None and not re.fullmatch(r"\w[\w.-]*", self.saves_as):
+            raise ConfigError(
+                f"saves_as={self.saves_as!r}: must be the name of a folder in the run directory, "
+                "of letters, digits, `_`, `-` and dots."
+            )
+        if self.saves_as is not None and not saves:
+            raise ConfigError(
+                f"RoleSpec({self.worker!r}, saves_as={self.saves_as!r}): what is saved needs a "
+                "worker with the method `save_model`, and this one has none. Leave saves_as out."
+            )
+        for name in ("trains", "generates", "scalar", "copies_actor", "takes"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(usual, name))
+
+    def path(self, role: str, config: Config) -> str | None:
+        """Where the model of the role that has this spec comes from, if not from `model.path`."""
+        if self.worker in SCORING:
+            scoring = getattr(config, str(self.worker))
+            return scoring.model if scoring is not None else None
+        return model_settings(config, role).path
+
+    def has_model(self, role: str, config: Config) -> bool:
+        """Whether the role holds a model that is cut over its devices; functions and judges are
+        not."""
+        if self.worker in SCORING:
+            return bool(self.path(role, config))
+        if isinstance(self.worker, str):
+            return True
+        return "source" in inspect.signature(self.worker.__init__).parameters
+
+    def is_copy(self, role: str, config: Config) -> bool:
+        """Whether it begins as a copy of the warmed-up actor."""
+        return bool(self.copies_actor) and role != ACTOR and self.path(role, config) is None
+
+    def is_actor_without_adapters(self, role: str, config: Config) -> bool:
+        """Whether the actor plays this role too: with LoRA it is its own reference."""
+        has_adapters = config.actor.lora.rank is not None
+        return self.worker == "reference" and has_adapters and self.path(role, config) is None
+
+
+STANDARD = {
+    "actor": RoleSpec("actor", saves_as="model"),
+    "critic": RoleSpec("critic", saves_as="critic"),
+    "cost_critic": RoleSpec("critic", {"prefix": "cost_"}, saves_as="cost_critic"),
+    "reference": RoleSpec("reference"),
+    "reward": RoleSpec("reward"),
+    "cost": RoleSpec("cost"),
+    "reward_model": RoleSpec("reward_model", saves_as="model"),
+}
+"""The roles of the built-in programs, by the names that their settings and metrics have."""
+LEARNER = replace(STANDARD["actor"], generates=False)
+"""An actor that learns and never samples."""
+
+
+def standard(*names: str) -> dict[str, RoleSpec]:
+    """Roles of `STANDARD`.
+
+    Raises:
+        ConfigError: for a name that is none of them.
+    """
+    for name in names:
+        if name not in STANDARD:
+            raise ConfigError(
+                f"There is no role `{name}`; there are {', '.join(STANDARD)}. A role of your own "
+                "is described by a RoleSpec of hybridrl.trainers.role_spec."
+                f"{nearest(name, STANDARD)}"
+            )
+    return {name: STANDARD[name] for name in names}
+
+
+def played_by(roles: Mapping[str, RoleSpec], role: str, config: Config) -> str:
+    """The role whose workers play this one."""
+    spec = roles.get(role)
+    return ACTOR if spec and spec.is_actor_without_adapters(role, config) else role
+
+
+def checked_roles(found: Mapping[str, RoleSpec] | Sequence[str], where: str) -> dict[str, RoleSpec]:
+    """Roles as a driver program or a caller of `Job` gives them: a mapping to their specs, or names
+    of standard roles.
+
+    Args:
+        where: Who gives them, for errors.
+
+    Raises:
+        ConfigError: if they are neither, or two of them are saved in one folder.
+    """
+    if not isinstance(found, Mapping):
+        return standard(*found)
+    folders: dict[str, str] = {}
+    for name, spec in found.items():
+        if not isinstance(spec, RoleSpec):
+            raise ConfigError(
+                f"{where} describes the role `{name}` by {spec!r}, which is no RoleSpec of "
+                "hybridrl.trainers.role_spec."
+            )
+        if spec.saves_as is None:
+            continue
+        if spec.saves_as in folders:
+            raise ConfigError(
+                f"{where} saves both `{folders[spec.saves_as]}` and `{name}` in the folder "
+                f"`{spec.saves_as}`. Give one of them another saves_as."
+            )
+        folders[spec.saves_as] = name
+    return dict(found)

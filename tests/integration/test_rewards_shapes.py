@@ -1,0 +1,162 @@
+"""Reward functions in TRL's shape, as Python objects, and signatures that cannot be called."""
+
+import functools
+import math
+
+import pytest
+
+from hybridrl.errors import ConfigError, RewardError
+from hybridrl.rewards import RewardPool, function_list
+
+FUNCTIONS = """
+import time
+
+def lengths(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+def both(prompts, completions, answer, scale=1.0):
+    assert len(prompts) == len(completions) == len(answer)
+    if "hang" in completions:
+        time.sleep(100)
+    pairs = zip(completions, answer, strict=True)
+    return [None if c == "skip" else scale * (c == a) for c, a in pairs]
+
+async def later(completions, **columns):
+    return [0.25] * len(completions)
+
+def short(completions, **columns):
+    return [1.0]
+
+def text(completions, **columns):
+    return "many"
+
+def one(prompt, response, answer, **row):
+    return 2.0
+"""
+ROWS = [
+    {"prompt": "p", "response": "aa", "answer": "aa", "level": 1},
+    {"prompt": "q", "response": "skip", "answer": "x", "level": 2},
+    {"prompt": "r", "response": "c", "answer": "x", "level": 3},
+]
+
+
+@pytest.fixture
+def make_pool(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(FUNCTIONS)
+    pools = []
+
+    def make(*names, **settings):
+        functions = [f"{path}:{name}" if isinstance(name, str) else name for name in names]
+        pools.append(RewardPool(functions, **settings))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def test_functions_in_the_shape_of_trl_get_all_rows_at_once(make_pool):
+    pool = make_pool("lengths", "both", "later", "one", options={"both": {"scale": 3.0}})
+    found = pool.score(ROWS)
+    assert found.columns["reward/lengths"] == [2.0, 4.0, 1.0]
+    assert found.columns["reward/both"] == pytest.approx([3.0, math.nan, 0.0], nan_ok=True)
+    assert found.columns["reward/later"] == [0.25] * 3 and found.columns["reward/one"] == [2.0] * 3
+    assert found.scores == pytest.approx([7.25, math.nan, 3.25], nan_ok=True)
+    assert found.failures == 0
+    assert pool.score([]).scores == []
+    assert pool.score(ROWS[:1]).scores == [7.25]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("short", "returned 1 scores for 3 completions"), ("text", "'many' .*returns a list of num")],
+)
+def test_what_is_no_list_of_scores_is_a_failure(make_pool, name, words):
+    with pytest.raises(RewardError, match=words):
+        make_pool(name).score(ROWS)
+    found = make_pool(name, "one", on_error="value", error_value=-1.0).score(ROWS)
+    assert found.scores == [1.0, 1.0, 1.0] and found.failures == 1
+
+
+def test_a_call_for_all_rows_that_hangs_is_stopped(make_pool):
+    pool = make_pool("both", timeout_s=0.5, on_error="drop")
+    found = pool.score([*ROWS, {**ROWS[0], "response": "hang"}])
+    assert found.timeouts == 1 and all(map(math.isnan, found.scores))
+    assert pool.score(ROWS[:1]).scores == [1.0]
+
+
+def scaled(response, factor=1.0, **row):
+    return factor * len(response)
+
+
+class Scorer:
+    def __init__(self, bonus):
+        self.bonus = bonus
+
+    def __call__(self, response, **row):
+        return self.bonus
+
+
+def test_functions_may_be_python_objects(make_pool):
+    offset = 10.0
+
+    def closure(response, **row):
+        return offset + len(response)
+
+    functions = [closure, scaled, functools.partial(scaled, factor=2.0), Scorer(0.5)]
+    found = make_pool(*functions, lambda response, **row: 1.0).score(ROWS)
+    assert found.scores == [12 + 2 + 4 + 1.5, 14 + 4 + 8 + 1.5, 11 + 1 + 2 + 1.5]
+    assert next(iter(found.columns)) == "reward/closure" and "reward/Scorer" in found.columns
+    assert function_list(scaled) == [scaled] and function_list(["exact", scaled]) == [
+        "exact",
+        scaled,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def score(text, /, **row): ...", r"`score\(text, /, \*\*row\)` takes `text` by position"),
+        ("def score(text, truth): ...", "no parameter for the response.*completions"),
+        ("def score(*texts): ...", "no parameter for the response"),
+        ("def score(): ...", "no parameter for the response"),
+    ],
+)
+def test_a_signature_that_cannot_be_called_is_refused_before_anything_starts(tmp_path, text, words):
+    path = tmp_path / "mine.py"
+    path.write_text(f"raise RuntimeError('imported')\n{text}\n")
+    with pytest.raises(ConfigError, match=words):
+        RewardPool.check([f"{path}:score"])
+    space = {}
+    exec(text, space)
+    with pytest.raises(ConfigError, match="reward function `score"):
+        RewardPool.check([space["score"]])
+
+
+def test_signatures_that_can_be_called(tmp_path):
+    path = tmp_path / "mine.py"
+    for parameters in (
+        "response",
+        "prompt, response, answer, level=1",
+        "**row",
+        "*, response, level",
+        "completions",
+        "prompts, completions, **columns",
+    ):
+        path.write_text(f"async def score({parameters}): ...\n")
+        RewardPool.check([f"{path}:score"])
+    with pytest.raises(ConfigError, match="expected the name of a reward function or a function"):
+        RewardPool.check([3])
+
+
+def test_a_function_that_cannot_be_pickled_is_a_sentence():
+    import threading
+
+    lock = threading.Lock()
+    with pytest.raises(RewardError, match="`score` cannot be sent to the processes"):
+
+        def score(response, **row):
+            return lock
+
+        RewardPool([score])
