@@ -352,7 +352,8 @@ def test_packed_tokens_give_what_padded_ones_give(name, case, rows):
     values = torch.randn(2, *mask.shape, generator=generator, dtype=torch.float64)
     real = torch.arange(mask.shape[1]) < lengths.unsqueeze(1)
     tokens = [poisoned(x, mask & real, poison) for x in values]
-    per_row = [torch.arange(len(mask)) / 3, torch.arange(len(mask)) // 2]
+    rows = torch.arange(len(mask))
+    per_row = [rows.double() / 3, rows // 2]
     for padded, packed in zip(
         *in_both_layouts(OF_TOKENS[name], per_row, tokens, mask, lengths), strict=True
     ):
