@@ -26,7 +26,14 @@ BEGIN = "<!-- Written by docs/generate_tables.py from the workers' own @transfer
 END = "<!-- End of what is written. -->"
 OF_DATA = "a column of the data"
 """Stands for every name that the library does not know."""
-PLUMBING = {"open_meeting", "meet", "send_weights", "pack_weights", "process_id"}
+PLUMBING = {
+    "open_rendezvous",
+    "join_generator",
+    "join_trainer",
+    "send_weights",
+    "pack_weights",
+    "process_id",
+}
 """What separate generation asks of an actor; no driver program does."""
 
 

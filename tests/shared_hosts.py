@@ -81,7 +81,7 @@ class SharedHosts:
             executor.run_directory = job.directory.path.absolute()
             return executor
 
-        return type("Job", (Job,), {"_start_executor": start})(config, *arguments, **options)
+        return type("Job", (Job,), {"_make_executor": start})(config, *arguments, **options)
 
     def _start(self) -> None:
         self._executor = RayExecutor("cpu", NUMBER, timeout_s=200, preload=PRELOAD)

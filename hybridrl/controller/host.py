@@ -113,8 +113,8 @@ class Host:
     def _build(self, build: Build, context: Context, record: Record) -> Returned:
         if context.rendezvous is not None and context.rank == 0:
             listener = self._listeners.pop(context.role)
-            meeting = replace(context.rendezvous, listener=listener)
-            context = replace(context, rendezvous=meeting)
+            rendezvous = replace(context.rendezvous, listener=listener)
+            context = replace(context, rendezvous=rendezvous)
         worker = build.worker_class(context, **build.keywords)
         self._workers[context.role] = worker
         self._keywords[context.role] = build.keywords

@@ -65,7 +65,7 @@ class HybridEngine:
         if self._loaded_version != self.policy_version:
             with self._phase("sync"):
                 self._synchronise()
-        self.train.park()
+        self.train.offload()
         with self._phase("generate"):
             samples = self.rollout.generate(batch, sampling, seed)
         self.rollout.sleep()

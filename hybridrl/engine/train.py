@@ -94,7 +94,7 @@ class TrainEngine:
         self._gradients = self._watch_gradients(cuts.partial)
         moves = not offload and device.type != "cpu"
         self._offload_optimizer = config.offload_optimizer and moves
-        self._parks, self._is_parked = config.offload_between_calls and moves, False
+        self._offloads_all, self._is_offloaded = config.offload_between_calls and moves, False
 
     def start_optimizer(self, config: OptimizerConfig, updates: int) -> None:
         """Begins a phase of `updates` optimizer steps with a fresh optimizer and schedule."""
@@ -102,22 +102,22 @@ class TrainEngine:
         self._skipped_in_a_row = 0
         self.optimizer, self.schedule = make_optimizer(self.model.parameters(), config, updates)
 
-    def park(self) -> None:
-        """Gives the device's memory to others until `unpark`: parameters and optimizer state move
+    def offload(self) -> None:
+        """Gives the device's memory to others until `onload`: parameters and optimizer state move
         to the CPU. Only with `actor.offload_between_calls`."""
-        if self._parks and not self._is_parked:
+        if self._offloads_all and not self._is_offloaded:
             self.model.to("cpu")
             self._move_optimizer(torch.device("cpu"))
             free_cached_memory(self.device)
-            self._is_parked = True
+            self._is_offloaded = True
 
-    def unpark(self) -> None:
+    def onload(self) -> None:
         """Takes the memory back; to be called before anything else is."""
-        if self._is_parked:
+        if self._is_offloaded:
             self.model.to(self.device)
             if not self._offload_optimizer:
                 self._move_optimizer(self.device)
-            self._is_parked = False
+            self._is_offloaded = False
 
     @torch.no_grad()
     def forward(self, batch: Batch, **options: float) -> Batch:

@@ -43,16 +43,16 @@ def join(context: Context) -> torch.device:
 
 
 def join_world(
-    name: str, rank: int, world_size: int, meeting: Rendezvous | None, device_kind: str
+    name: str, rank: int, world_size: int, rendezvous: Rendezvous | None, device_kind: str
 ) -> dist.ProcessGroup:
     """As `join`, for a world of any name.
 
     Args:
-        meeting: Where the ranks meet; None: there is one only.
+        rendezvous: Where the ranks meet; None: there is one only.
     """
     global _current
     if _worlds.get(name) not in distributed_c10d._world.pg_map:  # never made, or destroyed
-        store = _store(meeting, world_size)
+        store = _store(rendezvous, world_size)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
         _leave()
         # torch names process groups by counting, and ranks that meet must use the same names: each
@@ -101,19 +101,19 @@ def _set(group: dist.ProcessGroup | None, count: int) -> None:
     distributed_c10d._world.group_count = count
 
 
-def _store(meeting: Rendezvous | None, world_size: int) -> dist.Store:
-    if meeting is None:
+def _store(rendezvous: Rendezvous | None, world_size: int) -> dist.Store:
+    if rendezvous is None:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         return dist.HashStore()
-    os.environ.update(MASTER_ADDR=meeting.address, MASTER_PORT=str(meeting.port))
-    if meeting.address == "127.0.0.1":
+    os.environ.update(MASTER_ADDR=rendezvous.address, MASTER_PORT=str(rendezvous.port))
+    if rendezvous.address == "127.0.0.1":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     return dist.TCPStore(
-        meeting.address,
-        meeting.port,
+        rendezvous.address,
+        rendezvous.port,
         world_size,
-        is_master=meeting.listener is not None,
+        is_master=rendezvous.listener is not None,
         wait_for_workers=False,
-        master_listen_fd=meeting.listener.detach() if meeting.listener else None,
+        master_listen_fd=rendezvous.listener.detach() if rendezvous.listener else None,
     )

@@ -43,10 +43,13 @@ class SeparatedActor:
         self._on_their_way = 0  # the number of updates in the weights that were last sent
         self._sent = 0  # times
         self._parcels: deque[tuple[int, BatchRef]] = deque()
-        meeting = trainer.open_meeting().get()
+        rendezvous = trainer.open_rendezvous().get()
         ranks = (len(trainer.devices), len(generator.devices))
-        met = trainer.meet(meeting, ranks[1]), generator.meet(meeting, ranks[0])
-        for handle in met:
+        joined = (
+            trainer.join_generator(rendezvous, ranks[1]),
+            generator.join_trainer(rendezvous, ranks[0]),
+        )
+        for handle in joined:
             handle.get()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -100,7 +100,7 @@ def _phases(planner: Planner, stages: Mapping[str, int]) -> Iterable[PhaseMemory
         process += VLLM_PROCESS[planner.machines.cluster.kind]
     stays = {"": {"process": process}}
     stays |= {role: _resident(planner, role, stage) for role, stage in stages.items()}
-    parked = planner.machines.is_cuda and planner.config.actor.offload_between_calls
+    offloaded = planner.machines.is_cuda and planner.config.actor.offload_between_calls
     found: dict[tuple[str, str], PhaseMemory] = {}
     left: dict[str, Parts] = {}
     for call in [*planner.calls, *planner.calls]:  # a second step finds what the first one left
@@ -110,7 +110,7 @@ def _phases(planner: Planner, stages: Mapping[str, int]) -> Iterable[PhaseMemory
         if phase in ("sync", "train"):
             left.pop(role, None)  # reading the shards, or a backward, frees what was gathered
         there = [stays[""], stays[role]]
-        if not parked:
+        if not offloaded:
             there = [*stays.values(), *(parts for name, parts in left.items() if name != role)]
         parts = _sum([*there, _working(planner, role, stages[role], phase)])
         found[role, phase] = PhaseMemory(role, phase, parts)

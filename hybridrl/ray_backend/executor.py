@@ -143,7 +143,7 @@ class RayExecutor(Executor):
         self._transport: Transport = (RelayTransport if is_many else DirectTransport)(self._hosts)
         if len(nodes := [identity.node for identity in self._identities]) and len(set(nodes)) > 1:
             for host in self._hosts:
-                host.meet.remote(self._hosts, nodes)
+                host.introduce.remote(self._hosts, nodes)
         self.cluster = Cluster(
             [Device(kind, identity.address, i) for i, identity in enumerate(self._identities)]
         )

@@ -112,7 +112,7 @@ class RayHost:
         return ray.get(shard[0]).select(names).take(rows)
 
     @ray.method(concurrency_group="health")
-    def meet(self, actors: Sequence[Any], nodes: Sequence[str]) -> None:
+    def introduce(self, actors: Sequence[Any], nodes: Sequence[str]) -> None:
         """Tells the hosts of a job that has several nodes, and where each lives."""
         here = ray.get_runtime_context().get_node_id()
         self._around = Neighbourhood(actors, nodes, here)

@@ -200,7 +200,7 @@ class ActorWorker(ModelWorker):
         self._engine.train.start_optimizer(settings, updates or self._updates)
 
     @transfer(FIRST)
-    def open_meeting(self) -> Rendezvous:
+    def open_rendezvous(self) -> Rendezvous:
         """Opens a socket on the first rank at which a generator can meet this group."""
         if self.context.rank:  # only the first rank answers
             return Rendezvous(self.context.rendezvous.address, 0)
@@ -208,12 +208,14 @@ class ActorWorker(ModelWorker):
         return Rendezvous(self.context.rendezvous.address, self._listener.getsockname()[1])
 
     @transfer(ONE_TO_ALL)
-    def meet(self, meeting: Rendezvous, receivers: int) -> None:
+    def join_generator(self, rendezvous: Rendezvous, receivers: int) -> None:
         """Meets the ranks of a generator, which come after those of this group."""
         if self.context.rank == 0:
-            meeting = replace(meeting, listener=self._listener)
+            rendezvous = replace(rendezvous, listener=self._listener)
         rank, size = self.context.rank, self.context.world_size + receivers
-        group = process_group.join_world("weights", rank, size, meeting, self.context.device_kind)
+        group = process_group.join_world(
+            "weights", rank, size, rendezvous, self.context.device_kind
+        )
         self.enter()
         train, dtype = self._engine.train, DTYPES[self._source.dtype]
         self._channel = WeightChannel(group, dtype, train.device, train, verify=self._verify)

@@ -82,10 +82,12 @@ class GeneratorWorker(ModelWorker):
         return self._mesh.coordinates(self.context.rank)
 
     @transfer(ONE_TO_ALL)
-    def meet(self, meeting: Rendezvous, senders: int) -> None:
+    def join_trainer(self, rendezvous: Rendezvous, senders: int) -> None:
         """Meets the ranks that train, which come before those of this group."""
         rank, size = senders + self.context.rank, senders + self.context.world_size
-        group = process_group.join_world("weights", rank, size, meeting, self.context.device_kind)
+        group = process_group.join_world(
+            "weights", rank, size, rendezvous, self.context.device_kind
+        )
         self.enter()
         self._channel = WeightChannel(
             group,

@@ -30,8 +30,8 @@ class ModelWorker(Worker):
     def enter(self) -> None:
         process_group.enter(self.context.role)
         if (engine := self.model_engine) is not None:
-            engine.unpark()
+            engine.onload()
 
     def leave(self) -> None:
         if (engine := self.model_engine) is not None:
-            engine.park()
+            engine.offload()

@@ -36,7 +36,7 @@ class Rollout(RolloutEngine):
 def engine(rollout):
     mesh = SimpleNamespace(group=lambda: None)
     train = SimpleNamespace(device=torch.device("cpu"), mesh=mesh, has_adapters=True, version=0)
-    train.park = lambda: None
+    train.offload = lambda: None
     train.full_weights = lambda: iter([("w", train.version)])
 
     def update(batch, loss, **options):

@@ -281,17 +281,17 @@ def test_an_engine_that_leaves_the_device_between_calls_learns_the_same(mesh):
     """Here the move is from memory to the same memory; what it does to sharded parameters and
     optimizer state is what it does on a GPU."""
     batch, found = make_batch("token-mean"), []
-    for parks in (False, True):
+    for offloads in (False, True):
         engine = make_engine(mesh, optimizer=LEARNING)
-        engine._parks = parks
-        engine.park()
+        engine._offloads_all = offloads
+        engine.offload()
         losses = []
         for _ in range(3):
-            engine.unpark()
+            engine.onload()
             engine.forward(batch)
             losses.append(update(engine, batch)[1]["loss"])
-            engine.park()
-        engine.unpark()
+            engine.offload()
+        engine.onload()
         found.append((losses, parameters(engine)))
     assert found[0][0] == found[1][0] and len(set(found[0][0])) == 3
     assert torch.equal(found[0][1], found[1][1])
