@@ -10,11 +10,17 @@ TORCH := $(shell grep '^torch==' requirements/cpu.txt)
 train: .venv/.installed
 	$(BIN)/python -m hybridrl.main $(ARGS)
 
+# Unit tests share out the cores; integration tests use all of them themselves, one after the other.
+ifeq ($(ARGS),)
+test: test-unit
+	$(BIN)/python -m pytest tests/integration
+else
 test: .venv/.installed
 	$(BIN)/python -m pytest $(ARGS)
+endif
 
 test-unit: .venv/.installed
-	$(BIN)/python -m pytest tests/unit $(ARGS)
+	$(BIN)/python -m pytest tests/unit -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 # What `make test` leaves out. Before a release.
 test-long: .venv/.installed

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.checks.model_folder import check_model
 from hybridrl.config.schema import Config
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, nearest
 from hybridrl.trainers.role_spec import SCORING, RoleSpec
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def load_rows(config: Config, kind: str, tokenizer: Any) -> Rows:
     else:
         training, held_out = load_pairs(config.data, tokenizer, **settings)
         held_out = None if held_out is None else samples_of_pairs(held_out)
+    _check_by_column(config, held_out)
     batches = [training] if held_out is None else [training, held_out]
     response = config.rollout.max_tokens
     if kind != "prompts":
@@ -159,6 +160,16 @@ def check_lengths(config: Config, kind: str, rows: Rows, model: PretrainedConfig
             f"never cut. Raise actor.tokens_per_microbatch to {needed} or more, or lower "
             f"{setting}."
         )
+
+
+def _check_by_column(config: Config, held_out: Batch | None) -> None:
+    by = config.eval.by_column
+    if by is None or held_out is None or by in held_out.columns:
+        return
+    raise ConfigError(
+        f"eval.by_column is `{by}`, but the held-out rows have no such column; they have "
+        f"{', '.join(held_out.columns)}.{nearest(by, held_out.columns)}"
+    )
 
 
 def _make_tiny_model(config: Config, folder: Path) -> Path:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
-from hybridrl.core.batch import Batch
+from hybridrl.core.batch import Batch, is_of_data
 from hybridrl.data.chat import (
     check_cell,
     check_chat,
@@ -22,6 +23,8 @@ from hybridrl.errors import DataError, nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
 
 
 class RenderedPrompts(NamedTuple):
@@ -52,7 +55,8 @@ def tokenize_prompts(
     Returns:
         A batch with the columns `prompt_ids` (token-level), `prompt` (the text as the model sees
         it), `answer` (text; empty without an answer), and every further column of `rows` unchanged,
-        for reward functions to read. Rows dropped as too long are counted in a log message.
+        for reward functions to read, but for those with the names of columns that the library makes
+        itself. A log message names these, and counts rows dropped as too long.
 
     Raises:
         DataError: if a column is missing, or a prompt is malformed, empty or too long; names the
@@ -77,7 +81,13 @@ def tokenize_prompts(
         "answer": pa.array(answers, pa.large_string()),
     }
     further = {name: rows.column(name) for name in rows.column_names if name not in columns}
-    batch = Batch.from_columns(columns | further)
+    if hidden := sorted(name for name in further if not is_of_data(name)):
+        _log.warning(
+            "The data's %s left out: the library makes columns of such names itself. Rename them "
+            "if reward functions need them.",
+            f"column `{hidden[0]}` is" if len(hidden) == 1 else f"columns {', '.join(hidden)} are",
+        )
+    batch = Batch.from_columns(columns | {n: c for n, c in further.items() if is_of_data(n)})
     return batch if len(kept) == len(batch) else batch.take(kept)
 
 

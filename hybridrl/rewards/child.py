@@ -14,6 +14,7 @@ themselves.
 from __future__ import annotations
 
 import ctypes
+import functools
 import inspect
 import math
 import numbers
@@ -51,8 +52,10 @@ class Function:
     def __init__(self, function: RewardFunction, options: dict[str, Any]) -> None:
         self.call = function
         self._options = options
-        target = function if inspect.isroutine(function) else type(function).__call__
-        self.is_async = inspect.iscoroutinefunction(target)
+        target = function.func if isinstance(function, functools.partial) else function
+        self.is_async = inspect.iscoroutinefunction(
+            target if inspect.isroutine(target) else type(target).__call__
+        )
         parameters = parameters_of(function)
         self.takes_batch = takes_batch(parameters)
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -17,7 +17,7 @@ TIMEOUT_S, PATIENCE_S = 2.0, 60.0
 
 # What `score` does with a row is told by its response.
 FUNCTIONS = """
-import asyncio, ctypes, os, sys, time
+import asyncio, ctypes, functools, os, sys, time
 
 def score(prompt, response, answer, **row):
     if response == "raise":
@@ -76,6 +76,7 @@ class Judge:
         return 3.0
 
 judge = Judge()
+partly = functools.partial(score_async, level=2)
 """
 
 
@@ -118,7 +119,7 @@ def wait_until_dead(pid):
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-@pytest.mark.parametrize("name", ["score", "score_async"])
+@pytest.mark.parametrize("name", ["score", "score_async", "partly"])
 def test_scores_come_back_in_order(make_pool, name, processes):
     pool = make_pool(name, processes=processes)
     for _ in range(2):
@@ -169,7 +170,7 @@ def test_weighted_sum_of_several_functions(make_pool):
         ("{'score': 'x'}", "a dictionary whose 'score' is 'x' (str)"),
     ],
 )
-@pytest.mark.parametrize("name", ["score", "score_async"])
+@pytest.mark.parametrize("name", ["score", "score_async", "partly"])
 def test_one_bad_row_costs_one_row(make_pool, name, response, explanation):
     if name == "score_async" and response in ("die", "segfault"):
         pytest.skip("has a test of its own")

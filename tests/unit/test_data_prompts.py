@@ -65,6 +65,12 @@ def test_further_columns_stay_and_ours_win(tokenizer):
     assert batch["question"] == ["1"]
 
 
+def test_columns_that_the_library_makes_itself_are_left_out_and_named(tokenizer, caplog):
+    batch = tokenize([{"prompt": "1", "values": 3, "reward/a": 1, "level": 2}], tokenizer)
+    assert set(batch.columns) == {"prompt_ids", "prompt", "answer", "level"}
+    assert "columns reward/a, values are left out" in caplog.text and "Rename" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("rows", "settings", "error", "message"),
     [

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 from settings import configured
 
+from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError
-from hybridrl.inputs import Rows, check_lengths, model_folder
+from hybridrl.inputs import Rows, check_lengths, load_rows, model_folder
 
 ROWS = Rows(training=None, held_out=None, examples=None, longest_prompt=20, longest_response=30)
 MODEL = SimpleNamespace(max_position_embeddings=50)
@@ -37,3 +38,10 @@ def test_what_fits_is_not_refused():
 def test_a_tiny_model_has_heads_that_kernels_take(tmp_path):
     with pytest.raises(ConfigError, match=r"multiple of 32 x model\.tiny\.heads=4"):
         model_folder(configured(["model.tiny.hidden_size=100"]), tmp_path)
+
+
+def test_accuracy_by_a_column_that_the_data_lacks_is_refused_before_anything_starts():
+    tokenizer = build_tokenizer()
+    assert load_rows(configured(["eval.by_column=answer"]), "prompts", tokenizer).held_out
+    with pytest.raises(ConfigError, match=r"eval\.by_column is `answr`.*Did you mean `answer`"):
+        load_rows(configured(["eval.by_column=answr"]), "prompts", tokenizer)
