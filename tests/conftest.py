@@ -1,4 +1,5 @@
-"""What all tests share: one Hypothesis profile, one thread, and unit tests without Ray or vLLM."""
+"""What all tests share: one Hypothesis profile, one thread, process groups that end, and unit tests
+without Ray or vLLM."""
 
 import os
 import signal
@@ -36,3 +37,29 @@ def unit_tests_need_no_ray_and_no_vllm(request):
     yield
     brought = HEAVY & sys.modules.keys() - before
     assert not brought, f"{request.path.name}, or a unit test before it, imported {brought}."
+
+
+@pytest.fixture(scope="module")
+def process_group():
+    """Of a module whose tests join process groups in this process: they end with it."""
+    environment = dict(os.environ)
+    yield
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.fixture(scope="module")
+def mesh(process_group):
+    """Of this process alone, on the CPU."""
+    import torch
+
+    from hybridrl.controller import Context
+    from hybridrl.parallel.mesh import ParallelMesh
+    from hybridrl.parallel.process_group import join
+
+    join(Context("actor", 0, 1))
+    return ParallelMesh.data_parallel(torch.device("cpu"), 1)

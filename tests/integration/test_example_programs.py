@@ -2,13 +2,11 @@
 
 import contextlib
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch.distributed as dist
 
 from hybridrl import Job, load_config
 from hybridrl.data.tasks.arithmetic import CHARACTERS
@@ -16,6 +14,8 @@ from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.models import make_tiny_model
 from hybridrl.observe.console import make_console
 from hybridrl.trainers import loop
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHAPE = {"hidden_size": 32, "layers": 1, "heads": 1}
@@ -26,16 +26,6 @@ SMALL = [
     *("eval.prompts=8", "trainer.steps=3", "observe.show_every=1", "observe.samples_every=1"),
     "actor.optimizer={learning_rate: 1e-2, warmup_steps: 0, schedule: constant}",
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    environment = dict(os.environ)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(environment)
 
 
 @pytest.fixture

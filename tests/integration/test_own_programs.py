@@ -3,12 +3,10 @@ workers in this process."""
 
 import contextlib
 import json
-import os
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from hybridrl.algorithms import DirectPreference
 from hybridrl.config.load import load_config
@@ -22,6 +20,8 @@ from hybridrl.observe.console import make_console
 from hybridrl.trainers import grpo, loop
 from hybridrl.trainers.role_spec import RoleSpec, standard
 from hybridrl.trainers.warmup import warm_up
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 SHAPE = {"hidden_size": 32, "layers": 1, "heads": 1}
 SMALL = [
@@ -138,16 +138,6 @@ class NoUpdate:
     def draw(self, number):
         return range(number)
 '''
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    environment = dict(os.environ)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(environment)
 
 
 @pytest.fixture

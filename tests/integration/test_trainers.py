@@ -4,13 +4,11 @@ import ast
 import contextlib
 import json
 import math
-import os
 import pkgutil
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hybridrl import trainers
 from hybridrl.config.load import load_config
@@ -31,6 +29,8 @@ from hybridrl.models import make_tiny_model
 from hybridrl.rollout import Sampling
 from hybridrl.trainers.evaluation import evaluate_answers
 from hybridrl.trainers.step_metrics import step_metrics
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 FORBIDDEN = ("workers", "engine", "models", "parallel", "roles")
 DRIVERS = ("grpo", "ppo", "remax", "safe_rlhf")
@@ -114,16 +114,6 @@ def rewards(tmp_path_factory):
     file = tmp_path_factory.mktemp("rewards") / "rewards.py"
     file.write_text(REWARDS)
     return file
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    environment = dict(os.environ)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(environment)
 
 
 @pytest.fixture

@@ -1,11 +1,9 @@
 """LoRA: only adapters learn, the model below stays at hand, and weights are merged as by peft."""
 
 import copy
-import os
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -15,15 +13,12 @@ from transformers import (
 
 from hybridrl.algorithms import BradleyTerry, Segments, negative_log_likelihood, token_weights
 from hybridrl.config.schema import ActorConfig, LoraSettings, OptimizerConfig
-from hybridrl.controller.worker import Context
 from hybridrl.core.batch import Batch, Ragged
 from hybridrl.engine.train import TrainEngine
 from hybridrl.errors import ConfigError
 from hybridrl.models import CausalPolicy, PackedSamples, ScalarModel, load_model, load_scalar_model
 from hybridrl.models.adapters import add_adapters, has_adapters
 from hybridrl.models.attention import NAME
-from hybridrl.parallel.mesh import ParallelMesh
-from hybridrl.parallel.process_group import join
 from hybridrl.workers.reward_model import sample_scores
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'hybridrl[lora]'")
@@ -58,16 +53,6 @@ def base(tmp_path_factory):
         folders[name] = tmp_path_factory.mktemp(name)
         model.save_pretrained(folders[name])
     return folders
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    environment = dict(os.environ)
-    join(Context("actor", 0, 1))
-    yield ParallelMesh.data_parallel(CPU, 1)
-    dist.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(environment)
 
 
 def make_batch():

@@ -2,12 +2,10 @@
 and updates that no split into micro-batches changes."""
 
 import itertools
-import os
 import types
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -17,14 +15,11 @@ from transformers import (
 
 from hybridrl.algorithms import BradleyTerry, Segments, token_weights
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
-from hybridrl.controller.worker import Context
 from hybridrl.core.batch import Batch, Ragged
 from hybridrl.engine.train import TrainEngine
 from hybridrl.errors import ConfigError
 from hybridrl.models import PackedSamples, ScalarModel, load_scalar_model
 from hybridrl.models.attention import NAME
-from hybridrl.parallel.mesh import ParallelMesh
-from hybridrl.parallel.process_group import join
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.reward_model import sample_scores
 
@@ -99,16 +94,6 @@ def transformers_scores(model, batch):
             )
             for prompt, response in rows
         ]
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    environment = dict(os.environ)
-    join(Context("critic", 0, 1))
-    yield ParallelMesh.data_parallel(CPU, 1)
-    dist.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(environment)
 
 
 def make_engine(mesh, model, reads, **settings):

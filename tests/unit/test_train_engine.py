@@ -1,14 +1,11 @@
 """TrainEngine: how a batch is split into micro-batches never changes the mathematics."""
 
 import math
-import os
 
 import pytest
 import torch
-import torch.distributed as dist
 from engine_cases import (
     CLIPPED,
-    CPU,
     LEARNING,
     LENGTHS,
     LONGEST,
@@ -37,24 +34,12 @@ from hybridrl.engine.train import MOST_SKIPPED
 from hybridrl.errors import ConfigError, DataError, TrainingError
 from hybridrl.models.attention import NAME
 from hybridrl.parallel import fsdp
-from hybridrl.parallel.mesh import ParallelMesh
-from hybridrl.parallel.process_group import join
 from hybridrl.workers.actor import ActorWorker
 
 
 @pytest.fixture(scope="module")
 def plain():
     return expectations()
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    environment = dict(os.environ)
-    join(Context("actor", 0, 1))
-    yield ParallelMesh.data_parallel(CPU, 1)
-    dist.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(environment)
 
 
 @pytest.fixture(scope="module")
