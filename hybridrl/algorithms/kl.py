@@ -40,11 +40,10 @@ def kl(
     log_probs, ref_log_probs = as_float(log_probs, ref_log_probs.detach())
     x = on_mask(log_probs - ref_log_probs, mask)
     name = estimator.removesuffix("+")
-    value = _value(x, name)
-    if name != estimator:
-        k2 = _value(x, "k2")
-        value = value.detach() + (k2 - k2.detach())
-    return value
+    if name == estimator:
+        return _value(x, name)
+    k2 = _value(x, "k2")
+    return _value(x.detach(), name) + (k2 - k2.detach())
 
 
 def _value(x: Tensor, name: str) -> Tensor:
