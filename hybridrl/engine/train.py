@@ -164,7 +164,8 @@ class TrainEngine:
 
         Returns:
             Metrics of the global mini-batch, the same on every rank. `skipped_updates` is 1 if the
-            gradient was not finite, so that the step was left out, and 0 otherwise.
+            gradient was not finite, so that the step was left out, in the schedule too, and 0
+            otherwise.
 
         Raises:
             TrainingError: after `MOST_SKIPPED` such steps in a row.
@@ -206,7 +207,8 @@ class TrainEngine:
         metrics["grad_norm"] = self._step()
         metrics["skipped_updates"] = float(self._skipped_in_a_row > 0)
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
-        self.schedule.step()
+        if not self._skipped_in_a_row:
+            self.schedule.step()
         if self._offload_optimizer:
             self._move_optimizer(torch.device("cpu"))
         return metrics

@@ -118,6 +118,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_parameters_alone(mesh, value):
     metrics = engine.update(batch.with_columns({"advantages": advantages}), CLIPPED)
     assert not math.isfinite(metrics["grad_norm"])
     assert torch.equal(parameters(engine), before)
+    assert engine.schedule.last_epoch == 0, "the schedule counts the steps that are taken"
     metrics = engine.update(batch, CLIPPED)
     assert math.isfinite(metrics["grad_norm"])
     after = parameters(engine)
