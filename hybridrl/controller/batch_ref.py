@@ -18,8 +18,9 @@ import pyarrow as pa
 
 from hybridrl.controller.choices import Part, Repeat, Take
 from hybridrl.controller.columns import Columns, Wanted
+from hybridrl.controller.kept import choose, concat
 from hybridrl.controller.shards import Rows
-from hybridrl.controller.table import Choose, Join, Node, Table, choose, concat
+from hybridrl.controller.table import Choose, Join, Node, Table
 from hybridrl.core.batch import Batch, row_numbers
 from hybridrl.errors import DataError, nearest
 
