@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,16 +121,24 @@ def _of_death(death: Death, hosts: Hosts) -> WorkerError:
         f"{role} rank {rank} (process {identity.pid} on {identity.address}) died during "
         f"{death.call.name}."
     )
-    if "OutOfMemory" in death.text or "memory monitor" in death.text:
-        sentence += " Ray's memory monitor ended it: the machine ran out of memory."
-    else:
-        sentence += (
-            " A process that ends without a traceback was killed from outside (kill -9, the"
-            " kernel's out-of-memory killer) or crashed in native code."
-        )
+    sentence += out_of_memory(death.text) or (
+        " A process that ends without a traceback was killed from outside (kill -9, the kernel's"
+        " out-of-memory killer) or crashed in native code."
+    )
     if hosts.run_directory is None or role not in hosts.roles.get(death.host, {}):
         return WorkerError(sentence)
     log = hosts.run_directory / "logs" / f"{role}-{rank}.log"
     lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
     tail = "\n".join(f"  {line}" for line in lines) or "  (empty)"
     return WorkerError(f"{sentence}\nThe last lines of {log}:\n{tail}")
+
+
+def out_of_memory(text: str) -> str:
+    """Whether Ray's memory monitor ended a process, and who uses the memory; else nothing."""
+    if not (used := re.search(r"low on memory.*?was (\S+ used / \S+ limit)", text, re.DOTALL)):
+        return ""
+    users = re.findall(r"^(\d+)\t([\d.]+)\t(.*)$", text, re.MULTILINE)
+    largest = "".join(f"\n  {size:>6} GB  process {pid}: {name}" for pid, size, name in users[:3])
+    return f" Ray's memory monitor ended it: the machine was running out of memory ({used[1]})." + (
+        f" The largest processes:{largest}" if largest else ""
+    )

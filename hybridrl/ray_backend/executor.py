@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from hybridrl.controller.call import Call, Failure, Reply, Request, Result
 from hybridrl.controller.executor import Executor
-from hybridrl.controller.failures import Death, Hosts, explain, timed_out
+from hybridrl.controller.failures import Death, Hosts, explain, out_of_memory, timed_out
 from hybridrl.controller.shards import ShardInfo
 from hybridrl.core import user_code
 from hybridrl.core.batch import Batch
@@ -125,8 +125,9 @@ class RayExecutor(Executor):
         try:
             asked = [host.identity.remote() for host in hosts]
             identities = ray.get(asked, timeout=start_timeout_s)
-        except ray.exceptions.RayActorError as error:
-            raise WorkerError(f"A host process ended before it could start: {error}") from None
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
+            why = out_of_memory(str(error)) or f" {error}"
+            raise WorkerError(f"A host process ended before it could start.{why}") from None
         except ray.exceptions.GetTimeoutError:
             raise WorkerError(
                 f"The {number} host processes did not start within {start_timeout_s:g} s "

@@ -104,6 +104,16 @@ def test_a_call_that_hangs_is_named_with_all_stacks(command):
     assert "did not answer" in run.output and "--- host 0" in run.output
 
 
+@pytest.mark.long
+def test_a_machine_that_runs_out_of_memory_is_named_with_who_uses_it(command):
+    low = {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "250"}
+    run = command(*LONG, environment=low)
+    assert run.finish(timeout=100) == 1, run.output
+    assert "Ray's memory monitor ended it" in run.output and " limit)" in run.output
+    assert "The largest processes:" in run.output and "hybridrl.main" in run.output
+    assert "Traceback" not in run.output
+
+
 def test_a_full_disk_is_a_sentence(command):
     run = command(*LONG)
     run.directory.mkdir(exist_ok=True)

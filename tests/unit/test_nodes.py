@@ -112,6 +112,18 @@ def test_a_single_death_is_still_that_of_a_process():
     assert text.startswith("actor rank 1 (process 12 on 10.0.0.2) died during actor.update_actor.")
 
 
+def test_a_death_for_want_of_memory_says_who_uses_it():
+    said = (
+        "2 worker(s) were killed due to the node running low on memory. Memory on the node (IP: "
+        "10.0.0.2, ID: 54be) was 22.41GB used / 23.54GB limit (0.951797)\n"
+        "OOM kill reason: Memory usage exceeded\nTop 10 memory users: PID\tMEM(GB)\tCOMMAND\n"
+        "77\t17.47\tpython train.py\n12\t0.62\tray::RayHost\nRefer to the documentation\n"
+    )
+    text = str(explain([Death(UPDATE, 1, said)], HOSTS))
+    assert "running out of memory (22.41GB used / 23.54GB limit). The largest processes:" in text
+    assert "17.47 GB  process 77: python train.py\n" in text and "kill -9" not in text
+
+
 def test_a_host_that_died_is_named_by_its_role_and_rank_there(tmp_path):
     """A generator's rank 0 on device 2; and of several calls that were queued the one in hand."""
     (tmp_path / "logs").mkdir()
