@@ -270,6 +270,7 @@ def _start_node(node: Node, cpus: int, head: bool, environment: dict[str, str]) 
         f"--num-cpus={cpus}",
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         f"--temp-dir={node.directory}",
+        f"--dashboard-agent-listen-port={_free_port()}",  # another Ray may have the default
         "--disable-usage-stats",
     ]
     if head:
