@@ -23,7 +23,7 @@ from hybridrl.checks.shared_paths import paths_of_workers
 from hybridrl.config.load import to_plain, to_yaml
 from hybridrl.config.schema import Config
 from hybridrl.core.garbage import no_collection
-from hybridrl.errors import DataError
+from hybridrl.errors import ConfigError, DataError
 from hybridrl.observe.metrics import open_writers
 from hybridrl.observe.run_directory import RunDirectory
 from hybridrl.trainers import load_trainer, name_of
@@ -306,11 +306,18 @@ def _with_objects(
 ) -> Config:
     """The settings with Python objects in place of the names that they have there."""
     if reward is not None:
-        functions = [reward] if callable(reward) else list(reward)
+        functions = [reward] if callable(reward) else reward
+        if not isinstance(functions, Sequence) or not all(map(callable, functions)):
+            raise ConfigError(f"Job(reward={reward!r}): must be a function, or a list of them.")
         config = replace(config, reward=replace(config.reward, function=functions))
     if data is not None:
         rows = replace(config.data, task=None, path="data.parquet", split=None)
         config = replace(config, data=rows)
     if trainer is not None:
+        if not isinstance(trainer, type):
+            raise ConfigError(
+                f"Job(trainer={trainer!r}): must be a class. Names go into the settings: "
+                "trainer.name=..."
+            )
         config = replace(config, trainer=replace(config.trainer, name=name_of(trainer)))
     return config

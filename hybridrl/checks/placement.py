@@ -42,7 +42,8 @@ def check_placement(config: Config, cluster: Cluster, roles: Roles | None = None
         check_sizes(len(where.devices), where.parallel, tp, setting)
         if name != GENERATOR:
             path = specs[name].path(name, config) if name in specs else None
-            _check_cut(config, where.parallel, setting, path or config.model.path)
+            adapts = name in specs and specs[name].trains and config.actor.lora.rank
+            _check_cut(config, where.parallel, setting, path or config.model.path, bool(adapts))
     return placement
 
 
@@ -100,8 +101,10 @@ def check_model_fits(parallel: ParallelConfig, model: PretrainedConfig, path: st
     stages.check_stages(text.num_hidden_layers, parallel.pp, parallel.chunks, "actor.parallel.pp")
 
 
-def _check_cut(config: Config, parallel: ParallelConfig, setting: str, path: str | None) -> None:
-    if config.actor.lora.rank and (parallel.tp > 1 or parallel.pp > 1):
+def _check_cut(
+    config: Config, parallel: ParallelConfig, setting: str, path: str | None, adapts: bool
+) -> None:
+    if adapts and (parallel.tp > 1 or parallel.pp > 1):
         raise ConfigError(
             f"actor.lora.rank={config.actor.lora.rank}: adapters are not cut over devices. Set "
             f"{setting}.tp=1 and {setting}.pp=1, or actor.lora.rank=null."

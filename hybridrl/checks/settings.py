@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any
 
 from hybridrl.checks.algorithm import check_algorithm
 from hybridrl.checks.model_folder import check_model
@@ -30,6 +33,11 @@ POSITIVE = (
     "actor.optimizer.learning_rate",
     "trainer.steps",
     "eval.prompts",
+    "eval.samples",
+    "model.tiny.hidden_size",
+    "model.tiny.layers",
+    "model.tiny.heads",
+    "ray.start_timeout_s",
     "controller.timeout_s",
     "reward.processes",
     "reward.timeout_s",
@@ -42,12 +50,17 @@ NOT_NEGATIVE = (
     "rollout.top_k",
     "actor.optimizer.warmup_steps",
     "actor.optimizer.max_grad_norm",
+    "actor.optimizer.weight_decay",
     "algorithm.kl_coefficient",
+    "algorithm.clip_low",
+    "algorithm.clip_high",
     "algorithm.max_refills",
     "observe.samples_every",
     "observe.show_every",
     "observe.timeline_every",
 )
+OF_FUNCTIONS = ("reward.options", "cost.options")
+"""Settings whose meaning only the user's functions know."""
 
 
 def check(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
@@ -60,6 +73,7 @@ def check(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
         ConfigError: names the setting, its value, what was expected and what to do.
         MissingPackageError: names the extra to install.
     """
+    _check_finite(config)
     for name in POSITIVE:
         if (value := _get(config, name)) <= 0:
             raise ConfigError(f"{name}={value}: must be more than 0.")
@@ -76,6 +90,20 @@ def check(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
     _check_packages(config)
     if not config.run.dry:  # a recipe for other machines can be looked at on this one
         _check_devices(config)
+
+
+def _check_finite(value: Any, name: str = "") -> None:
+    """Refuses what is not a number, which every comparison would let pass, and infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{name}={value}: must be a finite number.")
+    if is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, Mapping) and name not in OF_FUNCTIONS:
+        for key, entry in value.items():
+            _check_finite(entry, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            _check_finite(entry, name)
 
 
 def _check_names(config: Config) -> None:
@@ -126,6 +154,16 @@ def _check_data(config: Config) -> None:
 
 
 def _check_sizes(config: Config) -> None:
+    betas = config.actor.optimizer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(
+            f"actor.optimizer.betas={betas}: must be two numbers, 0 or more and less than 1."
+        )
+    if config.num_devices is not None and config.num_devices < 1:
+        raise ConfigError(
+            f"num_devices={config.num_devices}: must be 1 or more, or null for every GPU or two "
+            "CPU slots."
+        )
     samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
     if config.actor.updates_per_step > samples:
         raise ConfigError(

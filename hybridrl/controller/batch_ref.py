@@ -18,9 +18,9 @@ import pyarrow as pa
 
 from hybridrl.controller.choices import Part, Repeat, Take
 from hybridrl.controller.columns import Columns, Wanted
-from hybridrl.controller.kept import choose, concat
+from hybridrl.controller.kept import choose, concat, join
 from hybridrl.controller.shards import Rows
-from hybridrl.controller.table import Choose, Join, Node, Table
+from hybridrl.controller.table import Choose, Node, Table
 from hybridrl.core.batch import Batch, row_numbers
 from hybridrl.errors import DataError, nearest
 
@@ -69,24 +69,38 @@ class BatchRef:
             )
         if self.selected is not None or other.selected is not None:
             raise DataError("Join before `select`: a selection is the last thing done to a batch.")
-        return replace(self, node=Join(self.node, other.node))
+        return replace(self, node=join(self.node, other.node))
+
+    def __ror__(self, other: Any) -> BatchRef:
+        raise DataError(
+            f"A {type(other).__name__} cannot be joined with a BatchRef: a Batch of the driver's "
+            "goes through `put` first."
+        )
 
     def select(self, *columns: str) -> BatchRef:
         """Only these columns; a worker that gets the result fetches nothing else, and waits for
         nothing else."""
         if wrong := [column for column in columns if not isinstance(column, str)]:
             raise DataError(f"`select` takes names of columns, one by one, not {wrong[0]!r}.")
+        if not columns:
+            raise DataError("`select` was given no columns. Name one or more.")
         return replace(self, selected=frozenset(columns))
 
     @staticmethod
-    def concat(parts: Sequence[BatchRef]) -> BatchRef:
+    def concat(parts: Iterable[BatchRef]) -> BatchRef:
         """Tables with the same columns, one below the other: handles only, nothing moves.
 
         Raises:
             DataError: if there is none, or their columns are known and differ.
         """
+        parts = list(parts)
         if not parts:
             raise DataError("There is nothing to concatenate: give one batch or more.")
+        if wrong := [part for part in parts if not isinstance(part, BatchRef)]:
+            raise DataError(
+                f"`concat` takes BatchRefs, this is a {type(wrong[0]).__name__}. A Batch of the "
+                "driver's goes through `put` first."
+            )
         if any(part.selected is not None for part in parts):
             raise DataError("Concatenate before `select`: it is the last thing done to a batch.")
         if len(parts) == 1:
@@ -162,10 +176,15 @@ class BatchRef:
             together: The function may see so many neighbouring rows apart from the others, such as
                 the samples of a prompt. Then the hosts of `on` share the rows; None: it sees all.
         """
-        columns = [columns] if isinstance(columns, str) else list(columns)
-        makes = [makes] if isinstance(makes, str) else makes
+        columns = _names("apply(columns=)", columns)
+        makes = makes if makes is None else _names("apply(makes=)", makes)
         if together is not None:
             _whole_number("apply(together=)", together, 1)
+            if (self.node.known_rows or 0) % together:
+                raise DataError(
+                    f"{self.node.known_rows} rows cannot be dealt out {together} at a time: "
+                    f"apply(together={together}) of {name_of(function)}."
+                )
         if on is not None and not hasattr(on, "devices"):
             raise DataError(f"`apply` runs on the hosts of a group, and on={on!r} is none.")
         table = self.select(*columns).for_reading(
@@ -178,10 +197,7 @@ class BatchRef:
         """Brings rows to the driver: all columns, or these, or with `partial` those of these that
         were made. Waits until they are there."""
         self._connected()
-        columns = [columns] if isinstance(columns, str) else columns
-        columns = columns if columns is None else list(columns)
-        if columns == []:
-            raise DataError("`collect` was given no columns. Name one or more, or none of them.")
+        columns = columns if columns is None else _names("collect", columns)
         ref = self if columns is None else replace(self.select(*columns), partial=partial)
         if ref.selected is not None and not partial:
             ref = ref.for_reading(Wanted(ref.selected), "`collect`")
@@ -208,11 +224,14 @@ class BatchRef:
         known = self.columns
         for name in sorted(wanted.names):
             if not known.may_have(name):
-                made = self.node.columns.may_have(name)
-                why = "which was not selected" if made else "which no call has made yet"
+                made = self.node.columns
+                if made.may_have(name):
+                    why, there = "which was not selected", f"those selected are {known}."
+                else:
+                    why, there = "which no call has made yet", f"the batch has {made}."
                 raise DataError(
-                    f"{reader} reads the column `{name}`, {why}; the batch has {known}."
-                    f"{nearest(name, known.certain)}"
+                    f"{reader} reads the column `{name}`, {why}; {there}"
+                    f"{nearest(name, made.certain)}"
                 )
         if self.selected is not None:
             further = filter(wanted.others or (lambda name: False), self.selected)
@@ -233,6 +252,8 @@ class BatchRef:
         if batch is None and self.partial:
             return Batch(pa.table({})), rows
         missing = (self.selected or frozenset()) - set(() if batch is None else batch.columns)
+        if batch is None and not missing:
+            raise DataError("The batch has no columns.")
         if batch is None or (missing and not self.partial):
             raise DataError(
                 f"No call has made the column(s) {', '.join(sorted(missing))} yet; the batch has "
@@ -250,6 +271,16 @@ class BatchRef:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "executor": None}
+
+
+def _names(argument: str, names: Any) -> list[str]:
+    """Names of columns, of which one may stand alone."""
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        raise DataError(f"`{argument}` takes names of columns, not {names!r}.")
+    if not (found := list(names)):
+        raise DataError(f"`{argument}` was given no columns. Name one or more.")
+    return found
 
 
 def _whole_number(name: str, value: int, least: int) -> None:

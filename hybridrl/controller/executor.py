@@ -6,9 +6,11 @@ host in the driver's own process, no Ray, so that `pdb` and profilers work).
 
 from __future__ import annotations
 
+import logging
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from hybridrl.controller.worker import Context
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import Cluster
 from hybridrl.core.record import Record
-from hybridrl.errors import ConfigError, WorkerError
+from hybridrl.errors import ConfigError, DataError, WorkerError
 
 MOST_RECORDS = 50_000
 """Records are kept until they are taken, but no more than the newest so many."""
@@ -39,16 +41,19 @@ class Executor(ABC):
         cluster: The devices, one host each.
         step: The number of the one that calls belong to now.
         takes_calls: False after a worker has failed or died, and after `close`.
+        failure: The first line of the error that ended the job.
     """
 
     cluster: Cluster
     run_directory: Path | None
     takes_calls = True
+    failure = ""
 
     def __init__(self) -> None:
         self.step = 0
         self._made = 0
         self._pending: dict[int, Call] = {}
+        weakref.finalize(self, _warn_of_unfinished, self._pending)
         self._roles: dict[int, dict[str, int]] = {}
         self._records: deque[tuple[int, Record]] = deque(maxlen=MOST_RECORDS)
 
@@ -103,9 +108,7 @@ class Executor(ABC):
             The call's record, and what `fetch` finds the returned batches by.
         """
         if not self.takes_calls:
-            raise WorkerError(
-                "The job has failed before, or is closed; its workers take no more calls."
-            )
+            raise self.refusal()
         match request:
             case Build(role):
                 method = "__init__"
@@ -122,8 +125,18 @@ class Executor(ABC):
             self._pending.pop(call.number, None)
             raise
 
+    def refusal(self) -> WorkerError:
+        """The error for calls that come too late."""
+        why = f"has failed before: {self.failure}" if self.failure else "is closed."
+        return WorkerError(f"The workers take no more calls, because the job {why}")
+
     def put(self, batch: Batch) -> BatchRef:
         """Hands a batch of the driver's to the workers. It is stored once."""
+        if not isinstance(batch, Batch):
+            raise DataError(
+                f"`put` takes a Batch, this is a {type(batch).__name__}. "
+                "Batch.from_columns({...}) makes one of tensors and lists."
+            )
         info = ShardInfo.of(batch, np.arange(len(batch)))
         columns = Columns(frozenset(batch.columns))
         data = self._store(batch, info)
@@ -180,3 +193,14 @@ class Executor(ABC):
         if self._pending.pop(call.number, None) is None:
             return
         self._records.extend((call.step, reply.record) for reply in call.replies)
+
+
+def _warn_of_unfinished(pending: Mapping[int, Call]) -> None:
+    """When a program ends, or lets go of its executor: of calls that nobody has waited for."""
+    if pending:
+        names = ", ".join(dict.fromkeys(call.name for call in pending.values()))
+        logging.getLogger(__name__).warning(
+            "The program ended before %d call(s) were done (%s), and they were cut off. Write "
+            "`with Job(...) as job:`, whose end waits for them.",
+            *(len(pending), names),
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridrl.controller.batch_ref import BatchRef
@@ -143,6 +143,14 @@ class WorkerGroup:
 
     def _refer(self, method: str, transfer: Transfer, argument: Any) -> Any:
         """A batch as a reference to what the method reads of it."""
+        if isinstance(argument, Handle) or (hidden := _hidden_batch(argument)) is not None:
+            what = (
+                "a Handle" if isinstance(argument, Handle) else f"a {hidden} inside another value"
+            )
+            raise DataError(
+                f"`{self.role}.{method}` was given {what}. A batch has to be an argument of its "
+                "own, and of a handle what its `get()` gives."
+            )
         if isinstance(argument, Batch):
             argument = self._executor.put(argument)
         if isinstance(argument, BatchRef):
@@ -160,6 +168,19 @@ class WorkerGroup:
                 "batches go together, one by one, so all need as many."
             )
         return known.pop() if known else None
+
+
+def _hidden_batch(argument: Any) -> str | None:
+    """The kind of batch in a list, a tuple or a dictionary, which no rank could read."""
+    if isinstance(argument, Mapping):
+        argument = list(argument.values())
+    if isinstance(argument, list | tuple):
+        for value in argument:
+            if isinstance(value, BatchRef):
+                return type(value).__name__
+            if (found := _hidden_batch(value)) is not None:
+                return found
+    return None
 
 
 def _by_parts(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:

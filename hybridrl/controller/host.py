@@ -294,6 +294,11 @@ def _check_result(record: Record, value: Any, rows: Rows | None) -> None:
             f"{name} is annotated `-> Batch` but returned a {type(value).__name__}. Return "
             "Batch.from_columns({...}), or annotate what it returns."
         )
+    if rows is None and len(value):
+        raise DataError(
+            f"{name} returned a batch of {len(value)} rows and was given none: the rows that it "
+            "returns are those of its first Batch or BatchRef."
+        )
     given = 0 if rows is None else len(rows)
     if len(value) != given:
         raise DataError(

@@ -7,12 +7,29 @@ and what is new. What nobody can read any more is let go here, so that it does n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 
 from hybridrl.controller.choices import Part, Repeat, Take
 from hybridrl.controller.shards import Rows
-from hybridrl.controller.table import Choose, Concat, Node
+from hybridrl.controller.table import Choose, Concat, Join, Node
+
+
+def join(left: Node, right: Node) -> Node:
+    """`Join`, without the tables of the left side that the right one replaces altogether, so that
+    a table whose columns are made anew step by step does not pile up old ones."""
+    whole = Join(left, right)
+    if left.known_rows is None or right.known_rows is None:
+        return whole  # whether they are as many shows when the tables are read
+    kept = [table for table in left.joined() if not _is_replaced(table, right)]
+    if len(kept) == len(left.joined()):
+        return whole
+    return reduce(Join, [*kept, right])
+
+
+def _is_replaced(table: Node, by: Node) -> bool:
+    return not table.columns.possible and table.columns.certain <= by.columns.certain
 
 
 def choose(table: Node, choice: Take | Repeat | Part) -> Node:

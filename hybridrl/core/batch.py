@@ -154,6 +154,8 @@ class Batch:
 
     def __or__(self, other: Batch) -> Batch:
         """Joins two batches row by row; the right one wins where both have a column."""
+        if not isinstance(other, Batch):
+            return NotImplemented
         if len(self) != len(other):
             raise DataError(
                 f"Only batches of equally many rows join row by row: {len(self)} and {len(other)}."

@@ -129,7 +129,8 @@ def load(setting: str, spec: str, failure: type[HybridRLError] = ConfigError) ->
 
 def loaded_files() -> list[ModuleType]:
     """The modules of the user's files that were loaded in this process."""
-    return [module for name, module in sys.modules.items() if name.startswith(FILE)]
+    modules = list(sys.modules.items())  # at once: other threads may be importing
+    return [module for name, module in modules if name.startswith(FILE)]
 
 
 def _split(setting: str, spec: str) -> tuple[str, str]:

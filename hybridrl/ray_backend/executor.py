@@ -175,7 +175,7 @@ class RayExecutor(Executor):
         check = time.monotonic() + patience
         while late := [call for call in calls if not call.is_done]:
             if not self.takes_calls:
-                raise WorkerError("The job has failed before; its workers take no more calls.")
+                raise self.refusal()
             left = max(0.0, until - time.monotonic())
             self._look([call.number for call in late], min(left, LOOK_SECONDS, patience))
             if not left:
@@ -191,6 +191,7 @@ class RayExecutor(Executor):
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
         self.takes_calls = False
+        self._pending.clear()
         for actor in [*self._hosts, *self._transport.helpers()]:
             ray.kill(actor, no_restart=True)
         ray.util.remove_placement_group(self._bundles)
@@ -204,9 +205,8 @@ class RayExecutor(Executor):
         """Takes note of what has come of calls, waiting so long for these; raises if one failed."""
         try:
             found = self._note(self._transport.poll(numbers, seconds))
-        except WorkerError:
-            self.takes_calls = False
-            raise
+        except WorkerError as error:
+            raise self._ended(error) from None
         if found:
             self._fail(found)
 
@@ -230,13 +230,18 @@ class RayExecutor(Executor):
         """Raises the error behind failures. A rank that dies makes its peers fail in their
         collectives: listens a moment for all of them. Of a node that is lost the peers know first,
         and Ray last: so it is asked for."""
-        self.takes_calls = False
+        self.takes_calls = False  # whatever else happens
         until = time.monotonic() + ROOT_CAUSE_SECONDS
         while self._pending and (left := until - time.monotonic()) > 0:
             with contextlib.suppress(WorkerError):  # of the relay, which has told enough
                 found += self._note(self._transport.poll(list(self._pending), left))
         found += self._lost(range(len(self._hosts)))
-        raise explain(found, self._known())
+        raise self._ended(explain(found, self._known()))
+
+    def _ended(self, error: WorkerError) -> WorkerError:
+        """The error, after which no call can be made."""
+        self.takes_calls, self.failure = False, str(error).partition("\n")[0]
+        return error
 
     def _known(self) -> Hosts:
         return Hosts(self._identities, self._roles, self.run_directory)
@@ -267,8 +272,7 @@ class RayExecutor(Executor):
         statuses = self._answers([host.status.remote() for host in self._hosts], seconds=5.0)
         lost = self._lost([host for host, status in enumerate(statuses) if status is None])
         if again := [d for d in lost if self._identities[d.host].node in self._unreachable]:
-            self.takes_calls = False
-            raise explain(again, self._known())
+            raise self._ended(explain(again, self._known()))
         self._unreachable = {self._identities[death.host].node for death in lost}
         now, late, why = time.monotonic(), {}, ""
         for host, status in enumerate(statuses):
@@ -286,9 +290,8 @@ class RayExecutor(Executor):
             late = {host: self._oldest(host) for host in range(len(statuses))}
             why = ": no host is working, so what they wait for, or their replies, must be lost"
         if late := [found for found in late.values() if found]:
-            self.takes_calls = False
             stacks = self._answers([host.stacks.remote() for host in self._hosts], seconds=5.0)
-            raise timed_out(late, self._timeout, self._known(), stacks, why)
+            raise self._ended(timed_out(late, self._timeout, self._known(), stacks, why))
 
     @staticmethod
     def _answers(references: list[Any], seconds: float) -> list[Any]:

@@ -384,10 +384,27 @@ def test_a_column_that_no_call_makes_is_refused_at_once():
         batch.for_reading(Wanted(frozenset(["score"])), "`actor.update`")
     with pytest.raises(DataError, match=r"the batch has prompt_ids, scores. Did you mean `scores`"):
         batch.for_reading(Wanted(frozenset(["score"])), "`actor.update`")
-    with pytest.raises(DataError, match="`scores`, which was not selected; the batch has "):
+    with pytest.raises(
+        DataError, match="`scores`, which was not selected; those selected are prompt_ids"
+    ):
         batch.select("prompt_ids").for_reading(Wanted(frozenset(["scores"])), "`actor.update`")
     with pytest.raises(DataError, match="one of these has no scores: it has prompt_ids"):
         BatchRef.concat([batch, late(["prompt_ids"])])
+
+
+def test_a_table_whose_columns_are_made_anew_does_not_pile_up_old_ones():
+    batch = late(["prompt_ids"], rows=3) | late(["x"], rows=3)
+    for _ in range(2000):
+        batch |= late(["x"], rows=3)
+    assert len(batch.node.joined()) == 2 and batch.columns.certain == {"prompt_ids", "x"}
+    old, other, new = (
+        shard_table(columns(lengths, name), [[0, 1, 2]], known=True)
+        for lengths, name in (([1, 2, 3], "x"), ([1, 1, 1], "other"), ([2, 0, 1], "x"))
+    )
+    kept = old | other | new
+    assert len(kept.node.joined()) == 2 and read(kept) == read(other | new)
+    unknown = late(["x"]) | late(["x"], rows=3)  # nobody knows yet whether the rows are as many
+    assert len(unknown.node.joined()) == 2
 
 
 def test_rows_that_are_known_beforehand_are_not_waited_for():

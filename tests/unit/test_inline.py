@@ -143,13 +143,35 @@ def test_the_rows_of_two_batches_go_together(executor, group, batch):
         group.add(left, unknown)
 
 
+def test_what_is_no_batch_is_refused_where_it_is_given(executor, group, batch):
+    ref = executor.put(batch)
+    for hidden in ([ref], {"batch": (1, ref)}):
+        with pytest.raises(DataError, match=r"`scaler.scale` was given a BatchRef inside another"):
+            group.scale(ref, hidden)
+    with pytest.raises(DataError, match="`put` takes a Batch, this is a dict"):
+        executor.put({"x": [1]})
+    with pytest.raises(DataError, match="`concat` takes BatchRefs, this is a Batch"):
+        BatchRef.concat([ref, batch])
+    with pytest.raises(DataError, match="goes through `put` first"):
+        batch | ref
+    with pytest.raises(DataError, match=r"`apply\(makes=\)` takes names of columns, not 3"):
+        ref.apply(lambda rows: rows, ["x"], makes=3)
+    with pytest.raises(DataError, match=r"`apply\(columns=\)` was given no columns"):
+        ref.apply(lambda rows: rows, [])
+    with pytest.raises(DataError, match="4 rows cannot be dealt out 3 at a time"):
+        ref.apply(lambda rows: rows, ["x"], together=3)
+    with pytest.raises(DataError, match=r"`y`, which no call has made yet; the batch has text, x"):
+        ref.collect(["y"])
+    assert len(BatchRef.concat(part for part in (ref, ref))) == 8
+
+
 def test_a_method_gets_the_columns_that_it_reads(executor, group, batch):
     ref = executor.put(batch)
     doubled = group.double(ref.select("x", "text"))
     assert doubled.columns.certain == {"y"} and len(doubled) == 4
     with pytest.raises(DataError, match=r"`scaler.double` reads the column `x`, which no call"):
         group.double(doubled)
-    with pytest.raises(DataError, match=r"`x`, which was not selected; the batch has text"):
+    with pytest.raises(DataError, match=r"`x`, which was not selected; those selected are text"):
         group.double(ref.select("text"))
 
 
@@ -288,7 +310,9 @@ def test_an_unknown_method_is_named_with_the_nearest(group):
 def test_as_many_rows_go_out_as_went_in(group, batch):
     with pytest.raises(DataError, match=r"`scaler\.lose_a_row` returned 3 rows for 4"):
         group.lose_a_row(batch)
-    with pytest.raises(DataError, match=r"`scaler\.forget_the_batch` returned 1 rows for 0"):
+    with pytest.raises(
+        DataError, match=r"`scaler\.forget_the_batch` returned a batch of 1 rows and was given none"
+    ):
         group.forget_the_batch()
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 from settings import configured
+from transformers import Qwen2Config
 
 from hybridrl.checks.placement import check_placement
 from hybridrl.core.cluster import Cluster
@@ -53,3 +54,14 @@ def test_separation_says_what_it_misses():
 )
 def test_what_can_be_is_not(devices, overrides):
     check_placement(configured(overrides), Cluster.of_one_node("cpu", devices))
+
+
+def test_adapters_forbid_to_cut_only_the_models_that_have_them(tmp_path):
+    Qwen2Config(num_attention_heads=4, num_key_value_heads=2).save_pretrained(tmp_path)
+    cluster, adapters = Cluster.of_one_node("cpu", 2), ["algorithm=ppo", "actor.lora.rank=4"]
+    reward = [f"reward.model={tmp_path}", "models.reward.parallel.tp=2"]
+    check_placement(configured([*adapters, *reward]), cluster)
+    with pytest.raises(
+        ConfigError, match=r"adapters are not cut .* models\.critic\.parallel\.tp=1"
+    ):
+        check_placement(configured([*adapters, "models.critic.parallel.tp=2"]), cluster)

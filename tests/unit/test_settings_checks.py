@@ -1,0 +1,51 @@
+"""Numbers that no job could work with are refused by the name of their setting."""
+
+import pytest
+from settings import configured
+
+from hybridrl.checks.settings import check
+from hybridrl.errors import ConfigError
+
+HERE = ["executor=inline", "rollout=transformers"]
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "actor.optimizer.learning_rate",
+        "actor.optimizer.max_grad_norm",
+        "algorithm.kl_coefficient",
+        "algorithm.gamma",
+        "reward.correct_at",
+        "rollout.temperature",
+        "controller.timeout_s",
+    ],
+)
+def test_what_is_no_finite_number_is_refused(setting, value):
+    config = configured([*HERE, f"{setting}={value}"])
+    with pytest.raises(ConfigError, match=rf"{setting}=-?(nan|inf): must be a finite number"):
+        check(config)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("actor.optimizer.betas=[0.9]", r"betas=\[0.9\]: must be two numbers"),
+        ("actor.optimizer.betas=[1.5,0.9]", "0 or more and less than 1"),
+        ("actor.optimizer.betas=[.nan,0.9]", r"actor\.optimizer\.betas=nan: must be a finite"),
+        ("actor.optimizer.weight_decay=-1", "weight_decay=-1.0: must be 0 or more"),
+        ("algorithm.clip_low=-1", r"algorithm\.clip_low=-1.0: must be 0 or more"),
+        ("num_devices=-1", "num_devices=-1: must be 1 or more, or null"),
+        ("model.tiny.hidden_size=0", r"model\.tiny\.hidden_size=0: must be more than 0"),
+        ("eval.samples=0", r"eval\.samples=0: must be more than 0"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(override, words):
+    with pytest.raises(ConfigError, match=words):
+        check(configured([*HERE, override]))
+
+
+def test_options_of_the_users_functions_are_theirs():
+    options = ["reward.function=length", "reward.options={length: {limit: .inf}}"]
+    check(configured([*HERE, *options]))
