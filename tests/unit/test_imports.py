@@ -26,9 +26,12 @@ MAY_IMPORT = {
     "ray_backend": {"core", "controller"},
     "placement": {"core", "controller"},
     "reshard": {"core"},
+    "checkpoint": {"core"},
     "parallel": {"core", "models", "=controller", "=controller.worker"},
     "rollout": {"core", "models"},
-    "engine": {"core", "algorithms", "models", "parallel", "reshard", "rollout"},
+    "engine": {
+        *("core", "algorithms", "checkpoint", "models", "parallel", "reshard", "rollout"),
+    },
     "workers": {
         *("core", "algorithms", "models", "parallel", "engine", "rollout", "rewards", "data"),
         "controller",
