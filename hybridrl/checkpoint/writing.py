@@ -7,19 +7,18 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridrl.checkpoint.agreement import agreed, explained
 from hybridrl.checkpoint.header import Entry, make_header, read_header
 from hybridrl.checkpoint.reading import INDEX, WHOLE, WINDOW_BYTES
 from hybridrl.core.boxes import Box, extent, runs, volume, whole, windows
 from hybridrl.core.layout import Layout, Move, Piece, local_pieces, plan
-from hybridrl.errors import HybridRLError, StorageError
 
 FILE_BYTES = 5 << 30
 """Largest file, unless one tensor is larger."""
@@ -65,20 +64,20 @@ def write_tensors(
         if move.sender == rank:
             mine.setdefault(move.name, []).append(move)
     try:
-        with _agreed(group), _explained(folder):
+        with agreed(group), explained(folder):
             if rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
                 for file, (header, _, length) in headers.items():
                     with _part(folder, file).open("wb") as begun:
                         begun.write(header)
                         begun.truncate(length)
-        with _agreed(group):
+        with agreed(group):
             for file, (_, entries, _) in headers.items():
                 ours = {name: mine[name] for name in entries if name in mine}
                 if ours:
-                    with _explained(folder / file):
+                    with explained(folder / file):
                         _write(_part(folder, file), entries, ours, read)
-        with _agreed(group), _explained(folder):
+        with agreed(group), explained(folder):
             if rank == 0:
                 _publish(folder, files)
     finally:
@@ -179,33 +178,3 @@ def _write_index(folder: Path, files: Mapping[str, Mapping[str, tuple[int, ...]]
 def _part(folder: Path, file: str) -> Path:
     """Where a file is until it is whole; the same on every rank."""
     return folder / f".{file}.part"
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"Cannot write {path}: {error.strerror or error}. Free some space there, or save in a "
-            "folder that every rank can write to."
-        ) from error
-
-
-@contextmanager
-def _agreed(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Waits for all ranks at the end of the block. If it failed on one, it has failed on all."""
-    mine: HybridRLError | None = None
-    try:
-        yield
-    except HybridRLError as error:
-        mine = error
-    failures: list[str | None] = []
-    if group is not None:
-        failures = [None] * dist.get_world_size(group)
-        dist.all_gather_object(failures, None if mine is None else str(mine), group=group)
-    if mine is not None:
-        raise mine
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            raise StorageError(f"Rank {rank} could not write its parts of the model: {failure}")

@@ -13,7 +13,7 @@ from layout_cases import boxes_in, cut, full_tensors, layout_pairs, numbered, sh
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hybridrl.checkpoint import reading, writing
+from hybridrl.checkpoint import agreement, reading, writing
 from hybridrl.checkpoint.header import DTYPES
 from hybridrl.checkpoint.reading import INDEX, TensorFiles
 from hybridrl.checkpoint.writing import write_tensors
@@ -60,8 +60,8 @@ def threads_as_ranks():
         found[:] = [mine] * len(found)
         group.wait()
 
-    patch.setattr(writing.dist, "all_gather_object", gather)
-    patch.setattr(writing.dist, "get_world_size", lambda group: group.parties)
+    patch.setattr(agreement.dist, "all_gather_object", gather)
+    patch.setattr(agreement.dist, "get_world_size", lambda group: group.parties)
     yield
     patch.undo()
 
