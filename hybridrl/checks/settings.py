@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hybridrl.checks.algorithm import check_algorithm
+from hybridrl.checks.checkpoints import check_checkpoints
 from hybridrl.checks.model_folder import check_model
 from hybridrl.checks.placement import check_placement
 from hybridrl.checks.roles import check_roles
@@ -29,6 +30,7 @@ POSITIVE = (
     "actor.updates_per_step",
     "actor.optimizer.learning_rate",
     "trainer.steps",
+    "checkpoint.keep_last",
     "eval.prompts",
     "controller.timeout_s",
     "reward.processes",
@@ -38,6 +40,7 @@ NOT_NEGATIVE = (
     "run.seed",
     "warmup.steps",
     "eval.every",
+    "checkpoint.every",
     "rollout.temperature",
     "rollout.top_k",
     "actor.optimizer.warmup_steps",
@@ -70,6 +73,7 @@ def check(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
     _check_data(config)
     _check_sizes(config)
     check_roles(config, roles)
+    check_checkpoints(config, roles)
     check_algorithm(config)
     _check_episode(config)
     _check_rewards(config)

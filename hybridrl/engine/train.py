@@ -59,6 +59,9 @@ class TrainEngine:
         device: This rank's device.
         dtype: Name of the precision of computation.
         config: Micro-batch budget, checkpointing, offload.
+
+    Attributes:
+        skipped_in_a_row: Updates whose gradients were not finite, since the last one that was.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class TrainEngine:
     def start_optimizer(self, config: OptimizerConfig, updates: int) -> None:
         """Begins a phase of `updates` optimizer steps with a fresh optimizer and schedule."""
         self._max_grad_norm = config.max_grad_norm
-        self._skipped_in_a_row = 0
+        self.skipped_in_a_row = 0
         self.optimizer, self.schedule = make_optimizer(self.model.parameters(), config, updates)
 
     def offload(self) -> None:
@@ -115,6 +118,11 @@ class TrainEngine:
             if not self._offload_optimizer:
                 self._move_optimizer(self.device)
             self._is_offloaded = False
+
+    def put_optimizer_away(self) -> None:
+        """To the CPU, if that is where its state is between updates (`actor.offload_optimizer`)."""
+        if self._offload_optimizer:
+            self._move_optimizer(torch.device("cpu"))
 
     @torch.no_grad()
     def forward(self, batch: Batch, **options: float) -> Batch:
@@ -202,12 +210,11 @@ class TrainEngine:
         if self._pipeline is not None:
             metrics = self._pipeline.from_last(metrics)
         metrics["grad_norm"] = self._step()
-        metrics["skipped_updates"] = float(self._skipped_in_a_row > 0)
+        metrics["skipped_updates"] = float(self.skipped_in_a_row > 0)
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
-        if not self._skipped_in_a_row:
+        if not self.skipped_in_a_row:
             self.schedule.step()
-        if self._offload_optimizer:
-            self._move_optimizer(torch.device("cpu"))
+        self.put_optimizer_away()
         return metrics
 
     def layout(self) -> Layout:
@@ -336,8 +343,8 @@ class TrainEngine:
         gradient is not finite is left out."""
         self._gradients.finish()
         norm = self._gradients.norm()
-        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row >= MOST_SKIPPED:
+        self.skipped_in_a_row = 0 if math.isfinite(norm) else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row >= MOST_SKIPPED:
             raise TrainingError(
                 f"The gradients of {MOST_SKIPPED} updates in a row were not finite, so none of "
                 "them changed the model. Look for infinite or missing values in the scores and "
