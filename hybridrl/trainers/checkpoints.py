@@ -158,16 +158,16 @@ class Checkpoints:
             self.job.feed.load_state(state["feed"])
             self.trainer.load_state(state["trainer"])
             self.trainer.figures |= state["figures"]
-            # As that run did, whatever the settings of this one say.
-            self._warmed_up = state["warmed_up"]
-            if self._warmed_up:
-                load_copies(self.job)
             loading = [
                 self.job.groups[role].load_state(str((found.folder / role).absolute()))
                 for role in self._roles()
             ]
             for handle in loading:
                 handle.get()
+            # As that run did, whatever the settings of this one say.
+            self._warmed_up = state["warmed_up"]
+            if self._warmed_up:
+                load_copies(self.job, but=self._roles())
             self.job.publish()
             self.job.executor.take_records()
             self.summary |= state["summary"]

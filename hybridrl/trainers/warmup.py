@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,14 +53,17 @@ def warm_up(
     load_copies(job)
 
 
-def load_copies(job: Job) -> None:
+def load_copies(job: Job, but: Collection[str] = ()) -> None:
     """Has the models that begin as copies of the warmed-up actor begin so, also in a run that is
     resumed.
+
+    Args:
+        but: Roles that have gone on from there.
 
     Raises:
         ConfigError: if the folder that warm-up left them is gone.
     """
-    folder, copies = _folder(job), _copies(job)
+    folder, copies = _folder(job), _copies(job, but)
     if copies and not folder.is_dir():
         raise ConfigError(
             f"{folder} is missing: the actor as it was after warm-up, of which other models of the "
@@ -84,7 +87,11 @@ def _folder(job: Job) -> Path:
     return (job.directory.path / "warm_model").absolute()
 
 
-def _copies(job: Job) -> list[WorkerGroup]:
-    found = [job.groups[role] for role, spec in job.roles.items() if spec.is_copy(role, job.config)]
+def _copies(job: Job, but: Collection[str] = ()) -> list[WorkerGroup]:
+    found = [
+        job.groups[role]
+        for role, spec in job.roles.items()
+        if spec.is_copy(role, job.config) and role not in but
+    ]
     # With LoRA the actor is its own reference.
     return [group for group in found if group is not job.groups[ACTOR]]
