@@ -18,6 +18,7 @@ from hybridrl.errors import ConfigError
 AUTO = "auto"
 CHECKPOINTS = "checkpoints"
 """The folder of a run in which its steps are."""
+_ABSENT = object()
 _STEP = re.compile(r"step-(\d{6,})")
 
 
@@ -79,9 +80,8 @@ def with_settings_of_run(config: Config, overrides: Sequence[str]) -> Config:
     try:
         found: Any = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(file))
         for key in _keys(overrides):
-            while "." in key and OmegaConf.select(given, key.rpartition(".")[0]) is None:
-                key = key.rpartition(".")[0]  # a group that is null now
-            value = OmegaConf.select(given, key)
+            while (value := OmegaConf.select(given, key, default=_ABSENT)) is _ABSENT:
+                key = key.rpartition(".")[0]  # a group that is null now, or an option less
             OmegaConf.update(found, key, value, merge=False, force_add=True)
         settings = OmegaConf.to_object(found)
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
