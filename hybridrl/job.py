@@ -27,7 +27,7 @@ from hybridrl.errors import DataError
 from hybridrl.observe.metrics import open_writers
 from hybridrl.observe.run_directory import RunDirectory
 from hybridrl.trainers import load_trainer, name_of
-from hybridrl.trainers.checkpoints import find_checkpoint
+from hybridrl.trainers.resumed import find_checkpoint
 from hybridrl.trainers.role_spec import played_by
 
 if TYPE_CHECKING:

@@ -80,8 +80,12 @@ def with_settings_of_run(config: Config, overrides: Sequence[str]) -> Config:
     try:
         found: Any = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(file))
         for key in _keys(overrides):
-            while (value := OmegaConf.select(given, key, default=_ABSENT)) is _ABSENT:
-                key = key.rpartition(".")[0]  # a group that is null now, or an option less
+            while True:
+                value = OmegaConf.select(given, key, default=_ABSENT)
+                group = key.rpartition(".")[0]
+                if value is not _ABSENT and not (group and OmegaConf.select(found, group) is None):
+                    break
+                key = group  # that is null in one of the two, or has an option less
             OmegaConf.update(found, key, value, merge=False, force_add=True)
         settings = OmegaConf.to_object(found)
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:

@@ -104,11 +104,11 @@ def load_training_state(engine: TrainEngine, folder: Path) -> dict[str, int]:
             for kind, tensor in targets.items():
                 files.read(f"{kind}/{name}", piece.box, tensor[place])
     engine.skipped_in_a_row = numbers["skipped_in_a_row"]
-    if numbers["schedule"]:
-        schedule = engine.schedule
-        before = {"last_epoch": numbers["schedule"] - 1, "_step_count": numbers["schedule"] + 1}
-        schedule.load_state_dict({**schedule.state_dict(), **before})
-        schedule.step()
+    # One step back and one forward, which sets the rates. The count is for torch's warnings only.
+    schedule, position = engine.schedule, numbers["schedule"]
+    before = {"last_epoch": position - 1, "_step_count": position + 2}
+    schedule.load_state_dict({**schedule.state_dict(), **before})
+    schedule.step()
     engine.put_optimizer_away()
     return numbers["counters"]
 

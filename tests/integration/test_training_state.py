@@ -72,7 +72,7 @@ def box_shape(part):
 
 
 def program(rank, folder):
-    """What each cut writes after three updates, and what every other one makes of it."""
+    """What each cut writes after two updates, and what every other one makes of it."""
     meshes = {
         name: ParallelMesh(training_mesh(ranks, parallel, 1), CPU, parallel.shards)
         for name, (ranks, parallel) in CUTS.items()
@@ -83,10 +83,10 @@ def program(rank, folder):
             continue
         engine = make_engine(mesh)
         save_training_state(engine, folder / f"{cut}, before")
-        learn(engine, 3)
+        learn(engine, 2)
         save_training_state(engine, folder / cut, COUNTERS)
         found[cut, "written"] = state(engine)
-        found[cut, "next"] = learn(engine, 2), state(engine)
+        found[cut, "next"] = learn(engine, 1), state(engine)
     dist.barrier()
     for cut, other in itertools.product(CUTS, CUTS):
         if rank not in meshes[other].mesh.grid:
@@ -95,13 +95,13 @@ def program(rank, folder):
         learn(engine, 1)  # to be forgotten
         counters = load_training_state(engine, folder / cut)
         read = state(engine)
-        found[cut, other] = counters, read, learn(engine, 2), state(engine)
+        found[cut, other] = counters, read, learn(engine, 1), state(engine)
     for cut, mesh in meshes.items():
         if rank in mesh.mesh.grid:
             engine = make_engine(mesh)
-            learn(engine, 2)
+            learn(engine, 1)
             load_training_state(engine, folder / f"{cut}, before")
-            found[cut, "afresh"] = bool(engine.optimizer.state), learn(engine, 3), state(engine)
+            found[cut, "afresh"] = bool(engine.optimizer.state), learn(engine, 2), state(engine)
     return found
 
 
