@@ -27,6 +27,7 @@ from hybridrl.errors import ConfigError, DataError
 from hybridrl.observe.metrics import open_writers
 from hybridrl.observe.run_directory import RunDirectory
 from hybridrl.trainers import load_trainer, name_of
+from hybridrl.trainers.resumed import find_checkpoint
 from hybridrl.trainers.role_spec import played_by
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Job:
 
     Attributes:
         directory: The run's files.
+        resumed: What it goes on from.
         training, held_out: Tokenized data, of the kind that the trainer learns from.
         examples: Prompts with right responses; None where the data has none.
         feed: Deals out `training`, step by step.
@@ -86,7 +88,8 @@ class Job:
         self.trainer_class = load_trainer(config.trainer.name)
         self.roles = wanted_roles(config, roles)
         check(config, self.roles)
-        self.directory = _make_directory(config)
+        self.resumed = find_checkpoint(config, to_plain(config), self.roles)
+        self.directory = _make_directory(config, self.resumed.run)
         if data is not None:
             from hybridrl.inputs import write_rows
 
@@ -291,8 +294,10 @@ class Job:
             self.groups["actor"].publish()
 
 
-def _make_directory(config: Config) -> RunDirectory:
+def _make_directory(config: Config, resumed: Path | None) -> RunDirectory:
     run = config.run
+    if resumed is not None:
+        return RunDirectory.at(resumed, resumes=True)
     if run.directory:
         return RunDirectory.at(Path(run.directory))
     return RunDirectory.create(Path(run.root), run.name)

@@ -11,11 +11,13 @@ from types import FrameType
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
 
 from hybridrl.checks.settings import check
 from hybridrl.config.load import load_config, to_config, to_yaml
 from hybridrl.config.recipe import expand
+from hybridrl.config.resume import with_settings_of_run
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, DataError, HybridRLError, MissingPackageError
 
@@ -71,8 +73,9 @@ def run(config: Config) -> dict[str, Any]:
             from hybridrl.planner.table import short
 
             view.message(overview(job, short(job.plan)))
-            if job.plan.notice:
-                view.message(job.plan.notice)
+            for notice in (job.plan.notice, *job.resumed.notices):
+                if notice:
+                    view.message(notice)
             loop = Loop(job, view)
             summary = loop.summary
             try:
@@ -86,7 +89,8 @@ def run(config: Config) -> dict[str, Any]:
 
 @hydra.main(version_base=None, config_path="config", config_name="config")
 def _with_hydra(config: Any) -> None:
-    run(to_config(config))
+    overrides = list(HydraConfig.get().overrides.task)
+    run(with_settings_of_run(to_config(config), overrides))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

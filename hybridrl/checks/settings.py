@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.checks.algorithm import check_algorithm
+from hybridrl.checks.checkpoints import check_checkpoints
 from hybridrl.checks.model_folder import check_model
 from hybridrl.checks.placement import check_placement
 from hybridrl.checks.roles import check_roles
@@ -32,6 +33,7 @@ POSITIVE = (
     "actor.updates_per_step",
     "actor.optimizer.learning_rate",
     "trainer.steps",
+    "checkpoint.keep_last",
     "eval.prompts",
     "eval.samples",
     "model.tiny.hidden_size",
@@ -46,6 +48,7 @@ NOT_NEGATIVE = (
     "run.seed",
     "warmup.steps",
     "eval.every",
+    "checkpoint.every",
     "rollout.temperature",
     "rollout.top_k",
     "actor.optimizer.warmup_steps",
@@ -83,6 +86,7 @@ def check(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
     _check_names(config)
     _check_data(config)
     _check_sizes(config)
+    check_checkpoints(config, roles)
     check_roles(config, roles)
     check_algorithm(config)
     _check_episode(config)

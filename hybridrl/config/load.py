@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.recipe import expand
+from hybridrl.config.resume import with_settings_of_run
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, nearest
 
@@ -30,7 +31,8 @@ ConfigStore.instance().store(name="schema", node=Config)
 
 
 def load_config(overrides: Sequence[str] = ()) -> Config:
-    """The typed configuration of a job.
+    """The typed configuration of a job. With `resume` it is that of the resumed run, but for what
+    the overrides say.
 
     Args:
         overrides: As on the command line, for example `["data=jsonl", "data.path=prompts.jsonl"]`
@@ -46,10 +48,11 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(FOLDER), version_base=None):
-            return to_config(compose("config", overrides=added))
+            composed = to_config(compose("config", overrides=added))
     except (HydraException, OmegaConfBaseException) as error:
         cause = f"{error}\n{error.__cause__ or ''}"
         raise ConfigError(_explain(cause, overrides)) from None
+    return with_settings_of_run(composed, overrides)
 
 
 def to_config(config: DictConfig) -> Config:

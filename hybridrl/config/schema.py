@@ -35,6 +35,7 @@ from hybridrl.config.objective_schema import (
 __all__ = [
     "ActorConfig",
     "AlgorithmConfig",
+    "CheckpointConfig",
     "Config",
     "ControllerConfig",
     "CostConfig",
@@ -153,6 +154,16 @@ class TrainerConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    """Whole steps that a run can go on from, in its `checkpoints/`; see docs/checkpoints.md."""
+
+    every: int = 0
+    """Steps between two checkpoints; there is one after the last step, too. 0: none."""
+    keep_last: int = 2
+    """So many of the newest stay; older ones are removed."""
+
+
+@dataclass
 class ObserveConfig:
     """What is written and shown."""
 
@@ -199,3 +210,8 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume: str | None = None
+    """What to go on from, with its settings where no other is given: the folder of a run (its
+    newest checkpoint) or one of its step folders; or `auto`: the newest checkpoint in
+    `run.directory`, and the beginning where there is none."""

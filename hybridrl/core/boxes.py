@@ -6,8 +6,9 @@ and count in elements.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hybridrl.errors import ConfigError
 
@@ -111,6 +112,39 @@ def _boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 def _in_row(row: int, boxes: list[Box]) -> list[Box]:
     return [((row, row + 1), *box) for box in boxes]
+
+
+def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
+    """Where a box lies in the flattened tensor: (first element, number of elements) of each run, in
+    order and as few as there are."""
+    if not volume(box):
+        return
+    last = len(shape)  # the dims from here on are whole, so a run goes through them
+    while last and box[last - 1] == (0, shape[last - 1]):
+        last -= 1
+    if not last:
+        yield 0, volume(box)
+        return
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(last)]
+    start, stop = box[last - 1]
+    for index in itertools.product(*(range(*side) for side in box[: last - 1])):
+        at = sum(place * stride for place, stride in zip((*index, start), strides, strict=True))
+        yield at, (stop - start) * strides[-1]
+
+
+def windows(box: Box, most: int) -> Iterator[Box]:
+    """The box in parts of at most `most` elements, at least 1, in the order of its elements: each
+    is cut along the first dims, so that it has the longest runs."""
+    size = volume(box)
+    if size <= most:
+        if size:
+            yield box
+        return
+    dim = next(dim for dim, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[dim]
+    rows = max(most // (size // (stop - start)), 1)
+    for low in range(start, stop, rows):
+        yield from windows((*box[:dim], (low, min(low + rows, stop)), *box[dim + 1 :]), most)
 
 
 def chunk_range(length: int, index: int, count: int) -> tuple[int, int]:

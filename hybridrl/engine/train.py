@@ -7,7 +7,6 @@ ranks and micro-batches gives the same gradient.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,9 +15,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from hybridrl.algorithms import Segments, TokenLoss
+from hybridrl.checkpoint.agreement import agreed, explained
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.core.balance import pack
 from hybridrl.core.batch import Batch
@@ -26,14 +26,14 @@ from hybridrl.core.device import free_cached_memory
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.layout import Layout
 from hybridrl.engine.gradients import Gradients
+from hybridrl.engine.model_folder import is_stored_as_named, load_weights, save_model
 from hybridrl.engine.optimizer import make_optimizer
 from hybridrl.engine.token_columns import token_columns, token_places
 from hybridrl.engine.update_metrics import UpdateMetrics
 from hybridrl.engine.whole_parameters import whole_parameters
-from hybridrl.errors import ConfigError, TrainingError
+from hybridrl.errors import TrainingError
 from hybridrl.models import PackedModel, PackedSamples
 from hybridrl.models.adapters import has_adapters, merged
-from hybridrl.models.loading import read_weights
 from hybridrl.parallel import tensor as tensor_parallel
 from hybridrl.parallel.fsdp import is_small, shard
 from hybridrl.parallel.layout import training_layout
@@ -49,9 +49,6 @@ Metrics are averaged over the tokens of `response_mask`; those named `*_by_row` 
 each sample, and are averaged over samples; of those named `*_max` the largest is taken."""
 
 
-_log = logging.getLogger(__name__)
-
-
 class TrainEngine:
     """Trains a sharded model, or only scores with it.
 
@@ -62,6 +59,9 @@ class TrainEngine:
         device: This rank's device.
         dtype: Name of the precision of computation.
         config: Micro-batch budget, checkpointing, offload.
+
+    Attributes:
+        skipped_in_a_row: Updates whose gradients were not finite, since the last one that was.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class TrainEngine:
     def start_optimizer(self, config: OptimizerConfig, updates: int) -> None:
         """Begins a phase of `updates` optimizer steps with a fresh optimizer and schedule."""
         self._max_grad_norm = config.max_grad_norm
-        self._skipped_in_a_row = 0
+        self.skipped_in_a_row = 0
         self.optimizer, self.schedule = make_optimizer(self.model.parameters(), config, updates)
 
     def offload(self) -> None:
@@ -118,6 +118,11 @@ class TrainEngine:
             if not self._offload_optimizer:
                 self._move_optimizer(self.device)
             self._is_offloaded = False
+
+    def put_optimizer_away(self) -> None:
+        """To the CPU, if that is where its state is between updates (`actor.offload_optimizer`)."""
+        if self._offload_optimizer:
+            self._move_optimizer(torch.device("cpu"))
 
     @torch.no_grad()
     def forward(self, batch: Batch, **options: float) -> Batch:
@@ -205,12 +210,11 @@ class TrainEngine:
         if self._pipeline is not None:
             metrics = self._pipeline.from_last(metrics)
         metrics["grad_norm"] = self._step()
-        metrics["skipped_updates"] = float(self._skipped_in_a_row > 0)
+        metrics["skipped_updates"] = float(self.skipped_in_a_row > 0)
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
-        if not self._skipped_in_a_row:
+        if not self.skipped_in_a_row:
             self.schedule.step()
-        if self._offload_optimizer:
-            self._move_optimizer(torch.device("cpu"))
+        self.put_optimizer_away()
         return metrics
 
     def layout(self) -> Layout:
@@ -261,53 +265,30 @@ class TrainEngine:
 
     def save(self, folder: Path) -> None:
         """Writes the model, or its adapters alone, as a Hugging Face folder, in float32.
-        Collective; rank 0 writes."""
-        state = {name: tensor.cpu() for name, tensor in self.full_parameters()}
-        if self.mesh.is_first:
-            self.model.inner.save_pretrained(folder, state_dict=state)
-        if (group := self.mesh.group()) is not None:
-            dist.barrier(group)
-
-    @torch.no_grad()
-    def load(self, folder: Path) -> None:
-        """Takes the weights that a Hugging Face folder and this model have in common. Those that
-        only the model has stay as they are, with a warning in the log.
+        Collective; every rank writes what it holds, so all of them must see the folder.
 
         Raises:
-            ConfigError: if they have none in common, or one has another shape; names the folder.
+            StorageError: on all ranks, if one of them could not write.
         """
+        inner = self.model.inner
+        if not self.has_adapters and is_stored_as_named(inner, self.layout()):
+            save_model(inner, self.layout(), self.local_parameters(), self.mesh, folder)
+            return
+        # transformers and peft choose and change what they save, and must see it whole.
+        state = {}
+        for name, tensor in self.full_parameters():
+            if self.mesh.is_first:
+                state[name] = tensor.cpu()
+        with agreed(self.mesh.group()), explained(folder):
+            if self.mesh.is_first:
+                inner.save_pretrained(folder, state_dict=state)
+
+    def load(self, folder: Path) -> None:
+        """Takes the weights that a Hugging Face folder and this model have in common; see
+        `load_weights`. Every rank reads what it holds."""
         self._drop_gathered()
         parameters = dict(self.model.inner.named_parameters())
-        missing = set(parameters)
-        for name, tensor in read_weights(folder):
-            if (mine := parameters.get(name)) is None:
-                continue
-            cut = self.cuts.get(name)
-            whole = tuple(mine.shape) if cut is None else cut.shape
-            if tuple(tensor.shape) != whole:
-                raise ConfigError(
-                    f"{folder} has `{name}` of the shape {list(tensor.shape)}, and the model's is "
-                    f"{list(whole)}. Give the folder of a model of the same size."
-                )
-            if cut is not None:
-                tensor = cut.of(tensor, self.mesh.index("tp"))
-            if isinstance(mine, DTensor):
-                tensor = tensor.to(mine.device)
-                tensor = distribute_tensor(tensor, mine.device_mesh, mine.placements)
-            mine.copy_(tensor)
-            missing.discard(name)
-        if len(missing) == len(parameters):
-            raise ConfigError(
-                f"{folder} has no weights for this model: none of its safetensors files' tensors "
-                f"is called as one of the model's, such as `{min(parameters)}`. Give the folder of "
-                "a model of the same architecture, saved with save_pretrained."
-            )
-        if missing:
-            _log.warning(
-                "%s has no weights for %d of the model's %d parameters, which stay as they were: "
-                "%s",
-                *(folder, len(missing), len(parameters), ", ".join(sorted(missing)[:5])),
-            )
+        load_weights(folder, parameters, self.cuts, self.mesh.index("tp"))
 
     def _pack(self, batch: Batch) -> PackedSamples:
         """The rows as one row of tokens, or this rank's part of it."""
@@ -362,8 +343,8 @@ class TrainEngine:
         gradient is not finite is left out."""
         self._gradients.finish()
         norm = self._gradients.norm()
-        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row >= MOST_SKIPPED:
+        self.skipped_in_a_row = 0 if math.isfinite(norm) else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row >= MOST_SKIPPED:
             raise TrainingError(
                 f"The gradients of {MOST_SKIPPED} updates in a row were not finite, so none of "
                 "them changed the model. Look for infinite or missing values in the scores and "

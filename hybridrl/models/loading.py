@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -110,14 +108,6 @@ def _refuse_what_would_be_wrong(model: PreTrainedModel, path: str) -> None:
             f"model.path={path} ({model.config.model_type}) uses {', '.join(strange)}, which "
             "packed training does not support yet. Qwen2, Qwen3, Llama and Mistral work."
         )
-
-
-def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a folder's safetensors files, under its name, one at a time."""
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dictionary)
-                yield name, file.get_tensor(name)
 
 
 def tiny_config(*, hidden_size: int, layers: int, heads: int, context: int) -> Qwen2Config:

@@ -29,6 +29,18 @@ def read_metrics(metrics_file: Path) -> list[dict[str, Any]]:
     return [rows[step] for step in sorted(rows)]
 
 
+def length_up_to(metrics_file: Path, step: int) -> int:
+    """Bytes of the file before the first line that is of a later step, or that is no whole line."""
+    length = 0
+    with metrics_file.open("rb") as lines:
+        for line in lines:
+            row = _parsed(line.decode(errors="replace"))
+            if row is None or row["step"] > step or not line.endswith(b"\n"):
+                break
+            length += len(line)
+    return length
+
+
 def series(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
     """Steps and values of one metric, where it was measured."""
     found = [(row["step"], row[key]) for row in rows if key in row]

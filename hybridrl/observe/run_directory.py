@@ -7,6 +7,7 @@ runs/2026-03-01_09-30-00-addition/
     logs/            one file per rank
     model/           the trained model
     placement.json   which role lives on which devices; `placement=file` reads it
+    checkpoints/     whole steps to go on from; see `step_folders`
     summary.json, curves.png
 runs/latest          a link to the newest run
 """
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import ConfigError, StorageError
+from hybridrl.observe.metrics_history import length_up_to
 from hybridrl.observe.storage import (
     DISK_FULL,
     explain_write_errors,
@@ -75,8 +77,11 @@ class RunDirectory:
         return directory
 
     @classmethod
-    def at(cls, path: Path) -> RunDirectory:
+    def at(cls, path: Path, *, resumes: bool = False) -> RunDirectory:
         """Uses exactly `path`: makes it if missing, and keeps the files that are there.
+
+        Args:
+            resumes: What a run has made there is that of this one.
 
         Raises:
             ConfigError: `path` cannot be written, or holds what another run has made; the message
@@ -85,7 +90,8 @@ class RunDirectory:
         """
         directory = cls(Path(path))
         try:
-            directory._refuse_results()
+            if not resumes:
+                directory._refuse_results()
             directory._make_folders()
             # An existing folder may be readable only: learn it now, not after the first step.
             with tempfile.TemporaryFile(dir=directory.path) as probe:
@@ -118,6 +124,21 @@ class RunDirectory:
             parquet.write_table(table, file)
         return path
 
+    def forget_after(self, step: int) -> None:
+        """Removes the figures, samples and timelines of later steps, which are about to be made
+        again. `metrics.jsonl` may be open for appending.
+
+        Raises:
+            StorageError: if that fails.
+        """
+        with explain_write_errors(self.path):
+            if self.metrics_file.is_file():
+                os.truncate(self.metrics_file, length_up_to(self.metrics_file, step))
+            for path in (*self.samples.glob("step-*"), *self.path.glob("timelines/step-*")):
+                number = re.match(r"step-(\d+)", path.name)
+                if number and int(number[1]) > step:
+                    path.unlink()
+
     def _refuse_results(self) -> None:
         """Two runs in one folder would mix their metrics and samples. What a run leaves that ended
         before its first step is in nobody's way."""
@@ -128,8 +149,9 @@ class RunDirectory:
             raise ConfigError(
                 f"run.directory={self.path} holds an earlier run (it has {found[0].name}), and "
                 "the two would be mixed up. Give another folder, remove or rename this one, or "
-                "leave run.directory out for a new one under run.root. To train on from its "
-                f"model, set model.path={self.model} as well."
+                "leave run.directory out for a new one under run.root. To go on from its last "
+                "checkpoint, if it has any, set resume=auto; to train on from its model, set "
+                f"model.path={self.model} as well."
             )
 
     def _make_folders(self) -> None:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from hybridrl.controller import BatchRef, WorkerGroup
+from hybridrl.controller import BatchRef, Handle, WorkerGroup
 
 PARTS = 4
 """Bits in which samples leave the generator, to be scored while others are still generated."""
@@ -85,6 +85,20 @@ class SeparatedActor:
             # that the generator takes weights after them only.
             self.publish()
         return BatchRef.of_stream(parts)
+
+    def save_state(self, folder: str) -> Handle:
+        """Has both groups write what they go on from to one folder."""
+        self._generator.save_state(folder).get()
+        return self._trainer.save_state(folder)
+
+    def load_state(self, folder: str) -> Handle:
+        """Has both groups go on where those stopped that were saved; `publish` gives the
+        generator the weights."""
+        self._trainer.load_state(folder).get()
+        # Updates are counted as the trainer counts versions, which samples carry.
+        self._updates = self._trainer.policy_version().get()[0]
+        self._on_their_way = 0
+        return self._generator.load_state(folder)
 
     def publish(self) -> None:
         """Has the next generation use the weights of all updates called so far."""

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from hybridrl.trainers.role_spec import RoleSpec
 
 PARTS = (
-    *("adaptive_kl", "base", "evaluation", "feed", "loop", "objectives", "policy", "role_spec"),
-    *("shaping", "step_metrics", "warmup"),
+    *("adaptive_kl", "base", "checkpoints", "evaluation", "feed", "loop", "objectives", "policy"),
+    *("resumed", "role_spec", "shaping", "step_metrics", "warmup"),
 )
 """Modules here that are not driver programs."""
 PROGRAMS = [module.name for module in pkgutil.iter_modules(__path__) if module.name not in PARTS]

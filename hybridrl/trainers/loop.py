@@ -1,4 +1,4 @@
-"""The loop around a driver program: warm-up, steps, evaluations, and what is kept of them."""
+"""The loop around a driver program: warm-up, steps, evaluations, checkpoints, and what is kept."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.observe.curves import draw_curves
 from hybridrl.observe.step_view import StepView
 from hybridrl.observe.storage import explain_write_errors
-from hybridrl.observe.summary import accuracy_name
+from hybridrl.observe.summary import accuracy_name, readable_seconds
 from hybridrl.observe.timeline import draw_timeline
+from hybridrl.trainers.checkpoints import Checkpoints
 from hybridrl.trainers.step_metrics import step_metrics
-from hybridrl.trainers.warmup import warm_up
+from hybridrl.trainers.warmup import warm_up, warms_up
 
 if TYPE_CHECKING:
     from hybridrl.job import Job
@@ -66,15 +67,18 @@ class Loop:
         self._ended = 0.0
         self._last_records: list[Record] = []
         self.summary: dict[str, Any] = {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
+        self.checkpoints = Checkpoints(job, self.trainer, self.summary)
 
     def run(self) -> dict[str, Any]:
         """Trains. Ctrl-C saves what there is and raises KeyboardInterrupt again; so does an error,
         if the workers are still there."""
         steps = self.config.trainer.steps if self.trainer.TRAINS else 0
         try:
-            self._warm_up()
-            self._evaluate(0)
-            self._train(steps)
+            done = self._resume()
+            if not done:
+                self._warm_up()
+                self._evaluate(0)
+            self._train(done, steps)
         except KeyboardInterrupt:
             self.view.message("Interrupted: saving the model.")
             self.summary["interrupted"] = True
@@ -90,9 +94,16 @@ class Loop:
         self._finish()
         return self.summary
 
+    def _resume(self) -> int:
+        """The number of steps that are done before this run does any."""
+        found = self.job.resumed
+        if found.folder is not None:
+            self.view.phase(f"loading the checkpoint of step {found.step}")
+        return self.checkpoints.load(found)
+
     def _warm_up(self) -> None:
         steps = self.config.warmup.steps
-        if not steps or self.job.examples is None or not self.trainer.TRAINS:
+        if not warms_up(self.job):
             return
         self.view.phase("supervised warm-up")
         begin = time.perf_counter()
@@ -124,19 +135,27 @@ class Loop:
         shown = [f"{spoken.get(name, name)} {value:.3f}" for name, value in figures.items()]
         self.view.message(f"step {step}: {', '.join(shown)}")
 
-    def _train(self, steps: int) -> None:
+    def _checkpoint(self, step: int) -> None:
+        self.view.phase("saving a checkpoint")
+        seconds = self.checkpoints.save(step)
+        self.view.message(f"step {step}: checkpoint saved in {readable_seconds(seconds)}")
+
+    def _train(self, done: int, steps: int) -> None:
         """Makes the calls of a step while up to `placement.staleness` earlier ones are under way:
         its samples may be generated while theirs are learned from."""
         under_way: deque[_Step] = deque()
         every = self.config.eval.every
-        for number in range(1, steps + 1):
+        for number in range(done + 1, steps + 1):
             under_way.append(self._begin(number))
             evaluates = number == steps or (every and number % every == 0)
-            ahead = 0 if evaluates else self.config.placement.staleness
+            saves = self.checkpoints.is_due(number, steps)
+            ahead = 0 if evaluates or saves else self.config.placement.staleness
             while len(under_way) > ahead:
                 self._end(under_way.popleft())
             if evaluates:
                 self._evaluate(number)
+            if saves:
+                self._checkpoint(number)
 
     def _begin(self, number: int) -> _Step:
         begin = time.perf_counter()

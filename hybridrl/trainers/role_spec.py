@@ -122,6 +122,13 @@ class RoleSpec:
             return True
         return "source" in inspect.signature(self.worker.__init__).parameters
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether its workers can be saved in the middle of a run and go on from there."""
+        if isinstance(self.worker, str):
+            return KINDS[self.worker].trains
+        return hasattr(self.worker, "save_state") and hasattr(self.worker, "load_state")
+
     def is_copy(self, role: str, config: Config) -> bool:
         """Whether it begins as a copy of the warmed-up actor."""
         return bool(self.copies_actor) and role != ACTOR and self.path(role, config) is None

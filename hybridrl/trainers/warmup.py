@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridrl.config.schema import OptimizerConfig
 from hybridrl.data.loader import PromptLoader
+from hybridrl.errors import ConfigError
 from hybridrl.trainers.role_spec import ACTOR
 from hybridrl.trainers.shaping import loss_weights
 
 if TYPE_CHECKING:
+    from hybridrl.controller import WorkerGroup
     from hybridrl.job import Job
 
 AHEAD = 4
@@ -28,9 +31,9 @@ def warm_up(
     Args:
         progress: Called after each step with its number (from 1) and metrics.
     """
-    config, actor = job.config.warmup, job.groups.get(ACTOR)
-    if not config.steps or job.examples is None or actor is None:
+    if not warms_up(job):
         return
+    config, actor = job.config.warmup, job.groups[ACTOR]
     # At a constant rate: a model annealed into a sharp minimum is thrown out of it by the first
     # steps of reinforcement.
     optimizer = OptimizerConfig(learning_rate=config.learning_rate, warmup_steps=RATE_WARMUP_STEPS)
@@ -45,12 +48,50 @@ def warm_up(
         if step >= AHEAD and queue:
             progress(step - AHEAD + 1, queue.pop(0).get())
     actor.start_optimizer(None, 0)
-    copies = [
-        job.groups[role] for role, spec in job.roles.items() if spec.is_copy(role, job.config)
+    if _copies(job):
+        actor.save_model(str(_folder(job))).get()
+    load_copies(job)
+
+
+def load_copies(job: Job, but: Collection[str] = ()) -> None:
+    """Has the models that begin as copies of the warmed-up actor begin so, also in a run that is
+    resumed.
+
+    Args:
+        but: Roles that have gone on from there.
+
+    Raises:
+        ConfigError: if the folder that warm-up left them is gone.
+    """
+    folder, copies = _folder(job), _copies(job, but)
+    if copies and not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is missing: the actor as it was after warm-up, of which other models of the "
+            "run are copies. Bring it back from a copy, or start a new run."
+        )
+    for group in copies:
+        group.load_weights(str(folder))
+
+
+def warms_up(job: Job) -> bool:
+    """Whether a run of this job begins with a warm-up."""
+    return bool(
+        job.config.warmup.steps
+        and job.examples is not None
+        and job.trainer_class.TRAINS
+        and ACTOR in job.groups
+    )
+
+
+def _folder(job: Job) -> Path:
+    return (job.directory.path / "warm_model").absolute()
+
+
+def _copies(job: Job, but: Collection[str] = ()) -> list[WorkerGroup]:
+    found = [
+        job.groups[role]
+        for role, spec in job.roles.items()
+        if spec.is_copy(role, job.config) and role not in but
     ]
-    copies = [group for group in copies if group is not actor]  # with LoRA, its own reference
-    if copies:
-        folder = str((job.directory.path / "warm_model").absolute())
-        actor.save_model(folder).get()
-        for group in copies:
-            group.load_weights(folder)
+    # With LoRA the actor is its own reference.
+    return [group for group in found if group is not job.groups[ACTOR]]

@@ -47,9 +47,11 @@ from hybridrl.workers.generation import (
     LEARNED,
     SAMPLE,
     first_seed,
+    load_generations,
     of_episodes,
     report_samples,
     report_sync,
+    save_generations,
 )
 from hybridrl.workers.model_worker import ModelWorker
 from hybridrl.workers.rollout_engines import build_rollout
@@ -239,6 +241,20 @@ class ActorWorker(ModelWorker):
         self._engine.train.save(Path(folder))
         if self.context.rank == 0:
             load_tokenizer(self._source.tokenizer).save_pretrained(folder)
+
+    @transfer(ONE_TO_ALL)
+    def save_state(self, folder: str) -> None:
+        """Writes weights, optimizer and counters, for `load_state` on any number of ranks."""
+        self._engine.save_state(Path(folder))
+        if self._engine.rollout is not None and self.context.rank == 0:
+            save_generations(Path(folder), self._generations)
+
+    @transfer(ONE_TO_ALL)
+    def load_state(self, folder: str) -> None:
+        """Goes on where the actor that was saved stopped."""
+        self._engine.load_state(Path(folder))
+        if self._engine.rollout is not None:
+            self._generations = load_generations(Path(folder))
 
     @transfer(ONE_TO_ALL)
     def policy_version(self) -> int:

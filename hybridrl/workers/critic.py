@@ -13,6 +13,7 @@ from hybridrl.controller import ONE_TO_ALL, THREE_D, UPDATE, Context, transfer
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import synchronize
 from hybridrl.engine.train import TrainEngine
+from hybridrl.engine.training_state import load_training_state, save_training_state
 from hybridrl.models import load_tokenizer
 from hybridrl.workers.engines import ModelSource, scalar_engine
 from hybridrl.workers.generation import LEARNED, SAMPLE
@@ -80,6 +81,16 @@ class CriticWorker(ModelWorker):
         self._engine.save(Path(folder))
         if self.context.rank == 0:
             load_tokenizer(self._source.tokenizer).save_pretrained(folder)
+
+    @transfer(ONE_TO_ALL)
+    def save_state(self, folder: str) -> None:
+        """Writes weights and optimizer, for `load_state` on any number of ranks."""
+        save_training_state(self._engine, Path(folder))
+
+    @transfer(ONE_TO_ALL)
+    def load_state(self, folder: str) -> None:
+        """Goes on where the worker that was saved stopped."""
+        load_training_state(self._engine, Path(folder))
 
     def _loss(
         self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor], segments: Segments

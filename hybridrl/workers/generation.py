@@ -1,12 +1,14 @@
-"""What is reported of generated samples, wherever they were generated."""
+"""What is reported and kept of generations, wherever they are made."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hybridrl.controller import Worker
 from hybridrl.core.batch import Batch
+from hybridrl.engine.training_state import read_numbers, write_numbers
 from hybridrl.engine.weight_sync import SyncCost
 
 SAMPLE = ("prompt_ids", "response_ids")
@@ -54,3 +56,15 @@ def first_seed(seed: int, generations: int) -> int:
     """The seed of the first row of a job's next generation. Where rows are generated does not
     matter."""
     return hash((seed, generations)) % 2**62
+
+
+def save_generations(folder: Path, generations: int) -> None:
+    """Keeps the number of generations in the folder of the actor's state, in the same place
+    whether the actor generates or another group does for it: a run may go on with another
+    placement."""
+    write_numbers(folder / "generations.json", {"generations": generations})
+
+
+def load_generations(folder: Path) -> int:
+    """What `save_generations` kept."""
+    return read_numbers(folder / "generations.json")["generations"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,9 +32,11 @@ from hybridrl.workers.engines import ModelSource
 from hybridrl.workers.generation import (
     GENERATED,
     first_seed,
+    load_generations,
     of_episodes,
     report_samples,
     report_sync,
+    save_generations,
 )
 from hybridrl.workers.model_worker import ModelWorker
 from hybridrl.workers.rollout_engines import build_rollout
@@ -143,6 +146,17 @@ class GeneratorWorker(ModelWorker):
         if self.coordinates()["rollout_tp"].index == 0:
             report_samples(self, samples)
         return PartialTable(samples, rows, len(self._batch))
+
+    @transfer(ONE_TO_ALL)
+    def save_state(self, folder: str) -> None:
+        """Writes its counter to the folder of the actor's state. Its weights are the actor's."""
+        if self.context.rank == 0:
+            save_generations(Path(folder), self._generations)
+
+    @transfer(ONE_TO_ALL)
+    def load_state(self, folder: str) -> None:
+        """Takes the counter; weights come from the actor, as always."""
+        self._generations = load_generations(Path(folder))
 
     def close(self) -> None:
         self._engine.close()

@@ -12,6 +12,7 @@ from hybridrl.controller import ONE_TO_ALL, THREE_D, UPDATE_PAIRS, Context, tran
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import synchronize
 from hybridrl.engine.train import TrainEngine
+from hybridrl.engine.training_state import load_training_state, save_training_state
 from hybridrl.models import load_tokenizer
 from hybridrl.workers.engines import ModelSource, scalar_engine
 from hybridrl.workers.generation import LEARNED, SAMPLE
@@ -71,6 +72,16 @@ class RewardModelWorker(ModelWorker):
         self._engine.save(Path(folder))
         if self.context.rank == 0:
             load_tokenizer(self._source.tokenizer).save_pretrained(folder)
+
+    @transfer(ONE_TO_ALL)
+    def save_state(self, folder: str) -> None:
+        """Writes weights and optimizer, for `load_state` on any number of ranks."""
+        save_training_state(self._engine, Path(folder))
+
+    @transfer(ONE_TO_ALL)
+    def load_state(self, folder: str) -> None:
+        """Goes on where the worker that was saved stopped."""
+        load_training_state(self._engine, Path(folder))
 
 
 def sample_scores(engine: TrainEngine, batch: Batch) -> torch.Tensor:

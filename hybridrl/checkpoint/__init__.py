@@ -1,0 +1,1 @@
+"""Models in files: any rank reads and writes just the parts that it holds."""

@@ -1,0 +1,47 @@
+"""Ranks that write one folder together: what one of them cannot do, all of them hear of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hybridrl.errors import HybridRLError, StorageError
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Raises `StorageError`, naming `path`, in place of an `OSError` while `path` is written."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"Cannot write {path}: {error.strerror or error}. Free some space there, or save in a "
+            "folder that every rank can write to."
+        ) from error
+
+
+@contextmanager
+def agreed(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Waits for all ranks at the end of the block; if it failed on one, it has failed on all, which
+    would otherwise wait for ever. Collective.
+
+    Args:
+        group: The ranks; None: there is one only.
+    """
+    mine: HybridRLError | None = None
+    try:
+        yield
+    except HybridRLError as error:
+        mine = error
+    failures: list[str | None] = []
+    if group is not None:
+        failures = [None] * dist.get_world_size(group)
+        dist.all_gather_object(failures, None if mine is None else str(mine), group=group)
+    if mine is not None:
+        raise mine
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise StorageError(f"Rank {rank} could not write its part of the model: {failure}")

@@ -1,0 +1,126 @@
+"""Reading parts of tensors from a model folder, and no other bytes than theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridrl.checkpoint.header import Entry, read_header
+from hybridrl.core.boxes import Box, extent, runs, volume, windows
+from hybridrl.errors import ConfigError
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+WINDOW_BYTES = 8 << 20
+"""What is read at once; with it reading needs no more memory than what is read."""
+_PART = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
+
+
+class TensorFiles:
+    """The tensors of a folder's safetensors files: of `model.safetensors`, else of the files in
+    `model.safetensors.index.json`, else of all that are there.
+
+    Attributes:
+        folder: As given.
+        shapes: Of all tensors, by name; none if there are no such files.
+        bytes_read: Bytes of tensors read so far.
+
+    Raises:
+        ConfigError: if a file is missing or damaged, or a tensor is missing or there twice; names
+            them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bytes_read = 0
+        self._entries: dict[str, tuple[Path, Entry]] = {}
+        files, index = _files(folder)
+        for path in files:
+            for name, entry in read_header(path).items():
+                if name in self._entries:
+                    raise ConfigError(
+                        f"`{name}` is both in {self._entries[name][0]} and in {path}. Save the "
+                        "model again in an empty folder, or remove the files that are left over."
+                    )
+                self._entries[name] = path, entry
+        for name, path in index.items():
+            if self._entries.get(name, (None,))[0] != path:
+                raise ConfigError(
+                    f"{folder / INDEX} says that `{name}` is in {path}, and it is not. The files "
+                    "are not of one model; copy, download or save it again."
+                )
+        self.shapes = {name: entry.shape for name, (_, entry) in self._entries.items()}
+        self._window = torch.empty(0, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def read(self, name: str, box: Box, into: Tensor) -> None:
+        """Reads a box of a tensor.
+
+        Args:
+            name: One of `shapes`.
+            box: Which part.
+            into: Of the shape of the box, on any device; values are cast to its dtype.
+        """
+        path, entry = self._entries[name]
+        size = entry.dtype.itemsize
+        if len(self._window) < min(WINDOW_BYTES, volume(box) * size):
+            self._window = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
+        with path.open("rb", buffering=0) as file:
+            for part in windows(box, WINDOW_BYTES // size):
+                values = self._window[: volume(part) * size]
+                self._fill(file.fileno(), path, name, entry, part, values)
+                inner = zip(part, box, strict=True)
+                place = tuple(slice(low - at, high - at) for (low, high), (at, _) in inner)
+                into[place].copy_(values.view(entry.dtype).view(extent(part)))
+
+    def _fill(
+        self, file: int, path: Path, name: str, entry: Entry, box: Box, values: Tensor
+    ) -> None:
+        """Reads the runs of a box into as many bytes."""
+        memory, at, size = values.numpy().data, 0, entry.dtype.itemsize
+        for first, count in runs(entry.shape, box):
+            start, stop = entry.start + first * size, at + count * size
+            while at < stop:  # the system may give less than was asked for
+                got = os.preadv(file, [memory[at:stop]], start)
+                if not got:
+                    raise ConfigError(
+                        f"{path} ended inside `{name}`: it has become shorter since it was opened."
+                    )
+                at, start = at + got, start + got
+                self.bytes_read += got
+
+
+def _files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+    """The files to read, and where the index, if there is one, says that each tensor is."""
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE], {}
+    if (folder / INDEX).is_file():
+        index = dict(_index(folder / INDEX))
+        return sorted(set(index.values())), index
+    found = sorted(folder.glob("*.safetensors"))
+    if parts := [path.name for path in found if _PART.fullmatch(path.name)]:
+        raise ConfigError(
+            f"{folder} has {parts[0]} and no {INDEX}, which is written last: saving or copying the "
+            "model did not come to its end. Save or copy it again."
+        )
+    return found, {}
+
+
+def _index(path: Path) -> Iterator[tuple[str, Path]]:
+    try:
+        weights = json.loads(path.read_text())["weight_map"]
+        for name, file in weights.items():
+            if Path(file).name != file:
+                raise ValueError(f"{file!r} is no name of a file")
+            yield name, path.parent / file
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} does not say which tensor is in which file ({type(error).__name__}: {error}). "
+            "Copy, download or save the model again."
+        ) from error

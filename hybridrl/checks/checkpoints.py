@@ -1,0 +1,43 @@
+"""What can be wrong with checkpoints, and with resuming from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hybridrl.config.resume import AUTO, resumed_run
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError
+from hybridrl.trainers import load_roles, load_trainer
+from hybridrl.trainers.role_spec import RoleSpec
+
+
+def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
+    """Raises a sentence for the first thing that is wrong.
+
+    Args:
+        roles: Of a job, where they are not its trainer's.
+
+    Raises:
+        ConfigError: names the setting, or the role that cannot be saved.
+    """
+    resumed_run(config)
+    if config.resume is not None and not load_trainer(config.trainer.name).TRAINS:
+        raise ConfigError(
+            f"resume={config.resume}: trainer.name={config.trainer.name} trains nothing, so there "
+            "is nothing to go on with. Leave resume out."
+        )
+    if not config.checkpoint.every:
+        if config.resume == AUTO:
+            raise ConfigError(
+                "resume=auto without checkpoint.every: no run of this command would leave anything "
+                "to resume. Set checkpoint.every to a number of steps."
+            )
+        return
+    for role, spec in (load_roles(config) if roles is None else roles).items():
+        if spec.trains and not spec.keeps_state:
+            raise ConfigError(
+                f"checkpoint.every={config.checkpoint.every}: the role `{role}` trains, and its "
+                f"worker {spec.worker.__name__} has no `save_state(folder)` and "  # type: ignore[union-attr]
+                "`load_state(folder)`. Give it both (hybridrl.engine.training_state has them for "
+                "an engine), or set checkpoint.every=0."
+            )

@@ -1,0 +1,262 @@
+"""A run that is interrupted and resumed is the run that was not: real workers in this process."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hybridrl.config.load import load_config
+from hybridrl.data.tasks.arithmetic import CHARACTERS
+from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.errors import ConfigError, DataError, StorageError
+from hybridrl.job import Job
+from hybridrl.models import make_tiny_model
+from hybridrl.models.adapters import add_adapters
+from hybridrl.observe.console import make_console
+from hybridrl.observe.step_folders import StepFolders
+from hybridrl.trainers import grpo, loop
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+# What a machine took for it; and weights go to the generator again after a resume.
+MEASURED = ("time/", "share/", "throughput/", "memory/", "sync/")
+SMALL = [
+    *("executor=inline", "rollout=transformers", "devices=cpu", "warmup.steps=2"),
+    "model.tiny={hidden_size: 32, layers: 1, heads: 1}",
+    *("data.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.max_tokens=3"),
+    *("eval.prompts=8", "eval.every=3", "checkpoint.every=3", "observe.samples_every=1"),
+    "actor.optimizer={learning_rate: 1e-2, warmup_steps: 2, schedule: constant}",
+    "observe.show_every=0",
+]
+OWN = '''
+def odd(prompt, response, **row):
+    """Differs between most answers."""
+    return float(sum(map(ord, response)) % 7)
+
+class Hardest:
+    """Draws the rows that scored worst so far."""
+
+    def __init__(self, rows):
+        self.scores = {row: -1.0 - row / 1000 for row in range(len(rows))}
+
+    def draw(self, number):
+        return sorted(self.scores, key=self.scores.get)[:number]
+
+    def update(self, rows, scores):
+        for row in set(rows.tolist()):
+            self.scores[row] = float(scores[rows == row].mean())
+
+    def state(self):
+        return {"scores": {str(row): score for row, score in self.scores.items()}}
+
+    def load_state(self, state):
+        self.scores = {int(row): score for row, score in state["scores"].items()}
+
+class Unsaveable(Hardest):
+    def state(self):
+        return {"scores": self.scores}
+'''
+KL = ["algorithm.kl_coefficient=0.1"]
+ADAPTS = [*KL, "algorithm.kl_in_reward=true", "algorithm.kl_target=0.5", "algorithm.kl_horizon=20"]
+PROGRAMS = {
+    "grpo, a reference": KL,
+    "ppo, a critic": ["algorithm=ppo", *ADAPTS, "actor.updates_per_step=2"],
+    "safe_rlhf, a multiplier": ["algorithm=safe_rlhf", "cost.limit=0.1"],
+    "dapo": ["algorithm=dapo", "algorithm.max_refills=2"],
+    "a sampler": ["data.sampler={file}:Hardest"],
+    "adapters": [*KL, "actor.lora={rank: 2, alpha: 4}", "model.path={model}", "warmup.steps=0"],
+}
+
+
+@pytest.fixture
+def own(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    return file
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    tokenizer, shape = build_tokenizer(CHARACTERS), {"hidden_size": 32, "layers": 1, "heads": 1}
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    return str(make_tiny_model(folder, tokenizer, seed=7, context=128, **shape))
+
+
+@pytest.fixture
+def run(tmp_path, own, model, monkeypatch):
+    """Runs a whole job in a folder of this name; gives the folder and what the console said."""
+
+    def adapt(model, settings):  # at random; alike in two runs that begin, and not when resumed
+        torch.manual_seed(len(resumed))
+        add_adapters(model, settings)
+
+    resumed = []
+    monkeypatch.setattr("hybridrl.workers.engines.add_adapters", adapt)
+
+    def finish(name, *overrides, **objects):
+        given = [f"run.directory={tmp_path / name}", f"reward.function={own}:odd"]
+        return resume(*SMALL, *given, *overrides, **objects)
+
+    def resume(*overrides, **objects):
+        said = []
+        named = [o.replace("{file}", str(own)).replace("{model}", model) for o in overrides]
+        config = load_config(named)
+        resumed[:] = [1] if config.resume else []
+        with make_console(1, "test") as view:
+            view.message = said.append
+            with Job(config, **objects) as job:
+                said += job.resumed.notices
+                loop.Loop(job, view).run()
+        return job.directory.path, said
+
+    finish.resume = resume
+    return finish
+
+
+def rows_of(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in rows]
+
+
+def assert_same_run(found, expected):
+    assert rows_of(found) == rows_of(expected)
+    for folder in ("model", "critic", "cost_critic"):
+        for file in (expected / folder).glob("*.safetensors"):
+            mine, other = load_file(found / folder / file.name), load_file(file)
+            assert mine.keys() == other.keys()
+            assert all(torch.equal(mine[name], other[name]) for name in other)
+    summaries = [json.loads((f / "summary.json").read_text()) for f in (found, expected)]
+    mine, other = ({k: v for k, v in s.items() if "seconds" not in k} for s in summaries)
+    assert mine == other
+
+
+def steps_of(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_three_steps_and_three_more_are_six(run, program):
+    if program == "adapters":
+        pytest.importorskip("peft")
+    settings = PROGRAMS[program]
+    whole, _ = run("whole", *settings, "trainer.steps=6")
+    half, _ = run("half", *settings, "trainer.steps=3")
+    assert len(rows_of(half)) < len(rows_of(whole))
+    resumed, said = run.resume(f"resume={half}", "trainer.steps=6")
+    assert resumed == half and "changed: trainer.steps: 3 -> 6" in said
+    assert not [line for line in said if "warm" in line or "step 0:" in line]
+    assert_same_run(resumed, whole)
+    assert any(row.get("policy/grad_norm", 0) > 0 for row in rows_of(whole)), "it learned"
+    assert steps_of(resumed) == ["step-000003", "step-000006"]
+
+
+def fails_in_step(monkeypatch, number):
+    """Once, in the middle of this step: its samples are under way."""
+    step = grpo.Trainer.step
+
+    def fail(self):
+        found = step(self)
+        if self.steps == number:
+            monkeypatch.setattr(grpo.Trainer, "step", step)
+            raise ZeroDivisionError
+        return found
+
+    monkeypatch.setattr(grpo.Trainer, "step", fail)
+
+
+def test_the_same_command_goes_on_after_a_failure_and_starts_where_there_is_nothing(
+    run, monkeypatch
+):
+    settings = ["trainer.steps=6", "resume=auto", *KL]
+    whole, said = run("whole", *settings)
+    assert not [line for line in said if "resuming" in line]
+    fails_in_step(monkeypatch, 2)  # before there is a checkpoint
+    with pytest.raises(ZeroDivisionError):
+        run("again", *settings)
+    fails_in_step(monkeypatch, 5)
+    with pytest.raises(ZeroDivisionError):
+        run("again", *settings)
+    folder = whole.parent / "again"
+    assert rows_of(folder)[-1]["step"] == 4 and steps_of(folder) == ["step-000003"]
+    assert (folder / "samples" / "step-000004.parquet").exists()
+    again, said = run("again", *settings)
+    assert f"resuming {folder} after step 3" in said
+    assert not [line for line in said if line.startswith("changed: ")]
+    assert_same_run(again, whole)
+    once_more, said = run("again", *settings)  # it is done
+    assert_same_run(once_more, whole)
+
+
+def test_what_a_later_step_left_is_gone_when_an_earlier_one_is_resumed(run):
+    settings = ["checkpoint.every=1", "checkpoint.keep_last=3", "trainer.steps=4", "eval.every=0"]
+    folder, _ = run("run", *settings)
+    assert steps_of(folder) == ["step-000002", "step-000003", "step-000004"]
+    (folder / "checkpoints" / "step-000005.part").mkdir()
+    run.resume(f"resume={folder}/checkpoints/step-000002", "trainer.steps=3")
+    assert steps_of(folder) == ["step-000002", "step-000003"]
+    assert [row["step"] for row in rows_of(folder)] == [0, 1, 2, 3, 3]
+    samples = sorted(path.name for path in (folder / "samples").iterdir())
+    assert samples == [f"step-{step:06d}.parquet" for step in (1, 2, 3)]
+
+
+def test_a_damaged_step_is_named_and_the_one_before_it_taken(run):
+    folder, _ = run("run", "trainer.steps=6", *KL)
+    whole = shutil.copytree(folder, folder.parent / "whole")
+    file = folder / "checkpoints" / "step-000006" / "actor" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    _, said = run.resume(f"resume={folder}")
+    assert said[0].startswith(
+        f"The checkpoint of step 6 is damaged: {file} is not what was written"
+    )
+    assert_same_run(folder, whole)
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_the_step_before(run, monkeypatch):
+    whole, _ = run("whole", "trainer.steps=6")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    prune = StepFolders.prune
+
+    def fills_up(self, keep):
+        prune(self, keep)
+        monkeypatch.setattr(os, "pwrite", full)
+
+    monkeypatch.setattr(StepFolders, "prune", fills_up)
+    with pytest.raises(StorageError, match=r"model\.safetensors: No space left on device"):
+        run("run", "trainer.steps=6")
+    monkeypatch.undo()
+    folder = whole.parent / "run"
+    assert steps_of(folder) == ["step-000003"]
+    run.resume(f"resume={folder}")
+    assert_same_run(folder, whole)
+
+
+def test_what_does_not_fit_is_a_sentence_and_changes_nothing(run):
+    folder, _ = run("run", "trainer.steps=3", *KL)
+    before = rows_of(folder)
+    refused = {
+        "model.tiny.hidden_size=64": (ConfigError, "is the state of another model"),
+        "algorithm=ppo": (ConfigError, "other roles: this job trains `critic`, and it does not"),
+        "run.seed=1": (DataError, "other data than this one's"),
+        "eval.prompts=16": (DataError, "other data than this one's"),
+        "checkpoint.every=-1": (ConfigError, "checkpoint.every=-1: must be 0 or more"),
+        "checkpoint.keep_last=0": (ConfigError, "checkpoint.keep_last=0: must be more than 0"),
+    }
+    for override, (kind, words) in refused.items():
+        with pytest.raises(kind, match=words):
+            run.resume(f"resume={folder}", override)
+    assert rows_of(folder) == before and steps_of(folder) == ["step-000003"]
+    with pytest.raises(ConfigError, match=r"holds an earlier run.*resume=auto"):
+        run("run", "trainer.steps=3")
+
+
+def test_a_sampler_whose_state_is_no_plain_data_is_named(run):
+    with pytest.raises(ConfigError, match=r"data\.sampler=.*keys are texts"):
+        run("run", "trainer.steps=3", "data.sampler={file}:Unsaveable")

@@ -1,0 +1,54 @@
+"""Resuming over real Ray: after a kill in the middle of a step, and with generation apart."""
+
+import pytest
+from conftest import LEARNS, SHORT
+from safetensors.torch import load_file
+from test_resume import rows_of
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+SLOW_REWARD = """
+import time
+
+def odd(prompt, response, **row):
+    time.sleep(0.05)
+    return float(sum(map(ord, response)) % 7)
+"""
+KILLED = [
+    *(*SHORT, "rollout=transformers", "trainer.steps=6", "checkpoint.every=2", "eval.every=4"),
+    *("rollout.samples_per_prompt=4", "algorithm.kl_coefficient=0.1", "resume=auto"),
+    "observe.samples_every=1",
+]
+
+
+def test_a_driver_that_is_killed_in_a_step_is_started_again_by_the_same_command(command, tmp_path):
+    (tmp_path / "own.py").write_text(SLOW_REWARD)
+    settings = [*KILLED, f"reward.function={tmp_path}/own.py:odd"]
+    killed = command(*settings)
+    killed.wait_for_step(3)
+    killed.process.kill()
+    killed.finish()
+    assert len(rows_of(killed.directory)) < 9
+    again = command(*settings)
+    assert again.finish() == 0, again.output
+    assert "after step 2" in again.output and "supervised" not in again.output
+    undisturbed = command(*settings, f"run.directory={tmp_path / 'whole'}")
+    assert undisturbed.finish() == 0, undisturbed.output
+    assert rows_of(killed.directory) == rows_of(tmp_path / "whole")
+    mine, other = (
+        load_file(folder / "model" / "model.safetensors")
+        for folder in (killed.directory, tmp_path / "whole")
+    )
+    assert all(mine[name].equal(tensor) for name, tensor in other.items())
+
+
+@pytest.mark.vllm
+def test_generation_apart_goes_on_with_the_weights_and_the_count_of_before(run, tmp_path):
+    settings = [*SHORT, *LEARNS, "placement=separation", "placement.staleness=1", "eval.every=2"]
+    settings += ["checkpoint.every=2", "rollout.verify_weights=true"]
+    whole = run(*settings, "trainer.steps=4", f"run.directory={tmp_path / 'whole'}")
+    half = run(*settings, "trainer.steps=2")
+    run(f"resume={half}", "trainer.steps=4")
+    for found, expected in zip(rows_of(half), rows_of(whole), strict=True):
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
+        exact = ("step", "reward/mean", "response/tokens", "staleness/max", "accuracy")
+        assert [found.get(name) for name in exact] == [expected.get(name) for name in exact]

@@ -1,0 +1,167 @@
+"""Real gloo: what training goes on from is the same, whatever way the model was and is cut."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_cases import CLIPPED, CPU, TEMPERATURE, deal, make_batch
+from parallel_cases import assemble, assert_close, parts
+from parallel_cases import make_model as plain_model
+from ranks import run_ranks
+
+from hybridrl.config.schema import ActorConfig, LoraSettings, OptimizerConfig, ParallelConfig
+from hybridrl.core.training_mesh import training_mesh
+from hybridrl.engine.train import TrainEngine
+from hybridrl.engine.training_state import load_training_state, save_training_state
+from hybridrl.errors import ConfigError
+from hybridrl.models import CausalPolicy
+from hybridrl.models.adapters import add_adapters
+from hybridrl.parallel.mesh import ParallelMesh
+
+WORLD = 4
+CUTS = {
+    "one rank": (1, ParallelConfig()),
+    "dp2": (2, ParallelConfig()),
+    "tp2": (2, ParallelConfig(tp=2)),
+    "pp2": (2, ParallelConfig(pp=2)),
+    "dp2 x tp2": (4, ParallelConfig(tp=2)),
+    "dp4 in two copies": (4, ParallelConfig(shards=2)),
+}
+LEARNING = OptimizerConfig(learning_rate=0.01, warmup_steps=2, schedule="cosine")
+COUNTERS = {"policy_version": 3}
+
+
+def make_engine(mesh, adapters=False):
+    model = plain_model()
+    if adapters:
+        pytest.importorskip("peft")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            add_adapters(model, LoraSettings(rank=4))
+    config = ActorConfig(tokens_per_microbatch=60)
+    engine = TrainEngine(CausalPolicy(model), mesh, CPU, "float32", config)
+    engine.start_optimizer(LEARNING, updates=6)
+    return engine
+
+
+def mine(mesh):
+    """This rank's rows."""
+    batch, dp = make_batch(), mesh.mesh.axes["dp"]
+    counts = {1: [len(batch)], 2: [7, 4], 4: [3, 3, 3, 2]}[dp]
+    return batch.take(deal(batch, counts)[mesh.index("dp")])
+
+
+def learn(engine, updates):
+    batch = mine(engine.mesh)
+    return [engine.update(batch, CLIPPED, temperature=TEMPERATURE) for _ in range(updates)]
+
+
+def state(engine):
+    """What this rank holds, in the form of `parts`: weights and moments of each parameter."""
+    states = engine.optimizer.state
+    found = {f"weight/{name}": part for name, part in parts(engine).items()}
+    for kind in ("exp_avg", "exp_avg_sq"):
+        held = parts(engine, lambda p, kind=kind: states[p][kind] if states.get(p) else p[:0])
+        found |= {f"{kind}/{name}": p for name, p in held.items() if p[2].shape == box_shape(p)}
+    return found
+
+
+def box_shape(part):
+    return torch.Size(stop - start for start, stop in part[1])
+
+
+def program(rank, folder):
+    """What each cut writes after two updates, and what every other one makes of it."""
+    meshes = {
+        name: ParallelMesh(training_mesh(ranks, parallel, 1), CPU, parallel.shards)
+        for name, (ranks, parallel) in CUTS.items()
+    }
+    found = {}
+    for cut, mesh in meshes.items():
+        if rank not in mesh.mesh.grid:
+            continue
+        engine = make_engine(mesh)
+        save_training_state(engine, folder / f"{cut}, before")
+        learn(engine, 2)
+        save_training_state(engine, folder / cut, COUNTERS)
+        found[cut, "written"] = state(engine)
+        found[cut, "next"] = learn(engine, 1), state(engine)
+    dist.barrier()
+    for cut, other in itertools.product(CUTS, CUTS):
+        if rank not in meshes[other].mesh.grid:
+            continue
+        engine = make_engine(meshes[other])
+        learn(engine, 1)  # to be forgotten
+        counters = load_training_state(engine, folder / cut)
+        read = state(engine)
+        found[cut, other] = counters, read, learn(engine, 1), state(engine)
+    for cut, mesh in meshes.items():
+        if rank in mesh.mesh.grid:
+            engine = make_engine(mesh)
+            learn(engine, 1)
+            load_training_state(engine, folder / f"{cut}, before")
+            found[cut, "afresh"] = bool(engine.optimizer.state), learn(engine, 2), state(engine)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run_ranks(
+        program, tmp_path_factory.mktemp("ranks"), WORLD, tmp_path_factory.mktemp("states")
+    )
+
+
+def of(ranks, *key):
+    return [rank[key] for rank in ranks if key in rank]
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("other", CUTS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_any_cut_reads_what_any_other_wrote(ranks, cut, other):
+    written = assemble(of(ranks, cut, "written"))
+    found = of(ranks, cut, other)
+    assert len(found) == CUTS[other][0] and all(rank[0] == COUNTERS for rank in found)
+    assert_equal(assemble([rank[1] for rank in found]), written)
+    assert any(name.startswith("exp_avg_sq/") for name in written)
+    goes_on = of(ranks, cut, "next")
+    after = assemble([rank[3] for rank in found])
+    expected = assemble([rank[1] for rank in goes_on])
+    if cut == other:
+        assert_equal(after, expected)
+        assert [rank[2] for rank in found] == [rank[0] for rank in goes_on]
+    weights = {name: t for name, t in expected.items() if name.startswith("weight/")}
+    assert_close({name: after[name] for name in weights}, weights, 1e-5)
+    rates = [metrics["learning_rate"] for metrics in found[0][2]]
+    assert rates == [metrics["learning_rate"] for metrics in goes_on[0][0]]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_before_the_first_update_there_are_no_moments(ranks, cut):
+    found = of(ranks, cut, "afresh")
+    assert not any(rank[0] for rank in found)
+    assert_equal(assemble([rank[2] for rank in found]), assemble(of(ranks, cut, "written")))
+
+
+def test_of_adapters_only_they_are_kept_and_no_other_model_takes_them(mesh, tmp_path):
+    engine = make_engine(mesh, adapters=True)
+    learn(engine, 2)
+    save_training_state(engine, tmp_path)
+    wanted = state_of_trained(engine)
+    assert all("lora_" in name for name in wanted)
+    again = make_engine(mesh, adapters=True)
+    load_training_state(again, tmp_path)
+    assert_equal(state_of_trained(again), wanted)
+    with pytest.raises(ConfigError, match=r"another model: the model trains `.*actor\.lora"):
+        load_training_state(make_engine(mesh), tmp_path)
+
+
+def state_of_trained(engine):
+    trained = {n for n, p in engine.model.inner.named_parameters() if p.requires_grad}
+    return {name: p.clone() for name, p in engine.local_parameters().items() if name in trained}
