@@ -107,22 +107,22 @@ def load_weights(model: PreTrainedModel, folder: Path, cuts: Mapping[str, Cut], 
     """
     files = TensorFiles(folder)
     parameters = dict(model.named_parameters())
-    missing = parameters.keys() - files.shapes.keys()
     shapes = {name: _whole(parameter, cuts.get(name)) for name, parameter in parameters.items()}
-    if files.shapes and missing and not is_stored_as_named(model, shapes):
-        _load_whole(model, folder, cuts, index)
-        return
-    if len(missing) == len(parameters):
+    found = {n: p for n, p in parameters.items() if stored_name(n) in files.shapes}
+    if files.shapes and len(found) < len(parameters) and not is_stored_as_named(model, shapes):
+        found = _load_whole(model, folder, cuts, index)
+    elif found:
+        _read(files, found, cuts, index)
+    else:
         raise ConfigError(
             f"{folder} has no weights for this model: none of its safetensors files' tensors "
             f"is called as one of the model's, such as `{min(parameters)}`. Give the folder of "
             "a model of the same architecture, saved with save_pretrained."
         )
-    _read(files, {n: p for n, p in parameters.items() if n not in missing}, cuts, index)
-    if missing:
+    if missing := sorted(parameters.keys() - found.keys()):
         _log.warning(
             "%s has no weights for %d of the model's %d parameters, which stay as they were: %s",
-            *(folder, len(missing), len(parameters), ", ".join(sorted(missing)[:5])),
+            *(folder, len(missing), len(parameters), ", ".join(missing[:5])),
         )
 
 
@@ -138,15 +138,28 @@ def _read(
 
 
 @torch.no_grad()
-def _load_whole(model: PreTrainedModel, folder: Path, cuts: Mapping[str, Cut], index: int) -> None:
-    """As `load_weights`, of a model that transformers saves under other names."""
+def _load_whole(
+    model: PreTrainedModel, folder: Path, cuts: Mapping[str, Cut], index: int
+) -> dict[str, nn.Parameter]:
+    """Fills the parameters of a model that transformers saves under other names, and gives those
+    that the folder has. Every rank reads all of it."""
     _log.info("Every rank reads the whole of %s, by transformers' own loading.", folder)
-    read = type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
-    for name, parameter in model.named_parameters():
-        cut = cuts.get(name)
-        _check_shape(folder, name, tuple(read[name].shape), parameter, cut)
+    read, report = type(model).from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    values = read.state_dict()
+    parameters = dict(model.named_parameters())
+    found = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if stored_name(name) in values.keys() - set(report["missing_keys"])
+    }
+    for name, parameter in found.items():
+        whole, cut = values[stored_name(name)], cuts.get(name)
+        _check_shape(folder, name, tuple(whole.shape), parameter, cut)
         place = tuple(slice(*side) for side in box_of(parameter, cut, index))
-        _local(parameter).copy_(read[name][place])
+        _local(parameter).copy_(whole[place])
+    return found
 
 
 def _check_shape(

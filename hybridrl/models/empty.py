@@ -107,11 +107,11 @@ def _compute_buffers(model: PreTrainedModel) -> None:
     """Computes what constructors could not on the meta device, such as rotary frequencies; in the
     way in which `from_pretrained`, which builds models there, too, does it."""
     for module in model.modules():
-        names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-        for name in names:
+        empty = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        for name in empty:
             setattr(module, name, torch.empty_like(getattr(module, name), device="cpu"))
-            module._is_hf_initialized = False
-    model.initialize_weights()  # of modules that are not initialized yet
+        module._is_hf_initialized = not empty
+    model.initialize_weights()  # of the modules that are not
 
 
 def _read_head(model: PreTrainedModel, files: TensorFiles) -> None:
