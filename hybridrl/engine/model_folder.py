@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from hybridrl.checkpoint.agreement import agreed, explained
 from hybridrl.checkpoint.reading import TensorFiles
@@ -22,22 +21,12 @@ from hybridrl.core.boxes import volume
 from hybridrl.core.layout import Layout
 from hybridrl.errors import ConfigError
 from hybridrl.models import PackedModel
-from hybridrl.models.adapters import stored_name
+from hybridrl.models.stored_names import is_stored_as_named, stored_name
 from hybridrl.parallel.layout import box_of
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.tensor import Cut
 
 _log = logging.getLogger(__name__)
-
-
-def is_stored_as_named(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether transformers saves parameters of these names and shapes as they are. Of some models
-    it saves others, such as each expert of a layer alone."""
-    mine = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    stored = revert_weight_conversion(model, mine)
-    left_out = set(model._keys_to_ignore_on_save or ())
-    kept = {name: tuple(tensor.shape) for name, tensor in stored.items() if name not in left_out}
-    return kept == dict(shapes)
 
 
 def save_model(

@@ -27,12 +27,7 @@ from hybridrl.core.device import free_cached_memory
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.layout import Layout
 from hybridrl.engine.gradients import Gradients
-from hybridrl.engine.model_folder import (
-    fill,
-    is_stored_as_named,
-    load_weights,
-    save_model,
-)
+from hybridrl.engine.model_folder import fill, load_weights, save_model
 from hybridrl.engine.optimizer import make_optimizer
 from hybridrl.engine.token_columns import token_columns, token_places
 from hybridrl.engine.update_metrics import UpdateMetrics
@@ -40,6 +35,7 @@ from hybridrl.engine.whole_parameters import whole_parameters
 from hybridrl.errors import TrainingError
 from hybridrl.models import PackedModel, PackedSamples
 from hybridrl.models.adapters import has_adapters, merged
+from hybridrl.models.stored_names import is_stored_as_named
 from hybridrl.parallel import tensor as tensor_parallel
 from hybridrl.parallel.fsdp import is_small, shard
 from hybridrl.parallel.layout import training_layout

@@ -60,11 +60,6 @@ def has_adapters(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
-def stored_name(name: str) -> str:
-    """What a parameter beside which there is an adapter is called in the model's own files."""
-    return name.replace(".base_layer.", ".")
-
-
 def merged(
     model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:

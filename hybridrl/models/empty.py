@@ -24,6 +24,7 @@ from transformers import (
 
 from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.models.attention import NAME
+from hybridrl.models.stored_names import is_converted
 
 HEAD = "score.weight"
 """The scalar head. It is small, and every rank reads it whole."""
@@ -63,9 +64,16 @@ def empty_model(path: str, config: PretrainedConfig, *, scalar: bool) -> Unread 
     if not files.shapes:
         return _left_to_transformers(path, "it has no safetensors files")
     kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
-    with torch.device("meta"):
-        model = kind.from_config(config, dtype=torch.float32, attn_implementation=NAME)
+    try:
+        with torch.device("meta"):
+            model = kind.from_config(config, dtype=torch.float32, attn_implementation=NAME)
+    except ValueError as error:
+        return _left_to_transformers(path, str(error))
     parameters = dict(model.named_parameters())
+    if is_converted(model):
+        return _left_to_transformers(path, "its tensors are put together to those of the model")
+    if scalar and HEAD not in parameters:
+        return _left_to_transformers(path, f"its head is not `{HEAD}`")
     wanted = {name: p for name, p in parameters.items() if not (scalar and name == HEAD)}
     for name, parameter in wanted.items():
         if files.shapes.get(name) != tuple(parameter.shape):
