@@ -161,7 +161,7 @@ def test_it_is_the_model_that_is_loaded_whole(ranks, cut, model, small):
         assert not found["wrong"]
         if model in ("tied", "untied, 1 key-value head"):
             assert found["read"] == found["held"], "no byte more than it holds"
-        elif model == "experts":
+        elif model == "experts" or "adapters" in model:
             assert found["read"] == 0, "transformers reads it"
         else:
             assert 0 < found["read"] <= found["held"] + 200
