@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from hybridrl.checkpoint.agreement import agreed, explained
 from hybridrl.checkpoint.reading import TensorFiles
@@ -21,21 +20,13 @@ from hybridrl.checkpoint.writing import write_tensors
 from hybridrl.core.boxes import volume
 from hybridrl.core.layout import Layout
 from hybridrl.errors import ConfigError
+from hybridrl.models import PackedModel
+from hybridrl.models.stored_names import is_stored_as_named, stored_name
 from hybridrl.parallel.layout import box_of
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.tensor import Cut
 
 _log = logging.getLogger(__name__)
-
-
-def is_stored_as_named(model: PreTrainedModel, layout: Layout) -> bool:
-    """Whether transformers saves the parameters as they are. Of some models it saves others, such
-    as each expert of a layer alone."""
-    mine = {name: torch.empty(shape, device="meta") for name, shape in layout.shapes.items()}
-    stored = revert_weight_conversion(model, mine)
-    left_out = set(model._keys_to_ignore_on_save or ())
-    kept = {name: tuple(tensor.shape) for name, tensor in stored.items() if name not in left_out}
-    return kept == dict(layout.shapes)
 
 
 def save_model(
@@ -67,67 +58,114 @@ def save_model(
     write_tensors(folder, layout, mesh.place, parts.__getitem__, torch.float32, mesh.group())
 
 
-def read_parameters(
+def fill(
+    model: PackedModel,
     files: TensorFiles,
-    parameters: Mapping[str, nn.Parameter],
     cuts: Mapping[str, Cut],
     index: int,
-) -> set[str]:
-    """Fills this rank's parameters from files, as far as they have them.
+    device: torch.device,
+) -> None:
+    """Gives the parameters that are on the meta device memory, and their values from files.
 
     Args:
-        parameters: By their names in a checkpoint, sharded by FSDP or not.
-        cuts: Of those that are cut over tensor-parallel ranks.
+        model: Cut, and sharded by FSDP.
+        files: Have all of them.
+        cuts: Of parameters that are cut over tensor-parallel ranks.
         index: This rank's place among these.
-
-    Returns:
-        The names that the files do not have.
-
-    Raises:
-        ConfigError: if a tensor has another shape; nothing is read then. Or as `TensorFiles`.
+        device: Where the parameters are to be.
     """
-    found = parameters.keys() & files.shapes.keys()
-    for name in sorted(found):
-        cut = cuts.get(name)
-        whole = tuple(parameters[name].shape) if cut is None else cut.shape
-        if files.shapes[name] != whole:
-            raise ConfigError(
-                f"{files.folder} has `{name}` of the shape {list(files.shapes[name])}, and the "
-                f"model's is {list(whole)}. Give the folder of a model of the same size."
-            )
-    for name, parameter in parameters.items():
-        box = box_of(parameter, cuts.get(name), index)
-        if name in found and volume(box):
-            local = parameter.detach()
-            files.read(name, box, local.to_local() if isinstance(local, DTensor) else local)
-    return parameters.keys() - found
+    empty = {name: p for name, p in model.inner.named_parameters() if p.is_meta}
+    for parameter in empty.values():
+        real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+        # The same object: it may be tied, and FSDP knows it.
+        torch.utils.swap_tensors(parameter, real)
+    model._apply(lambda tensor: tensor)  # has FSDP look at what it shards again
+    _read(files, empty, cuts, index)
 
 
-def load_weights(
-    folder: Path,
-    parameters: Mapping[str, nn.Parameter],
-    cuts: Mapping[str, Cut],
-    index: int,
-) -> None:
+def load_weights(model: PreTrainedModel, folder: Path, cuts: Mapping[str, Cut], index: int) -> None:
     """Takes the weights that a folder and this rank's part of a model have in common. Those that
     only the model has stay as they are, with a warning in the log.
 
     Args:
-        parameters, cuts, index: See `read_parameters`.
+        cuts, index: See `fill`.
 
     Raises:
-        ConfigError: if they have none in common, or one has another shape; names the folder.
+        ConfigError: if they have none in common, one has another shape, or a file is damaged;
+            names it.
     """
     files = TensorFiles(folder)
-    missing = read_parameters(files, parameters, cuts, index)
-    if len(missing) == len(parameters):
+    parameters = dict(model.named_parameters())
+    shapes = {name: _whole(parameter, cuts.get(name)) for name, parameter in parameters.items()}
+    found = {n: p for n, p in parameters.items() if stored_name(n) in files.shapes}
+    if files.shapes and len(found) < len(parameters) and not is_stored_as_named(model, shapes):
+        found = _load_whole(model, folder, cuts, index)
+    elif found:
+        _read(files, found, cuts, index)
+    else:
         raise ConfigError(
             f"{folder} has no weights for this model: none of its safetensors files' tensors "
             f"is called as one of the model's, such as `{min(parameters)}`. Give the folder of "
             "a model of the same architecture, saved with save_pretrained."
         )
-    if missing:
+    if missing := sorted(parameters.keys() - found.keys()):
         _log.warning(
             "%s has no weights for %d of the model's %d parameters, which stay as they were: %s",
-            *(folder, len(missing), len(parameters), ", ".join(sorted(missing)[:5])),
+            *(folder, len(missing), len(parameters), ", ".join(missing[:5])),
         )
+
+
+def _read(
+    files: TensorFiles, parameters: Mapping[str, nn.Parameter], cuts: Mapping[str, Cut], index: int
+) -> None:
+    for name, parameter in parameters.items():
+        _check_shape(files.folder, name, files.shapes[stored_name(name)], parameter, cuts.get(name))
+    for name, parameter in parameters.items():
+        box = box_of(parameter, cuts.get(name), index)
+        if volume(box):
+            files.read(stored_name(name), box, _local(parameter))
+
+
+@torch.no_grad()
+def _load_whole(
+    model: PreTrainedModel, folder: Path, cuts: Mapping[str, Cut], index: int
+) -> dict[str, nn.Parameter]:
+    """Fills the parameters of a model that transformers saves under other names, and gives those
+    that the folder has. Every rank reads all of it."""
+    _log.info("Every rank reads the whole of %s, by transformers' own loading.", folder)
+    read, report = type(model).from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    values = read.state_dict()
+    parameters = dict(model.named_parameters())
+    found = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if stored_name(name) in values.keys() - set(report["missing_keys"])
+    }
+    for name, parameter in found.items():
+        whole, cut = values[stored_name(name)], cuts.get(name)
+        _check_shape(folder, name, tuple(whole.shape), parameter, cut)
+        place = tuple(slice(*side) for side in box_of(parameter, cut, index))
+        _local(parameter).copy_(whole[place])
+    return found
+
+
+def _check_shape(
+    folder: Path, name: str, found: tuple[int, ...], parameter: nn.Parameter, cut: Cut | None
+) -> None:
+    if found != (wanted := _whole(parameter, cut)):
+        raise ConfigError(
+            f"{folder} has `{name}` of the shape {list(found)}, and the model's is "
+            f"{list(wanted)}. Give the folder of a model of the same size."
+        )
+
+
+def _whole(parameter: nn.Parameter, cut: Cut | None) -> tuple[int, ...]:
+    return tuple(parameter.shape) if cut is None else cut.shape
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    """What this rank holds, to be written to."""
+    here = parameter.detach()
+    return here.to_local() if isinstance(here, DTensor) else here

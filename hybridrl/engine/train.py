@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from hybridrl.algorithms import Segments, TokenLoss
 from hybridrl.checkpoint.agreement import agreed, explained
+from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.core.balance import pack
 from hybridrl.core.batch import Batch
@@ -26,7 +27,7 @@ from hybridrl.core.device import free_cached_memory
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.layout import Layout
 from hybridrl.engine.gradients import Gradients
-from hybridrl.engine.model_folder import is_stored_as_named, load_weights, save_model
+from hybridrl.engine.model_folder import fill, load_weights, save_model
 from hybridrl.engine.optimizer import make_optimizer
 from hybridrl.engine.token_columns import token_columns, token_places
 from hybridrl.engine.update_metrics import UpdateMetrics
@@ -34,6 +35,7 @@ from hybridrl.engine.whole_parameters import whole_parameters
 from hybridrl.errors import TrainingError
 from hybridrl.models import PackedModel, PackedSamples
 from hybridrl.models.adapters import has_adapters, merged
+from hybridrl.models.stored_names import is_stored_as_named
 from hybridrl.parallel import tensor as tensor_parallel
 from hybridrl.parallel.fsdp import is_small, shard
 from hybridrl.parallel.layout import training_layout
@@ -53,12 +55,14 @@ class TrainEngine:
     """Trains a sharded model, or only scores with it.
 
     Args:
-        model: The model, float32, on the CPU; it is sharded in place.
+        model: The model, float32, on the CPU or not read yet (on the meta device); it is cut and
+            sharded in place.
         mesh: How the model and its batches are cut over the ranks. Those that differ in `dp` have
             different rows; all others get the same ones.
         device: This rank's device.
         dtype: Name of the precision of computation.
         config: Micro-batch budget, checkpointing, offload.
+        files: Of a model that is not read yet: every rank reads what is left to it.
 
     Attributes:
         skipped_in_a_row: Updates whose gradients were not finite, since the last one that was.
@@ -71,6 +75,7 @@ class TrainEngine:
         device: torch.device,
         dtype: str,
         config: ActorConfig,
+        files: TensorFiles | None = None,
     ) -> None:
         self.config = config
         self.device = device
@@ -89,8 +94,11 @@ class TrainEngine:
             model = self._pipeline.cut(model, DTYPES[dtype])
         # Gathering gradients once per update, not per micro-batch, needs them whole in memory.
         self._reduce_once = is_small(model)
-        model = model if offload else model.to(device)
+        # FSDP moves to the device what it shards, a module at a time: never the whole model.
         self.model = shard(model, mesh.fsdp, DTYPES[dtype], offload=offload)
+        if files is not None:
+            place = torch.device("cpu") if offload else device
+            fill(self.model, files, self.cuts, mesh.index("tp"), place)
         self._gradients = self._watch_gradients(cuts.partial)
         moves = not offload and device.type != "cpu"
         self._offload_optimizer = config.offload_optimizer and moves
@@ -271,7 +279,7 @@ class TrainEngine:
             StorageError: on all ranks, if one of them could not write.
         """
         inner = self.model.inner
-        if not self.has_adapters and is_stored_as_named(inner, self.layout()):
+        if not self.has_adapters and is_stored_as_named(inner, self.layout().shapes):
             save_model(inner, self.layout(), self.local_parameters(), self.mesh, folder)
             return
         # transformers and peft choose and change what they save, and must see it whole.
@@ -287,8 +295,7 @@ class TrainEngine:
         """Takes the weights that a Hugging Face folder and this model have in common; see
         `load_weights`. Every rank reads what it holds."""
         self._drop_gathered()
-        parameters = dict(self.model.inner.named_parameters())
-        load_weights(folder, parameters, self.cuts, self.mesh.index("tp"))
+        load_weights(self.model.inner, folder, self.cuts, self.mesh.index("tp"))
 
     def _pack(self, batch: Batch) -> PackedSamples:
         """The rows as one row of tokens, or this rank's part of it."""

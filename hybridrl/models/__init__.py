@@ -7,6 +7,8 @@ from hybridrl.models.loading import (
     load_tokenizer,
     make_tiny_model,
     tiny_config,
+    unread_model,
+    unread_scalar_model,
 )
 from hybridrl.models.log_probs import token_log_probs
 from hybridrl.models.packed_models import CausalPolicy, PackedModel, ScalarModel
@@ -25,4 +27,6 @@ __all__ = [
     "make_tiny_model",
     "tiny_config",
     "token_log_probs",
+    "unread_model",
+    "unread_scalar_model",
 ]

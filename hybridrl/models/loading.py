@@ -17,9 +17,11 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.errors import ConfigError
 from hybridrl.models.attention import NAME
+from hybridrl.models.empty import empty_model
 
 logging.disable_progress_bar()
 
@@ -58,9 +60,15 @@ def load_model(path: str, dtype: str) -> PreTrainedModel:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={path} could not be loaded: {_first_line(error)}") from error
-    model.config.use_cache = False
-    _refuse_what_would_be_wrong(model, path)
-    return model
+    return _finished(model, path)
+
+
+def unread_model(path: str) -> tuple[PreTrainedModel, TensorFiles | None]:
+    """As `load_model` in float32, with parameters on the meta device and the files in which they
+    are; with weights and None where they cannot be read by parts."""
+    if (found := empty_model(path, load_config(path), scalar=False)) is None:
+        return load_model(path, "float32"), None
+    return _finished(found.model, path), found.files
 
 
 def load_scalar_model(path: str, dtype: str) -> PreTrainedModel:
@@ -69,13 +77,7 @@ def load_scalar_model(path: str, dtype: str) -> PreTrainedModel:
     A sequence-classification folder with one label keeps its head. A causal language model gets a
     new one of zeros: it says 0 of everything until it has learned.
     """
-    config = load_config(path)
-    classifies = any("Classification" in name for name in config.architectures or ())
-    if classifies and config.num_labels != 1:
-        raise ConfigError(
-            f"model path {path} classifies into {config.num_labels} labels; a critic or a reward "
-            "model has one (num_labels=1)."
-        )
+    _refuse_labels(load_config(path), path)
     try:
         model, found = AutoModelForSequenceClassification.from_pretrained(
             path,
@@ -90,6 +92,29 @@ def load_scalar_model(path: str, dtype: str) -> PreTrainedModel:
         ) from error
     if any(name.startswith("score.") for name in found["missing_keys"]):
         torch.nn.init.zeros_(model.score.weight)
+    return _finished(model, path)
+
+
+def unread_scalar_model(path: str) -> tuple[PreTrainedModel, TensorFiles | None]:
+    """As `load_scalar_model`, and `unread_model`."""
+    config = load_config(path)
+    _refuse_labels(config, path)
+    config.num_labels = 1
+    if (found := empty_model(path, config, scalar=True)) is None:
+        return load_scalar_model(path, "float32"), None
+    return _finished(found.model, path), found.files
+
+
+def _refuse_labels(config: PretrainedConfig, path: str) -> None:
+    classifies = any("Classification" in name for name in config.architectures or ())
+    if classifies and config.num_labels != 1:
+        raise ConfigError(
+            f"model path {path} classifies into {config.num_labels} labels; a critic or a reward "
+            "model has one (num_labels=1)."
+        )
+
+
+def _finished(model: PreTrainedModel, path: str) -> PreTrainedModel:
     model.config.use_cache = False
     _refuse_what_would_be_wrong(model, path)
     return model

@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.config.schema import ActorConfig
 from hybridrl.controller import Context
 from hybridrl.core.training_mesh import training_mesh
 from hybridrl.engine.train import TrainEngine
-from hybridrl.models import CausalPolicy, PackedModel, ScalarModel, load_model, load_scalar_model
+from hybridrl.models import (
+    CausalPolicy,
+    PackedModel,
+    ScalarModel,
+    unread_model,
+    unread_scalar_model,
+)
 from hybridrl.models.adapters import add_adapters
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.process_group import join
@@ -42,15 +49,18 @@ def policy_engine(
     trains: bool = True,
     rollout_tp: int = 1,
 ) -> TrainEngine:
-    """Joins the process group, loads the language model and cuts it. Collective.
+    """Joins the process group, cuts the language model, and reads this rank's part. Collective.
 
     Args:
         rollout_tp: Ranks that share a copy while generating; see `training_mesh`.
     """
-    model = load_model(source.path, "float32")
     if trains and config.lora.rank:
+        # Read whole: a backward through adapters of a model that was read by parts fails.
+        model, files = load_model(source.path, "float32"), None
         add_adapters(model, config.lora)
-    return _engine(context, source, config, CausalPolicy(model), trains, rollout_tp)
+    else:
+        model, files = unread_model(source.path)
+    return _engine(context, source, config, CausalPolicy(model), files, trains, rollout_tp)
 
 
 def scalar_engine(
@@ -62,10 +72,13 @@ def scalar_engine(
     trains: bool = True,
 ) -> TrainEngine:
     """As `policy_engine`, for a model with a scalar head; see `ScalarModel`."""
-    model = load_scalar_model(source.path, "float32")
     if trains and config.lora.rank:
+        model, files = load_scalar_model(source.path, "float32"), None
         add_adapters(model, config.lora)
-    return _engine(context, source, config, ScalarModel(model, reads), trains, rollout_tp=1)
+    else:
+        model, files = unread_scalar_model(source.path)
+    scalar = ScalarModel(model, reads)
+    return _engine(context, source, config, scalar, files, trains, rollout_tp=1)
 
 
 def _engine(
@@ -73,6 +86,7 @@ def _engine(
     source: ModelSource,
     config: ActorConfig,
     model: PackedModel,
+    files: TensorFiles | None,
     trains: bool,
     rollout_tp: int,
 ) -> TrainEngine:
@@ -81,4 +95,4 @@ def _engine(
         model.requires_grad_(False)
     cut = training_mesh(context.world_size, config.parallel, rollout_tp)
     mesh = ParallelMesh(cut, device, config.parallel.shards)
-    return TrainEngine(model, mesh, device, source.dtype, config)
+    return TrainEngine(model, mesh, device, source.dtype, config, files)

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "data": {"core"},
     "rewards": {"core"},
     "observe": {"core"},
-    "models": {"core"},
+    "models": {"core", "checkpoint"},
     "controller": {"core", "observe"},
     "ray_backend": {"core", "controller"},
     "placement": {"core", "controller"},
@@ -34,7 +34,7 @@ MAY_IMPORT = {
     },
     "workers": {
         *("core", "algorithms", "models", "parallel", "engine", "rollout", "rewards", "data"),
-        "controller",
+        *("controller", "checkpoint"),
     },
     "trainers": {
         *("core", "algorithms", "controller", "data", "observe"),

@@ -1,0 +1,138 @@
+"""Models without weights, to be cut over ranks before anything is read.
+
+Parameters are on torch's meta device: they have shapes and take no memory. What is not in files is
+real: buffers, and the scalar head of a model that had none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from hybridrl.checkpoint.reading import TensorFiles
+from hybridrl.models.attention import NAME
+from hybridrl.models.stored_names import is_converted
+
+HEAD = "score.weight"
+"""The scalar head. It is small, and every rank reads it whole."""
+
+_log = logging.getLogger(__name__)
+
+
+class Unread(NamedTuple):
+    """A model whose parameters are still to be read.
+
+    Attributes:
+        model: float32, with packed attention.
+        files: Where each meta parameter stands under its own name.
+    """
+
+    model: PreTrainedModel
+    files: TensorFiles
+
+
+def empty_model(path: str, config: PretrainedConfig, *, scalar: bool) -> Unread | None:
+    """The model at `path` without its weights; None, with the reason in the log, if only
+    transformers can read them: from a hub, from other than safetensors files, quantised, or under
+    names that are not the parameters' own.
+
+    Args:
+        config: Of the model.
+        scalar: It is to have a scalar head, of zeros if the files have none.
+
+    Raises:
+        ConfigError: if a file is damaged.
+    """
+    if not Path(path).is_dir():
+        return _left_to_transformers(path, "it is not a folder")
+    if getattr(config, "quantization_config", None):
+        return _left_to_transformers(path, "it is quantised")
+    files = TensorFiles(Path(path))
+    if not files.shapes:
+        return _left_to_transformers(path, "it has no safetensors files")
+    kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            model = kind.from_config(config, dtype=torch.float32, attn_implementation=NAME)
+    except ValueError as error:
+        return _left_to_transformers(path, str(error))
+    parameters = dict(model.named_parameters())
+    if is_converted(model):
+        return _left_to_transformers(path, "its tensors are put together to those of the model")
+    if scalar and HEAD not in parameters:
+        return _left_to_transformers(path, f"its head is not `{HEAD}`")
+    wanted = {name: p for name, p in parameters.items() if not (scalar and name == HEAD)}
+    for name, parameter in wanted.items():
+        if files.shapes.get(name) != tuple(parameter.shape):
+            return _left_to_transformers(path, f"`{name}` is not in it as the model has it")
+    tied = model.all_tied_weights_keys.keys()
+    if others := sorted(model.state_dict().keys() - parameters.keys() - tied):
+        return _left_to_transformers(path, f"`{others[0]}` is no parameter")
+    if twice := sorted(tied & files.shapes.keys()):
+        return _left_to_transformers(path, f"`{twice[0]}` is tied, and in it besides")
+    _compute_buffers(model)
+    if scalar:
+        _read_head(model, files)
+    _read_generation_config(model, path)
+    return Unread(model.eval(), files)
+
+
+@contextmanager
+def stand_ins(model: nn.Module) -> Iterator[None]:
+    """Inside, meta parameters are on the CPU, of the same shapes, and each has the memory of one
+    number: for what puts something beside them, and on the device on which they are."""
+    empty = [parameter for parameter in model.parameters() if parameter.is_meta]
+    one = torch.zeros(())
+    others = [nn.Parameter(one.to(p.dtype).expand(p.shape), p.requires_grad) for p in empty]
+    for parameter, other in zip(empty, others, strict=True):
+        torch.utils.swap_tensors(parameter, other)
+    try:
+        yield
+    finally:
+        for parameter, other in zip(empty, others, strict=True):
+            other.requires_grad_(parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, other)
+
+
+def _left_to_transformers(path: str, why: str) -> None:
+    _log.info("Every rank reads the whole of %s, by transformers' own loading: %s.", path, why)
+
+
+def _compute_buffers(model: PreTrainedModel) -> None:
+    """Computes what constructors could not on the meta device, such as rotary frequencies; in the
+    way in which `from_pretrained`, which builds models there, too, does it."""
+    for module in model.modules():
+        empty = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        for name in empty:
+            setattr(module, name, torch.empty_like(getattr(module, name), device="cpu"))
+        module._is_hf_initialized = not empty
+    model.initialize_weights()  # of the modules that are not
+
+
+def _read_head(model: PreTrainedModel, files: TensorFiles) -> None:
+    head = torch.empty(model.score.weight.shape)
+    model.score.weight = nn.Parameter(head)
+    if files.shapes.get(HEAD) == tuple(head.shape):
+        files.read(HEAD, tuple((0, size) for size in head.shape), head)
+        return
+    # What transformers does with a new head draws random numbers, and adapters draw theirs after.
+    model._init_weights(model.score)
+    nn.init.zeros_(model.score.weight)
+
+
+def _read_generation_config(model: PreTrainedModel, path: str) -> None:
+    if model.can_generate() and (Path(path) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)

@@ -1,0 +1,114 @@
+"""Models that are built before they are read, and which folders are left to transformers."""
+
+import json
+import logging
+
+import pytest
+import torch
+from engine_cases import make_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
+
+from hybridrl.errors import ConfigError
+from hybridrl.models import load_model, load_scalar_model, unread_model, unread_scalar_model
+from hybridrl.models.empty import stand_ins
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_model().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_parameters_have_no_memory_and_buffers_are_those_of_the_loaded_model(folder):
+    before = torch.get_rng_state()
+    model, files = unread_model(str(folder))
+    assert torch.equal(torch.get_rng_state(), before), "adapters draw the numbers they always drew"
+    loaded = load_model(str(folder), "float32")
+    assert all(parameter.is_meta for parameter in model.parameters())
+    shapes = {name: tuple(parameter.shape) for name, parameter in loaded.named_parameters()}
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == shapes
+    assert shapes == files.shapes
+    buffers = dict(model.named_buffers())
+    assert buffers and all(torch.equal(b, buffers[n]) for n, b in loaded.named_buffers())
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert model.generation_config.to_dict() == loaded.generation_config.to_dict()
+    assert model.config.to_dict() == loaded.config.to_dict()
+
+
+def test_a_new_head_is_zeros_and_a_trained_one_is_read(folder, tmp_path_factory):
+    torch.manual_seed(0)
+    model, _ = unread_scalar_model(str(folder))
+    after = torch.get_rng_state()
+    assert not model.score.weight.is_meta and not model.score.weight.any()
+    torch.manual_seed(0)
+    load_scalar_model(str(folder), "float32")
+    assert torch.equal(torch.get_rng_state(), after)
+    trained = tmp_path_factory.mktemp("trained")
+    critic = AutoModelForSequenceClassification.from_config(model.config)
+    critic.save_pretrained(trained)
+    found, _ = unread_scalar_model(str(trained))
+    assert torch.equal(found.score.weight, critic.score.weight) and critic.score.weight.any()
+
+
+def test_stand_ins_are_gone_afterwards(folder):
+    model, _ = unread_model(str(folder))
+    before = list(model.parameters())
+    with stand_ins(model):
+        assert all(p.device.type == "cpu" for p in model.parameters())
+        assert all(p.untyped_storage().nbytes() == 4 for p in model.parameters())
+        model.requires_grad_(False)
+    after = list(model.parameters())
+    assert all(one is other and one.is_meta for one, other in zip(before, after, strict=True))
+    assert not any(parameter.requires_grad for parameter in after)
+
+
+def no_safetensors(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def other_names(folder):
+    """As checkpoints of the model below the head have them."""
+    state = load_file(folder / "model.safetensors")
+    state = {name.removeprefix("model."): tensor for name, tensor in state.items()}
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+
+def tied_and_there(folder):
+    state = load_file(folder / "model.safetensors")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+
+LEFT = {
+    no_safetensors: "it has no safetensors files",
+    other_names: "`model.embed_tokens.weight` is not in it as the model has it",
+    tied_and_there: "`lm_head.weight` is tied, and in it besides",
+}
+
+
+@pytest.mark.parametrize("change", LEFT, ids=lambda change: change.__name__)
+def test_folders_that_only_transformers_can_read(folder, caplog, change):
+    change(folder)
+    with caplog.at_level(logging.INFO):
+        model, files = unread_model(str(folder))
+    assert LEFT[change] in caplog.text and files is None
+    wanted = make_model().state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+
+
+def test_a_quantised_folder_is_left_to_transformers(folder, caplog):
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "nobody's"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with caplog.at_level(logging.INFO):
+        _, files = unread_model(str(folder))
+    assert "it is quantised" in caplog.text and files is None
+
+
+def test_a_damaged_folder_is_a_sentence(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged: it should have"):
+        unread_model(str(folder))
