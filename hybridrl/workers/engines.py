@@ -14,6 +14,8 @@ from hybridrl.models import (
     CausalPolicy,
     PackedModel,
     ScalarModel,
+    load_model,
+    load_scalar_model,
     unread_model,
     unread_scalar_model,
 )
