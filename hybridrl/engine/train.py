@@ -229,6 +229,7 @@ class TrainEngine:
         """Which part of every parameter each rank of the mesh holds. Collective when first
         asked."""
         if self._layout is None:
+            self._drop_gathered()
             parameters = dict(self.model.inner.named_parameters())
             self._layout = training_layout(parameters, self.cuts, self.mesh)
         return self._layout

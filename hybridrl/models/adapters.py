@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from hybridrl.config.schema import LoraSettings
 from hybridrl.errors import ConfigError, MissingPackageError
-from hybridrl.models.empty import stand_ins
 
 ADAPTER = "default"
 """The one adapter that a model has here."""
@@ -23,9 +22,6 @@ HEAD = "score"
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
     """Freezes `model` and puts an adapter beside its linear layers, in place.
-
-    Args:
-        model: With its weights or without them (see `models.empty`).
 
     Raises:
         MissingPackageError: without peft.
@@ -39,18 +35,19 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
             "pip install 'hybridrl[lora]'."
         ) from error
     scalar = hasattr(model, HEAD)
-    made = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        target_modules=settings.targets
-        if isinstance(settings.targets, str)
-        else list(settings.targets),
-        task_type="SEQ_CLS" if scalar else "CAUSAL_LM",
-        modules_to_save=[HEAD] if scalar else None,
-    )
     try:
-        with stand_ins(model):  # adapters are real, and the same, if the model is not read yet
-            model.add_adapter(made, ADAPTER)
+        model.add_adapter(
+            LoraConfig(
+                r=settings.rank,
+                lora_alpha=settings.alpha,
+                target_modules=settings.targets
+                if isinstance(settings.targets, str)
+                else list(settings.targets),
+                task_type="SEQ_CLS" if scalar else "CAUSAL_LM",
+                modules_to_save=[HEAD] if scalar else None,
+            ),
+            ADAPTER,
+        )
     except ValueError as error:
         raise ConfigError(f"actor.lora.targets={settings.targets}: {error}") from error
 

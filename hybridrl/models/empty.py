@@ -7,8 +7,6 @@ real: buffers, and the scalar head of a model that had none.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,23 +86,6 @@ def empty_model(path: str, config: PretrainedConfig, *, scalar: bool) -> Unread 
         _read_head(model, files)
     _read_generation_config(model, path)
     return Unread(model.eval(), files)
-
-
-@contextmanager
-def stand_ins(model: nn.Module) -> Iterator[None]:
-    """Inside, meta parameters are on the CPU, of the same shapes, and each has the memory of one
-    number: for what puts something beside them, and on the device on which they are."""
-    empty = [parameter for parameter in model.parameters() if parameter.is_meta]
-    one = torch.zeros(())
-    others = [nn.Parameter(one.to(p.dtype).expand(p.shape), p.requires_grad) for p in empty]
-    for parameter, other in zip(empty, others, strict=True):
-        torch.utils.swap_tensors(parameter, other)
-    try:
-        yield
-    finally:
-        for parameter, other in zip(empty, others, strict=True):
-            other.requires_grad_(parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, other)
 
 
 def _left_to_transformers(path: str, why: str) -> None:

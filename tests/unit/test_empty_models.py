@@ -11,7 +11,6 @@ from transformers import AutoModelForSequenceClassification
 
 from hybridrl.errors import ConfigError
 from hybridrl.models import load_model, load_scalar_model, unread_model, unread_scalar_model
-from hybridrl.models.empty import stand_ins
 
 
 @pytest.fixture
@@ -49,18 +48,6 @@ def test_a_new_head_is_zeros_and_a_trained_one_is_read(folder, tmp_path_factory)
     critic.save_pretrained(trained)
     found, _ = unread_scalar_model(str(trained))
     assert torch.equal(found.score.weight, critic.score.weight) and critic.score.weight.any()
-
-
-def test_stand_ins_are_gone_afterwards(folder):
-    model, _ = unread_model(str(folder))
-    before = list(model.parameters())
-    with stand_ins(model):
-        assert all(p.device.type == "cpu" for p in model.parameters())
-        assert all(p.untyped_storage().nbytes() == 4 for p in model.parameters())
-        model.requires_grad_(False)
-    after = list(model.parameters())
-    assert all(one is other and one.is_meta for one, other in zip(before, after, strict=True))
-    assert not any(parameter.requires_grad for parameter in after)
 
 
 def no_safetensors(folder):
