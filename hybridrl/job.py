@@ -88,6 +88,8 @@ class Job:
         self.trainer_class = load_trainer(config.trainer.name)
         self.roles = wanted_roles(config, roles)
         check(config, self.roles)
+        if config.resume is not None:
+            progress("looking for a checkpoint")
         self.resumed = find_checkpoint(config, to_plain(config), self.roles)
         self.directory = _make_directory(config, self.resumed.run)
         if data is not None:

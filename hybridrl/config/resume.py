@@ -37,7 +37,7 @@ def resumed_run(config: Config) -> Path | None:
                 "resume=auto looks for checkpoints in run.directory, which is not set. Set it to "
                 "the folder that all runs of this command are to share."
             )
-        run = Path(config.run.directory).expanduser()
+        run = Path(config.run.directory)
         return run if _has_steps(run) and (run / "config.yaml").is_file() else None
     named = Path(config.resume).expanduser().resolve()
     run = named if step_of(named) is None else named.parent.parent
@@ -52,7 +52,7 @@ def resumed_run(config: Config) -> Path | None:
             "checkpoint.every=<steps>; name the folder of a run that had it."
         )
     directory = config.run.directory
-    if directory is not None and Path(directory).expanduser().resolve() != run:
+    if directory is not None and Path(directory).resolve() != run:
         raise ConfigError(
             f"resume={config.resume} goes on in {run}, and run.directory={directory} is another "
             "folder. Leave run.directory out."

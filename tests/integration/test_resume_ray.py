@@ -1,9 +1,13 @@
 """Resuming over real Ray: after a kill in the middle of a step, and with generation apart."""
 
+import signal
+
 import pytest
 from conftest import LEARNS, SHORT
 from safetensors.torch import load_file
 from test_resume import rows_of
+
+from hybridrl.trainers.loop import Loop
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 SLOW_REWARD = """
@@ -43,11 +47,22 @@ def test_a_driver_that_is_killed_in_a_step_is_started_again_by_the_same_command(
 
 @pytest.mark.vllm
 def test_generation_apart_goes_on_with_the_weights_and_the_count_of_before(run, tmp_path):
-    settings = [*SHORT, *LEARNS, "placement=separation", "placement.staleness=1", "eval.every=2"]
-    settings += ["checkpoint.every=2", "rollout.verify_weights=true"]
-    whole = run(*settings, "trainer.steps=4", f"run.directory={tmp_path / 'whole'}")
-    half = run(*settings, "trainer.steps=2")
-    run(f"resume={half}", "trainer.steps=4")
+    """No evaluation brings the weights of now to the generator: only the checkpoint does."""
+    settings = [*SHORT, *LEARNS, "placement=separation", "placement.staleness=1", "eval.every=0"]
+    settings += ["checkpoint.every=2", "rollout.verify_weights=true", "trainer.steps=4"]
+    whole = run(*settings, f"run.directory={tmp_path / 'whole'}")
+    saves = Loop._checkpoint
+
+    def dies(self, step):
+        saves(self, step)
+        raise ZeroDivisionError
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(Loop, "_checkpoint", dies)
+        run(*settings)
+    signal.signal(signal.SIGTERM, before)
+    half = run(f"resume={tmp_path / 'run'}")
     for found, expected in zip(rows_of(half), rows_of(whole), strict=True):
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
         exact = ("step", "reward/mean", "response/tokens", "staleness/max", "accuracy")
