@@ -143,10 +143,9 @@ class WorkerGroup:
 
     def _refer(self, method: str, transfer: Transfer, argument: Any) -> Any:
         """A batch as a reference to what the method reads of it."""
-        if isinstance(argument, Handle) or (hidden := _hidden_batch(argument)) is not None:
-            what = (
-                "a Handle" if isinstance(argument, Handle) else f"a {hidden} inside another value"
-            )
+        if isinstance(argument, Handle) or _hides_batch(argument):
+            is_handle = isinstance(argument, Handle)
+            what = "a Handle" if is_handle else "a BatchRef inside another value"
             raise DataError(
                 f"`{self.role}.{method}` was given {what}. A batch has to be an argument of its "
                 "own, and of a handle what its `get()` gives."
@@ -170,17 +169,13 @@ class WorkerGroup:
         return known.pop() if known else None
 
 
-def _hidden_batch(argument: Any) -> str | None:
-    """The kind of batch in a list, a tuple or a dictionary, which no rank could read."""
+def _hides_batch(argument: Any) -> bool:
+    """Whether a list, a tuple or a dictionary has a reference in it, which no rank could read."""
     if isinstance(argument, Mapping):
         argument = list(argument.values())
-    if isinstance(argument, list | tuple):
-        for value in argument:
-            if isinstance(value, BatchRef):
-                return type(value).__name__
-            if (found := _hidden_batch(value)) is not None:
-                return found
-    return None
+    if not isinstance(argument, list | tuple):
+        return False
+    return any(isinstance(value, BatchRef) or _hides_batch(value) for value in argument)
 
 
 def _by_parts(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:

@@ -57,7 +57,7 @@ def policy_engine(
         rollout_tp: Ranks that share a copy while generating; see `training_mesh`.
     """
     if trains and config.lora.rank:
-        # Read whole: a backward through adapters of a model that was read by parts fails.
+        # Read whole: peft makes adapters on the device of what they stand beside.
         model, files = load_model(source.path, "float32"), None
         add_adapters(model, config.lora)
     else:
