@@ -207,6 +207,7 @@ class Job:
             address=config.ray.address,
             run_directory=self.directory.path,
             timeout_s=config.controller.timeout_s,
+            heartbeat_s=config.controller.heartbeat_s,
             start_timeout_s=config.ray.start_timeout_s,
             preload=self._modules_of_workers(),
             paths=paths_of_workers(config, self.directory.path),

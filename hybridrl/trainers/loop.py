@@ -14,11 +14,14 @@ from hybridrl.core.batch import LIBRARY_PREFIXES, Batch
 from hybridrl.core.record import Record
 from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.observe.curves import draw_curves
+from hybridrl.observe.slow_ranks import SlowDevices
 from hybridrl.observe.step_view import StepView
 from hybridrl.observe.storage import explain_write_errors
 from hybridrl.observe.summary import accuracy_name, readable_seconds
 from hybridrl.observe.timeline import draw_timeline
 from hybridrl.trainers.checkpoints import Checkpoints
+from hybridrl.trainers.guard import Guard, Rewind
+from hybridrl.trainers.resumed import Resumed
 from hybridrl.trainers.step_metrics import step_metrics
 from hybridrl.trainers.warmup import warm_up, warms_up
 
@@ -47,7 +50,7 @@ class _Step(NamedTuple):
     figures: dict[str, float]
     notices: list[str]
     scored: list[BatchRef]
-    groups: int
+    groups: range
 
 
 class Loop:
@@ -62,23 +65,22 @@ class Loop:
         self.job = job
         self.view = view
         self.config = job.config
+        job.executor.notify = view.message
         self.trainer = job.make_trainer()
         self.evaluated: dict[str, float] = {}
         self._ended = 0.0
         self._last_records: list[Record] = []
         self.summary: dict[str, Any] = {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
         self.checkpoints = Checkpoints(job, self.trainer, self.summary)
+        self.guard = Guard(self.config.guard, job.directory, view.message)
+        places, devices = job.placement.roles.items(), job.executor.cluster.devices
+        self.devices = SlowDevices({role: place.devices for role, place in places}, devices)
 
     def run(self) -> dict[str, Any]:
         """Trains. Ctrl-C saves what there is and raises KeyboardInterrupt again; so does an error,
         if the workers are still there."""
-        steps = self.config.trainer.steps if self.trainer.TRAINS else 0
         try:
-            done = self._resume()
-            if not done:
-                self._warm_up()
-                self._evaluate(0)
-            self._train(done, steps)
+            self._run_to_end()
         except KeyboardInterrupt:
             self.view.message("Interrupted: saving the model.")
             self.summary["interrupted"] = True
@@ -91,12 +93,41 @@ class Loop:
                     self._save_models(SAVE_SECONDS_AFTER_ERROR)
                     self.job.directory.write_summary(self.summary)
             raise
-        self._finish()
         return self.summary
 
-    def _resume(self) -> int:
-        """The number of steps that are done before this run does any."""
+    def _run_to_end(self) -> None:
+        """Everything, on from the newest checkpoint as often as the guard goes back to it."""
         found = self.job.resumed
+        while True:
+            try:
+                done = self._resume(found)
+                if found.folder is None:
+                    self._warm_up()
+                    self._evaluate(0)
+                    if self.guard.rewinds:
+                        self._checkpoint(0)
+                self._train(done, self.config.trainer.steps if self.trainer.TRAINS else 0)
+                self._finish()
+                return
+            except Rewind as rewind:
+                found = self._go_back(rewind)
+
+    def _go_back(self, rewind: Rewind) -> Resumed:
+        """The checkpoint to go back to; the prompts that led here are left out."""
+        self.job.executor.settle()
+        found = self.checkpoints.newest()
+        self.guard.rewound(rewind, found.step)
+        number = self.job.feed.leave_out(rewind.groups)
+        self._last_records = []
+        self.evaluated = {}
+        self.view.message(
+            f"step {rewind.step}: going back to the checkpoint of step {found.step}, without "
+            f"{number} prompts"
+        )
+        return found
+
+    def _resume(self, found: Resumed) -> int:
+        """The number of steps that are done before this run does any."""
         if found.folder is not None:
             self.view.phase(f"loading the checkpoint of step {found.step}")
         return self.checkpoints.load(found)
@@ -145,6 +176,7 @@ class Loop:
         its samples may be generated while theirs are learned from."""
         under_way: deque[_Step] = deque()
         every = self.config.eval.every
+        self.job.executor.step = done  # it numbers from 0 the step that is the first here
         for number in range(done + 1, steps + 1):
             under_way.append(self._begin(number))
             evaluates = number == steps or (every and number % every == 0)
@@ -159,7 +191,7 @@ class Loop:
 
     def _begin(self, number: int) -> _Step:
         begin = time.perf_counter()
-        trainer = self.trainer
+        trainer, first = self.trainer, self.job.feed.numbered
         batch, handles = _step_of(trainer)
         notices, trainer.notices = trainer.notices, []
         scored, trainer.scored = trainer.scored or [batch], []
@@ -172,7 +204,7 @@ class Loop:
             dict(trainer.figures),
             notices,
             scored,
-            self.job.feed.numbered,
+            range(first, self.job.feed.numbered),
         )
 
     def _end(self, step: _Step) -> None:
@@ -188,13 +220,19 @@ class Loop:
         records = self.job.executor.take_records(step.called_in)
         for scored in step.scored:
             self.job.feed.learn_scores(scored)
-        self.job.feed.forget_groups(step.groups)
+        self.job.feed.forget_groups(step.groups.stop)
         metrics = step_metrics(records, updates, self._ended - begin) | step.figures
+        figures, slow = self.devices.look(records)
+        metrics |= figures
+        bad = self.guard.look(step.number, records, updates, metrics)
+        metrics["guard/skipped"] = float(bad.skipped if bad else 0)
         self._note_first_step()
-        for notice in step.notices:
+        for notice in [*step.notices, *slow]:
             self.view.message(f"step {step.number}: {notice}")
         self._keep(step.number, metrics, step.batch)
         self._draw(step.number, records)
+        if bad is not None:
+            self.guard.act(bad, step.batch, step.groups, metrics)
 
     def _keep(self, step: int, metrics: dict[str, float], batch: BatchRef) -> None:
         self.summary["steps"] = step
