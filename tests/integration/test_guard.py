@@ -34,17 +34,21 @@ def odd(response, **row):
 
 def spoiled(rows):
     bad = BAD.read_text().splitlines() if BAD.exists() else []
-    scores = rows["scores"].clone()
-    for row, prompt in enumerate(rows["prompt"]):
-        if prompt in bad and row % 2 == 0:  # were both alike, neither would be learned from
-            scores[row] = float("inf")
-    return rows.from_columns({"scores": scores})
+    advantages = [
+        row * float("nan" if prompt in bad else 1)
+        for prompt, row in zip(rows["prompt"], rows["advantages"].rows())
+    ]
+    return rows.from_columns({"advantages": advantages})
 
 class Spoiled(grpo.Trainer):
-    def judge(self, samples):
-        judged, = super().judge(samples)
-        judged |= (samples | judged).apply(spoiled, ["prompt", "scores"], makes=["scores"])
-        return [judged]
+    def learn(self, batch, *columns):
+        made = batch.apply(spoiled, ["prompt", "advantages"], makes=["advantages"])
+        self.learned = batch | made
+        return super().learn(self.learned, *columns)
+
+    def step(self):
+        _, handles = super().step()
+        return self.learned, handles
 """
 
 
@@ -82,7 +86,7 @@ def rows_of(folder):
 
 
 def poison(folder):
-    """Makes a prompt of the bad step one whose scores are infinite; gives it."""
+    """Makes a prompt of the bad step one whose advantages are no numbers; gives it."""
     bad = prompts_of(folder, BAD_STEP)[0]
     before = [prompt for step in range(1, BAD_STEP) for prompt in prompts_of(folder, step)]
     assert bad not in before
@@ -103,7 +107,7 @@ def test_by_default_the_update_is_left_out_and_its_samples_kept(inline):
     assert "first seen by actor rank 0, in the column `advantages`, row 0" in told
     assert f"The update was left out. Its samples are in {kept}." in told
     found = json.loads(kept.with_suffix(".json").read_text())
-    assert found["column"] == "scores" and found["rows"] == [0]
+    assert found["column"] == "advantages" and found["rows"] == [0, 1]
     assert bad == prompts_of(folder, BAD_STEP)[0]
 
 
