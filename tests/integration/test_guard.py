@@ -32,16 +32,16 @@ BAD = Path(__file__).with_name("bad.txt")
 def odd(response, **row):
     return float(sum(map(ord, response)) % 7)
 
-def spoiled(rows):
-    bad = BAD.read_text().splitlines() if BAD.exists() else []
-    advantages = [
-        row * float("nan" if prompt in bad else 1)
-        for prompt, row in zip(rows["prompt"], rows["advantages"].rows())
-    ]
-    return rows.from_columns({"advantages": advantages})
-
 class Spoiled(grpo.Trainer):
     def learn(self, batch, *columns):
+        def spoiled(rows):
+            bad = BAD.read_text().splitlines() if BAD.exists() else []
+            advantages = [
+                row * float("nan" if prompt in bad else 1)
+                for prompt, row in zip(rows["prompt"], rows["advantages"].rows())
+            ]
+            return rows.from_columns({"advantages": advantages})
+
         made = batch.apply(spoiled, ["prompt", "advantages"], makes=["advantages"])
         self.learned = batch | made
         return super().learn(self.learned, *columns)
