@@ -49,8 +49,9 @@ class Waiting:
 
 def time_waits() -> None:
     """From now on waits are timed and known. A second call does nothing."""
-    if not hasattr(distributed_c10d.Work.wait, "untimed"):
-        distributed_c10d.Work.wait = _timed(distributed_c10d.Work.wait)
+    work: Any = distributed_c10d.Work
+    if not hasattr(work.wait, "untimed"):
+        work.wait = _timed(work.wait)
 
 
 def _timed(untimed: Any) -> Any:
@@ -60,7 +61,7 @@ def _timed(untimed: Any) -> Any:
         try:
             return untimed(work, *arguments, **keywords)
         finally:
-            del _waiting[thread]
+            _waiting.pop(thread, None)
             _seconds.total = seconds_waited() + time.perf_counter() - begin
 
     wait.untimed = untimed  # type: ignore[attr-defined]
@@ -78,14 +79,14 @@ def operations_of_gpu() -> int:
     found = 0
     for group, (backend, _) in list(distributed_c10d._world.pg_map.items()):
         if "nccl" in backend:
-            of_gpu = group._get_backend(torch.device("cuda"))
+            of_gpu: Any = group._get_backend(torch.device("cuda"))
             found += of_gpu._get_sequence_number_for_group()
     return found
 
 
 def begun() -> dict[str, int]:
     """By process group: how many operations this process has begun in it. Safe from any thread."""
-    groups = list(distributed_c10d._world.pg_map)
+    groups: list[Any] = list(distributed_c10d._world.pg_map)
     return {group.group_name: group._get_sequence_number_for_group() for group in groups}
 
 
