@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from hybridrl.controller.call import Call
 from hybridrl.controller.failures import Hosts, Identity
 from hybridrl.controller.health import Snapshot
+from hybridrl.core import waits
 from hybridrl.errors import CallTimeoutError
 
 Pending = Mapping[int, tuple[Call, int]]
@@ -40,7 +41,9 @@ class Hang:
         """The hosts that the others wait for: as far as one can know."""
         silent = [host for host in self.pending if self.snapshots[host] is None]
         late = [host for host in self.late if self._does_something_else(host)]
-        if found := silent + late:
+        # They may all wait for their GPUs, and these for the one that has been given less to do.
+        behind_on_gpu = [host for host in self._behind(on_gpu=True) if host in late]
+        if found := silent + (behind_on_gpu or late):
             return sorted(found)
         behind = self._behind()
         idle = [host for host in behind if not self._waits(host)]
@@ -154,13 +157,17 @@ class Hang:
         snapshot = self.snapshots[host]
         return snapshot is not None and snapshot.status.is_working and not snapshot.communicates
 
-    def _behind(self) -> list[int]:
-        """Hosts that have not begun an operation that others wait in."""
-        snapshots = [snapshot for snapshot in self.snapshots if snapshot is not None]
+    def _behind(self, on_gpu: bool = False) -> list[int]:
+        """Hosts that have not begun an operation that others wait in, or have queued on a GPU."""
+        found = [snapshot for snapshot in self.snapshots if snapshot is not None]
         wanted: dict[str, int] = {}
-        for waiting in (snapshot.waiting for snapshot in snapshots):
-            if waiting is not None and waiting.group:
-                wanted[waiting.group] = max(wanted.get(waiting.group, 0), waiting.number)
+        for snapshot in found:
+            numbers = {n: count for n, count in snapshot.begun.items() if n.startswith(waits.GPU)}
+            if not on_gpu:
+                waiting = snapshot.waiting
+                numbers = {} if waiting is None else {waiting.group: waiting.number}
+            for group, number in numbers.items():
+                wanted[group] = max(wanted.get(group, 0), number)
         return [
             host
             for host, snapshot in enumerate(self.snapshots)

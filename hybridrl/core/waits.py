@@ -17,8 +17,8 @@ import torch
 from torch import _C
 from torch.distributed import distributed_c10d
 
-RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-"""Torch's functions that give what it has recorded, of gloo and of NCCL."""
+GPU = "nccl"
+"""The back end whose operations are queued on a GPU, so that nobody waits for them in Python."""
 MESSAGES = {12: "a message to another rank", 13: "a message from another rank"}
 """By torch's number of an operation; they are of two ranks only, and not recorded."""
 
@@ -76,18 +76,27 @@ def seconds_waited() -> float:
 
 def operations_of_gpu() -> int:
     """How many operations between ranks this process has queued on its GPU so far."""
-    found = 0
-    for group, (backend, _) in list(distributed_c10d._world.pg_map.items()):
-        if "nccl" in backend:
-            of_gpu: Any = group._get_backend(torch.device("cuda"))
-            found += of_gpu._get_sequence_number_for_group()
-    return found
+    worlds = list(distributed_c10d._world.pg_map.items())
+    on_gpu: list[Any] = [group for group, (backend, _) in worlds if GPU in backend]
+    return sum(
+        group._get_backend(torch.device("cuda"))._get_sequence_number_for_group()
+        for group in on_gpu
+    )
 
 
 def begun() -> dict[str, int]:
-    """By process group: how many operations this process has begun in it. Safe from any thread."""
+    """By process group, as `gloo:<name>` or `nccl:<name>`: how many operations this process has
+    begun in it. Safe from any thread."""
     groups: list[Any] = list(distributed_c10d._world.pg_map)
-    return {group.group_name: group._get_sequence_number_for_group() for group in groups}
+    backends = [
+        (group.group_name, group._get_backend(device))
+        for group in groups
+        for device in group._device_types
+    ]
+    return {
+        f"{backend.name()}:{name}": backend._get_sequence_number_for_group()
+        for name, backend in backends
+    }
 
 
 def waiting(thread: int | None) -> Waiting | None:
@@ -98,25 +107,17 @@ def waiting(thread: int | None) -> Waiting | None:
     seconds = time.perf_counter() - begin
     if message := MESSAGES.get(work._get_op_type()):
         return Waiting(message, seconds)
-    recorded = [entry for name in RECORDERS for entry in _recorded(name)]
-    if not recorded:
+    # Torch has a second recorder for NCCL.
+    dump = getattr(_C._distributed_c10d, "_dump_fr_trace_json", None)
+    trace = {} if dump is None else json.loads(dump(includeCollectives=True, onlyActive=False))
+    if not (recorded := trace.get("entries")):
         return Waiting("an operation of all", seconds)
     # Who waits for an earlier one, because several are under way, waits in the same place.
-    newest = max(recorded, key=lambda entry: entry["time_created_ns"])
-    group = newest["process_group"][0]
-    return Waiting(
-        newest["profiling_name"].rpartition(":")[2],
-        seconds,
-        group,
-        newest["collective_seq_id"],
-        _ranks_of(group),
-    )
-
-
-def _recorded(name: str) -> list[dict[str, Any]]:
-    dump = getattr(_C._distributed_c10d, name, None)
-    trace = {} if dump is None else json.loads(dump(includeCollectives=True, onlyActive=False))
-    return [entry for entry in trace.get("entries", ()) if not entry["is_p2p"]]
+    newest = max(recorded, key=lambda entry: int(entry["time_created_ns"]))
+    name, group = newest["profiling_name"], newest["process_group"][0]
+    backend, _, operation = name.partition(":")
+    number = newest["collective_seq_id"]
+    return Waiting(operation, seconds, f"{backend}:{group}", number, _ranks_of(group))
 
 
 def _ranks_of(name: str) -> tuple[int, ...]:

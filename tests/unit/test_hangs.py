@@ -68,6 +68,14 @@ def test_all_that_hang_by_themselves_are_named():
     assert "The ranks that are missing: actor rank 0 (" in str(found.error())
 
 
+def test_of_ranks_that_wait_for_their_gpus_it_is_the_one_that_has_queued_less():
+    def on_gpu(number):
+        return Snapshot(WORKS, "train.py:9 in _step", False, None, {"nccl:g": number, "gloo:g": 1})
+
+    assert hang([on_gpu(40), on_gpu(39), on_gpu(40)]).missing() == [1]
+    assert hang([on_gpu(40)] * 3).missing() == [0, 1, 2]
+
+
 def test_when_all_are_in_one_operation_it_is_the_network():
     found = hang([IN_COLLECTIVE] * 3)
     assert found.missing() == []
@@ -148,5 +156,5 @@ def test_what_a_thread_waits_in_is_known(process_group):
     operation, message = seen[1], seen[3]
     assert seen[0] is None and seen[2] is None
     assert (operation.operation, operation.number, operation.ranks) == ("all_reduce", 1, (0,))
-    assert operation.group == group and waits.begun() == {group: 1}
+    assert operation.group == f"gloo:{group}" and waits.begun() == {f"gloo:{group}": 1}
     assert (message.operation, message.group) == ("a message from another rank", "")
