@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.recipe import expand
-from hybridrl.config.resume import with_settings_of_run
+from hybridrl.config.resumed_settings import with_settings_of_run
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, nearest
 

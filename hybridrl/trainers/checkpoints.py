@@ -8,16 +8,20 @@ nothing else is to be kept.
 from __future__ import annotations
 
 import json
-import os
+import math
 import time
 import zlib
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.config.resume import SETTINGS, steps_folder
+from hybridrl.core.locations import Location, write_whole
 from hybridrl.errors import ConfigError, DataError, HybridRLError
+from hybridrl.observe.kept_steps import KeepRule, check_best
 from hybridrl.observe.step_folders import StepFolders
 from hybridrl.observe.storage import explain_write_errors
 from hybridrl.trainers.resumed import Resumed
+from hybridrl.trainers.same_model import MADE_WITH
 from hybridrl.trainers.warmup import load_copies, warms_up
 
 if TYPE_CHECKING:
@@ -42,17 +46,42 @@ class Checkpoints:
 
     def __init__(self, job: Job, trainer: Trainer, summary: dict[str, Any]) -> None:
         self.job, self.trainer, self.summary = job, trainer, summary
-        self._folders = StepFolders(job.directory.path)
+        settings = job.config.checkpoint
+        self._folders = StepFolders(steps_folder(job.directory.path.absolute(), settings.folder))
+        self._keep = KeepRule(settings.keep_last, settings.keep_every, settings.best)
+        self._saved_at = time.monotonic()
         self._warmed_up = warms_up(job)
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether this step is to be saved."""
-        every = self.job.config.checkpoint.every
-        return bool(every) and (step % every == 0 or step == last)
+        """Whether this step is to be saved, however good it is."""
+        settings = self.job.config.checkpoint
+        return settings.wanted and (
+            step == last
+            or bool(settings.every and step % settings.every == 0)
+            or 0 < 60 * settings.every_minutes <= time.monotonic() - self._saved_at
+        )
 
-    def save(self, step: int) -> float:
-        """Saves a step, after which no call may be under way, and removes the oldest; gives the
-        seconds that it took.
+    def is_best(self, figures: Mapping[str, float]) -> bool:
+        """Whether a step is to be saved because none that was is as good.
+
+        Args:
+            figures: What was evaluated after it.
+
+        Raises:
+            ConfigError: if `checkpoint.best` is none of them.
+        """
+        if self._keep.best is None:
+            return False
+        check_best(self._keep.best, figures)
+        saved = map(self._keep.goodness, self._folders.figures().values())
+        return self._keep.goodness(figures) > max(saved, default=-math.inf)
+
+    def save(self, step: int, figures: Mapping[str, float]) -> float:
+        """Saves a step, after which no call may be under way, and removes those that are not to be
+        kept; gives the seconds that it took.
+
+        Args:
+            figures: What was evaluated after the step.
 
         Raises:
             ConfigError: if a part of the user's has a state that is no plain data.
@@ -61,18 +90,16 @@ class Checkpoints:
         begin = time.perf_counter()
         part = self._folders.begin(step)
         try:
-            saving = [
-                self.job.groups[role].save_state(str((part / role).absolute()))
-                for role in self._roles()
-            ]
+            saving = [self.job.groups[role].save_state(str(part / role)) for role in self._roles()]
             for handle in saving:
                 handle.get()
-            self._write_driver(part / DRIVER, step)
-            self._folders.complete(step)
+            self._write_driver(part, step)
+            self._folders.complete(step, figures)
         except (HybridRLError, OSError):
             self._folders.discard(step)
             raise
-        self._folders.prune(self.job.config.checkpoint.keep_last)
+        self._folders.prune(self._keep)
+        self._saved_at = time.monotonic()
         self.job.executor.take_records()
         # Samples of later steps must not depend on weights that a resumed run does not have.
         self.job.publish()
@@ -98,8 +125,7 @@ class Checkpoints:
             self.trainer.load_state(state["trainer"])
             self.trainer.figures |= state["figures"]
             loading = [
-                self.job.groups[role].load_state(str((found.folder / role).absolute()))
-                for role in self._roles()
+                self.job.groups[role].load_state(str(found.folder / role)) for role in self._roles()
             ]
             for handle in loading:
                 handle.get()
@@ -118,7 +144,7 @@ class Checkpoints:
     def _roles(self) -> list[str]:
         return [role for role, spec in self.job.roles.items() if spec.keeps_state]
 
-    def _write_driver(self, file: Path, step: int) -> None:
+    def _write_driver(self, folder: Location, step: int) -> None:
         config, feed, trainer = self.job.config, self.job.feed.state(), self.trainer.state()
         _check_plain(f"data.sampler={config.data.sampler}", feed.get("sampler"))
         _check_plain(f"trainer.name={config.trainer.name}", trainer)
@@ -131,10 +157,10 @@ class Checkpoints:
             "warmed_up": self._warmed_up,
             "data": _fingerprint(self.trainer.data),
         }
-        with explain_write_errors(file), file.open("w", encoding="utf-8") as written:
-            json.dump(state, written)
-            written.flush()
-            os.fsync(written.fileno())
+        with explain_write_errors(folder):
+            write_whole(folder / DRIVER, json.dumps(state).encode())
+            write_whole(folder / MADE_WITH, json.dumps(self.job.made_with).encode())
+            write_whole(folder / SETTINGS, self.job.directory.config_file.read_bytes())
 
 
 def _check_plain(whose: str, state: Any) -> None:

@@ -77,7 +77,7 @@ class Loop:
             done = self._resume()
             if not done:
                 self._warm_up()
-                self._evaluate(0)
+                self.checkpoints.is_best(self._evaluate(0))  # refuses a metric that is none of them
             self._train(done, steps)
         except KeyboardInterrupt:
             self.view.message("Interrupted: saving the model.")
@@ -118,15 +118,16 @@ class Loop:
         self.summary["seconds_train"] += self.summary["seconds_warmup"]
         self.job.executor.take_records()
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """The figures of the held-out data; none where there is none."""
         if self.job.held_out is None:
-            return
+            return {}
         self.view.phase("evaluating")
         self.job.publish()
         figures = self.trainer.evaluate(self.job.put(self.job.held_out))
         self.job.executor.take_records()
         if not figures:
-            return
+            return {}
         for name, value in figures.items():
             self._note(name.removeprefix("eval/"), value)
         self.job.write(step, figures)
@@ -134,10 +135,11 @@ class Loop:
         spoken = {"accuracy": accuracy_name(self.config.reward)}
         shown = [f"{spoken.get(name, name)} {value:.3f}" for name, value in figures.items()]
         self.view.message(f"step {step}: {', '.join(shown)}")
+        return figures
 
-    def _checkpoint(self, step: int) -> None:
+    def _checkpoint(self, step: int, figures: Mapping[str, float]) -> None:
         self.view.phase("saving a checkpoint")
-        seconds = self.checkpoints.save(step)
+        seconds = self.checkpoints.save(step, figures)
         self.view.message(f"step {step}: checkpoint saved in {readable_seconds(seconds)}")
 
     def _train(self, done: int, steps: int) -> None:
@@ -152,10 +154,9 @@ class Loop:
             ahead = 0 if evaluates or saves else self.config.placement.staleness
             while len(under_way) > ahead:
                 self._end(under_way.popleft())
-            if evaluates:
-                self._evaluate(number)
-            if saves:
-                self._checkpoint(number)
+            figures = self._evaluate(number) if evaluates else {}
+            if saves or (evaluates and self.checkpoints.is_best(figures)):
+                self._checkpoint(number, figures)
 
     def _begin(self, number: int) -> _Step:
         begin = time.perf_counter()
