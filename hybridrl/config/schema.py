@@ -172,6 +172,9 @@ class CheckpointConfig:
     folder: str | None = None
     """Where the steps are instead of in the run's `checkpoints/`: a folder, or a URL that fsspec
     knows (`s3://bucket/run-7`)."""
+    asynchronous: bool = True
+    """Write a copy of the state while the next steps go on; false: wait until it is written, which
+    saves the memory for the copy, 12 bytes of the host for each parameter that a device trains."""
 
     @property
     def wanted(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -65,6 +65,10 @@ class RemotePath:
     def parent(self) -> RemotePath:
         """The folder that it is in."""
         return RemotePath(self._url.rpartition("/")[0])
+
+    def absolute(self) -> RemotePath:
+        """Itself."""
+        return self
 
     def is_dir(self) -> bool:
         """Whether there are files below it."""
@@ -168,12 +172,14 @@ def reading(file: Location) -> IO[bytes]:
     return file.open() if isinstance(file, RemotePath) else file.open("rb")
 
 
-def read_range(file: Location, start: int, length: int) -> bytes:
-    """Bytes of a file; fewer where it ends before."""
+@contextlib.contextmanager
+def ranges_of(file: Location) -> Iterator[Callable[[int, int], bytes]]:
+    """A function that reads so many bytes of a file from a place in it; fewer where it ends."""
     if isinstance(file, RemotePath):
-        return file.read_range(start, length)
+        yield file.read_range
+        return
     with file.open("rb", buffering=0) as opened:
-        return os.pread(opened.fileno(), length, start)
+        yield lambda start, length: os.pread(opened.fileno(), length, start)
 
 
 def write_whole(file: Location, content: bytes) -> None:

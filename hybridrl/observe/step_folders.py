@@ -2,7 +2,8 @@
 
 <run>/checkpoints/
     step-000020/        files as their owners wrote them, and complete.json, which lists each with
-                        its size and crc32
+                        its size and crc32; of files that ranks wrote together their own lists
+                        (`hybridrl.core.written`) know the checksums
     step-000040/        without complete.json: one that is being written, or was when the run was
                         killed
     best.json           which step is the best, with `checkpoint.best`
@@ -20,8 +21,8 @@ import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from hybridrl.config.resume import step_of
 from hybridrl.core.locations import (
@@ -32,7 +33,8 @@ from hybridrl.core.locations import (
     sync_names,
     write_whole,
 )
-from hybridrl.errors import ConfigError
+from hybridrl.core.written import LISTS, damage, files_there, lacking, read_lists
+from hybridrl.errors import ConfigError, StorageError
 from hybridrl.observe.kept_steps import KeepRule
 from hybridrl.observe.storage import explain_write_errors
 
@@ -105,7 +107,8 @@ class StepFolders:
         """
         folder = self.at(step)
         with explain_write_errors(folder):
-            completed = Completed(_contents(folder), dict(figures or {}), time.time())
+            files = _contents(folder, apart=_written_together(folder))
+            completed = Completed(files, dict(figures or {}), time.time())
             text = json.dumps({"step": step, **vars(completed)}, indent=1)
             write_whole(folder / LIST, f"{text}\n".encode())
             if isinstance(self.path, Path):
@@ -169,9 +172,12 @@ class StepFolders:
             for later in {*self.unfinished(), *(s for s in self._named() if s > step)}:
                 self._remove(later)
 
-    def fault(self, step: int) -> str:
-        """What is wrong with a step's folder, naming the file; empty if nothing is. Reads all of
-        it."""
+    def fault(self, step: int, *, contents: bool = True) -> str:
+        """What is wrong with a step's folder, naming the file; empty if nothing is.
+
+        Args:
+            contents: Reads all of it; false: of tensors the sizes only.
+        """
         folder = self.at(step)
         self._known.pop(step, None)
         try:
@@ -182,16 +188,24 @@ class StepFolders:
                     return f"{folder / name} is missing"
                 if sizes[name] != expected["size"]:
                     return f"{folder / name} has {sizes[name]} bytes instead of {expected['size']}"
-            found = _contents(folder, listed)
+            apart = {name for name, expected in listed.items() if "crc32" not in expected}
+            found = _contents(folder, apart)
             for name, expected in listed.items():
                 if found[name] != expected:
                     return f"{folder / name} is not what was written (its crc32 differs)"
+            for role in _roles(folder):
+                lists = read_lists(folder / role)
+                if fault := lacking(folder / role, lists):
+                    return fault
+                if contents and (fault := damage(folder / role, lists)):
+                    return fault
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             return f"{folder / LIST} could not be read ({type(error).__name__}: {error})"
         return ""
 
     def newest(self, at_most: int | None = None) -> tuple[int | None, list[str]]:
-        """The newest step that is whole, and a sentence about each newer one that is not.
+        """The newest step that is whole, and a sentence about each newer one that is not. Of
+        tensors at a URL only the sizes are compared here; whoever reads them checks the rest.
 
         Args:
             at_most: Leaves out steps after this one.
@@ -202,7 +216,7 @@ class StepFolders:
         steps = [step for step in self.steps() if at_most is None or step <= at_most]
         faults = []
         for step in reversed(steps):
-            if not (fault := self.fault(step)):
+            if not (fault := self.fault(step, contents=isinstance(self.path, Path))):
                 return step, [f"{each}; the step before it is taken." for each in faults]
             faults.append(f"The checkpoint of step {step} is damaged: {fault}")
         if faults:
@@ -227,16 +241,38 @@ class StepFolders:
         remove(self.at(step))
 
 
-def _contents(
-    folder: Location, names: Mapping[str, Any] | None = None
-) -> dict[str, dict[str, int]]:
-    """Size and crc32 of the files of these names, or of every one but the list itself."""
-    sizes = sizes_below(folder)
-    names = [name for name in sizes if name != LIST] if names is None else list(names)
+def _roles(folder: Location) -> list[str]:
+    """Folders of a step with files that several ranks wrote."""
+    return sorted(
+        {name.split("/")[0] for name in sizes_below(folder) if fnmatch(name, f"*/{LISTS}")}
+    )
+
+
+def _written_together(folder: Location) -> set[str]:
+    """Files whose checksums ranks have listed.
+
+    Raises:
+        StorageError: if one of them is not written to its end.
+    """
+    names = set()
+    for role in _roles(folder):
+        lists = read_lists(folder / role)
+        if fault := lacking(folder / role, lists):
+            raise StorageError(f"The checkpoint in {folder} was not completed: {fault}.")
+        names |= {f"{role}/{file}" for file in files_there(lists)}
+    return names
+
+
+def _contents(folder: Location, apart: set[str]) -> dict[str, dict[str, int]]:
+    """Size and crc32 of every file but the list itself; of those in `apart` the size alone."""
+    sizes = {name: size for name, size in sizes_below(folder).items() if name != LIST}
+    read = [name for name in sizes if name not in apart]
     with ThreadPoolExecutor(_READERS) as readers:
-        sums = list(readers.map(_crc32, [folder / name for name in names]))
+        sums = readers.map(_crc32, [folder / name for name in read])
+        crc32 = dict(zip(read, sums, strict=True))
     return {
-        name: {"size": sizes[name], "crc32": crc32} for name, crc32 in zip(names, sums, strict=True)
+        name: {"size": size} | ({"crc32": crc32[name]} if name in crc32 else {})
+        for name, size in sizes.items()
     }
 
 
