@@ -151,22 +151,25 @@ def _in_run(run: Path, folder: str | None) -> Source | None:
     settings = run / SETTINGS
     if folder is None and settings.is_file():
         folder = _stored_folder(settings)
-    found = _of_steps(steps_folder(run, folder), None)
-    if found is None:
-        return None
-    return replace(found, run=run, settings=settings if settings.is_file() else found.settings)
+    found = _of_steps(steps_folder(run, folder), None, settings)
+    return None if found is None else replace(found, run=run)
 
 
-def _of_steps(folder: Location, step: int | None) -> Source | None:
-    """The checkpoints in a folder; None if there are none with settings."""
+def _of_steps(folder: Location, step: int | None, settings: Path | None = None) -> Source | None:
+    """The checkpoints in a folder; None if there are none with settings.
+
+    Args:
+        settings: Of their run; else, or if they are not there, those of the newest step count.
+    """
     try:
         found = [path for path in folder.iterdir() if step_of(path) is not None]
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if isinstance(folder, Path) and folder.name == CHECKPOINTS:
-        settings = folder.parent / SETTINGS
-        if found and settings.is_file():
-            return Source(folder, settings, step, folder.parent)
+    run = None
+    if settings is None and isinstance(folder, Path) and folder.name == CHECKPOINTS:
+        run, settings = folder.parent, folder.parent / SETTINGS
+    if found and settings is not None and settings.is_file():
+        return Source(folder, settings, step, run)
     found.sort(key=lambda path: (step_of(path) == step, path.name), reverse=True)
     for path in found:
         if (path / SETTINGS).is_file():

@@ -229,7 +229,7 @@ class StepFolders:
     def _named(self) -> list[int]:
         """Steps that have a folder."""
         try:
-            found = [step_of(path.name) for path in self.path.iterdir()]
+            found = [step_of(path) for path in self.path.iterdir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted(step for step in found if step is not None)
