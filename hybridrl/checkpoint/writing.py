@@ -23,9 +23,11 @@ from hybridrl.checkpoint.file_plan import (
     plan_files,
     share,
 )
+from hybridrl.checkpoint.header import NAMES
 from hybridrl.checkpoint.reading import index_of
 from hybridrl.core.boxes import extent, runs
 from hybridrl.core.layout import Layout
+from hybridrl.core.written import WrittenBox, WrittenHeader
 
 
 def write_tensors(
@@ -137,6 +139,20 @@ def write_headers(folder: Path, plan: FilePlan) -> None:
                 os.fsync(opened)
             finally:
                 os.close(opened)
+
+
+def headers_of(plan: FilePlan) -> dict[str, WrittenHeader]:
+    """What a rank's list says of the headers of a plan."""
+    return {
+        file: WrittenHeader(len(header), zlib.crc32(header), plan.lengths[file])
+        for file, header in plan.headers.items()
+    }
+
+
+def written_box(part: FilePart, crc32: int) -> WrittenBox:
+    """What a rank's list says of a part."""
+    name, shape, start = NAMES[part.entry.dtype], part.entry.shape, part.entry.start
+    return WrittenBox(part.name, name, shape, part.box, part.file, start, crc32)
 
 
 def values_of(part: FilePart, tensor: Tensor) -> Tensor:

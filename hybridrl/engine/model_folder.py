@@ -6,7 +6,6 @@ Every rank writes and reads what it holds, so that none needs memory for the who
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,9 +24,9 @@ from hybridrl.errors import ConfigError
 from hybridrl.models import PackedModel
 from hybridrl.models.adapters import ADAPTER, has_adapters
 from hybridrl.models.stored_names import (
-    ADAPTER_STEM,
     StoredForm,
     is_stored_as_named,
+    most_bytes,
     stored_name,
 )
 from hybridrl.parallel.layout import box_of
@@ -66,8 +65,7 @@ def save_model(
         parts.__getitem__,
         torch.float32,
         mesh.group(),
-        # peft opens a single file only.
-        file_bytes=sys.maxsize if form.stem == ADAPTER_STEM else file_plan.FILE_BYTES,
+        file_bytes=most_bytes(form.stem, file_plan.FILE_BYTES),
         stem=form.stem,
     )
 

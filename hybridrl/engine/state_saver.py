@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -22,19 +21,20 @@ from hybridrl.checkpoint import file_plan
 from hybridrl.checkpoint.agreement import explained
 from hybridrl.checkpoint.background import Background
 from hybridrl.checkpoint.file_plan import FilePart, FilePlan, plan_files, share
-from hybridrl.checkpoint.header import NAMES
 from hybridrl.checkpoint.host_copy import HostCopy
 from hybridrl.checkpoint.reading import index_of
 from hybridrl.checkpoint.writing import (
+    headers_of,
     sync_names,
     values_of,
     write_bytes,
     write_headers,
     write_parts,
+    written_box,
 )
 from hybridrl.core.boxes import extent
 from hybridrl.core.layout import Place
-from hybridrl.core.written import Saved, Written, WrittenBox, WrittenHeader, list_of
+from hybridrl.core.written import Saved, Written, WrittenHeader, list_of
 from hybridrl.engine.model_folder import describe
 from hybridrl.engine.state_files import (
     MOMENTS,
@@ -48,6 +48,7 @@ from hybridrl.engine.state_files import (
 )
 from hybridrl.engine.train import TrainEngine
 from hybridrl.errors import StorageError
+from hybridrl.models.stored_names import most_bytes
 
 Numbers = Mapping[str, Any]
 """What becomes a JSON file."""
@@ -83,7 +84,7 @@ class StateSaver:
         """
         self._background.result(wait=True)
         write, sources = self._writing(folder, counters, beside), local_state(self._engine)
-        return write(_values(self._parts, sources), lambda: False)
+        return write(_values(self.parts, sources), lambda: False)
 
     def start(self, folder: Path, counters: Numbers, beside: Mapping[str, Numbers]) -> None:
         """Copies the state and has the copy written on another thread, after what was begun before;
@@ -110,19 +111,20 @@ class StateSaver:
     def _writing(
         self, folder: Path, counters: Numbers, beside: Mapping[str, Numbers]
     ) -> Callable[[Iterable[Tensor], Callable[[], bool]], Saved]:
-        """A function that writes values of `_parts`; whatever else is written is as it is now."""
+        """A function that writes values of `parts`; whatever else is written is as it is now."""
         mine = list_of(folder, self._engine.mesh.place)
         if mine.exists():
             raise StorageError(
                 f"{folder} holds a state already, of which {mine.name} is a part. Give each save a "
                 "folder of its own."
             )
-        parts, steps = self._parts, self._steps()
+        parts, steps = self.parts, self._steps()
         small, headers = dict[str, bytes](), dict[str, WrittenHeader]()
         if self._engine.mesh.place == 0:
             numbers = {NUMBERS: self._numbers(counters), **beside}
-            small = self._description | {n: json.dumps(v).encode() for n, v in numbers.items()}
-            headers = _headers(self._plans)
+            small = {name: json.dumps(value).encode() for name, value in numbers.items()}
+            small |= self._description | self._indices
+            headers = {f: h for plan in self._plans for f, h in headers_of(plan).items()}
 
         def write(values: Iterable[Tensor], stop: Callable[[], bool]) -> Saved:
             begin = time.perf_counter()
@@ -135,7 +137,7 @@ class StateSaver:
             sums = write_parts(folder.__truediv__, parts, values, stop)
             if len(sums) < len(parts):
                 raise StorageError(f"{folder} was not written: the worker ended before.")
-            boxes = [_written(part, crc32) for part, crc32 in zip(parts, sums, strict=True)]
+            boxes = [written_box(part, crc32) for part, crc32 in zip(parts, sums, strict=True)]
             write_bytes(mine, Written(boxes, headers, steps).to_json().encode())
             with explained(folder):
                 sync_names(folder)
@@ -156,7 +158,7 @@ class StateSaver:
             {new: layout.shapes[name] for name, new in files.weights.items()},
             [(files.weights[move.name], move) for move in moves],
             torch.float32,
-            file_plan.FILE_BYTES,
+            most_bytes(files.stem, file_plan.FILE_BYTES),
             files.stem,
         )
         trained = set(files.trained)
@@ -175,13 +177,14 @@ class StateSaver:
         return weights, moments
 
     @cached_property
-    def _parts(self) -> tuple[FilePart, ...]:
+    def parts(self) -> tuple[FilePart, ...]:
+        """What this rank writes. Collective when first asked."""
         weights, moments = self._plans
         return weights.parts + moments.parts
 
     @cached_property
     def _copy(self) -> HostCopy:
-        return HostCopy(self._parts, self._engine.device)
+        return HostCopy(self.parts, self._engine.device)
 
     @cached_property
     def _description(self) -> dict[str, bytes]:
@@ -193,14 +196,18 @@ class StateSaver:
             describe(self._engine.model.inner, folder)
             if self._tokenizer is not None:
                 self._tokenizer(folder)
-            found = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-        indices = zip((self._files.stem, MOMENTS_STEM), self._plans, strict=True)
-        return found | {index_of(stem): p.index.encode() for stem, p in indices if p.index}
+            return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+    @cached_property
+    def _indices(self) -> dict[str, bytes]:
+        """Of weights and of moments, where several files hold them."""
+        plans = zip((self._files.stem, MOMENTS_STEM), self._plans, strict=True)
+        return {index_of(stem): plan.index.encode() for stem, plan in plans if plan.index}
 
     def _steps(self) -> dict[str, float | None]:
         """Of the parameters of which this rank writes moments."""
         prefix, states = f"{MOMENTS[0]}/", self._engine.optimizer.state
-        mine = {p.name.removeprefix(prefix) for p in self._parts if p.name.startswith(prefix)}
+        mine = {p.name.removeprefix(prefix) for p in self.parts if p.name.startswith(prefix)}
         return {
             name: float(states[parameter]["step"]) if states.get(parameter) else None
             for name, parameter in trained_parameters(self._engine).items()
@@ -215,14 +222,6 @@ class StateSaver:
         }
 
 
-def _headers(plans: Iterable[FilePlan]) -> dict[str, WrittenHeader]:
-    return {
-        file: WrittenHeader(len(header), zlib.crc32(header), plan.lengths[file])
-        for plan in plans
-        for file, header in plan.headers.items()
-    }
-
-
 def _values(parts: Iterable[FilePart], sources: Mapping[str, Tensor | None]) -> Iterator[Tensor]:
     for part in parts:
         source = sources[part.source.tensor]
@@ -231,8 +230,3 @@ def _values(parts: Iterable[FilePart], sources: Mapping[str, Tensor | None]) -> 
 
 def _moment(kind: str, weight: Place) -> Place:
     return Place(f"{kind}/{weight.tensor}", weight.start)
-
-
-def _written(part: FilePart, crc32: int) -> WrittenBox:
-    name, shape, start = NAMES[part.entry.dtype], part.entry.shape, part.entry.start
-    return WrittenBox(part.name, name, shape, part.box, part.file, start, crc32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -27,6 +28,11 @@ class StoredForm(NamedTuple):
 
     stem: str
     names: Mapping[str, str]
+
+
+def most_bytes(stem: str, file_bytes: int) -> int:
+    """Of one file: peft opens a single one only, so an adapter's is never split."""
+    return sys.maxsize if stem == ADAPTER_STEM else file_bytes
 
 
 def stored_form(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> StoredForm | None:
