@@ -17,7 +17,7 @@ from hybridrl.checkpoint.agreement import explained
 from hybridrl.checkpoint.file_plan import FilePart
 from hybridrl.checkpoint.header import DTYPES, make_header
 from hybridrl.checkpoint.reading import TensorFiles
-from hybridrl.checkpoint.writing import bytes_of
+from hybridrl.checkpoint.writing import bytes_of, written_box
 from hybridrl.core.boxes import Box, extent, intersection, runs
 from hybridrl.core.locations import Location, RemotePath
 from hybridrl.core.written import Written, WrittenBox, WrittenHeader, read_lists
@@ -25,37 +25,40 @@ from hybridrl.errors import ConfigError, StorageError
 
 
 def write_apart(
-    file: RemotePath,
+    folder: RemotePath,
+    rank: int,
     parts: Sequence[FilePart],
     values: Iterable[Tensor],
     stop: Callable[[], bool] = lambda: False,
-) -> tuple[WrittenHeader, list[tuple[int, int]]]:
-    """Sends parts of files, all of one dtype, as a file of their own.
+) -> tuple[dict[str, WrittenHeader], list[WrittenBox]]:
+    """Sends parts of files, all of one dtype, as a file of this rank's own, which is there when
+    everything has been sent.
 
     Args:
-        file: It is there when everything has been sent.
         parts, values, stop: As for `write_parts`.
 
     Returns:
-        The beginning of the file, and of each part where it begins there and its crc32.
+        What the rank's list is to say: its `own` and its `boxes`.
 
     Raises:
-        StorageError: if it cannot be written, or if it was stopped.
+        StorageError: if it cannot be written, or if it was stopped; names the file.
     """
+    file = folder / f"rank-{rank:05}.safetensors"
     names = [f"{part.name}{list(map(list, part.box))}" for part in parts]
     shapes = {name: extent(part.box) for name, part in zip(names, parts, strict=True)}
     dtype = parts[0].entry.dtype if parts else torch.float32
     header, entries, length = make_header(shapes, dtype)
-    found = []
+    boxes: list[WrittenBox] = []
     with explained(file), file.writing() as sent:
         sent.write(header)
-        for name, tensor in zip(names, values, strict=True):
+        for name, part, tensor in zip(names, parts, values, strict=True):
             if stop():
                 raise StorageError(f"{file} was not written: the worker ended before.")
             memory = bytes_of(tensor.to("cpu", dtype))
             sent.write(memory)
-            found.append((entries[name].start, zlib.crc32(memory)))
-    return WrittenHeader(len(header), zlib.crc32(header), length), found
+            box = written_box(part, zlib.crc32(memory))
+            boxes.append(box._replace(own_start=entries[name].start))
+    return {file.name: WrittenHeader(len(header), zlib.crc32(header), length)}, boxes
 
 
 def open_tensors(folder: Location, stem: str) -> TensorFiles | TensorsApart:

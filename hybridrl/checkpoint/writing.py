@@ -27,6 +27,7 @@ from hybridrl.checkpoint.header import NAMES
 from hybridrl.checkpoint.reading import index_of
 from hybridrl.core.boxes import extent, runs
 from hybridrl.core.layout import Layout
+from hybridrl.core.locations import Location, sync_names, write_whole
 from hybridrl.core.written import WrittenBox, WrittenHeader
 
 
@@ -161,25 +162,14 @@ def values_of(part: FilePart, tensor: Tensor) -> Tensor:
     return tensor[tuple(slice(at, at + n) for at, n in inner)]
 
 
-def write_bytes(path: Path, content: bytes) -> None:
+def write_bytes(path: Location, content: bytes) -> None:
     """Writes a small file at once, and waits until it is on the disk.
 
     Raises:
         StorageError: if that fails; names the file.
     """
-    with explained(path), path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_names(folder: Path) -> None:
-    """Waits until the names in a folder, too, are on the disk."""
-    place = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(place)
-    finally:
-        os.close(place)
+    with explained(path):
+        write_whole(path, content)
 
 
 def bytes_of(values: Tensor) -> memoryview:

@@ -29,6 +29,13 @@ _PACKAGES = {
 }
 
 
+UNREACHABLE = (
+    "See whether it can be reached from here and may be written to (address, credentials, quota), "
+    "or set checkpoint.folder to another place. Checkpoints that are complete stay as they are."
+)
+"""What to do about a URL that cannot be written."""
+
+
 class RemotePath:
     """A file or folder at a URL. Failures are `OSError`s, as those of a disk.
 

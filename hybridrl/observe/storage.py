@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridrl.core.locations import Location, RemotePath
+from hybridrl.core.locations import UNREACHABLE, Location, RemotePath
 from hybridrl.errors import StorageError
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -31,11 +31,7 @@ def write_error_sentence(
 ) -> str:
     """Says what could not be written, why, how much space is free there, and what to set."""
     if isinstance(path, RemotePath):
-        return (
-            f"Cannot write {path}: {error}. See whether it can be reached from here and may be "
-            "written to (address, credentials, quota), or set checkpoint.folder to another place. "
-            "Checkpoints that are complete stay as they are."
-        )
+        return f"Cannot write {path}: {error}. {UNREACHABLE}"
     free = free_bytes(path)
     space = "free space unknown" if free is None else f"{readable_bytes(free)} free there"
     cure = f"Set {setting} to a folder that you can write to."

@@ -201,7 +201,7 @@ def test_what_a_later_step_left_is_gone_when_an_earlier_one_is_resumed(run):
     settings = ["checkpoint.every=1", "checkpoint.keep_last=3", "trainer.steps=4", "eval.every=0"]
     folder, _ = run("run", *settings)
     assert steps_of(folder) == ["step-000002", "step-000003", "step-000004"]
-    (folder / "checkpoints" / "step-000005.part").mkdir()
+    (folder / "checkpoints" / "step-000005").mkdir()
     run.resume(f"resume={folder}/checkpoints/step-000002", "trainer.steps=3")
     assert steps_of(folder) == ["step-000002", "step-000003"]
     assert [row["step"] for row in rows_of(folder)] == [0, 1, 2, 3, 3]
