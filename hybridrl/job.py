@@ -26,9 +26,11 @@ from hybridrl.core.garbage import no_collection
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.observe.metrics import open_writers
 from hybridrl.observe.run_directory import RunDirectory
+from hybridrl.observe.run_lock import RunLock
 from hybridrl.trainers import load_trainer, name_of
 from hybridrl.trainers.resumed import find_checkpoint
 from hybridrl.trainers.role_spec import played_by
+from hybridrl.trainers.same_model import check_made_with, made_with
 
 if TYPE_CHECKING:
     from hybridrl.controller import BatchRef, WorkerGroup
@@ -60,6 +62,7 @@ class Job:
     Attributes:
         directory: The run's files.
         resumed: What it goes on from.
+        made_with: Which model and tokenizer it learns with, as `same_model` describes them.
         training, held_out: Tokenized data, of the kind that the trainer learns from.
         examples: Prompts with right responses; None where the data has none.
         feed: Deals out `training`, step by step.
@@ -88,20 +91,21 @@ class Job:
         self.trainer_class = load_trainer(config.trainer.name)
         self.roles = wanted_roles(config, roles)
         check(config, self.roles)
-        if config.resume is not None:
-            progress("looking for a checkpoint")
-        self.resumed = find_checkpoint(config, to_plain(config), self.roles)
-        self.directory = _make_directory(config, self.resumed.run)
-        if data is not None:
-            from hybridrl.inputs import write_rows
-
-            path = write_rows(data, self.directory.path / "data.parquet")
-            self.config = config = replace(config, data=replace(config.data, path=path))
-        self.directory.write_config(to_yaml(config))
-        trackers = config.metrics or []
-        trackers = [trackers] if isinstance(trackers, str) else list(trackers)
         self._opened = ExitStack()
         try:
+            self.directory = _make_directory(config)
+            self._opened.enter_context(RunLock(self.directory.path))
+            if config.resume is not None or config.fork is not None:
+                progress("looking for a checkpoint")
+            self.resumed = find_checkpoint(config, to_plain(config), self.roles)
+            if data is not None:
+                from hybridrl.inputs import write_rows
+
+                path = write_rows(data, self.directory.path / "data.parquet")
+                self.config = config = replace(config, data=replace(config.data, path=path))
+            self.directory.write_config(to_yaml(config))
+            trackers = config.metrics or []
+            trackers = [trackers] if isinstance(trackers, str) else list(trackers)
             self._writers = open_writers(
                 trackers, self.directory, config.run.name, to_plain(config)
             )
@@ -235,7 +239,11 @@ class Job:
         self.training, self.held_out, self.examples = rows.training, rows.held_out, rows.examples
         self.longest_prompt, self.longest_response = rows.longest_prompt, rows.longest_response
         self.context_length = self.longest_prompt + self.longest_response
-        inputs.check_lengths(config, kind, rows, load_config(self.model_path))
+        model_config = load_config(self.model_path)
+        inputs.check_lengths(config, kind, rows, model_config)
+        self.made_with = made_with(model_config.to_dict(), self.tokenizer)
+        if self.resumed.folder is not None:
+            check_made_with(self.resumed.folder, self.made_with)
         self.sampling = Sampling(
             rollout.max_tokens,
             rollout.temperature,
@@ -296,12 +304,10 @@ class Job:
             self.groups["actor"].publish()
 
 
-def _make_directory(config: Config, resumed: Path | None) -> RunDirectory:
+def _make_directory(config: Config) -> RunDirectory:
     run = config.run
-    if resumed is not None:
-        return RunDirectory.at(resumed, resumes=True)
     if run.directory:
-        return RunDirectory.at(Path(run.directory))
+        return RunDirectory.at(Path(run.directory), resumes=config.resume is not None)
     return RunDirectory.create(Path(run.root), run.name)
 
 

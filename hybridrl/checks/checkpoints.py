@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hybridrl.config.resume import AUTO, resumed_run
+from hybridrl.config.resume import AUTO, forked, resumed
 from hybridrl.config.schema import Config
+from hybridrl.core.locations import location_of
 from hybridrl.errors import ConfigError
 from hybridrl.trainers import load_roles, load_trainer
 from hybridrl.trainers.role_spec import RoleSpec
@@ -20,23 +21,28 @@ def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = Non
     Raises:
         ConfigError: names the setting, or the role that cannot be saved.
     """
-    resumed_run(config)
-    if config.resume is not None and not load_trainer(config.trainer.name).TRAINS:
-        raise ConfigError(
-            f"resume={config.resume}: trainer.name={config.trainer.name} trains nothing, so there "
-            "is nothing to go on with. Leave resume out."
-        )
-    if not config.checkpoint.every:
+    resumed(config)
+    forked(config)
+    checkpoint = config.checkpoint
+    for name, value in (("resume", config.resume), ("fork", config.fork)):
+        if value is not None and not load_trainer(config.trainer.name).TRAINS:
+            raise ConfigError(
+                f"{name}={value}: trainer.name={config.trainer.name} trains nothing, so there is "
+                f"nothing to go on with. Leave {name} out."
+            )
+    if not checkpoint.wanted:
         if config.resume == AUTO:
             raise ConfigError(
                 "resume=auto without checkpoint.every: no run of this command would leave anything "
                 "to resume. Set checkpoint.every to a number of steps."
             )
         return
+    if checkpoint.folder is not None:
+        location_of(checkpoint.folder)  # refuses what nothing is known of
     for role, spec in (load_roles(config) if roles is None else roles).items():
         if spec.trains and not spec.keeps_state:
             raise ConfigError(
-                f"checkpoint.every={config.checkpoint.every}: the role `{role}` trains, and its "
+                f"checkpoint.every={checkpoint.every}: the role `{role}` trains, and its "
                 f"worker {spec.worker.__name__} has no `save_state(folder)` and "  # type: ignore[union-attr]
                 "`load_state(folder)`. Give it both (hybridrl.engine.training_state has them for "
                 "an engine), or set checkpoint.every=0."

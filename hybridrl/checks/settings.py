@@ -49,6 +49,8 @@ NOT_NEGATIVE = (
     "warmup.steps",
     "eval.every",
     "checkpoint.every",
+    "checkpoint.every_minutes",
+    "checkpoint.keep_every",
     "rollout.temperature",
     "rollout.top_k",
     "actor.optimizer.warmup_steps",

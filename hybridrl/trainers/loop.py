@@ -25,6 +25,7 @@ from hybridrl.trainers.warmup import warm_up, warms_up
 if TYPE_CHECKING:
     from hybridrl.job import Job
     from hybridrl.trainers.base import Trainer
+    from hybridrl.trainers.saving import Saving
 
 SAVE_SECONDS_AFTER_ERROR = 60.0
 """How long the workers may take to save the model when the program has failed."""
@@ -66,6 +67,7 @@ class Loop:
         self.evaluated: dict[str, float] = {}
         self._ended = 0.0
         self._last_records: list[Record] = []
+        self._saved_figures: dict[str, float] = {}
         self.summary: dict[str, Any] = {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
         self.checkpoints = Checkpoints(job, self.trainer, self.summary)
 
@@ -77,7 +79,7 @@ class Loop:
             done = self._resume()
             if not done:
                 self._warm_up()
-                self._evaluate(0)
+                self.checkpoints.is_best(self._evaluate(0))  # refuses a metric that is none of them
             self._train(done, steps)
         except KeyboardInterrupt:
             self.view.message("Interrupted: saving the model.")
@@ -88,6 +90,7 @@ class Loop:
             if self.trainer.TRAINS and self.job.executor.takes_calls:
                 self.view.message("The program failed: saving the model as it is.")
                 with suppress(HybridRLError, OSError):  # the first error is the one to be told
+                    self._note_saved(self.checkpoints.finish(SAVE_SECONDS_AFTER_ERROR))
                     self._save_models(SAVE_SECONDS_AFTER_ERROR)
                     self.job.directory.write_summary(self.summary)
             raise
@@ -118,15 +121,16 @@ class Loop:
         self.summary["seconds_train"] += self.summary["seconds_warmup"]
         self.job.executor.take_records()
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """The figures of the held-out data; none where there is none."""
         if self.job.held_out is None:
-            return
+            return {}
         self.view.phase("evaluating")
         self.job.publish()
         figures = self.trainer.evaluate(self.job.put(self.job.held_out))
         self.job.executor.take_records()
         if not figures:
-            return
+            return {}
         for name, value in figures.items():
             self._note(name.removeprefix("eval/"), value)
         self.job.write(step, figures)
@@ -134,11 +138,22 @@ class Loop:
         spoken = {"accuracy": accuracy_name(self.config.reward)}
         shown = [f"{spoken.get(name, name)} {value:.3f}" for name, value in figures.items()]
         self.view.message(f"step {step}: {', '.join(shown)}")
+        return figures
 
-    def _checkpoint(self, step: int) -> None:
+    def _checkpoint(self, step: int, figures: Mapping[str, float]) -> None:
         self.view.phase("saving a checkpoint")
-        seconds = self.checkpoints.save(step)
-        self.view.message(f"step {step}: checkpoint saved in {readable_seconds(seconds)}")
+        self._note_saved(self.checkpoints.finish())  # the one before
+        self.checkpoints.start(step, figures)
+        if not self.config.checkpoint.asynchronous:
+            self._note_saved(self.checkpoints.finish())
+
+    def _note_saved(self, saved: Saving | None) -> None:
+        if saved is None:
+            return
+        figures = saved.figures()
+        waited = readable_seconds(figures["checkpoint/stall_seconds"])
+        self.view.message(f"step {saved.step}: checkpoint saved; training waited {waited} for it")
+        self._saved_figures |= figures
 
     def _train(self, done: int, steps: int) -> None:
         """Makes the calls of a step while up to `placement.staleness` earlier ones are under way:
@@ -152,15 +167,15 @@ class Loop:
             ahead = 0 if evaluates or saves else self.config.placement.staleness
             while len(under_way) > ahead:
                 self._end(under_way.popleft())
-            if evaluates:
-                self._evaluate(number)
-            if saves:
-                self._checkpoint(number)
+            figures = self._evaluate(number) if evaluates else {}
+            if saves or (evaluates and self.checkpoints.is_best(figures)):
+                self._checkpoint(number, figures)
 
     def _begin(self, number: int) -> _Step:
         begin = time.perf_counter()
         trainer = self.trainer
         batch, handles = _step_of(trainer)
+        self.checkpoints.ask()  # behind the calls of the step
         notices, trainer.notices = trainer.notices, []
         scored, trainer.scored = trainer.scored or [batch], []
         return _Step(
@@ -189,7 +204,9 @@ class Loop:
         for scored in step.scored:
             self.job.feed.learn_scores(scored)
         self.job.feed.forget_groups(step.groups)
-        metrics = step_metrics(records, updates, self._ended - begin) | step.figures
+        self._note_saved(self.checkpoints.poll())
+        saved, self._saved_figures = self._saved_figures, {}
+        metrics = step_metrics(records, updates, self._ended - begin) | step.figures | saved
         self._note_first_step()
         for notice in step.notices:
             self.view.message(f"step {step.number}: {notice}")
@@ -246,7 +263,8 @@ class Loop:
         self.summary.setdefault("seconds_to_first_step", time.time() - self.job.started)
 
     def _finish(self, limit: float | None = None) -> None:
-        """Saves the model, the curves and the summary."""
+        """Saves the checkpoint that is being written, the model, the curves and the summary."""
+        self._note_saved(self.checkpoints.finish(limit))
         self._save_models(limit)
         directory = self.job.directory
         directory.write_summary(self.summary)
