@@ -21,6 +21,11 @@ def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = Non
         ConfigError: names the setting, or the role that cannot be saved.
     """
     resumed_run(config)
+    least = config.recover.min_devices
+    if least is not None and least < 1:
+        raise ConfigError(
+            f"recover.min_devices={least}: must be 1 or more, or null for all devices."
+        )
     if config.resume is not None and not load_trainer(config.trainer.name).TRAINS:
         raise ConfigError(
             f"resume={config.resume}: trainer.name={config.trainer.name} trains nothing, so there "

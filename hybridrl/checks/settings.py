@@ -41,6 +41,7 @@ POSITIVE = (
     "model.tiny.heads",
     "ray.start_timeout_s",
     "controller.timeout_s",
+    "recover.grace_s",
     "reward.processes",
     "reward.timeout_s",
 )
@@ -49,6 +50,8 @@ NOT_NEGATIVE = (
     "warmup.steps",
     "eval.every",
     "checkpoint.every",
+    "recover.max_restarts",
+    "recover.wait_s",
     "rollout.temperature",
     "rollout.top_k",
     "actor.optimizer.warmup_steps",

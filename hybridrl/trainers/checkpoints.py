@@ -78,6 +78,19 @@ class Checkpoints:
         self.job.publish()
         return time.perf_counter() - begin
 
+    def newest(self) -> Resumed:
+        """What a run that has lost its workers goes on from: its newest whole step, or its
+        beginning.
+
+        Raises:
+            ConfigError: if there are steps and none of them is whole.
+        """
+        step, notices = self._folders.newest()
+        run = self.job.directory.path
+        if step is None:
+            return Resumed(run)
+        return Resumed(run, step, self._folders.at(step), notices)
+
     def load(self, found: Resumed) -> int:
         """Goes on from a checkpoint, or from the beginning if there is none; gives the number of
         steps that are done. Later ones leave nothing behind.

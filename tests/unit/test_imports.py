@@ -53,6 +53,8 @@ MAY_IMPORT = {
     "": EVERYTHING,
     "main": EVERYTHING,
     "cli": EVERYTHING,
+    "groups": EVERYTHING,
+    "preemption": EVERYTHING,
     "job": EVERYTHING,
     "inputs": EVERYTHING,
     "roles": EVERYTHING,
