@@ -135,7 +135,7 @@ class Job:
         self.directory.write_placement(self.placement.to_json())
         self.plan = self._make_plan()
         progress(f"starting workers on {len(self.executor.cluster.devices)} devices")
-        self.groups = build_groups(self)
+        self.groups = build_groups(self, self.executor)
 
     def restart(self, progress: Callable[[str], None] = lambda _: None) -> None:
         """Makes again what can be lost: `executor`, `placement`, `plan`, `groups` and `feed`, which
