@@ -43,8 +43,8 @@ class WorkerError(HybridRLError):
 
 
 class LostError(WorkerError):
-    """A process or a machine of the job is gone: a host, the relay, a node. What was on the disk is
-    still there, so a run with checkpoints goes on from the newest; see `recover`.
+    """The job's processes are to be started again, because one of them or a machine is gone: a host,
+    the relay, a node. A run with checkpoints goes on from the newest; see `recover`.
 
     Args:
         memory_of: The call during which the machine ran out of memory, if that is why.

@@ -159,6 +159,17 @@ class Job:
         except ConfigError as error:
             raise WorkerError(f"The workers could not be started again: {error}") from error
 
+    def may_grow(self) -> bool:
+        """Whether all devices that the job began with could be had again, after it went on with
+        fewer."""
+        missing = self.devices_wanted - len(self.executor.cluster.devices)
+        if not missing:
+            return False
+        from hybridrl.ray_backend.cluster import free_devices, nodes
+
+        kind, cpus = self.executor.cluster.kind, self.executor.cpus_per_host
+        return free_devices(nodes(), kind, cpus) >= missing
+
     def __enter__(self) -> Job:
         return self
 

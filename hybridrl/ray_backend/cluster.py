@@ -145,11 +145,11 @@ def wait_for_devices(kind: str, wanted: int, least: int, cpus: float, limit: flo
     """
     until = time.monotonic() + limit
     while True:
-        # Of a node that has just been lost Ray says for half a minute that it is there, and would
-        # place hosts on it.
         alive = nodes()
         there = [node for node in alive if is_reachable(node)]
-        free = sum(node.slots(kind, cpus, free=True) for node in there)
+        free = free_devices(there, kind, cpus)
+        # Of a node that has just been lost Ray says for half a minute that it is there, and would
+        # place hosts on it.
         if free >= wanted and len(there) == len(alive):
             return wanted
         if time.monotonic() > until:
@@ -161,6 +161,11 @@ def wait_for_devices(kind: str, wanted: int, least: int, cpus: float, limit: flo
             f"and {least} are needed (recover.min_devices). The nodes:\n{table(there)}"
         )
     return free
+
+
+def free_devices(there: Sequence[Node], kind: str, cpus: float) -> int:
+    """How many devices with so many cores each no job has taken."""
+    return sum(node.slots(kind, cpus, free=True) for node in there)
 
 
 def share(there: Sequence[Node], number: int) -> float:

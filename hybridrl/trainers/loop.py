@@ -223,6 +223,8 @@ class Loop:
                 self._evaluate(number)
             if saves or (self._preempted and not under_way):
                 self._checkpoint(number)
+                if number < steps and self.job.may_grow():
+                    raise LostError("Devices that had been lost are there again.")
 
     def _begin(self, number: int) -> _Step:
         begin = time.perf_counter()
