@@ -43,7 +43,7 @@ class WorkerError(HybridRLError):
 
 
 class LostError(WorkerError):
-    """The job's processes are to be started again, because one of them or a machine is gone: a host,
+    """The job's processes are to be started again, for one of them or a machine is gone: a host,
     the relay, a node. A run with checkpoints goes on from the newest; see `recover`.
 
     Args:

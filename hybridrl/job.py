@@ -19,11 +19,10 @@ import psutil
 
 from hybridrl.checks.placement import check_placement, wanted_roles
 from hybridrl.checks.settings import check
-from hybridrl.checks.shared_paths import paths_of_workers
 from hybridrl.config.load import to_plain, to_yaml
 from hybridrl.config.schema import Config
-from hybridrl.core.cluster import Cluster
 from hybridrl.core.garbage import no_collection
+from hybridrl.devices import Devices
 from hybridrl.errors import ConfigError, DataError, WorkerError
 from hybridrl.groups import build_groups
 from hybridrl.inputs import with_objects, write_rows
@@ -34,9 +33,9 @@ from hybridrl.trainers.resumed import find_checkpoint
 
 if TYPE_CHECKING:
     from hybridrl.controller import BatchRef
+    from hybridrl.controller.executor import Executor
     from hybridrl.core.batch import Batch
     from hybridrl.planner.plan import Plan
-    from hybridrl.ray_backend.cluster import Connection
     from hybridrl.trainers.base import Trainer
     from hybridrl.trainers.feed import Feed
     from hybridrl.trainers.role_spec import RoleSpec
@@ -71,7 +70,6 @@ class Job:
         placement: Which role lives on which devices.
         plan: What that takes of each device.
         groups: The worker groups, by role.
-        devices_wanted: How many devices the job began with.
         started: When this process began, seconds since the epoch.
     """
 
@@ -88,9 +86,6 @@ class Job:
         self.started = psutil.Process().create_time()
         self.config = config = with_objects(config, reward, data, trainer)
         self.name = _new_name()
-        self._ray: Connection | None = None
-        self._num_devices = config.num_devices
-        self._cpus_per_host: float | None = None
         self.trainer_class = load_trainer(config.trainer.name)
         self.roles = wanted_roles(config, roles)
         check(config, self.roles)
@@ -125,7 +120,6 @@ class Job:
             loading = beside.submit(self._load)
             self.executor = self._start_executor()
         loading.result()
-        self.devices_wanted = len(self.executor.cluster.devices)
         self._deploy(progress)
 
     def _deploy(self, progress: Callable[[str], None]) -> None:
@@ -152,23 +146,15 @@ class Job:
         remove_shared_memory(self.name)
         self.name = _new_name()
         try:
-            if self.config.executor == "ray":
-                self._num_devices = self._devices_again(progress)
+            self._devices.wait_after_loss(progress)
             self.executor = self._make_executor()
             self._deploy(progress)
         except ConfigError as error:
             raise WorkerError(f"The workers could not be started again: {error}") from error
 
     def may_grow(self) -> bool:
-        """Whether all devices that the job began with could be had again, after it went on with
-        fewer."""
-        missing = self.devices_wanted - len(self.executor.cluster.devices)
-        if not missing:
-            return False
-        from hybridrl.ray_backend.cluster import free_devices, nodes
-
-        kind, cpus = self.executor.cluster.kind, self.executor.cpus_per_host
-        return free_devices(nodes(), kind, cpus) >= missing
+        """Whether a restart would bring devices back, after the job went on with fewer."""
+        return self._devices.may_grow()
 
     def __enter__(self) -> Job:
         return self
@@ -226,66 +212,19 @@ class Job:
         that fails to close keeps no other from being closed."""
         self._opened.close()
 
-    def _start_executor(self) -> Any:
+    def _start_executor(self) -> Executor:
         from hybridrl.rollout.shared_memory import remove_leftovers, remove_shared_memory
 
         remove_leftovers()
         self._opened.callback(lambda: remove_shared_memory(self.name))
+        self._devices = Devices(self.config, self.roles, self.directory.path)
+        self._opened.callback(self._devices.close)
         executor = self._make_executor()
         self._opened.callback(lambda: self.executor.close())
         return executor
 
-    def _make_executor(self) -> Any:
-        config = self.config
-        if config.executor == "inline":
-            from hybridrl.controller import InlineExecutor
-
-            return InlineExecutor(config.devices, self.directory.path)
-        from hybridrl.ray_backend.cluster import Connection
-        from hybridrl.ray_backend.executor import RayExecutor
-
-        if self._ray is None:
-            self._ray = Connection(config.ray.address)
-            self._opened.callback(self._ray.close)
-        made = RayExecutor(
-            config.devices,
-            self._num_devices,
-            connection=self._ray,
-            cpus_per_host=self._cpus_per_host,
-            run_directory=self.directory.path,
-            timeout_s=config.controller.timeout_s,
-            start_timeout_s=config.ray.start_timeout_s,
-            preload=self._modules_of_workers(),
-            paths=paths_of_workers(config, self.directory.path),
-        )
-        self._cpus_per_host = made.cpus_per_host
-        return made
-
-    def _devices_again(self, progress: Callable[[str], None]) -> int:
-        """How many devices the job goes on with, which it waits for: the most that its roles can be
-        placed on."""
-        from hybridrl.ray_backend.cluster import wait_for_devices
-
-        recover, kind, wanted = self.config.recover, self.executor.cluster.kind, self.devices_wanted
-        least = min(recover.min_devices or wanted, wanted)
-        progress(f"waiting for {wanted} devices")
-        cpus = self.executor.cpus_per_host
-        number = wait_for_devices(kind, wanted, least, cpus, recover.wait_s)
-        while True:
-            try:
-                check_placement(self.config, Cluster.of_one_node(kind, number), self.roles)
-                return number
-            except ConfigError:
-                if number == least:
-                    raise
-            number -= 1
-
-    def _modules_of_workers(self) -> list[str]:
-        """What workers import anyway, while the driver prepares."""
-        modules = ["hybridrl.workers.actor"]
-        if any(spec.generates for spec in self.roles.values()):
-            modules.append(f"hybridrl.rollout.{self.config.rollout.engine}")
-        return modules
+    def _make_executor(self) -> Executor:
+        return self._devices.executor()
 
     def _load(self) -> None:
         """Model folder, tokenizer and data, and what follows from their sizes."""
