@@ -147,6 +147,7 @@ class Job:
         self.name = _new_name()
         try:
             self._devices.wait_after_loss(progress)
+            progress("starting other processes")
             self.executor = self._make_executor()
             self._deploy(progress)
         except ConfigError as error:
