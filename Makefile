@@ -5,7 +5,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' requirements/cpu.txt)
 
-.PHONY: train test test-unit test-long lint format docs clean
+.PHONY: train test test-unit test-long chaos lint format docs clean
 
 train: .venv/.installed
 	$(BIN)/python -m hybridrl.main $(ARGS)
@@ -25,6 +25,10 @@ test-unit: .venv/.installed
 # What `make test` leaves out. Before a release.
 test-long: .venv/.installed
 	$(BIN)/python -m pytest -m long $(ARGS)
+
+# Kills parts of forty jobs at random moments: half an hour. ARGS="--rounds 6 --seed 7"
+chaos: .venv/.installed
+	$(BIN)/python tests/chaos.py $(ARGS)
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -23,6 +23,11 @@ def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = Non
     """
     resumed(config)
     forked(config)
+    least = config.recover.min_devices
+    if least is not None and least < 1:
+        raise ConfigError(
+            f"recover.min_devices={least}: must be 1 or more, or null for all devices."
+        )
     checkpoint = config.checkpoint
     for name, value in (("resume", config.resume), ("fork", config.fork)):
         if value is not None and not load_trainer(config.trainer.name).TRAINS:

@@ -41,6 +41,7 @@ POSITIVE = (
     "model.tiny.heads",
     "ray.start_timeout_s",
     "controller.timeout_s",
+    "recover.grace_s",
     "reward.processes",
     "reward.timeout_s",
 )
@@ -51,6 +52,8 @@ NOT_NEGATIVE = (
     "checkpoint.every",
     "checkpoint.every_minutes",
     "checkpoint.keep_every",
+    "recover.max_restarts",
+    "recover.wait_s",
     "rollout.temperature",
     "rollout.top_k",
     "actor.optimizer.warmup_steps",

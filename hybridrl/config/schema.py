@@ -51,6 +51,7 @@ __all__ = [
     "PlacementConfig",
     "PreferenceConfig",
     "RayConfig",
+    "RecoverConfig",
     "RewardConfig",
     "RolloutConfig",
     "RolloutParallelConfig",
@@ -181,6 +182,28 @@ class CheckpointConfig:
         """Whether steps are saved."""
         return bool(self.every or self.every_minutes or self.best)
 
+    @property
+    def wanted(self) -> bool:
+        """Whether steps are saved."""
+        return bool(self.every)
+
+
+@dataclass
+class RecoverConfig:
+    """What becomes of a job that loses a worker, a host or a node, or is told to end (SIGTERM), if
+    it has checkpoints (`checkpoint.every`); see docs/checkpoints.md."""
+
+    max_restarts: int = 3
+    """So many times in a row, without a new checkpoint between them, its workers are started again
+    and it goes on from the newest checkpoint. 0: it ends with the error."""
+    min_devices: int | None = None
+    """Where fewer devices come back: go on with as few as these; null: with all or not at all."""
+    wait_s: float = 300.0
+    """Longest wait for all devices to come back."""
+    grace_s: float = 30.0
+    """Time between SIGTERM and the end of the process: the step in hand is finished and saved if
+    that can be done meanwhile."""
+
 
 @dataclass
 class ObserveConfig:
@@ -230,6 +253,7 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
     resume: str | None = None
     """What to go on from, with its settings where no other is given: the folder of a run (its
     newest checkpoint) or one of its step folders; or `auto`: the newest checkpoint in

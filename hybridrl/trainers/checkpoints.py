@@ -167,6 +167,19 @@ class Checkpoints:
         saving.stall += time.perf_counter() - begin
         return saving
 
+    def newest(self) -> Resumed:
+        """What a run that has lost its workers goes on from: its newest whole step, or its
+        beginning.
+
+        Raises:
+            ConfigError: if there are steps and none of them is whole.
+        """
+        step, notices = self._folders.newest()
+        run = self.job.directory.path
+        if step is None:
+            return Resumed(run)
+        return Resumed(run, step, self._folders.at(step), notices)
+
     def load(self, found: Resumed) -> int:
         """Goes on from a checkpoint, or from the beginning if there is none; gives the number of
         steps that are done. Later ones leave nothing behind.

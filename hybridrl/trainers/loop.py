@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.core.batch import LIBRARY_PREFIXES, Batch
 from hybridrl.core.record import Record
-from hybridrl.errors import ConfigError, HybridRLError
+from hybridrl.errors import ConfigError, HybridRLError, LostError, Preempted
 from hybridrl.observe.curves import draw_curves
 from hybridrl.observe.step_view import StepView
 from hybridrl.observe.storage import explain_write_errors
 from hybridrl.observe.summary import accuracy_name, readable_seconds
 from hybridrl.observe.timeline import draw_timeline
 from hybridrl.trainers.checkpoints import Checkpoints
+from hybridrl.trainers.recovery import Recoveries
+from hybridrl.trainers.resumed import Resumed
 from hybridrl.trainers.step_metrics import step_metrics
 from hybridrl.trainers.warmup import warm_up, warms_up
 
@@ -63,24 +65,39 @@ class Loop:
         self.job = job
         self.view = view
         self.config = job.config
-        self.trainer = job.make_trainer()
+        self.summary: dict[str, Any] = {}
+        self._recoveries = Recoveries(job.config, job.directory.path)
+        self._preempted = False
+        self._saved = 0
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        """What there is of a run before its first step."""
+        self.trainer = self.job.make_trainer()
         self.evaluated: dict[str, float] = {}
-        self._ended = 0.0
+        self._ended = time.perf_counter()
         self._last_records: list[Record] = []
         self._saved_figures: dict[str, float] = {}
-        self.summary: dict[str, Any] = {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
-        self.checkpoints = Checkpoints(job, self.trainer, self.summary)
+        self.summary.clear()
+        self.summary |= {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
+        self.checkpoints = Checkpoints(self.job, self.trainer, self.summary)
 
     def run(self) -> dict[str, Any]:
-        """Trains. Ctrl-C saves what there is and raises KeyboardInterrupt again; so does an error,
-        if the workers are still there."""
-        steps = self.config.trainer.steps if self.trainer.TRAINS else 0
+        """Trains; goes on from the newest checkpoint when workers are lost. Ctrl-C saves what there
+        is and raises KeyboardInterrupt again; so does an error, if the workers are still there."""
         try:
-            done = self._resume()
-            if not done:
-                self._warm_up()
-                self.checkpoints.is_best(self._evaluate(0))  # refuses a metric that is none of them
-            self._train(done, steps)
+            self._run_to_end()
+        except Preempted:
+            self.summary["interrupted"] = True
+            self.job.directory.write_summary(self.summary)
+            self.view.message(
+                f"SIGTERM: ended after step {self.summary['steps']}, with the checkpoint of step "
+                f"{self._saved}. To go on: python -m hybridrl.main "
+                f"resume={self.job.directory.path}"
+                if self._saved
+                else "SIGTERM: ended before the first checkpoint."
+            )
+            raise
         except KeyboardInterrupt:
             self.view.message("Interrupted: saving the model.")
             self.summary["interrupted"] = True
@@ -94,15 +111,61 @@ class Loop:
                     self._save_models(SAVE_SECONDS_AFTER_ERROR)
                     self.job.directory.write_summary(self.summary)
             raise
-        self._finish()
         return self.summary
 
-    def _resume(self) -> int:
-        """The number of steps that are done before this run does any."""
+    def preempt(self) -> None:
+        """Has the run end after the step in hand with a checkpoint and `Preempted`, or at once as
+        Ctrl-C does if it has no checkpoints. A signal handler may call it."""
+        if not self.config.checkpoint.wanted:
+            raise KeyboardInterrupt
+        self._preempted = True
+
+    def _run_to_end(self) -> None:
+        """Everything, on from the newest checkpoint as often as workers are lost."""
         found = self.job.resumed
+        while True:
+            try:
+                done = self._resume(found)
+                if not done:
+                    self._warm_up()
+                    self.checkpoints.is_best(self._evaluate(0))  # refuses a metric not among them
+                self._train(done, self.config.trainer.steps if self.trainer.TRAINS else 0)
+                self._finish()
+                return
+            except LostError as lost:
+                found = self._restart(lost)
+
+    def _restart(self, lost: LostError) -> Resumed:
+        """Has workers again after a loss, and what they go on from.
+
+        Raises:
+            LostError: this one, or one meanwhile, if the run is not to go on.
+        """
+        while True:
+            if self._preempted:  # whoever ended the driver has ended the workers, too
+                raise Preempted from lost
+            self.checkpoints.abandon()
+            found = self.checkpoints.newest()
+            self._recoveries.begin(lost, found.step, self.summary, self._ended)
+            self.view.message(str(lost).partition("\n")[0])
+            try:
+                self.job.restart(self.view.phase)
+            except LostError as another:
+                lost = another
+                continue
+            self._begin_run()
+            return found
+
+    def _resume(self, found: Resumed) -> int:
+        """The number of steps that are done before this run does any."""
         if found.folder is not None:
             self.view.phase(f"loading the checkpoint of step {found.step}")
-        return self.checkpoints.load(found)
+        done = self._saved = self.checkpoints.load(found)
+        devices = len(self.job.executor.cluster.devices)
+        if said := self._recoveries.end(done, self.summary, devices):
+            self.view.message(said)
+        self._recoveries.count(self.summary)
+        return done
 
     def _warm_up(self) -> None:
         steps = self.config.warmup.steps
@@ -112,6 +175,8 @@ class Loop:
         begin = time.perf_counter()
 
         def progress(step: int, metrics: Mapping[str, float]) -> None:
+            if self._preempted:
+                raise Preempted
             self._note_first_step()
             self.view.phase_progress(step, steps, f"loss {metrics['loss']:.3f}")
 
@@ -144,12 +209,13 @@ class Loop:
         self.view.phase("saving a checkpoint")
         self._note_saved(self.checkpoints.finish())  # the one before
         self.checkpoints.start(step, figures)
-        if not self.config.checkpoint.asynchronous:
+        if self._preempted or not self.config.checkpoint.asynchronous:
             self._note_saved(self.checkpoints.finish())
 
     def _note_saved(self, saved: Saving | None) -> None:
         if saved is None:
             return
+        self._saved = saved.step
         figures = saved.figures()
         waited = readable_seconds(figures["checkpoint/stall_seconds"])
         self.view.message(f"step {saved.step}: checkpoint saved; training waited {waited} for it")
@@ -161,15 +227,21 @@ class Loop:
         under_way: deque[_Step] = deque()
         every = self.config.eval.every
         for number in range(done + 1, steps + 1):
+            if self._preempted:
+                raise Preempted
             under_way.append(self._begin(number))
             evaluates = number == steps or (every and number % every == 0)
             saves = self.checkpoints.is_due(number, steps)
             ahead = 0 if evaluates or saves else self.config.placement.staleness
-            while len(under_way) > ahead:
+            while len(under_way) > (0 if self._preempted else ahead):
                 self._end(under_way.popleft())
             figures = self._evaluate(number) if evaluates else {}
-            if saves or (evaluates and self.checkpoints.is_best(figures)):
+            best = evaluates and self.checkpoints.is_best(figures)
+            if saves or best or (self._preempted and not under_way):
                 self._checkpoint(number, figures)
+                if number < steps and self.job.may_grow():
+                    self._note_saved(self.checkpoints.finish())
+                    raise LostError("Devices that had been lost are there again.")
 
     def _begin(self, number: int) -> _Step:
         begin = time.perf_counter()
