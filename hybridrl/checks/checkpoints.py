@@ -11,6 +11,9 @@ from hybridrl.errors import ConfigError
 from hybridrl.trainers import load_roles, load_trainer
 from hybridrl.trainers.role_spec import RoleSpec
 
+MOST_SKIPPED = 10
+"""As `hybridrl.engine.train` has it."""
+
 
 def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
     """Raises a sentence for the first thing that is wrong.
@@ -35,7 +38,17 @@ def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = Non
                 f"{name}={value}: trainer.name={config.trainer.name} trains nothing, so there is "
                 f"nothing to go on with. Leave {name} out."
             )
+    if config.guard.most_skipped > MOST_SKIPPED:
+        raise ConfigError(
+            f"guard.most_skipped={config.guard.most_skipped}: must be {MOST_SKIPPED} or less; "
+            "after so many in a row the engine itself gives up."
+        )
     if not checkpoint.wanted:
+        if config.guard.on_nan == "rewind":
+            raise ConfigError(
+                "guard.on_nan=rewind without checkpoint.every: there would be nothing to go back "
+                "to. Set checkpoint.every to a number of steps."
+            )
         if config.resume == AUTO:
             raise ConfigError(
                 "resume=auto without checkpoint.every: no run of this command would leave anything "

@@ -42,6 +42,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "EvalConfig",
+    "GuardConfig",
     "JudgeConfig",
     "LoraSettings",
     "ModelConfig",
@@ -92,6 +93,9 @@ class ControllerConfig:
 
     timeout_s: float = 1800.0
     """Longest time one call may run on a worker."""
+    heartbeat_s: float = 60.0
+    """A worker process that does not answer for so long while it has a call to do is named on the
+    console; the job goes on."""
 
 
 @dataclass
@@ -182,11 +186,6 @@ class CheckpointConfig:
         """Whether steps are saved."""
         return bool(self.every or self.every_minutes or self.best)
 
-    @property
-    def wanted(self) -> bool:
-        """Whether steps are saved."""
-        return bool(self.every)
-
 
 @dataclass
 class RecoverConfig:
@@ -203,6 +202,17 @@ class RecoverConfig:
     grace_s: float = 30.0
     """Time between SIGTERM and the end of the process: the step in hand is finished and saved if
     that can be done meanwhile."""
+
+
+@dataclass
+class GuardConfig:
+    """Losses, gradients and scores that are not finite; see docs/running.md."""
+
+    on_nan: str = "skip"
+    """`skip`: the update is left out; `stop`: the job ends; `rewind`: it goes back to the last
+    checkpoint, and leaves out the prompts that led there when they come again."""
+    most_skipped: int = 10
+    """So many such updates in a row, or rewinds to one checkpoint, end the job; 10 at most."""
 
 
 @dataclass
@@ -254,6 +264,7 @@ class Config:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     recover: RecoverConfig = field(default_factory=RecoverConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     resume: str | None = None
     """What to go on from, with its settings where no other is given: the folder of a run (its
     newest checkpoint) or one of its step folders; or `auto`: the newest checkpoint in
