@@ -54,6 +54,7 @@ MAY_IMPORT = {
     "": EVERYTHING,
     "main": EVERYTHING,
     "cli": EVERYTHING,
+    "commands": {"core", "checkpoint", "observe"},
     "job": EVERYTHING,
     "inputs": EVERYTHING,
     "roles": EVERYTHING,
