@@ -66,11 +66,9 @@ class Checkpoints:
         begin = time.perf_counter()
         part = self._folders.begin(step)
         with self._discarded_if_it_fails(step):
-            self._state = self._state_of_driver(step)
-            groups = {
-                str((part / role).absolute()): self.job.groups[role] for role in self._roles()
-            }
-            self._saving = Saving(step, groups, self.job.config.checkpoint.asynchronous)
+            self._driver = part / DRIVER, self._state_of_driver(step)
+            groups = {role: self.job.groups[role] for role in self._roles()}
+            self._saving = Saving(step, part, groups, self.job.config.checkpoint.asynchronous)
         self.job.executor.take_records()
         # Samples of later steps must not depend on weights that a resumed run does not have.
         self.job.publish()
