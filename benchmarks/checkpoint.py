@@ -125,7 +125,11 @@ def saving(rank: int, folder: Path, rounds: int) -> dict[str, list[float]]:
         seconds["dcp"].append(timed(lambda at=place: dcp.save(state, checkpoint_id=str(at))))
         place, running = emptied(rank, folder / "dcp"), []
         seconds["dcp async"].append(
-            timed(lambda at=place: running.append(dcp.async_save(state, checkpoint_id=str(at))))
+            timed(
+                lambda at=place, into=running: into.append(
+                    dcp.async_save(state, checkpoint_id=str(at))
+                )
+            )
         )
         running[0].result()
     found |= {name: values[1:] for name, values in seconds.items()}

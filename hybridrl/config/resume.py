@@ -99,11 +99,12 @@ def named_source(setting: str, named: str) -> Source:
     """What is at a place: a run, its folder of checkpoints, or one of its steps.
 
     Args:
-        setting: Which setting names it, for messages.
+        setting: Which setting names it, for messages; empty: none.
 
     Raises:
         ConfigError: if it is none of these.
     """
+    said = f"{setting}={named}" if setting else named
     place = location_of(named)
     if isinstance(place, Path):
         place = place.resolve()
@@ -111,7 +112,7 @@ def named_source(setting: str, named: str) -> Source:
     try:
         if not place.is_dir():
             raise ConfigError(
-                f"{setting}={named}: there is no such folder. Name the folder of a run, or one of "
+                f"{said}: there is no such folder. Name the folder of a run, or one of "
                 "the step folders in its `checkpoints`."
             )
         found = None
@@ -121,10 +122,10 @@ def named_source(setting: str, named: str) -> Source:
             found = _in_run(place, None)
         found = found or _of_steps(place, None)
     except OSError as error:
-        raise ConfigError(f"{setting}={named} could not be read: {error}.") from error
+        raise ConfigError(f"{said} could not be read: {error}.") from error
     if found is None:
         raise ConfigError(
-            f"{setting}={named}: {place} is no run with checkpoints. They are written with "
+            f"{said}: {place} is no run with checkpoints. They are written with "
             "checkpoint.every=<steps>; name the folder of a run that had it."
         )
     return found

@@ -115,8 +115,11 @@ class RemotePath:
 
     def sizes(self) -> dict[str, int]:
         """The size of every file below, by its name from here."""
-        with _as_os_errors():
-            found = self._files.find(self._path, detail=True)
+        try:
+            with _as_os_errors():
+                found = self._files.find(self._path, detail=True)
+        except FileNotFoundError:
+            return {}
         first = len(self._path.rstrip("/")) + 1
         return {name[first:]: int(entry["size"]) for name, entry in found.items()}
 

@@ -59,6 +59,11 @@ class Completed:
     figures: dict[str, float] = field(default_factory=dict)
     time: float = 0.0
 
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(file["size"] for file in self.files.values())
+
 
 class StepFolders:
     """Those of one run.

@@ -26,7 +26,7 @@ from hybridrl.observe.storage import explain_write_errors
 from hybridrl.trainers.resumed import Resumed
 from hybridrl.trainers.same_model import MADE_WITH
 from hybridrl.trainers.saving import Saving
-from hybridrl.trainers.warmup import load_copies, warms_up
+from hybridrl.trainers.warmup import keep_copies, load_copies, warms_up
 
 if TYPE_CHECKING:
     from hybridrl.core.batch import Batch
@@ -161,6 +161,8 @@ class Checkpoints:
             write_whole(folder / DRIVER, self._driver.encode())
             write_whole(folder / MADE_WITH, json.dumps(self.job.made_with).encode())
             write_whole(folder / SETTINGS, self.job.directory.config_file.read_bytes())
+        if self.job.config.checkpoint.folder is not None:
+            keep_copies(self.job, self._folders.path)
         self._folders.complete(saving.step, self._evaluated)
         self._saving = None
         self._folders.prune(self._keep)
@@ -208,7 +210,7 @@ class Checkpoints:
             # As that run did, whatever the settings of this one say.
             self._warmed_up = state["warmed_up"]
             if self._warmed_up:
-                load_copies(self.job, but=self._roles())
+                load_copies(self.job, but=self._roles(), steps=found.folder.parent)
             self.job.publish()
             self.job.executor.take_records()
             self.summary |= state["summary"]

@@ -57,6 +57,7 @@ MAY_IMPORT = {
     "devices": EVERYTHING,
     "groups": EVERYTHING,
     "preemption": EVERYTHING,
+    "commands": {"core", "checkpoint", "observe"},
     "job": EVERYTHING,
     "inputs": EVERYTHING,
     "roles": EVERYTHING,

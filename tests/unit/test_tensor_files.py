@@ -186,7 +186,7 @@ def test_a_disk_that_fills_up_leaves_the_model_that_was_there(tmp_path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(writing.os, "pwrite", full)
-    with pytest.raises(StorageError, match=r"Cannot write .*model\.safetensors: No space left"):
+    with pytest.raises(StorageError, match=r"Cannot write .*model\.safetensors\.part: No space"):
         write_tensors(tmp_path, *arguments)
     assert load_file(tmp_path / "model.safetensors")["x"].tolist() == [1.0] * 3
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
