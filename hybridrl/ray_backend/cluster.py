@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridrl.errors import ConfigError, HybridRLError
-from hybridrl.ray_backend import node_probe
+from hybridrl.ray_backend import agents, node_probe
 from hybridrl.ray_backend.library import ray
 from hybridrl.ray_backend.nodes import Node, NodeReport, check_reports, check_room, table
 
@@ -51,6 +51,7 @@ class Connection:
         """Leaves the cluster, or ends it if it was started here."""
         if self.is_own:
             ray.shutdown()
+            agents.end_watch()
 
 
 def connect(address: str | None) -> bool:
@@ -86,6 +87,7 @@ def start(cpus: int) -> None:
     for attempt in range(STARTS):
         try:
             ray.init(num_cpus=cpus, include_dashboard=False, **QUIET)
+            agents.end_with_driver()
             return
         except Exception as error:  # Ray raises that itself, when it has waited for 30 s
             ray.shutdown()
