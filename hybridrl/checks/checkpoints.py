@@ -11,7 +11,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.trainers import load_roles, load_trainer
 from hybridrl.trainers.role_spec import RoleSpec
 
-MOST_SKIPPED = 10
+MOST_SKIPPED = 20
 """As `hybridrl.engine.train` has it."""
 
 

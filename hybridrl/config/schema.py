@@ -212,7 +212,7 @@ class GuardConfig:
     """`skip`: the update is left out; `stop`: the job ends; `rewind`: it goes back to the last
     checkpoint, and leaves out the prompts that led there when they come again."""
     most_skipped: int = 10
-    """So many such updates in a row, or rewinds to one checkpoint, end the job; 10 at most."""
+    """So many such updates in a row, or rewinds to one checkpoint, end the job; at most 20."""
 
 
 @dataclass

@@ -36,9 +36,9 @@ def fault_of_batch(batch: Batch, loss: float) -> Fault | None:
             wrong &= mask  # what is not learned from may be anything
         if wrong.any():
             place = int(wrong.nonzero()[0])
-            row = torch.searchsorted(values.cu_seqlens, place, right=True) - 1
-            row = int(row) if is_ragged else place
-            return Fault(COLUMN, f"the column `{name}`, row {row} of its {len(batch)}")
+            if is_ragged:
+                place = int(torch.searchsorted(values.cu_seqlens, place, right=True)) - 1
+            return Fault(COLUMN, f"the column `{name}`, row {place} of its {len(batch)}")
     return None if math.isfinite(loss) else Fault(LOSS, "its loss")
 
 

@@ -45,8 +45,9 @@ from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.pipeline import Pipeline
 from hybridrl.parallel.sequence import SequenceParallel
 
-MOST_SKIPPED = 10
-"""So many updates in a row with gradients that are not finite end the job."""
+MOST_SKIPPED = 20
+"""So many updates in a row with gradients that are not finite are an error, also in programs that
+nobody guards (`guard.most_skipped`)."""
 Loss = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Segments], TokenLoss]
 """(outputs of the model, columns of the batch, samples), packed `[tokens]`, to a loss per token.
 Metrics are averaged over the tokens of `response_mask`; those named `*_by_row` have a value for
