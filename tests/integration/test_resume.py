@@ -76,6 +76,8 @@ PROGRAMS = {
     "a sampler": ["data.sampler={file}:Hardest"],
     "adapters": [*KL, "actor.lora={rank: 2, alpha: 4}", "model.path={model}", "warmup.steps=0"],
 }
+AS_OTHERS = ("sft, saved while nothing goes on", "reward_model", "dapo")
+"""Programs whose state is like another's: left to `make test-long`."""
 
 
 @pytest.fixture
@@ -144,7 +146,10 @@ def steps_of(folder):
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(name, marks=pytest.mark.long if name in AS_OTHERS else ()) for name in PROGRAMS],
+)
 def test_three_steps_and_three_more_are_six(run, program):
     if program == "adapters":
         pytest.importorskip("peft")
