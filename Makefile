@@ -5,15 +5,16 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' requirements/cpu.txt)
 
-.PHONY: train test test-unit test-long lint format docs clean
+.PHONY: train test test-unit test-long chaos lint format docs clean
 
 train: .venv/.installed
 	$(BIN)/python -m hybridrl.main $(ARGS)
 
-# Unit tests share out the cores; integration tests use all of them themselves, one after the other.
+# Unit tests share out the cores. Integration tests wait as much as they work, for Ray and for each
+# other's processes, so two files of them go on at a time.
 ifeq ($(ARGS),)
 test: test-unit
-	$(BIN)/python -m pytest tests/integration
+	$(BIN)/python -m pytest tests/integration -n 2 --dist loadfile
 else
 test: .venv/.installed
 	$(BIN)/python -m pytest $(ARGS)
@@ -25,6 +26,10 @@ test-unit: .venv/.installed
 # What `make test` leaves out. Before a release.
 test-long: .venv/.installed
 	$(BIN)/python -m pytest -m long $(ARGS)
+
+# Kills parts of forty jobs at random moments: half an hour. ARGS="--rounds 6 --seed 7"
+chaos: .venv/.installed
+	$(BIN)/python tests/chaos.py $(ARGS)
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

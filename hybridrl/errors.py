@@ -42,8 +42,25 @@ class WorkerError(HybridRLError):
     """A worker raised or died. Names role, rank and method, and carries the worker's traceback."""
 
 
+class LostError(WorkerError):
+    """The job's processes are to be started again, for one of them or a machine is gone: a host,
+    the relay, a node. A run with checkpoints goes on from the newest; see `recover`.
+
+    Args:
+        memory_of: The call during which the machine ran out of memory, if that is why.
+    """
+
+    def __init__(self, message: str, memory_of: str = "") -> None:
+        super().__init__(message)
+        self.memory_of = memory_of
+
+
 class CallTimeoutError(WorkerError):
     """A call outlived `controller.timeout_s`. Names role, rank and method; carries all stacks."""
+
+
+class Preempted(KeyboardInterrupt):
+    """SIGTERM ended the run where it can go on: whoever took the machine may start it again."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

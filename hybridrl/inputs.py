@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.checks.model_folder import check_model
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, nearest
+from hybridrl.trainers import name_of
 from hybridrl.trainers.role_spec import SCORING, RoleSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from hybridrl.core.batch import Batch
+    from hybridrl.trainers.base import Trainer
 
 HEAD_DIM_STEP = 32
 
@@ -70,6 +72,35 @@ def load_rows(config: Config, kind: str, tokenizer: Any) -> Rows:
     if kind != "prompts":
         response = _longest(batches, ("response_ids", "chosen_ids", "rejected_ids"))
     return Rows(training, held_out, examples, _longest(batches, ("prompt_ids",)), response)
+
+
+def with_objects(
+    config: Config,
+    reward: Callable[..., Any] | Sequence[Callable[..., Any]] | None,
+    data: Any,
+    trainer: type[Trainer] | None,
+) -> Config:
+    """The settings with Python objects in place of the names that they have there.
+
+    Raises:
+        ConfigError: if one is not of its kind.
+    """
+    if reward is not None:
+        functions = [reward] if callable(reward) else reward
+        if not isinstance(functions, Sequence) or not all(map(callable, functions)):
+            raise ConfigError(f"Job(reward={reward!r}): must be a function, or a list of them.")
+        config = replace(config, reward=replace(config.reward, function=functions))
+    if data is not None:
+        rows = replace(config.data, task=None, path="data.parquet", split=None)
+        config = replace(config, data=rows)
+    if trainer is not None:
+        if not isinstance(trainer, type):
+            raise ConfigError(
+                f"Job(trainer={trainer!r}): must be a class. Names go into the settings: "
+                "trainer.name=..."
+            )
+        config = replace(config, trainer=replace(config.trainer, name=name_of(trainer)))
+    return config
 
 
 def write_rows(rows: Any, file: Path) -> str:

@@ -19,21 +19,24 @@ import psutil
 
 from hybridrl.checks.placement import check_placement, wanted_roles
 from hybridrl.checks.settings import check
-from hybridrl.checks.shared_paths import paths_of_workers
 from hybridrl.config.load import to_plain, to_yaml
 from hybridrl.config.schema import Config
 from hybridrl.core.garbage import no_collection
-from hybridrl.errors import ConfigError, DataError
+from hybridrl.devices import Devices
+from hybridrl.errors import ConfigError, DataError, WorkerError
+from hybridrl.groups import build_groups
+from hybridrl.inputs import with_objects, write_rows
 from hybridrl.observe.metrics import open_writers
 from hybridrl.observe.run_directory import RunDirectory
-from hybridrl.trainers import load_trainer, name_of
+from hybridrl.observe.run_lock import RunLock
+from hybridrl.trainers import load_trainer
 from hybridrl.trainers.resumed import find_checkpoint
-from hybridrl.trainers.role_spec import played_by
+from hybridrl.trainers.same_model import check_made_with, made_with
 
 if TYPE_CHECKING:
-    from hybridrl.controller import BatchRef, WorkerGroup
+    from hybridrl.controller import BatchRef
+    from hybridrl.controller.executor import Executor
     from hybridrl.core.batch import Batch
-    from hybridrl.placement.separated_actor import SeparatedActor
     from hybridrl.planner.plan import Plan
     from hybridrl.trainers.base import Trainer
     from hybridrl.trainers.feed import Feed
@@ -60,6 +63,7 @@ class Job:
     Attributes:
         directory: The run's files.
         resumed: What it goes on from.
+        made_with: Which model and tokenizer it learns with, as `same_model` describes them.
         training, held_out: Tokenized data, of the kind that the trainer learns from.
         examples: Prompts with right responses; None where the data has none.
         feed: Deals out `training`, step by step.
@@ -83,25 +87,24 @@ class Job:
         trainer: type[Trainer] | None = None,
     ) -> None:
         self.started = psutil.Process().create_time()
-        self.config = config = _with_objects(config, reward, data, trainer)
-        self.name = f"hybridrl-{os.getpid()}-{int(time.time())}"
+        self.config = config = with_objects(config, reward, data, trainer)
+        self.name = _new_name()
         self.trainer_class = load_trainer(config.trainer.name)
         self.roles = wanted_roles(config, roles)
         check(config, self.roles)
-        if config.resume is not None:
-            progress("looking for a checkpoint")
-        self.resumed = find_checkpoint(config, to_plain(config), self.roles)
-        self.directory = _make_directory(config, self.resumed.run)
-        if data is not None:
-            from hybridrl.inputs import write_rows
-
-            path = write_rows(data, self.directory.path / "data.parquet")
-            self.config = config = replace(config, data=replace(config.data, path=path))
-        self.directory.write_config(to_yaml(config))
-        trackers = config.metrics or []
-        trackers = [trackers] if isinstance(trackers, str) else list(trackers)
         self._opened = ExitStack()
         try:
+            self.directory = _make_directory(config)
+            self._opened.enter_context(RunLock(self.directory.path))
+            if config.resume is not None or config.fork is not None:
+                progress("looking for a checkpoint")
+            self.resumed = find_checkpoint(config, to_plain(config), self.roles)
+            if data is not None:
+                path = write_rows(data, self.directory.path / "data.parquet")
+                self.config = config = replace(config, data=replace(config.data, path=path))
+            self.directory.write_config(to_yaml(config))
+            trackers = config.metrics or []
+            trackers = [trackers] if isinstance(trackers, str) else list(trackers)
             self._writers = open_writers(
                 trackers, self.directory, config.run.name, to_plain(config)
             )
@@ -121,12 +124,42 @@ class Job:
             loading = beside.submit(self._load)
             self.executor = self._start_executor()
         loading.result()
+        self._deploy(progress)
+
+    def _deploy(self, progress: Callable[[str], None]) -> None:
+        """Places the roles on the devices that there are, and builds their workers."""
         self.feed = self._make_feed()
-        self.placement = check_placement(config, self.executor.cluster, self.roles)
+        self.placement = check_placement(self.config, self.executor.cluster, self.roles)
         self.directory.write_placement(self.placement.to_json())
         self.plan = self._make_plan()
         progress(f"starting workers on {len(self.executor.cluster.devices)} devices")
-        self._build_groups()
+        self.groups = build_groups(self, self.executor)
+
+    def restart(self, progress: Callable[[str], None] = lambda _: None) -> None:
+        """Makes again what can be lost: `executor`, `placement`, `plan`, `groups` and `feed`, which
+        is at its beginning; on as many devices as before, or on fewer if `recover.min_devices`
+        allows it. Handles and batches of before are of no use any more.
+
+        Raises:
+            LostError: if something is lost meanwhile.
+            WorkerError: if too few devices come back, or the job does not fit on them.
+        """
+        from hybridrl.rollout.shared_memory import remove_shared_memory
+
+        self.executor.close()
+        remove_shared_memory(self.name)
+        self.name = _new_name()
+        try:
+            self._devices.wait_after_loss(progress)
+            progress("starting other processes")
+            self.executor = self._make_executor()
+            self._deploy(progress)
+        except ConfigError as error:
+            raise WorkerError(f"The workers could not be started again: {error}") from error
+
+    def may_grow(self) -> bool:
+        """Whether a restart would bring devices back, after the job went on with fewer."""
+        return self._devices.may_grow()
 
     def __enter__(self) -> Job:
         return self
@@ -184,41 +217,19 @@ class Job:
         that fails to close keeps no other from being closed."""
         self._opened.close()
 
-    def _start_executor(self) -> Any:
+    def _start_executor(self) -> Executor:
         from hybridrl.rollout.shared_memory import remove_leftovers, remove_shared_memory
 
         remove_leftovers()
-        self._opened.callback(remove_shared_memory, self.name)
+        self._opened.callback(lambda: remove_shared_memory(self.name))
+        self._devices = Devices(self.config, self.roles, self.directory.path)
+        self._opened.callback(self._devices.close)
         executor = self._make_executor()
-        self._opened.callback(executor.close)
+        self._opened.callback(lambda: self.executor.close())
         return executor
 
-    def _make_executor(self) -> Any:
-        config = self.config
-        if config.executor == "inline":
-            from hybridrl.controller import InlineExecutor
-
-            return InlineExecutor(config.devices, self.directory.path)
-        from hybridrl.ray_backend.executor import RayExecutor
-
-        return RayExecutor(
-            config.devices,
-            config.num_devices,
-            address=config.ray.address,
-            run_directory=self.directory.path,
-            timeout_s=config.controller.timeout_s,
-            heartbeat_s=config.controller.heartbeat_s,
-            start_timeout_s=config.ray.start_timeout_s,
-            preload=self._modules_of_workers(),
-            paths=paths_of_workers(config, self.directory.path),
-        )
-
-    def _modules_of_workers(self) -> list[str]:
-        """What workers import anyway, while the driver prepares."""
-        modules = ["hybridrl.workers.actor"]
-        if any(spec.generates for spec in self.roles.values()):
-            modules.append(f"hybridrl.rollout.{self.config.rollout.engine}")
-        return modules
+    def _make_executor(self) -> Executor:
+        return self._devices.executor()
 
     def _load(self) -> None:
         """Model folder, tokenizer and data, and what follows from their sizes."""
@@ -236,7 +247,11 @@ class Job:
         self.training, self.held_out, self.examples = rows.training, rows.held_out, rows.examples
         self.longest_prompt, self.longest_response = rows.longest_prompt, rows.longest_response
         self.context_length = self.longest_prompt + self.longest_response
-        inputs.check_lengths(config, kind, rows, load_config(self.model_path))
+        model_config = load_config(self.model_path)
+        inputs.check_lengths(config, kind, rows, model_config)
+        self.made_with = made_with(model_config.to_dict(), self.tokenizer)
+        if self.resumed.folder is not None:
+            check_made_with(self.resumed.folder, self.made_with)
         self.sampling = Sampling(
             rollout.max_tokens,
             rollout.temperature,
@@ -264,32 +279,6 @@ class Job:
         """The settings, with the tiny model's folder if there was none."""
         return replace(self.config, model=replace(self.config.model, path=self.model_path))
 
-    def _build_groups(self) -> None:
-        from hybridrl.controller import WorkerGroup
-        from hybridrl.roles import worker_of
-
-        self.groups = {}
-        for role, place in self.placement.roles.items():
-            worker_class, keywords = worker_of(role, self)
-            self.groups[role] = WorkerGroup(
-                self.executor, role, worker_class, place.devices, **keywords
-            )
-        for group in self.groups.values():
-            group.ready()
-        if self.placement.is_separated:
-            self.groups["actor"] = self._join_actor(self.groups["actor"], self.groups["generator"])
-        for role in self.roles:
-            self.groups[role] = self.groups[played_by(self.roles, role, self.config)]
-
-    def _join_actor(self, trainer: WorkerGroup, generator: WorkerGroup) -> SeparatedActor:
-        from hybridrl.placement.separated_actor import SeparatedActor
-
-        flow = self.config.placement
-        store = flow.transport == "store" or (flow.transport == "auto" and flow.staleness > 1)
-        return SeparatedActor(
-            trainer, generator, staleness=flow.staleness, in_flight=flow.in_flight, store=store
-        )
-
     def publish(self) -> None:
         """Has the next samples come from the newest weights, however old `placement.staleness`
         allows them to be."""
@@ -297,35 +286,13 @@ class Job:
             self.groups["actor"].publish()
 
 
-def _make_directory(config: Config, resumed: Path | None) -> RunDirectory:
+def _new_name() -> str:
+    """Of what workers have in shared memory; those that come after them have another."""
+    return f"hybridrl-{os.getpid()}-{int(time.time())}"
+
+
+def _make_directory(config: Config) -> RunDirectory:
     run = config.run
-    if resumed is not None:
-        return RunDirectory.at(resumed, resumes=True)
     if run.directory:
-        return RunDirectory.at(Path(run.directory))
+        return RunDirectory.at(Path(run.directory), resumes=config.resume is not None)
     return RunDirectory.create(Path(run.root), run.name)
-
-
-def _with_objects(
-    config: Config,
-    reward: Function | Sequence[Function] | None,
-    data: Any,
-    trainer: type[Trainer] | None,
-) -> Config:
-    """The settings with Python objects in place of the names that they have there."""
-    if reward is not None:
-        functions = [reward] if callable(reward) else reward
-        if not isinstance(functions, Sequence) or not all(map(callable, functions)):
-            raise ConfigError(f"Job(reward={reward!r}): must be a function, or a list of them.")
-        config = replace(config, reward=replace(config.reward, function=functions))
-    if data is not None:
-        rows = replace(config.data, task=None, path="data.parquet", split=None)
-        config = replace(config, data=rows)
-    if trainer is not None:
-        if not isinstance(trainer, type):
-            raise ConfigError(
-                f"Job(trainer={trainer!r}): must be a class. Names go into the settings: "
-                "trainer.name=..."
-            )
-        config = replace(config, trainer=replace(config.trainer, name=name_of(trainer)))
-    return config

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from types import FrameType
 from typing import Any
 
 import hydra
@@ -17,12 +15,21 @@ from rich.console import Console
 from hybridrl.checks.settings import check
 from hybridrl.config.load import load_config, to_config, to_yaml
 from hybridrl.config.recipe import expand
-from hybridrl.config.resume import with_settings_of_run
+from hybridrl.config.resumed_settings import with_settings_of_run
 from hybridrl.config.schema import Config
-from hybridrl.errors import ConfigError, DataError, HybridRLError, MissingPackageError
+from hybridrl.errors import (
+    ConfigError,
+    DataError,
+    HybridRLError,
+    MissingPackageError,
+    Preempted,
+)
 
 WRONG_SETTING, FAILED, INTERRUPTED = 2, 1, 130
 """Exit codes."""
+PREEMPTED = 75
+"""Exit code after SIGTERM where there are checkpoints to go on from: `EX_TEMPFAIL` of sysexits.h,
+"try again later". (143 is what a shell says of any program that SIGTERM ended, saved or not.)"""
 
 
 def main() -> None:
@@ -34,6 +41,8 @@ def main() -> None:
             _with_hydra()
         else:
             run(load_config(arguments))
+    except Preempted:
+        sys.exit(PREEMPTED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except (ConfigError, DataError, MissingPackageError) as error:
@@ -49,7 +58,8 @@ def run(config: Config) -> dict[str, Any]:
 
     Raises:
         HybridRLError: a sentence that says what is wrong.
-        KeyboardInterrupt: after Ctrl-C or SIGTERM, when what there was has been saved.
+        KeyboardInterrupt: after Ctrl-C, when what there was has been saved.
+        Preempted: after SIGTERM, when the run can go on from a checkpoint.
     """
     if config.run.dry:
         check(config)
@@ -59,6 +69,7 @@ def run(config: Config) -> dict[str, Any]:
     from hybridrl.observe.console import make_console
     from hybridrl.observe.overview import overview
     from hybridrl.observe.summary import accuracy_name, final_sentence
+    from hybridrl.preemption import on_sigterm
     from hybridrl.trainers import load_trainer
     from hybridrl.trainers.loop import Loop
 
@@ -67,8 +78,6 @@ def run(config: Config) -> dict[str, Any]:
     with make_console(steps, title, accuracy=accuracy_name(config.reward, short=True)) as view:
         summary: dict[str, Any] = {}
         with Job(config, view.phase) as job:
-            # Now, because Ray sets a handler of its own when it starts.
-            signal.signal(signal.SIGTERM, _interrupt)
             # It brings in the libraries of the models, which the job imports while Ray starts.
             from hybridrl.planner.table import short
 
@@ -78,10 +87,13 @@ def run(config: Config) -> dict[str, Any]:
                     view.message(notice)
             loop = Loop(job, view)
             summary = loop.summary
-            try:
-                loop.run()
-            finally:
-                view.phase("closing")
+            code = PREEMPTED if config.checkpoint.wanted else INTERRUPTED
+            # Now, because Ray sets a handler of its own when it starts.
+            with on_sigterm(loop.preempt, config.recover.grace_s, code):
+                try:
+                    loop.run()
+                finally:
+                    view.phase("closing")
         accuracy = accuracy_name(config.reward)
         view.close(final_sentence(summary, job.directory.path, accuracy))
     return summary
@@ -91,10 +103,6 @@ def run(config: Config) -> dict[str, Any]:
 def _with_hydra(config: Any) -> None:
     overrides = list(HydraConfig.get().overrides.task)
     run(with_settings_of_run(to_config(config), overrides))
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _complain(error: HybridRLError) -> None:

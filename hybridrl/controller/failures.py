@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridrl.controller.call import Call, Failure
-from hybridrl.errors import WorkerError
+from hybridrl.errors import LostError, WorkerError
 
 LOG_LINES = 15
 
@@ -70,7 +70,7 @@ def explain(found: Sequence[Failure | Death], hosts: Hosts) -> WorkerError:
     )
 
 
-def node_lost(death: Death, hosts: Hosts) -> WorkerError:
+def node_lost(death: Death, hosts: Hosts) -> LostError:
     """The error for a node of which nothing is heard any more."""
     node = hosts.identities[death.host].node
     there = [host for host, identity in enumerate(hosts.identities) if identity.node == node]
@@ -84,29 +84,31 @@ def node_lost(death: Death, hosts: Hosts) -> WorkerError:
     )
     left = len(hosts.identities) - len(there)
     without = f", or go on without it (num_devices={left})," if left else ""
-    return WorkerError(
+    return LostError(
         f"Node {hosts.identities[death.host].address} ({lived}) was lost during {death.call.name}: "
         "its machine or its Ray process ended, or the network does not reach it; bring it back "
         f"(`ray status` shows it){without} and start the job again."
     )
 
 
-def _of_death(death: Death, hosts: Hosts) -> WorkerError:
+def _of_death(death: Death, hosts: Hosts) -> LostError:
     identity, role, rank = hosts.identities[death.host], death.call.role, death.rank
     sentence = (
         f"{role} rank {rank} (process {identity.pid} on {identity.address}) died during "
         f"{death.call.name}."
     )
-    sentence += out_of_memory(death.text) or (
+    memory = out_of_memory(death.text)
+    memory_of = death.call.name if memory else ""
+    sentence += memory or (
         " A process that ends without a traceback was killed from outside (kill -9, the kernel's"
         " out-of-memory killer) or crashed in native code."
     )
     if hosts.run_directory is None or role not in hosts.roles.get(death.host, {}):
-        return WorkerError(sentence)
+        return LostError(sentence, memory_of)
     log = hosts.run_directory / "logs" / f"{role}-{rank}.log"
     lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
     tail = "\n".join(f"  {line}" for line in lines) or "  (empty)"
-    return WorkerError(f"{sentence}\nThe last lines of {log}:\n{tail}")
+    return LostError(f"{sentence}\nThe last lines of {log}:\n{tail}", memory_of)
 
 
 def out_of_memory(text: str) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from hybridrl.checkpoint import file_plan
 from hybridrl.checkpoint.agreement import agreed, explained
 from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.checkpoint.writing import write_tensors
@@ -21,7 +22,13 @@ from hybridrl.core.boxes import volume
 from hybridrl.core.layout import Layout
 from hybridrl.errors import ConfigError
 from hybridrl.models import PackedModel
-from hybridrl.models.stored_names import is_stored_as_named, stored_name
+from hybridrl.models.adapters import ADAPTER, has_adapters
+from hybridrl.models.stored_names import (
+    StoredForm,
+    is_stored_as_named,
+    most_bytes,
+    stored_name,
+)
 from hybridrl.parallel.layout import box_of
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.tensor import Cut
@@ -31,16 +38,18 @@ _log = logging.getLogger(__name__)
 
 def save_model(
     model: PreTrainedModel,
+    form: StoredForm,
     layout: Layout,
     parts: Mapping[str, Tensor],
     mesh: ParallelMesh,
     folder: Path,
 ) -> None:
-    """Writes a model's configuration and weights, float32. Collective.
+    """Writes a model's configuration and weights, or its adapters, float32. Collective.
 
     Args:
         model: This rank's part, for the configuration.
-        layout: Of all ranks, under the names of a checkpoint.
+        form: Which weights, and their names in the files.
+        layout: Of all ranks.
         parts: What this rank holds, by name.
 
     Raises:
@@ -48,14 +57,31 @@ def save_model(
     """
     with agreed(mesh.group()), explained(folder):
         if mesh.is_first:
-            folder.mkdir(parents=True, exist_ok=True)
-            # As `save_pretrained` does, which cannot do without the weights.
-            model.config.dtype = "float32"
-            model.config.architectures = [type(model).__name__]
-            model.config.save_pretrained(folder)
-            if model.can_generate():
-                model.generation_config.save_pretrained(folder)
-    write_tensors(folder, layout, mesh.place, parts.__getitem__, torch.float32, mesh.group())
+            describe(model, folder)
+    write_tensors(
+        folder,
+        layout.renamed(form.names),
+        mesh.place,
+        parts.__getitem__,
+        torch.float32,
+        mesh.group(),
+        file_bytes=most_bytes(form.stem, file_plan.FILE_BYTES),
+        stem=form.stem,
+    )
+
+
+def describe(model: PreTrainedModel, folder: Path) -> None:
+    """Writes what a folder has beside weights, which are float32, as `save_pretrained` does; that
+    cannot do without the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if has_adapters(model):
+        model.peft_config[ADAPTER].save_pretrained(str(folder))
+    else:
+        model.config.dtype = "float32"
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
 
 
 def fill(

@@ -37,7 +37,7 @@ from hybridrl.engine.whole_parameters import whole_parameters
 from hybridrl.errors import TrainingError
 from hybridrl.models import PackedModel, PackedSamples
 from hybridrl.models.adapters import has_adapters, merged
-from hybridrl.models.stored_names import is_stored_as_named
+from hybridrl.models.stored_names import stored_form
 from hybridrl.parallel import tensor as tensor_parallel
 from hybridrl.parallel.fsdp import is_small, shard
 from hybridrl.parallel.layout import training_layout
@@ -287,10 +287,10 @@ class TrainEngine:
             StorageError: on all ranks, if one of them could not write.
         """
         inner = self.model.inner
-        if not self.has_adapters and is_stored_as_named(inner, self.layout().shapes):
-            save_model(inner, self.layout(), self.local_parameters(), self.mesh, folder)
+        if (form := stored_form(inner, self.layout().shapes)) is not None:
+            save_model(inner, form, self.layout(), self.local_parameters(), self.mesh, folder)
             return
-        # transformers and peft choose and change what they save, and must see it whole.
+        # transformers changes what it saves, and must see it whole.
         state = {}
         for name, tensor in self.full_parameters():
             if self.mesh.is_first:

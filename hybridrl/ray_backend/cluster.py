@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridrl.errors import ConfigError, HybridRLError
-from hybridrl.ray_backend import node_probe
+from hybridrl.ray_backend import agents, node_probe
 from hybridrl.ray_backend.library import ray
 from hybridrl.ray_backend.nodes import Node, NodeReport, check_reports, check_room, table
 
@@ -22,11 +23,35 @@ PACKAGES = {
 """What has to be of one version everywhere, and the names under which it is installed. Ray sees to
 its own version."""
 CONNECT_SECONDS = 5.0
+LOOK_SECONDS = 0.5
+"""Between two looks at the nodes, while devices are waited for."""
 
 
 QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 STARTS = 2
 """Ray gives up after 30 s, which a busy machine may need."""
+
+
+class Connection:
+    """This process's place in a cluster. Executors on it come and go.
+
+    Args:
+        address: See `connect`.
+
+    Attributes:
+        is_own: Whether it is to be ended here; in a process that was connected before, it is not.
+        joined: Whether it is to a cluster that somebody else started.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        self.is_own = not ray.is_initialized()
+        self.joined = self.is_own and connect(address)
+
+    def close(self) -> None:
+        """Leaves the cluster, or ends it if it was started here."""
+        if self.is_own:
+            ray.shutdown()
+            agents.end_watch()
 
 
 def connect(address: str | None) -> bool:
@@ -62,6 +87,7 @@ def start(cpus: int) -> None:
     for attempt in range(STARTS):
         try:
             ray.init(num_cpus=cpus, include_dashboard=False, **QUIET)
+            agents.end_with_driver()
             return
         except Exception as error:  # Ray raises that itself, when it has waited for 30 s
             ray.shutdown()
@@ -106,6 +132,42 @@ def nodes() -> list[Node]:
                 )
             )
     return found
+
+
+def wait_for_devices(kind: str, wanted: int, least: int, cpus: float, limit: float) -> int:
+    """Waits for devices to come back: how many may be had, no more than `wanted`, as soon as there
+    are so many, or after `limit` seconds.
+
+    Args:
+        least: So many there must be.
+        cpus: Cores of each.
+
+    Raises:
+        ConfigError: if there are fewer.
+    """
+    until = time.monotonic() + limit
+    while True:
+        alive = nodes()
+        there = [node for node in alive if is_reachable(node)]
+        free = free_devices(there, kind, cpus)
+        # Of a node that has just been lost Ray says for half a minute that it is there, and would
+        # place hosts on it.
+        if free >= wanted and len(there) == len(alive):
+            return wanted
+        if time.monotonic() > until:
+            break
+        time.sleep(LOOK_SECONDS)
+    if free < least:
+        raise ConfigError(
+            f"There are {free} free devices of kind `{kind}` after {limit:g} s (recover.wait_s), "
+            f"and {least} are needed (recover.min_devices). The nodes:\n{table(there)}"
+        )
+    return free
+
+
+def free_devices(there: Sequence[Node], kind: str, cpus: float) -> int:
+    """How many devices with so many cores each no job has taken."""
+    return sum(node.slots(kind, cpus, free=True) for node in there)
 
 
 def share(there: Sequence[Node], number: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hybridrl.controller.call import Call, Failure, Reply, Request, Result
-from hybridrl.controller.executor import Executor
+from hybridrl.controller.executor import Executor, warn_of_unfinished
 from hybridrl.controller.failures import Death, Hosts, explain, out_of_memory
 from hybridrl.controller.hangs import Hang, Pending, silence
 from hybridrl.controller.shards import ShardInfo
@@ -21,8 +22,9 @@ from hybridrl.core import user_code
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import Cluster, Device, choose_devices
 from hybridrl.core.record import Record
-from hybridrl.errors import ConfigError, DataError, WorkerError
+from hybridrl.errors import ConfigError, DataError, LostError, WorkerError
 from hybridrl.ray_backend import cluster as ray_cluster
+from hybridrl.ray_backend.cluster import Connection
 from hybridrl.ray_backend.host import RayHost
 from hybridrl.ray_backend.library import ray
 from hybridrl.ray_backend.message import pack, seal
@@ -50,6 +52,8 @@ class RayExecutor(Executor):
         devices: `cpu`, `cuda` or `auto`.
         num_devices: How many hosts; None: every GPU, or two CPU slots.
         address: `auto`, `ray://...` or `host:port` joins a cluster; None starts a local one.
+        connection: In place of an address: a connection that is left open, for other executors to
+            come.
         timeout_s: Longest time a call may run.
         heartbeat_s: A host that does not answer for so long while it has a call is named.
         start_timeout_s: Longest wait for the cluster to give the devices.
@@ -60,6 +64,10 @@ class RayExecutor(Executor):
     Raises:
         ConfigError: if the cluster has fewer devices, does not give them in time, or has nodes
             that cannot take part.
+        LostError: if a host ends while it starts.
+
+    Attributes:
+        cpus_per_host: Cores of each host.
     """
 
     def __init__(
@@ -68,6 +76,7 @@ class RayExecutor(Executor):
         num_devices: int | None = None,
         *,
         address: str | None = None,
+        connection: Connection | None = None,
         run_directory: Path | None = None,
         timeout_s: float = 1800.0,
         heartbeat_s: float = 60.0,
@@ -80,27 +89,26 @@ class RayExecutor(Executor):
         self.run_directory = run_directory.absolute() if run_directory else None
         self._timeout = timeout_s
         self._heartbeat = heartbeat_s
-        self._started_ray = not ray.is_initialized()
         self._unreachable: set[str] = set()
         self._stalled = time.monotonic()  # since when no host has been seen to work
         for module in user_code.loaded_files():  # whose names mean nothing to workers
             ray.cloudpickle.register_pickle_by_value(module)
-        joined = self._started_ray and ray_cluster.connect(address)
+        self._shares_connection = connection is not None
+        self._connection = connection or Connection(address)
         self._bundles = None
         try:
             self._nodes = {node.id: node for node in ray_cluster.nodes()}
             kind, number = self._choose(devices, num_devices, cpus_per_host or 1.0)
             share = ray_cluster.share(list(self._nodes.values()), number) if kind == "cpu" else 1.0
-            cpus = cpus_per_host or (share if self._started_ray else 1.0)
+            cpus = cpus_per_host or (share if self._connection.is_own else 1.0)
+            self.cpus_per_host = cpus
             self._bundles = ray_cluster.reserve(kind, number, cpus, start_timeout_s)
-            if joined or len(self._nodes) > 1:
+            if self._connection.joined or len(self._nodes) > 1:
                 seen = {setting: str(path.absolute()) for setting, path in (paths or {}).items()}
                 ray_cluster.check_nodes(self._bundles, start_timeout_s, seen)
             self._start_hosts(kind, number, cpus, preload, start_timeout_s)
         except BaseException:
-            if self._bundles is not None and not self._started_ray:  # a session of the user's
-                ray.util.remove_placement_group(self._bundles)
-            self._disconnect()
+            self._give_back()
             raise
 
     def _choose(self, devices: str, number: int | None, cpus_per_host: float) -> tuple[str, int]:
@@ -132,7 +140,7 @@ class RayExecutor(Executor):
             identities = ray.get(asked, timeout=start_timeout_s)
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             why = out_of_memory(str(error)) or f" {error}"
-            raise WorkerError(f"A host process ended before it could start.{why}") from None
+            raise LostError(f"A host process ended before it could start.{why}") from None
         except ray.exceptions.GetTimeoutError:
             raise WorkerError(
                 f"The {number} host processes did not start within {start_timeout_s:g} s "
@@ -173,7 +181,11 @@ class RayExecutor(Executor):
         return Refs([ray.put(seal(reply, []))], [ray.put(batch)])
 
     def fetch(self, result: Result, index: int) -> Batch:
-        return ray.get(self._transport.fetch(result.data, index))
+        try:
+            return ray.get(self._transport.fetch(result.data, index))
+        except ray.exceptions.ObjectLostError as error:
+            sentence = f"A batch was lost with the node on which it lay: {error}"
+            raise self._ended(LostError(sentence)) from None
 
     def wait(self, calls: Sequence[Call], limit: float | None = None) -> bool:
         until = math.inf if limit is None else time.monotonic() + limit
@@ -192,7 +204,11 @@ class RayExecutor(Executor):
         return True
 
     def close(self) -> None:
+        if self._bundles is None:  # closed before
+            return
         if self.takes_calls:
+            if sys.exc_info()[0] is None:  # else there is an error, which says enough
+                warn_of_unfinished(self._pending)
             closing = [host.close.remote() for host in self._hosts]
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
@@ -200,12 +216,15 @@ class RayExecutor(Executor):
         self._pending.clear()
         for actor in [*self._hosts, *self._transport.helpers()]:
             ray.kill(actor, no_restart=True)
-        ray.util.remove_placement_group(self._bundles)
-        self._disconnect()
+        self._give_back()
 
-    def _disconnect(self) -> None:
-        if self._started_ray:
-            ray.shutdown()
+    def _give_back(self) -> None:
+        """Gives the devices back to the cluster, and leaves it."""
+        if self._bundles is not None:
+            ray.util.remove_placement_group(self._bundles)
+            self._bundles = None
+        if not self._shares_connection:
+            self._connection.close()
 
     def _look(self, numbers: Sequence[int], seconds: float) -> None:
         """Takes note of what has come of calls, waiting so long for these; raises if one failed."""

@@ -12,6 +12,8 @@ if "RAY_ADDRESS" not in os.environ:
 # Without it Ray warns, of accelerators it does not find, on every start.
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Whoever has lost the head of the cluster tries for so many seconds to reach it again; else, sixty.
+os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "15")
 # The hosts are the job: they get no less of a busy machine than the driver.
 os.environ.setdefault("RAY_worker_niceness", "0")
 

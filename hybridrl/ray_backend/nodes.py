@@ -34,10 +34,12 @@ class Node:
             f"{self.free_cpus:g} of {self.cpus:g} CPUs free"
         )
 
-    def slots(self, kind: str, cpus_per_host: float) -> int:
-        """How many devices of a kind it could hold if nothing else ran there."""
-        by_cpu = int(self.cpus / cpus_per_host + 1e-6)
-        return min(by_cpu, int(self.gpus)) if kind == "cuda" else by_cpu
+    def slots(self, kind: str, cpus_per_host: float, free: bool = False) -> int:
+        """How many devices of a kind it could hold: beside what runs there, or (not `free`) if
+        nothing did."""
+        cpus, gpus = (self.free_cpus, self.free_gpus) if free else (self.cpus, self.gpus)
+        by_cpu = int(cpus / cpus_per_host + 1e-6)
+        return min(by_cpu, int(gpus)) if kind == "cuda" else by_cpu
 
 
 @dataclass(frozen=True)

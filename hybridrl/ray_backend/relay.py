@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hybridrl.controller.call import Result
-from hybridrl.errors import WorkerError
+from hybridrl.errors import LostError, WorkerError
 from hybridrl.ray_backend.library import ray
 from hybridrl.ray_backend.message import addressed, open_head, seal, unseal
 from hybridrl.ray_backend.remote_result import Refs
@@ -156,7 +156,7 @@ class RelayTransport(Transport):
                 f"answer within {SILENCE_SECONDS:g} s: it was stopped, or its node is overloaded."
             ) from None
         except ray.exceptions.RayActorError as error:
-            raise WorkerError(
+            raise LostError(
                 "The relay, the process that passes the driver's calls on to the hosts, died: it "
                 "was killed from outside (kill -9, the kernel's out-of-memory killer) or its node "
                 f"was lost. Start the job again.\n{error}"

@@ -35,7 +35,8 @@ class RewardPool:
     """Runs reward functions on rows, in child processes that start with the constructor.
 
     A row that raises, hangs, returns nonsense or kills its process costs that row (see `on_error`)
-    and no other: a lost process is replaced and the remaining rows go on.
+    and no other: a lost process is replaced and the remaining rows go on. The row of a process that
+    was killed from outside is tried again once.
 
     Args:
         functions: `path/to/file.py:score`, `package.module:score`, a built-in name, or a function
@@ -273,6 +274,8 @@ class RewardPool:
             work.suspects.extend(tasks)
             return
         guilty = tasks[:1] if blamed else []
+        if guilty and reason and child.was_killed and work.may_try_again(guilty[0]):
+            guilty = []
         work.waiting[child.is_async].extendleft(reversed(tasks[len(guilty) :]))
         for task in guilty:
             self._fail(work, task, reason)

@@ -96,6 +96,11 @@ class ChildProcess:
             assert pipe is not None
             pipe.close()
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether SIGKILL ended it, which comes from outside. Only after `kill`."""
+        return self._process.returncode == -signal.SIGKILL
+
     def how_it_ended(self) -> str:
         """What the exit status says, as the end of a sentence. Only after `kill`."""
         status = self._process.returncode

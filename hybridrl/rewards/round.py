@@ -62,6 +62,7 @@ class Round:
         # Asynchronous tasks of a process that died or hung: nobody knows which of them did it, so
         # each gets a process for itself.
         self.suspects: deque[int] = deque()
+        self._tried_again: set[int] = set()
         self._unanswered = len(tasks)
         self._scores = [[math.nan] * len(rows) for _ in names]
         self._further: dict[str, list[float]] = {}
@@ -100,6 +101,14 @@ class Round:
             if column not in self._further:
                 self._further[column] = [math.nan] * len(self._rows)
             self._further[column][row] = value
+
+    def may_try_again(self, task: int) -> bool:
+        """Of a task whose process was killed: whether it was for the first time, when nobody knows
+        that the task was the reason."""
+        if task in self._tried_again:
+            return False
+        self._tried_again.add(task)
+        return True
 
     def fail(self, task: int, reason: str, is_timeout: bool = False) -> None:
         """Records a failed call.

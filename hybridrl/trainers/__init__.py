@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PARTS = (
     *("adaptive_kl", "base", "checkpoints", "evaluation", "feed", "loop", "objectives", "policy"),
-    *("resumed", "role_spec", "shaping", "step_metrics", "warmup"),
+    *("recovery", "resumed", "role_spec", "shaping", "step_metrics", "warmup"),
 )
 """Modules here that are not driver programs."""
 PROGRAMS = [module.name for module in pkgutil.iter_modules(__path__) if module.name not in PARTS]

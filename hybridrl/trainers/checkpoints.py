@@ -2,23 +2,31 @@
 
 `<run>/checkpoints/step-000020/` holds a folder for each role that trains, written by its workers,
 and `driver.json`: what the driver knows at the end of the step. No call is under way then, so
-nothing else is to be kept.
+nothing else is to be kept. The workers may write while later steps go on: what they write is a copy
+of that moment, and so is the driver's part.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
+import math
 import time
 import zlib
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.config.resume import SETTINGS, steps_folder
+from hybridrl.core.locations import write_whole
 from hybridrl.errors import ConfigError, DataError, HybridRLError
+from hybridrl.observe.kept_steps import KeepRule, check_best
 from hybridrl.observe.step_folders import StepFolders
 from hybridrl.observe.storage import explain_write_errors
 from hybridrl.trainers.resumed import Resumed
-from hybridrl.trainers.warmup import load_copies, warms_up
+from hybridrl.trainers.same_model import MADE_WITH
+from hybridrl.trainers.saving import Saving
+from hybridrl.trainers.warmup import keep_copies, load_copies, warms_up
 
 if TYPE_CHECKING:
     from hybridrl.core.batch import Batch
@@ -42,17 +50,47 @@ class Checkpoints:
 
     def __init__(self, job: Job, trainer: Trainer, summary: dict[str, Any]) -> None:
         self.job, self.trainer, self.summary = job, trainer, summary
-        self._folders = StepFolders(job.directory.path)
+        settings = job.config.checkpoint
+        self._folders = StepFolders(steps_folder(job.directory.path.absolute(), settings.folder))
+        self._keep = KeepRule(settings.keep_last, settings.keep_every, settings.best)
+        self._saved_at = time.monotonic()
         self._warmed_up = warms_up(job)
+        self._saving: Saving | None = None
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether this step is to be saved."""
-        every = self.job.config.checkpoint.every
-        return bool(every) and (step % every == 0 or step == last)
+        """Whether this step is to be saved, however good it is."""
+        settings = self.job.config.checkpoint
+        return settings.wanted and (
+            step == last
+            or bool(settings.every and step % settings.every == 0)
+            or 0 < 60 * settings.every_minutes <= time.monotonic() - self._saved_at
+        )
 
-    def save(self, step: int) -> float:
-        """Saves a step, after which no call may be under way, and removes the oldest; gives the
-        seconds that it took.
+    def is_best(self, figures: Mapping[str, float]) -> bool:
+        """Whether a step is to be saved because none that was is as good.
+
+        Args:
+            figures: What was evaluated after it.
+
+        Raises:
+            ConfigError: if `checkpoint.best` is none of them.
+        """
+        if self._keep.best is None:
+            return False
+        check_best(self._keep.best, figures)
+        saved = [*self._folders.figures().values()]
+        if self._saving is not None:
+            saved.append(self._evaluated)
+        return self._keep.goodness(figures) > max(
+            map(self._keep.goodness, saved), default=-math.inf
+        )
+
+    def start(self, step: int, figures: Mapping[str, float]) -> None:
+        """Begins to save a step, after which no call may be under way; the one before must be
+        finished. With `checkpoint.asynchronous` workers write a copy while the next steps go on.
+
+        Args:
+            figures: What was evaluated after the step.
 
         Raises:
             ConfigError: if a part of the user's has a state that is no plain data.
@@ -60,23 +98,76 @@ class Checkpoints:
         """
         begin = time.perf_counter()
         part = self._folders.begin(step)
-        try:
-            saving = [
-                self.job.groups[role].save_state(str((part / role).absolute()))
-                for role in self._roles()
-            ]
-            for handle in saving:
-                handle.get()
-            self._write_driver(part / DRIVER, step)
-            self._folders.complete(step)
-        except (HybridRLError, OSError):
-            self._folders.discard(step)
-            raise
-        self._folders.prune(self.job.config.checkpoint.keep_last)
+        with self._discarded_if_it_fails(step):
+            self._driver, self._evaluated = self._state_of_driver(step), dict(figures)
+            groups = {role: self.job.groups[role] for role in self._roles()}
+            self._saving = Saving(step, part, groups, self.job.config.checkpoint.asynchronous)
         self.job.executor.take_records()
         # Samples of later steps must not depend on weights that a resumed run does not have.
         self.job.publish()
-        return time.perf_counter() - begin
+        self._saved_at = time.monotonic()
+        self._saving.stall += time.perf_counter() - begin
+
+    def ask(self) -> None:
+        """Has the workers say how far they are, for `poll`."""
+        if self._saving is not None:
+            with self._discarded_if_it_fails(self._saving.step):
+                self._saving.ask()
+
+    def poll(self) -> Saving | None:
+        """Completes the step that is being saved, if by what `ask` has brought all of it is on the
+        disk, and removes the oldest; gives it then. Waits for no worker.
+
+        Raises:
+            StorageError: if it could not be written; the checkpoint before it stays.
+        """
+        if self._saving is None:
+            return None
+        with self._discarded_if_it_fails(self._saving.step):
+            return self._complete() if self._saving.is_written() else None
+
+    def finish(self, limit: float | None = None) -> Saving | None:
+        """As `poll`, but waits, `limit` seconds at most (None: as long as it takes); what is not
+        written then is given up."""
+        if self._saving is None:
+            return None
+        begin = time.perf_counter()
+        with self._discarded_if_it_fails(self._saving.step):
+            if self._saving.wait(limit):
+                self._saving.stall += time.perf_counter() - begin
+                return self._complete()
+        self.abandon()
+        return None
+
+    def abandon(self) -> None:
+        """Gives up what is being saved."""
+        if self._saving is not None:
+            self._folders.discard(self._saving.step)
+            self._saving = None
+
+    @contextlib.contextmanager
+    def _discarded_if_it_fails(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (HybridRLError, OSError):
+            self._folders.discard(step)
+            self._saving = None
+            raise
+
+    def _complete(self) -> Saving:
+        saving, begin = self._saving, time.perf_counter()
+        folder = self._folders.at(saving.step)
+        with explain_write_errors(folder):
+            write_whole(folder / DRIVER, self._driver.encode())
+            write_whole(folder / MADE_WITH, json.dumps(self.job.made_with).encode())
+            write_whole(folder / SETTINGS, self.job.directory.config_file.read_bytes())
+        if self.job.config.checkpoint.folder is not None:
+            keep_copies(self.job, self._folders.path)
+        self._folders.complete(saving.step, self._evaluated)
+        self._saving = None
+        self._folders.prune(self._keep)
+        saving.stall += time.perf_counter() - begin
+        return saving
 
     def newest(self) -> Resumed:
         """What a run that has lost its workers goes on from: its newest whole step, or its
@@ -101,7 +192,7 @@ class Checkpoints:
         """
         if found.folder is not None:
             state = json.loads((found.folder / DRIVER).read_text(encoding="utf-8"))
-            if _fingerprint(self.trainer.data) != state["data"]:
+            if self._fingerprint != state["data"]:
                 raise DataError(
                     f"{found.folder} was written by a run on other data than this one's "
                     f"{len(self.trainer.data)} rows, or on other tokens of them. Resume with the "
@@ -119,7 +210,7 @@ class Checkpoints:
             # As that run did, whatever the settings of this one say.
             self._warmed_up = state["warmed_up"]
             if self._warmed_up:
-                load_copies(self.job, but=self._roles())
+                load_copies(self.job, but=self._roles(), steps=found.folder.parent)
             self.job.publish()
             self.job.executor.take_records()
             self.summary |= state["summary"]
@@ -131,7 +222,8 @@ class Checkpoints:
     def _roles(self) -> list[str]:
         return [role for role, spec in self.job.roles.items() if spec.keeps_state]
 
-    def _write_driver(self, file: Path, step: int) -> None:
+    def _state_of_driver(self, step: int) -> str:
+        """What is to stand in `driver.json`."""
         config, feed, trainer = self.job.config, self.job.feed.state(), self.trainer.state()
         _check_plain(f"data.sampler={config.data.sampler}", feed.get("sampler"))
         _check_plain(f"trainer.name={config.trainer.name}", trainer)
@@ -142,12 +234,13 @@ class Checkpoints:
             "figures": self.trainer.figures,
             "summary": self.summary,
             "warmed_up": self._warmed_up,
-            "data": _fingerprint(self.trainer.data),
+            "data": self._fingerprint,
         }
-        with explain_write_errors(file), file.open("w", encoding="utf-8") as written:
-            json.dump(state, written)
-            written.flush()
-            os.fsync(written.fileno())
+        return json.dumps(state)
+
+    @cached_property
+    def _fingerprint(self) -> int:
+        return _fingerprint(self.trainer.data)
 
 
 def _check_plain(whose: str, state: Any) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.core.batch import LIBRARY_PREFIXES, Batch
 from hybridrl.core.record import Record
-from hybridrl.errors import ConfigError, HybridRLError
+from hybridrl.errors import ConfigError, HybridRLError, LostError, Preempted
 from hybridrl.observe.curves import draw_curves
 from hybridrl.observe.slow_ranks import SlowDevices
 from hybridrl.observe.step_view import StepView
@@ -21,6 +21,7 @@ from hybridrl.observe.summary import accuracy_name, readable_seconds
 from hybridrl.observe.timeline import draw_timeline
 from hybridrl.trainers.checkpoints import Checkpoints
 from hybridrl.trainers.guard import Guard, Rewind
+from hybridrl.trainers.recovery import Recoveries
 from hybridrl.trainers.resumed import Resumed
 from hybridrl.trainers.step_metrics import step_metrics
 from hybridrl.trainers.warmup import warm_up, warms_up
@@ -28,6 +29,7 @@ from hybridrl.trainers.warmup import warm_up, warms_up
 if TYPE_CHECKING:
     from hybridrl.job import Job
     from hybridrl.trainers.base import Trainer
+    from hybridrl.trainers.saving import Saving
 
 SAVE_SECONDS_AFTER_ERROR = 60.0
 """How long the workers may take to save the model when the program has failed."""
@@ -65,22 +67,43 @@ class Loop:
         self.job = job
         self.view = view
         self.config = job.config
-        job.executor.notify = view.message
-        self.trainer = job.make_trainer()
-        self.evaluated: dict[str, float] = {}
-        self._ended = 0.0
-        self._last_records: list[Record] = []
-        self.summary: dict[str, Any] = {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
-        self.checkpoints = Checkpoints(job, self.trainer, self.summary)
+        self.summary: dict[str, Any] = {}
+        self._recoveries = Recoveries(job.config, job.directory.path)
         self.guard = Guard(self.config.guard, job.directory, view.message)
-        places, devices = job.placement.roles.items(), job.executor.cluster.devices
+        self._preempted = False
+        self._saved = 0
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        """What there is of a run before its first step."""
+        self.job.executor.notify = self.view.message
+        self.trainer = self.job.make_trainer()
+        self.evaluated: dict[str, float] = {}
+        self._ended = time.perf_counter()
+        self._last_records: list[Record] = []
+        self._saved_figures: dict[str, float] = {}
+        self.summary.clear()
+        self.summary |= {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
+        self.checkpoints = Checkpoints(self.job, self.trainer, self.summary)
+        places, devices = self.job.placement.roles.items(), self.job.executor.cluster.devices
         self.devices = SlowDevices({role: place.devices for role, place in places}, devices)
 
     def run(self) -> dict[str, Any]:
-        """Trains. Ctrl-C saves what there is and raises KeyboardInterrupt again; so does an error,
-        if the workers are still there."""
+        """Trains; goes on from the newest checkpoint when workers are lost. Ctrl-C saves what there
+        is and raises KeyboardInterrupt again; so does an error, if the workers are still there."""
         try:
             self._run_to_end()
+        except Preempted:
+            self.summary["interrupted"] = True
+            self.job.directory.write_summary(self.summary)
+            self.view.message(
+                f"SIGTERM: ended after step {self.summary['steps']}, with the checkpoint of step "
+                f"{self._saved}. To go on: python -m hybridrl.main "
+                f"resume={self.job.directory.path}"
+                if self._saved
+                else "SIGTERM: ended before the first checkpoint."
+            )
+            raise
         except KeyboardInterrupt:
             self.view.message("Interrupted: saving the model.")
             self.summary["interrupted"] = True
@@ -90,31 +113,64 @@ class Loop:
             if self.trainer.TRAINS and self.job.executor.takes_calls:
                 self.view.message("The program failed: saving the model as it is.")
                 with suppress(HybridRLError, OSError):  # the first error is the one to be told
+                    self._note_saved(self.checkpoints.finish(SAVE_SECONDS_AFTER_ERROR))
                     self._save_models(SAVE_SECONDS_AFTER_ERROR)
                     self.job.directory.write_summary(self.summary)
             raise
         return self.summary
 
+    def preempt(self) -> None:
+        """Has the run end after the step in hand with a checkpoint and `Preempted`, or at once as
+        Ctrl-C does if it has no checkpoints. A signal handler may call it."""
+        if not self.config.checkpoint.wanted:
+            raise KeyboardInterrupt
+        self._preempted = True
+
     def _run_to_end(self) -> None:
-        """Everything, on from the newest checkpoint as often as the guard goes back to it."""
+        """Everything, on from the newest checkpoint as often as workers are lost or the guard goes
+        back to it."""
         found = self.job.resumed
         while True:
             try:
                 done = self._resume(found)
                 if found.folder is None:
                     self._warm_up()
-                    self._evaluate(0)
+                    self.checkpoints.is_best(self._evaluate(0))  # refuses a metric not among them
                     if self.guard.rewinds:
-                        self._checkpoint(0)
+                        self._checkpoint(0, {})
                 self._train(done, self.config.trainer.steps if self.trainer.TRAINS else 0)
                 self._finish()
                 return
+            except LostError as lost:
+                found = self._restart(lost)
             except Rewind as rewind:
                 found = self._go_back(rewind)
+
+    def _restart(self, lost: LostError) -> Resumed:
+        """Has workers again after a loss, and what they go on from.
+
+        Raises:
+            LostError: this one, or one meanwhile, if the run is not to go on.
+        """
+        while True:
+            if self._preempted:  # whoever ended the driver has ended the workers, too
+                raise Preempted from lost
+            self.checkpoints.abandon()
+            found = self.checkpoints.newest()
+            self._recoveries.begin(lost, found.step, self.summary, self._ended)
+            self.view.message(str(lost).partition("\n")[0])
+            try:
+                self.job.restart(self.view.phase)
+            except LostError as another:
+                lost = another
+                continue
+            self._begin_run()
+            return found
 
     def _go_back(self, rewind: Rewind) -> Resumed:
         """The checkpoint to go back to; the prompts that led here are left out."""
         self.job.executor.settle()
+        self._note_saved(self.checkpoints.finish())
         found = self.checkpoints.newest()
         self.guard.rewound(rewind, found.step)
         number = self.job.feed.leave_out(rewind.groups)
@@ -130,7 +186,12 @@ class Loop:
         """The number of steps that are done before this run does any."""
         if found.folder is not None:
             self.view.phase(f"loading the checkpoint of step {found.step}")
-        return self.checkpoints.load(found)
+        done = self._saved = self.checkpoints.load(found)
+        devices = len(self.job.executor.cluster.devices)
+        if said := self._recoveries.end(done, self.summary, devices):
+            self.view.message(said)
+        self._recoveries.count(self.summary)
+        return done
 
     def _warm_up(self) -> None:
         steps = self.config.warmup.steps
@@ -140,6 +201,8 @@ class Loop:
         begin = time.perf_counter()
 
         def progress(step: int, metrics: Mapping[str, float]) -> None:
+            if self._preempted:
+                raise Preempted
             self._note_first_step()
             self.view.phase_progress(step, steps, f"loss {metrics['loss']:.3f}")
 
@@ -149,15 +212,16 @@ class Loop:
         self.summary["seconds_train"] += self.summary["seconds_warmup"]
         self.job.executor.take_records()
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """The figures of the held-out data; none where there is none."""
         if self.job.held_out is None:
-            return
+            return {}
         self.view.phase("evaluating")
         self.job.publish()
         figures = self.trainer.evaluate(self.job.put(self.job.held_out))
         self.job.executor.take_records()
         if not figures:
-            return
+            return {}
         for name, value in figures.items():
             self._note(name.removeprefix("eval/"), value)
         self.job.write(step, figures)
@@ -165,11 +229,23 @@ class Loop:
         spoken = {"accuracy": accuracy_name(self.config.reward)}
         shown = [f"{spoken.get(name, name)} {value:.3f}" for name, value in figures.items()]
         self.view.message(f"step {step}: {', '.join(shown)}")
+        return figures
 
-    def _checkpoint(self, step: int) -> None:
+    def _checkpoint(self, step: int, figures: Mapping[str, float]) -> None:
         self.view.phase("saving a checkpoint")
-        seconds = self.checkpoints.save(step)
-        self.view.message(f"step {step}: checkpoint saved in {readable_seconds(seconds)}")
+        self._note_saved(self.checkpoints.finish())  # the one before
+        self.checkpoints.start(step, figures)
+        if self._preempted or not self.config.checkpoint.asynchronous:
+            self._note_saved(self.checkpoints.finish())
+
+    def _note_saved(self, saved: Saving | None) -> None:
+        if saved is None:
+            return
+        self._saved = saved.step
+        figures = saved.figures()
+        waited = readable_seconds(figures["checkpoint/stall_seconds"])
+        self.view.message(f"step {saved.step}: checkpoint saved; training waited {waited} for it")
+        self._saved_figures |= figures
 
     def _train(self, done: int, steps: int) -> None:
         """Makes the calls of a step while up to `placement.staleness` earlier ones are under way:
@@ -178,21 +254,27 @@ class Loop:
         every = self.config.eval.every
         self.job.executor.step = done  # it numbers from 0 the step that is the first here
         for number in range(done + 1, steps + 1):
+            if self._preempted:
+                raise Preempted
             under_way.append(self._begin(number))
             evaluates = number == steps or (every and number % every == 0)
             saves = self.checkpoints.is_due(number, steps)
             ahead = 0 if evaluates or saves else self.config.placement.staleness
-            while len(under_way) > ahead:
+            while len(under_way) > (0 if self._preempted else ahead):
                 self._end(under_way.popleft())
-            if evaluates:
-                self._evaluate(number)
-            if saves:
-                self._checkpoint(number)
+            figures = self._evaluate(number) if evaluates else {}
+            best = evaluates and self.checkpoints.is_best(figures)
+            if saves or best or (self._preempted and not under_way):
+                self._checkpoint(number, figures)
+                if number < steps and self.job.may_grow():
+                    self._note_saved(self.checkpoints.finish())
+                    raise LostError("Devices that had been lost are there again.")
 
     def _begin(self, number: int) -> _Step:
         begin = time.perf_counter()
         trainer, first = self.trainer, self.job.feed.numbered
         batch, handles = _step_of(trainer)
+        self.checkpoints.ask()  # behind the calls of the step
         notices, trainer.notices = trainer.notices, []
         scored, trainer.scored = trainer.scored or [batch], []
         return _Step(
@@ -221,7 +303,9 @@ class Loop:
         for scored in step.scored:
             self.job.feed.learn_scores(scored)
         self.job.feed.forget_groups(step.groups.stop)
-        metrics = step_metrics(records, updates, self._ended - begin) | step.figures
+        self._note_saved(self.checkpoints.poll())
+        saved, self._saved_figures = self._saved_figures, {}
+        metrics = step_metrics(records, updates, self._ended - begin) | step.figures | saved
         figures, slow = self.devices.look(records)
         metrics |= figures
         bad = self.guard.look(step.number, records, updates, metrics)
@@ -284,7 +368,8 @@ class Loop:
         self.summary.setdefault("seconds_to_first_step", time.time() - self.job.started)
 
     def _finish(self, limit: float | None = None) -> None:
-        """Saves the model, the curves and the summary."""
+        """Saves the checkpoint that is being written, the model, the curves and the summary."""
+        self._note_saved(self.checkpoints.finish(limit))
         self._save_models(limit)
         directory = self.job.directory
         directory.write_summary(self.summary)

@@ -2,6 +2,7 @@
 
 import signal
 
+import psutil
 import pytest
 from conftest import LEARNS, SHORT
 from safetensors.torch import load_file
@@ -24,13 +25,16 @@ KILLED = [
 ]
 
 
+@pytest.mark.long
 def test_a_driver_that_is_killed_in_a_step_is_started_again_by_the_same_command(command, tmp_path):
     (tmp_path / "own.py").write_text(SLOW_REWARD)
     settings = [*KILLED, f"reward.function={tmp_path}/own.py:odd"]
     killed = command(*settings)
     killed.wait_for_step(3)
+    its_own = psutil.Process(killed.process.pid).children(recursive=True)
     killed.process.kill()
     killed.finish()
+    assert not psutil.wait_procs(its_own, timeout=30)[1], "Ray, hosts and reward processes end"
     assert len(rows_of(killed.directory)) < 9
     again = command(*settings)
     assert again.finish() == 0, again.output

@@ -1,0 +1,43 @@
+"""The worker groups of a job, built where its placement says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.trainers.role_spec import played_by
+
+if TYPE_CHECKING:
+    from hybridrl.config.schema import PlacementConfig
+    from hybridrl.controller import WorkerGroup
+    from hybridrl.controller.executor import Executor
+    from hybridrl.placement.separated_actor import SeparatedActor
+    from hybridrl.roles import Built
+
+
+def build_groups(job: Built, executor: Executor) -> dict[str, Any]:
+    """Every role's group, its workers ready; roles that another one plays have that one's."""
+    from hybridrl.controller import WorkerGroup
+    from hybridrl.roles import worker_of
+
+    groups: dict[str, Any] = {}
+    for role, place in job.placement.roles.items():
+        worker_class, keywords = worker_of(role, job)
+        groups[role] = WorkerGroup(executor, role, worker_class, place.devices, **keywords)
+    for group in groups.values():
+        group.ready()
+    if job.placement.is_separated:
+        groups["actor"] = _joined_actor(groups["actor"], groups["generator"], job.config.placement)
+    for role in job.roles:
+        groups[role] = groups[played_by(job.roles, role, job.config)]
+    return groups
+
+
+def _joined_actor(
+    trainer: WorkerGroup, generator: WorkerGroup, flow: PlacementConfig
+) -> SeparatedActor:
+    from hybridrl.placement.separated_actor import SeparatedActor
+
+    store = flow.transport == "store" or (flow.transport == "auto" and flow.staleness > 1)
+    return SeparatedActor(
+        trainer, generator, staleness=flow.staleness, in_flight=flow.in_flight, store=store
+    )

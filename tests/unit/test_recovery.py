@@ -1,0 +1,102 @@
+"""Whether a run goes on after a loss, and what it writes of it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from settings import configured
+
+from hybridrl.errors import LostError
+from hybridrl.trainers.recovery import Recoveries
+
+AT_STEP = {"steps": 7, "seconds_train": 70.0}
+BEFORE = {"steps": 6, "seconds_train": 60.0}
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Recoveries of a run with these settings."""
+    return lambda *overrides: Recoveries(configured(overrides), tmp_path)
+
+
+def lose(recoveries, from_step=6, summary=AT_STEP, **of_memory):
+    recoveries.begin(LostError("a worker died.\nits log", **of_memory), from_step, summary, 0.0)
+
+
+def test_a_recovery_is_a_line_a_sentence_and_a_count(made, tmp_path):
+    recoveries = made("checkpoint.every=2")
+    assert recoveries.end(6, BEFORE, 2) == ""
+    lose(recoveries)
+    said = recoveries.end(6, BEFORE, 2)
+    assert "the checkpoint of step 6 with 2 devices; 1 step is repeated" in said
+    (row,) = [json.loads(line) for line in (tmp_path / "recoveries.jsonl").open()]
+    assert (row["lost"], row["after_step"], row["from_step"]) == ("a worker died.", 7, 6)
+    assert row["seconds_lost"] > 10
+    lose(recoveries, 0)
+    assert "from the beginning" in recoveries.end(0, {"steps": 0, "seconds_train": 0.0}, 1)
+    summary = {}
+    made().count(summary)  # of another process
+    assert summary["recoveries"] == 2 and summary["seconds_lost"] > 80
+
+
+def test_what_is_lost_again_meanwhile_is_a_line_of_its_own(made):
+    recoveries, summary = made("checkpoint.every=2"), {}
+    lose(recoveries)
+    lose(recoveries)
+    recoveries.end(6, BEFORE, 2)
+    recoveries.count(summary)
+    assert summary["recoveries"] == 2
+
+
+def test_without_progress_it_ends(made):
+    recoveries = made("checkpoint.every=2", "recover.max_restarts=2")
+    for from_step in (6, 6, 8, 8):
+        lose(recoveries, from_step)
+        recoveries.end(from_step, BEFORE, 2)
+    with pytest.raises(LostError, match=r"max_restarts=2.*2 times in a row"):
+        lose(recoveries, 8)
+    with pytest.raises(LostError, match="max_restarts=0"):
+        lose(made("checkpoint.every=2", "recover.max_restarts=0"))
+
+
+def test_without_checkpoints_it_says_what_they_are_good_for(made):
+    with pytest.raises(LostError, match=r"(?s)a worker died.*checkpoint\.every="):
+        lose(made())
+
+
+def test_memory_that_runs_out_twice_in_one_place_ends_it(made):
+    recoveries = made("checkpoint.every=2")
+    lose(recoveries, memory_of="actor.update_actor")
+    lose(recoveries, memory_of="actor.generate_sequences")
+    with pytest.raises(LostError, match=r"Memory ran out in actor\.generate_sequences the time"):
+        lose(recoveries, memory_of="actor.generate_sequences")
+
+
+PROGRAM = """
+import sys, time
+from hybridrl.errors import Preempted
+from hybridrl.preemption import on_sigterm
+try:
+    with on_sigterm(lambda: print("asked", flush=True), 0.4, 75):
+        print("ready", flush=True)
+        time.sleep(60)
+except Preempted:
+    print("raised", flush=True)
+if sys.argv[1] == "hangs":
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("then", "code"), [("ends", 0), ("hangs", 75)])
+def test_the_end_of_the_grace_ends_everything(then, code):
+    run = subprocess.Popen([sys.executable, "-c", PROGRAM, then], stdout=subprocess.PIPE, text=True)
+    assert run.stdout.readline() == "ready\n"
+    begin = time.monotonic()
+    os.kill(run.pid, signal.SIGTERM)
+    said, _ = run.communicate(timeout=20)
+    assert said == "asked\nraised\n" and run.returncode == code
+    assert time.monotonic() - begin < 10
