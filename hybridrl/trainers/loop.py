@@ -67,6 +67,7 @@ class Loop:
         self.evaluated: dict[str, float] = {}
         self._ended = 0.0
         self._last_records: list[Record] = []
+        self._began = False  # until then there is nothing to save, but maybe a model to overwrite
         self._saved_figures: dict[str, float] = {}
         self.summary: dict[str, Any] = {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
         self.checkpoints = Checkpoints(job, self.trainer, self.summary)
@@ -82,12 +83,13 @@ class Loop:
                 self.checkpoints.is_best(self._evaluate(0))  # refuses a metric that is none of them
             self._train(done, steps)
         except KeyboardInterrupt:
-            self.view.message("Interrupted: saving the model.")
-            self.summary["interrupted"] = True
-            self._finish(limit=SAVE_SECONDS_AFTER_INTERRUPT)
+            if self._began:
+                self.view.message("Interrupted: saving the model.")
+                self.summary["interrupted"] = True
+                self._finish(limit=SAVE_SECONDS_AFTER_INTERRUPT)
             raise
         except Exception:
-            if self.trainer.TRAINS and self.job.executor.takes_calls:
+            if self._began and self.trainer.TRAINS and self.job.executor.takes_calls:
                 self.view.message("The program failed: saving the model as it is.")
                 with suppress(HybridRLError, OSError):  # the first error is the one to be told
                     self._note_saved(self.checkpoints.finish(SAVE_SECONDS_AFTER_ERROR))
@@ -102,7 +104,9 @@ class Loop:
         found = self.job.resumed
         if found.folder is not None:
             self.view.phase(f"loading the checkpoint of step {found.step}")
-        return self.checkpoints.load(found)
+        done = self.checkpoints.load(found)
+        self._began = True
+        return done
 
     def _warm_up(self) -> None:
         steps = self.config.warmup.steps
