@@ -102,7 +102,8 @@ class Job:
             if data is not None:
                 path = write_rows(data, self.directory.path / "data.parquet")
                 self.config = config = replace(config, data=replace(config.data, path=path))
-            self.directory.write_config(to_yaml(config))
+            if config.resume is None or self.resumed.folder is None:
+                self.write_settings()  # otherwise when it is known that the checkpoint fits them
             trackers = config.metrics or []
             trackers = [trackers] if isinstance(trackers, str) else list(trackers)
             self._writers = open_writers(
@@ -206,6 +207,10 @@ class Job:
         actor, reward = self.groups["actor"], self.groups["reward"]
         held_out = self.put(self.held_out)
         return evaluate_answers(actor, reward, held_out, self.sampling, self.config)["accuracy"]
+
+    def write_settings(self) -> None:
+        """Writes `config.yaml`, for who resumes the run."""
+        self.directory.write_config(to_yaml(self.config))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds figures of a step to `metrics.jsonl` and the trackers."""

@@ -96,7 +96,8 @@ class RemotePath:
     def open(self) -> IO[bytes]:
         """Opens the file for reading it from its beginning to its end."""
         with _as_os_errors():
-            return self._files.open(self._path, "rb", block_size=_UPLOAD_BYTES)
+            opened: IO[bytes] = self._files.open(self._path, "rb", block_size=_UPLOAD_BYTES)
+        return opened
 
     def read_text(self, encoding: str = "utf-8") -> str:
         """The whole file."""
@@ -129,13 +130,13 @@ class RemotePath:
             self._files.rm(self._path, recursive=True)
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[IO[bytes]]:
+    def writing(self) -> Iterator[Upload]:
         """Sends a file in parts; it is there when the block succeeds."""
         with _as_os_errors():
             file = self._files.open(self._path, "wb", block_size=_UPLOAD_BYTES, autocommit=False)
         try:
+            yield Upload(file)
             with _as_os_errors():
-                yield file
                 file.close()
                 file.commit()
         except BaseException:
@@ -145,6 +146,22 @@ class RemotePath:
             with contextlib.suppress(Exception):
                 self._files.rm_file(self._path)  # file systems without uploads in parts
             raise
+
+
+class Upload:
+    """A file that is being sent.
+
+    Args:
+        file: As its file system has opened it.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def write(self, content: bytes | memoryview) -> None:
+        """Sends more of it, or keeps it until there is enough for a part."""
+        with _as_os_errors():
+            self._file.write(content)
 
 
 Location = Path | RemotePath
@@ -233,13 +250,13 @@ def copy_files(source: Location, target: Location) -> None:
         OSError: if that fails.
     """
     for name in sizes_below(source):
-        if isinstance(target, Path):
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            opened = (target / name).open("wb")
-        else:
-            opened = (target / name).writing()
+        file = target / name
+        if isinstance(file, Path):
+            file.parent.mkdir(parents=True, exist_ok=True)
+        opened = file.open("wb") if isinstance(file, Path) else file.writing()
         with reading(source / name) as read, opened as written:
-            shutil.copyfileobj(read, written, _UPLOAD_BYTES)
+            while block := read.read(_UPLOAD_BYTES):
+                written.write(block)
 
 
 def sync_names(folder: Path) -> None:
@@ -256,7 +273,7 @@ def _file_system(url: str) -> tuple[AbstractFileSystem, str]:
 
     scheme = url.partition("://")[0]
     try:
-        return url_to_fs(url, use_listings_cache=False)
+        files, path = url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
         cure = _PACKAGES.get(scheme, str(error))
         raise MissingPackageError(f"{url} needs a package that is not here: {cure}.") from error
@@ -265,6 +282,7 @@ def _file_system(url: str) -> tuple[AbstractFileSystem, str]:
             f"{url}: nothing is known of {scheme}:// here ({error}). Use a folder, or a URL that "
             "fsspec knows: s3://, gs://, az://, memory://."
         ) from error
+    return files, path
 
 
 @contextlib.contextmanager

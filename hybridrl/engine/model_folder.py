@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hybridrl.checkpoint import file_plan
 from hybridrl.checkpoint.agreement import agreed, explained
 from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.checkpoint.writing import write_tensors
@@ -43,41 +42,45 @@ def save_model(
     parts: Mapping[str, Tensor],
     mesh: ParallelMesh,
     folder: Path,
+    dtype: torch.dtype,
+    file_bytes: int,
 ) -> None:
-    """Writes a model's configuration and weights, or its adapters, float32. Collective.
+    """Writes a model's configuration and weights, or its adapters. Collective.
 
     Args:
         model: This rank's part, for the configuration.
         form: Which weights, and their names in the files.
         layout: Of all ranks.
         parts: What this rank holds, by name.
+        dtype: Of the weights in the files.
+        file_bytes: Largest file, unless one tensor is larger.
 
     Raises:
         StorageError: on all ranks, if one could not write.
     """
     with agreed(mesh.group()), explained(folder):
         if mesh.is_first:
-            describe(model, folder)
+            describe(model, folder, dtype)
     write_tensors(
         folder,
         layout.renamed(form.names),
         mesh.place,
         parts.__getitem__,
-        torch.float32,
+        dtype,
         mesh.group(),
-        file_bytes=most_bytes(form.stem, file_plan.FILE_BYTES),
+        file_bytes=most_bytes(form.stem, file_bytes),
         stem=form.stem,
     )
 
 
-def describe(model: PreTrainedModel, folder: Path) -> None:
-    """Writes what a folder has beside weights, which are float32, as `save_pretrained` does; that
+def describe(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    """Writes what a folder has beside weights of this precision, as `save_pretrained` does; that
     cannot do without the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     if has_adapters(model):
         model.peft_config[ADAPTER].save_pretrained(str(folder))
     else:
-        model.config.dtype = "float32"
+        model.config.dtype = str(dtype).removeprefix("torch.")
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
     if model.can_generate():

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.checkpoint import file_plan
 from hybridrl.checkpoint.agreement import explained
 from hybridrl.checkpoint.apart import write_apart
 from hybridrl.checkpoint.background import Background
-from hybridrl.checkpoint.file_plan import FilePart, FilePlan, plan_files, share
+from hybridrl.checkpoint.file_plan import FILE_BYTES, FilePart, FilePlan, plan_files, share
 from hybridrl.checkpoint.host_copy import HostCopy
 from hybridrl.checkpoint.reading import index_of
 from hybridrl.checkpoint.writing import (
@@ -63,13 +62,18 @@ class StateSaver:
 
     Args:
         tokenizer: Writes a tokenizer's files to a folder; None: the model has none.
+        file_bytes: Largest file, unless one tensor is larger.
     """
 
     def __init__(
-        self, engine: TrainEngine, tokenizer: Callable[[Path], None] | None = None
+        self,
+        engine: TrainEngine,
+        tokenizer: Callable[[Path], None] | None = None,
+        file_bytes: int = FILE_BYTES,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
+        self._file_bytes = file_bytes
         self._background: Background[Saved] = Background()
 
     def save(self, folder: Location, counters: Numbers, beside: Mapping[str, Numbers]) -> Saved:
@@ -167,7 +171,7 @@ class StateSaver:
             {new: layout.shapes[name] for name, new in files.weights.items()},
             [(files.weights[move.name], move) for move in moves],
             torch.float32,
-            most_bytes(files.stem, file_plan.FILE_BYTES),
+            most_bytes(files.stem, self._file_bytes),
             files.stem,
         )
         trained = set(files.trained)
@@ -180,7 +184,7 @@ class StateSaver:
                 if move.name in trained
             ],
             torch.float32,
-            file_plan.FILE_BYTES,
+            self._file_bytes,
             MOMENTS_STEM,
         )
         return weights, moments
@@ -202,7 +206,7 @@ class StateSaver:
             return {}
         with TemporaryDirectory() as name:
             folder = Path(name)
-            describe(self._engine.model.inner, folder)
+            describe(self._engine.model.inner, folder, torch.float32)
             if self._tokenizer is not None:
                 self._tokenizer(folder)
             return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}

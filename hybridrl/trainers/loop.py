@@ -81,6 +81,7 @@ class Loop:
         self.evaluated: dict[str, float] = {}
         self._ended = time.perf_counter()
         self._last_records: list[Record] = []
+        self._began = False  # until then there is nothing to save, but maybe a model to overwrite
         self._saved_figures: dict[str, float] = {}
         self.summary.clear()
         self.summary |= {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
@@ -105,12 +106,13 @@ class Loop:
             )
             raise
         except KeyboardInterrupt:
-            self.view.message("Interrupted: saving the model.")
-            self.summary["interrupted"] = True
-            self._finish(limit=SAVE_SECONDS_AFTER_INTERRUPT)
+            if self._began:
+                self.view.message("Interrupted: saving the model.")
+                self.summary["interrupted"] = True
+                self._finish(limit=SAVE_SECONDS_AFTER_INTERRUPT)
             raise
         except Exception:
-            if self.trainer.TRAINS and self.job.executor.takes_calls:
+            if self._began and self.trainer.TRAINS and self.job.executor.takes_calls:
                 self.view.message("The program failed: saving the model as it is.")
                 with suppress(HybridRLError, OSError):  # the first error is the one to be told
                     self._note_saved(self.checkpoints.finish(SAVE_SECONDS_AFTER_ERROR))
@@ -187,6 +189,7 @@ class Loop:
         if found.folder is not None:
             self.view.phase(f"loading the checkpoint of step {found.step}")
         done = self._saved = self.checkpoints.load(found)
+        self._began = True
         devices = len(self.job.executor.cluster.devices)
         if said := self._recoveries.end(done, self.summary, devices):
             self.view.message(said)

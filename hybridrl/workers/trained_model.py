@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.controller import ONE_TO_ALL, Context, transfer
+from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.locations import location_of
 from hybridrl.core.written import Saved
 from hybridrl.engine.state_saver import StateSaver
 from hybridrl.engine.training_state import load_training_state
-from hybridrl.models import load_tokenizer
+from hybridrl.models import load_tokenizer, stored_dtype
 from hybridrl.workers.engines import ModelSource
 from hybridrl.workers.model_worker import ModelWorker
 
@@ -49,9 +50,11 @@ class TrainedModelWorker(ModelWorker):
         self.model_engine.load(Path(folder))
 
     @transfer(ONE_TO_ALL)
-    def save_model(self, folder: str) -> None:
-        """Writes model and tokenizer as a Hugging Face folder."""
-        self.model_engine.save(Path(folder))
+    def save_model(self, folder: str, dtype: str | None = None) -> None:
+        """Writes model and tokenizer as a Hugging Face folder; None: in the precision that
+        `model.save_dtype` says."""
+        dtype = dtype or self._source.save_dtype or stored_dtype(self._source.path)
+        self.model_engine.save(Path(folder), DTYPES[dtype], self._source.file_bytes)
         if self.context.rank == 0:
             self._write_tokenizer(Path(folder))
 
@@ -83,7 +86,7 @@ class TrainedModelWorker(ModelWorker):
 
     @cached_property
     def _saver(self) -> StateSaver:
-        return StateSaver(self.model_engine, self._write_tokenizer)
+        return StateSaver(self.model_engine, self._write_tokenizer, self._source.file_bytes)
 
     def _write_tokenizer(self, folder: Path) -> None:
         load_tokenizer(self._source.tokenizer).save_pretrained(folder)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from hybridrl.config.load import load_config
 from hybridrl.core.locations import location_of, sizes_below
 from hybridrl.data.tasks.character_tokenizer import build_tokenizer
-from hybridrl.errors import ConfigError, StorageError
+from hybridrl.errors import ConfigError, DataError, StorageError
 from hybridrl.job import Job
 from hybridrl.observe.console import make_console
 from hybridrl.observe.step_folders import StepFolders
@@ -93,7 +93,8 @@ def test_steps_at_a_url_outlive_the_machine_of_the_run(whole, tmp_path):
     assert_goes_on_as(second, whole, after=3)
     folders = StepFolders(location_of(url))
     assert folders.steps() == [3, 6] and not folders.fault(3) and not folders.fault(6)
-    forked, _ = train(f"fork={url}/step-000003", f"run.directory={tmp_path / 'third'}")
+    third = f"run.directory={tmp_path / 'third'}"
+    forked, _ = train(f"fork={url}/step-000003", third, "trainer.steps=6")
     assert_goes_on_as(forked, whole, after=3)
 
 
@@ -112,6 +113,7 @@ def test_which_steps_are_saved_and_stay(tmp_path):
 
 
 def test_what_does_not_fit_is_a_sentence_before_anything_of_the_run_is_changed(whole, tmp_path):
+    settings = (whole / "config.yaml").read_text()
     before, held = sizes_below(whole), Job(load_config([f"resume={whole}"]))
     with pytest.raises(ConfigError, match=rf"{whole} is in use: process {os.getpid()} on"):
         train(f"resume={whole}")
@@ -122,13 +124,15 @@ def test_what_does_not_fit_is_a_sentence_before_anything_of_the_run_is_changed(w
         "model.tiny.hidden_size=64": r"another model \(.*hidden_size: 32 -> 64",
         f"model.tokenizer={tokenizer}": "made with another tokenizer",
         "algorithm=ppo": "other roles: this job trains `critic`",
+        "run.seed=1": "other data than this one's",
     }
     for override, words in refused.items():
         for how in (f"resume={whole}", f"fork={whole}"):
             new = [f"run.directory={tmp_path / 'new'}"] if how.startswith("fork") else []
-            with pytest.raises(ConfigError, match=words):
+            with pytest.raises((ConfigError, DataError), match=words):
                 train(how, override, *new)
-    assert sizes_below(whole) == before
+            shutil.rmtree(tmp_path / "new", ignore_errors=True)
+    assert sizes_below(whole) == before and (whole / "config.yaml").read_text() == settings
 
 
 def test_a_store_that_goes_away_is_a_sentence_and_the_step_before_still_loads(

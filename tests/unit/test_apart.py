@@ -4,7 +4,7 @@ import uuid
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from layout_cases import full_tensors, layout_pairs, numbered
 from safetensors.torch import load
 
@@ -33,6 +33,7 @@ def write(folder, layout, values, rank):
     write_whole(list_of(folder, rank), Written(boxes, headers, {}, own).to_json().encode())
 
 
+@settings(max_examples=40)
 @given(layout_pairs())
 def test_any_layout_reads_what_any_wrote_and_no_more_than_the_boxes_it_needs(pair):
     layout, other = pair

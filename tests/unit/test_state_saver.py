@@ -91,13 +91,11 @@ def test_who_writes_what_is_worked_out_once(engine, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [1 << 20, 3000])
-def test_transformers_opens_the_folder(engine, tmp_path, monkeypatch, size):
-    monkeypatch.setattr(state_saver.file_plan, "FILE_BYTES", size)
-
+def test_transformers_opens_the_folder(engine, tmp_path, size):
     def tokenizer(folder):
         (folder / "tokenizer.json").write_text("{}")
 
-    StateSaver(engine, tokenizer).save(tmp_path / "state", {}, {})
+    StateSaver(engine, tokenizer, size).save(tmp_path / "state", {}, {})
     loaded, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "state", output_loading_info=True
     )
