@@ -149,7 +149,7 @@ def scoring_seconds(host: Host, folder: Path, model: Path, placement: str, addre
         *(f"placement={placement}", f"model.path={model}", f"reward.model={model}"),
         *(f"ray.address={address}", f"run.directory={run}"),
     ]
-    printed = host.run(command, timeout=300)
+    printed = host.run(command, timeout=900)  # PPO sends gigabytes over that link
     return statistics.median(json.loads(printed.strip().splitlines()[-1]))
 
 

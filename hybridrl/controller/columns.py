@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
+ANY = "*"
+"""The pattern of which nothing is said."""
+
 
 @dataclass(frozen=True)
 class Columns:
@@ -23,6 +26,11 @@ class Columns:
         """Whether a column of this name may be there."""
         return name in self.certain or any(fnmatchcase(name, known) for known in self.possible)
 
+    def may_lack(self, names: Iterable[str]) -> bool:
+        """Whether the method says of each of these that it is there at times only."""
+        said = [known for known in self.possible if known != ANY]
+        return all(any(fnmatchcase(name, known) for known in said) for name in names)
+
     def __or__(self, other: Columns) -> Columns:
         patterns = dict.fromkeys((*self.possible, *other.possible))
         return Columns(self.certain | other.certain, tuple(patterns))
@@ -31,7 +39,7 @@ class Columns:
         return ", ".join([*sorted(self.certain), *self.possible]) or "no columns"
 
 
-UNKNOWN = Columns(possible=("*",))
+UNKNOWN = Columns(possible=(ANY,))
 """Of a call whose method does not say what it makes."""
 
 
@@ -62,7 +70,7 @@ class Wanted:
         if others is None:
             return False
         further = (*(columns.certain - self.found), *columns.possible)
-        return any(name == "*" or others(name) for name in further)
+        return any(name == ANY or others(name) for name in further)
 
     def without(self, found: Iterable[str]) -> Wanted:
         """What is wanted beyond these columns."""

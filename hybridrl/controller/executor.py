@@ -53,7 +53,7 @@ class Executor(ABC):
         self.step = 0
         self._made = 0
         self._pending: dict[int, Call] = {}
-        weakref.finalize(self, _warn_of_unfinished, self._pending)
+        weakref.finalize(self, warn_of_unfinished, self._pending)
         self._roles: dict[int, dict[str, int]] = {}
         self._records: deque[tuple[int, Record]] = deque(maxlen=MOST_RECORDS)
 
@@ -195,8 +195,9 @@ class Executor(ABC):
         self._records.extend((call.step, reply.record) for reply in call.replies)
 
 
-def _warn_of_unfinished(pending: Mapping[int, Call]) -> None:
-    """When a program ends, or lets go of its executor: of calls that nobody has waited for."""
+def warn_of_unfinished(pending: Mapping[int, Call]) -> None:
+    """When a program ends, closes its executor or lets go of it: of calls that nobody has waited
+    for."""
     if pending:
         names = ", ".join(dict.fromkeys(call.name for call in pending.values()))
         logging.getLogger(__name__).warning(

@@ -172,13 +172,14 @@ class Join(Node):
         return right if left is None else left
 
     def num_rows(self) -> int:
-        return self.left.num_rows() if (known := self.known_rows) is None else known
+        return self._checked_rows() if (known := self.known_rows) is None else known
 
     def tokens(self) -> dict[str, Rows]:
+        self._checked_rows()
         return self.left.tokens() | self.right.tokens()
 
     def read(self, rows: Rows, names: frozenset[str] | None) -> Batch | None:
-        _same_rows(self.left.num_rows(), self.right.num_rows())
+        self._checked_rows()
         sides = [side.read(rows, names) for side in (self.left, self.right)]
         found = [side for side in sides if side is not None]
         return found[0] | found[1] if len(found) == 2 else (found[0] if found else None)
@@ -196,6 +197,12 @@ class Join(Node):
 
     def with_part(self, whole: Table, part: Table) -> Node:
         return Join(self.left.with_part(whole, part), self.right.with_part(whole, part))
+
+    def _checked_rows(self) -> int:
+        """As many as both sides have; waits until it is known of both."""
+        rows = self.left.num_rows()
+        _same_rows(rows, self.right.num_rows())
+        return rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,10 +229,14 @@ class Concat(Node):
 
     def tokens(self) -> dict[str, Rows]:
         found = [table.tokens() for table in self.tables]
-        return {name: np.concatenate([tokens[name] for tokens in found]) for name in found[0]}
+        nothing = [np.zeros(table.num_rows(), np.int64) for table in self.tables]
+        return {
+            name: np.concatenate([t.get(name, n) for t, n in zip(found, nothing, strict=True)])
+            for name in dict.fromkeys(name for tokens in found for name in tokens)
+        }
 
     def read(self, rows: Rows, names: frozenset[str] | None) -> Batch | None:
-        pieces, order, start = [], [], 0
+        pieces, order, read, start = [], [], [], 0
         for number, table in enumerate(self.tables):
             end = start + table.num_rows()
             wanted = np.flatnonzero((rows >= start) & (rows < end))
@@ -236,8 +247,13 @@ class Concat(Node):
                     return None
                 pieces.append(piece)
                 order.append(wanted)
+                read.append(table.columns)
             start = end
-        return Batch.concat(pieces).take(np.argsort(np.concatenate(order)))
+        names = frozenset(name for piece in pieces for name in piece.columns)
+        pairs = zip(pieces, read, strict=True)
+        fill = all(known.may_lack(names.difference(piece.columns)) for piece, known in pairs)
+        batch = Batch.concat(pieces, fill_missing=fill)
+        return batch.take(np.argsort(np.concatenate(order)))
 
     def shards(self) -> list[Shards]:
         return [result for table in self.tables for result in table.shards()]

@@ -12,7 +12,7 @@ from hybridrl.errors import DataError, nearest
 
 MADE_BY = {
     "response_mask": "the generation, or the data of `update_supervised`",
-    "loss_weights": "`job.loss_weights` or `hybridrl.trainers.shaping.loss_weights`",
+    "loss_weights": "`hybridrl.trainers.shaping.loss_weights`, applied to the batch",
     "advantages": "an advantage estimator, applied to the scores (`batch.apply`)",
     "log_probs": "`actor.compute_log_prob`",
     "rollout_log_probs": "the generation",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hybridrl.controller.call import Call, Failure, Reply, Request, Result
-from hybridrl.controller.executor import Executor
+from hybridrl.controller.executor import Executor, warn_of_unfinished
 from hybridrl.controller.failures import Death, Hosts, explain, out_of_memory, timed_out
 from hybridrl.controller.shards import ShardInfo
 from hybridrl.core import user_code
@@ -200,6 +201,8 @@ class RayExecutor(Executor):
         if self._bundles is None:  # closed before
             return
         if self.takes_calls:
+            if sys.exc_info()[0] is None:  # else there is an error, which says enough
+                warn_of_unfinished(self._pending)
             closing = [host.close.remote() for host in self._hosts]
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)

@@ -265,6 +265,13 @@ def test_calls_under_way_are_finished_at_the_end(start, tmp_path):
     assert (tmp_path / "gate").exists()
 
 
+def test_calls_that_are_cut_off_by_closing_are_told_of(start, caplog):
+    executor = start()
+    group(executor).sleep(60.0)
+    executor.close()
+    assert "before 1 call(s) were done (scorer.sleep)" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
@@ -327,6 +334,16 @@ def test_a_start_that_fails_gives_back_what_it_reserved(ray, monkeypatch):
     for _ in range(4):  # more than there are cores
         with pytest.raises(ConfigError, match=r"^no$"):
             RayExecutor("cpu", 2, cpus_per_host=1.0, start_timeout_s=20)
+
+
+def test_hosts_that_do_not_start_in_time_are_a_sentence(ray, monkeypatch):
+    from hybridrl.ray_backend import cluster
+    from hybridrl.ray_backend.executor import RayExecutor
+
+    reserve = cluster.reserve
+    monkeypatch.setattr(cluster, "reserve", lambda *arguments: reserve(*arguments[:3], 60.0))
+    with pytest.raises(WorkerError, match=r"2 host processes did not start within 0.05 s \(ray"):
+        RayExecutor("cpu", 2, cpus_per_host=0.5, start_timeout_s=0.05)
 
 
 def test_a_rank_of_many_fetches_little(monkeypatch):

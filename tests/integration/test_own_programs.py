@@ -344,6 +344,35 @@ def test_the_state_of_a_program_is_plain_and_goes_on(start, program):
     assert found.to_pylist() == expected.to_pylist()
 
 
+def test_a_weight_of_the_kl_of_ones_own_is_asked_told_of_updates_and_saved(start):
+    class Halving:
+        coefficient, seen = 0.2, ()
+
+        def update(self):
+            self.coefficient /= 2
+            return self.coefficient
+
+        def watch(self, handle):
+            self.seen += (handle.get()["kl"],)
+            return handle
+
+        def state(self):
+            return {"coefficient": self.coefficient}
+
+        def load_state(self, state):
+            self.coefficient = state["coefficient"]
+
+    kl = ["algorithm.kl_coefficient=0.1", "algorithm.kl_in_reward=true"]
+    trainer = start("algorithm=ppo", *kl).make_trainer()
+    trainer.kl = Halving()
+    weights = []
+    for _ in range(2):
+        trainer.step()
+        weights.append(trainer.figures["policy/kl_coefficient"])
+    assert weights == [0.1, 0.05] and len(trainer.kl.seen) == 2
+    assert trainer.state()["kl"] == {"coefficient": 0.05}
+
+
 @pytest.mark.parametrize("data", [[], [1, 2], "rows.jsonl", [{"prompt": 1}, {"prompt": "x"}]])
 def test_data_that_is_none_is_a_sentence(start, model, data):
     with pytest.raises(ConfigError, match=r"Job\(data=\.\.\.\)"):

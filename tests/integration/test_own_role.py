@@ -1,5 +1,5 @@
 """A role that only a user's file knows, over Ray, beside separate generation: it is planned,
-placed, drawn and measured like every other."""
+placed, drawn, measured and saved like every other."""
 
 import json
 import re
@@ -8,13 +8,34 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-PROGRAM = Path(__file__).parents[2] / "examples" / "distill.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "distill.py"
+KEPT = """
+
+from pathlib import Path
+
+from hybridrl.controller import ONE_TO_ALL, transfer
+from hybridrl.workers.reference import ReferenceWorker
+
+
+class Teacher(ReferenceWorker):
+    @transfer(ONE_TO_ALL)
+    def save_model(self, folder: str) -> None:
+        self._engine.save(Path(folder))
+
+
+class Kept(Distill):
+    @classmethod
+    def roles(cls, config):
+        return {**super().roles(config), "teacher": RoleSpec(Teacher, saves_as="kept_teacher")}
+"""
 TOKENS = 56
 SETTINGS = [
-    *(f"trainer.name={PROGRAM}:Distill", "executor=ray", "rollout=transformers", "devices=cpu"),
+    *("trainer.name=kept.py:Kept", "executor=ray", "rollout=transformers", "devices=cpu"),
     *("placement=separation", "num_devices=2", "warmup.steps=0", "eval.prompts=4", "eval.every=0"),
     "model.tiny={hidden_size: 512, layers: 6, heads: 8}",
     *("data.prompts_per_step=4", "rollout.samples_per_prompt=6", "trainer.steps=3"),
@@ -25,25 +46,30 @@ FREED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 of its process took."""
 
 
-def planned(*overrides):
+def planned(folder, *overrides):
     """What `hybridrl plan` says, as data."""
     found = subprocess.run(
         [sys.executable, "-m", "hybridrl.cli", "plan", *overrides, "--json"],
         stdout=subprocess.PIPE,
         text=True,
         check=True,
+        cwd=folder,
         timeout=300,
     )
     return json.loads(found.stdout)
 
 
-def test_a_teacher_of_a_users_file_is_planned_placed_drawn_and_measured(command):
+def test_a_teacher_of_a_users_file_is_planned_placed_drawn_measured_and_saved(command, tmp_path):
+    (tmp_path / "kept.py").write_text(EXAMPLE.read_text() + KEPT)
     run = command(*SETTINGS, environment=FREED)
     assert run.finish(timeout=500) == 0, run.output
     assert re.search(r"teacher +on \. 1", run.output), "the start says where it lives"
-    assert not (run.directory / "teacher").exists(), "its RoleSpec keeps no model"
+    kept = load_file(run.directory / "kept_teacher" / "model.safetensors")
+    first = load_file(run.directory / "initial_model" / "model.safetensors")
+    assert kept.keys() == first.keys()
+    assert all(torch.equal(kept[name], first[name]) for name in first)
 
-    plan = planned(*SETTINGS, "--lengths", f"6+{TOKENS}")
+    plan = planned(tmp_path, *SETTINGS, "--lengths", f"6+{TOKENS}")
     assert plan["roles"]["teacher"]["devices"] == [1]
     assert plan["parameters"]["teacher"] == plan["parameters"]["actor"]
     assert "teacher" in {call["role"] for call in plan["time"]["calls"]}

@@ -255,6 +255,19 @@ def test_every_preset_passes(name):
     assert f"name: {config.trainer.name}\n" in text
 
 
+AGGREGATIONS = {
+    **dict.fromkeys(("sapo", "gmpo", "gspo"), "seq-mean-token-mean"),
+    **dict.fromkeys(("dapo", "opo", "grpo", "cispo", "ppo"), "token-mean"),
+    "dr_grpo": "seq-mean-token-sum-norm",
+    "rloo": "seq-mean-token-sum",
+}
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_presets_weigh_tokens_as_their_papers_do(name):
+    assert configured([*HERE, f"algorithm={name}"]).algorithm.aggregation == AGGREGATIONS[name]
+
+
 # Settings of a group that only a preset creates.
 WITHOUT_PRESET = [
     (

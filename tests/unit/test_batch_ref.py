@@ -293,6 +293,48 @@ def test_errors_are_sentences():
             evaluate(travelled)
 
 
+def test_rows_that_do_not_match_are_a_sentence_also_where_tokens_are_counted_first():
+    ref = shard_table(columns([1, 2], "prompt"), [[0, 1]])
+    longer = shard_table(columns([1, 2, 3], "response"), [[0, 1, 2]])
+    with pytest.raises(DataError, match=r"Tables of 2 and of 3 rows"):
+        (ref | longer).read(Part(0, 2, "tokens"))
+    with pytest.raises(DataError, match=r"Tables of 2 and of 3 rows"):
+        (ref | longer).node.num_rows()
+
+
+def test_a_figure_that_a_call_gives_at_times_may_be_missing_in_a_table_below():
+    """A further number of a reward, in one refill of a step and not in the next."""
+
+    class Scored(Stored):
+        def __init__(self, **found):
+            super().__init__(Batch.from_columns(found), [range(2)])
+            self.columns = Columns(frozenset({"scores"}), ("reward/*",))
+
+    with_steps = Scored(scores=torch.ones(2), **{"reward/f/steps": torch.full((2,), 3.0)})
+    tables = [BatchRef(Table((found,))) for found in (with_steps, Scored(scores=torch.zeros(2)))]
+    for order in (tables, tables[::-1]):
+        rows = read(BatchRef.concat(order))
+        found = {(row["scores"], row["reward/f/steps"]) for row in rows}
+        assert len(rows) == 4 and (1.0, 3.0) in found
+        assert all(np.isnan(steps) for score, steps in found if score == 0)
+    # Of tables that say nothing of their columns nobody knows whether one was forgotten.
+    other = shard_table(Batch.from_columns({"scores": torch.zeros(2)}), [[0, 1]])
+    more = shard_table(Batch.from_columns({"scores": torch.zeros(2), "x": [1, 2]}), [[0, 1]])
+    with pytest.raises(DataError, match="`x` is not in all of them"):
+        read(BatchRef.concat([more, other]))
+
+
+def test_tables_of_which_one_has_no_tokens_are_balanced_and_told_apart():
+    some = shard_table(columns([4, 2], "prompt"), [[0, 1]])
+    none = shard_table(Batch.from_columns({"prompt_number": torch.arange(3)}), [[0, 1, 2]])
+    for order in ([some, none], [none, some]):
+        whole = BatchRef.concat(order)
+        numbers = [whole.select("prompt_number").read(Part(i, 2, "tokens"))[1] for i in (0, 1)]
+        assert sorted(np.concatenate(numbers)) == list(range(5))
+        with pytest.raises(DataError, match="`prompt_ids`"):
+            whole.read(WHOLE)
+
+
 def shards_of_stream(batch, blocks, come):
     """A stream of `batch`, a block of rows at a time, of which the first `come` are there."""
     parts = []

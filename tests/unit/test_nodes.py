@@ -7,7 +7,7 @@ import pytest
 from hybridrl.checks.shared_paths import paths_of_workers
 from hybridrl.config.load import load_config
 from hybridrl.controller.call import Call, Failure
-from hybridrl.controller.failures import Death, Hosts, Identity, explain
+from hybridrl.controller.failures import Death, Hosts, Identity, explain, timed_out
 from hybridrl.errors import ConfigError
 from hybridrl.ray_backend import node_probe
 from hybridrl.ray_backend.nodes import Node, NodeReport, by_address, check_reports, check_room
@@ -135,3 +135,9 @@ def test_a_host_that_died_is_named_by_its_role_and_rank_there(tmp_path):
     text = str(explain(found, Hosts(IDENTITIES, roles, tmp_path)))
     assert text.startswith("generator rank 0 (process 13 on 10.0.0.2) died during generator.gen")
     assert "generator-0.log:\n  out of memory" in text
+
+
+def test_a_call_that_takes_too_long_is_named_by_its_rank_not_by_its_device():
+    call = Call(3, "generator", "generate_sequences", [2], [None])
+    text = str(timed_out([(call, 0)], 5.0, HOSTS, ["stack"] * 3))
+    assert text.startswith("generator.generate_sequences on rank 0 did not finish within 5 s")

@@ -1,7 +1,9 @@
 """Strategies, placements as data, and that placements touch nothing else."""
 
 import ast
+import copy
 import difflib
+import pickle
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from hybridrl.config.load import load_config, to_yaml
 from hybridrl.core.cluster import Cluster
 from hybridrl.errors import ConfigError
 from hybridrl.placement import Placement
+from hybridrl.placement.separated_actor import SeparatedActor
 
 PPO = ["algorithm=ppo", "algorithm.kl_coefficient=0.1"]
 
@@ -156,3 +159,10 @@ def test_trainers_and_workers_do_not_know_of_placements():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom):
                 assert "placement" not in (node.module or ""), file
+
+
+def test_a_separated_actor_can_be_copied_and_pickled_like_any_object():
+    actor = SeparatedActor.__new__(SeparatedActor)  # as copy and pickle make one
+    actor._trainer, actor._generator = "trainer", "generator"
+    for again in (copy.copy(actor), pickle.loads(pickle.dumps(actor))):
+        assert again._trainer == "trainer" and again._generator == "generator"
