@@ -127,7 +127,7 @@ class Chaos:
             finally:
                 for process in victim.processes():
                     process.kill()
-            if left := shared_memory() - before:
+            if left := _left_in_shared_memory(before):
                 faults.append(f"in shared memory: {left}")
         return faults, None if killed is None else victim.seconds_to_next_step(killed)
 
@@ -188,6 +188,16 @@ def _faults(victim: Victim, reference: Victim, plan: Plan, killed: float | None)
     if left := victim.left_after(SECONDS_TO_END):
         faults.append(f"still there: {left}")
     return faults
+
+
+def _left_in_shared_memory(before: set[str]) -> set[str]:
+    """What has come and does not go; other programs come and go, too."""
+    until = time.monotonic() + SECONDS_TO_END
+    left = shared_memory() - before
+    while left and time.monotonic() < until:
+        time.sleep(0.5)
+        left &= shared_memory()
+    return left
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

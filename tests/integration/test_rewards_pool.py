@@ -307,6 +307,14 @@ def test_an_idle_process_that_died_is_replaced(make_pool):
     assert result.failures == 0
 
 
+def test_a_row_whose_process_is_killed_is_tried_once_more(make_pool, tmp_path):
+    kill, mark = "os.kill(os.getpid(), 9)", f"'{tmp_path}/killed'"
+    once = f"2.0 if os.path.exists({mark}) else (os.mkdir({mark}), {kill})"
+    result = make_pool("score").score(rows("1", once, kill, "4"))
+    assert [s for s in result.scores if not math.isnan(s)] == [1.0, 2.0, 4.0]
+    assert result.failures == 1 and "killed by SIGKILL" in result.first_failure
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
 @pytest.mark.parametrize("response", ["1", "hang"])
 def test_processes_die_with_a_killed_parent(functions_file, response):
