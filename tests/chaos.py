@@ -183,8 +183,8 @@ def _faults(victim: Victim, reference: Victim, plan: Plan, killed: float | None)
     for row in victim.recoveries():
         if row["after_step"] - row["from_step"] > plan.every:
             faults.append(f"{row['after_step'] - row['from_step']} steps were repeated")
-    if any(name.endswith(".part") for name in victim.steps_kept()):
-        faults.append(f"checkpoints: {victim.steps_kept()}")
+    if unfinished := victim.steps_under_way():
+        faults.append(f"unfinished checkpoints: {unfinished}")
     if left := victim.left_after(SECONDS_TO_END):
         faults.append(f"still there: {left}")
     return faults

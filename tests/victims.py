@@ -111,9 +111,10 @@ class Victim:
     def model(self) -> dict[str, Any]:
         return load_file(self.run / "model" / "model.safetensors")
 
-    def steps_kept(self) -> list[str]:
-        """What is in `checkpoints/`."""
-        return sorted(path.name for path in (self.run / "checkpoints").glob("step-*"))
+    def steps_under_way(self) -> list[int]:
+        """Of what is in `checkpoints/` the steps that are not complete."""
+        steps = (self.run / "checkpoints").glob("step-*")
+        return sorted(int(path.name[5:]) for path in steps if not (path / "complete.json").exists())
 
     def wait_for_step(self, step: int) -> bool:
         """Waits until this step has figures; False if the job ends first."""
@@ -122,11 +123,7 @@ class Victim:
     def wait_for_save(self, step: int) -> bool:
         """Waits until this step or a later one is being saved."""
 
-        def is_saving() -> bool:
-            parts = (self.run / "checkpoints").glob("step-*.part")
-            return any(int(path.name[5:11]) >= step for path in parts)
-
-        return self._wait(is_saving, pause=0.001)
+        return self._wait(lambda: max(self.steps_under_way(), default=-1) >= step, pause=0.001)
 
     def _wait(self, is_there: Any, pause: float = 0.02) -> bool:
         until = time.monotonic() + _MOST_SECONDS

@@ -15,6 +15,8 @@ from hybridrl.errors import ConfigError
 AUTO = "auto"
 CHECKPOINTS = "checkpoints"
 """The folder of a run in which its steps are, unless `checkpoint.folder` names another."""
+COMPLETE = "complete.json"
+"""The file that a step's folder has when it is complete."""
 SETTINGS = "config.yaml"
 """The settings of a run, in its folder and in those of its steps."""
 _STEP = re.compile(r"step-(\d{6,})")
@@ -157,13 +159,14 @@ def _in_run(run: Path, folder: str | None) -> Source | None:
 
 
 def _of_steps(folder: Location, step: int | None, settings: Path | None = None) -> Source | None:
-    """The checkpoints in a folder; None if there are none with settings.
+    """The complete checkpoints in a folder; None if there are none with settings.
 
     Args:
         settings: Of their run; else, or if they are not there, those of the newest step count.
     """
     try:
         found = [path for path in folder.iterdir() if step_of(path) is not None]
+        found = [path for path in found if (path / COMPLETE).is_file()]
     except (FileNotFoundError, NotADirectoryError):
         return None
     run = None

@@ -9,6 +9,7 @@ runs/2026-03-01_09-30-00-addition/
     model/           the trained model
     placement.json   which role lives on which devices; `placement=file` reads it
     checkpoints/     whole steps to go on from; see `step_folders`
+    lock.json        which job has the folder, while it runs; see `run_lock`
     summary.json, curves.png
 runs/latest          a link to the newest run
 """

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
-from hybridrl.config.resume import step_of
+from hybridrl.config.resume import COMPLETE, step_of
 from hybridrl.core.locations import (
     Location,
     reading,
@@ -38,7 +38,6 @@ from hybridrl.errors import ConfigError, StorageError
 from hybridrl.observe.kept_steps import KeepRule
 from hybridrl.observe.storage import explain_write_errors
 
-LIST = "complete.json"
 BEST = "best.json"
 _BLOCK_BYTES = 1 << 22
 _READERS = 4
@@ -82,11 +81,11 @@ class StepFolders:
 
     def steps(self) -> list[int]:
         """Steps that are complete, the oldest first."""
-        return [step for step in self._named() if (self.at(step) / LIST).is_file()]
+        return [step for step in self._named() if (self.at(step) / COMPLETE).is_file()]
 
     def unfinished(self) -> list[int]:
         """Steps that are being written, or were when their run was killed."""
-        return [step for step in self._named() if not (self.at(step) / LIST).is_file()]
+        return [step for step in self._named() if not (self.at(step) / COMPLETE).is_file()]
 
     def begin(self, step: int) -> Location:
         """An empty folder to write a step in.
@@ -115,7 +114,7 @@ class StepFolders:
             files = _contents(folder, apart=_written_together(folder))
             completed = Completed(files, dict(figures or {}), time.time())
             text = json.dumps({"step": step, **vars(completed)}, indent=1)
-            write_whole(folder / LIST, f"{text}\n".encode())
+            write_whole(folder / COMPLETE, f"{text}\n".encode())
             if isinstance(self.path, Path):
                 sync_names(self.path)
         self._known[step] = completed
@@ -135,7 +134,7 @@ class StepFolders:
             OSError, ValueError: if its list cannot be read.
         """
         if step not in self._known:
-            read = json.loads((self.at(step) / LIST).read_text(encoding="utf-8"))
+            read = json.loads((self.at(step) / COMPLETE).read_text(encoding="utf-8"))
             if not isinstance(read, dict) or not isinstance(read.get("files"), dict):
                 raise ValueError("it lists no files")
             self._known[step] = Completed(
@@ -205,7 +204,7 @@ class StepFolders:
                 if contents and (fault := damage(folder / role, lists)):
                     return fault
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            return f"{folder / LIST} could not be read ({type(error).__name__}: {error})"
+            return f"{folder / COMPLETE} could not be read ({type(error).__name__}: {error})"
         return ""
 
     def newest(self, at_most: int | None = None) -> tuple[int | None, list[str]]:
@@ -242,7 +241,7 @@ class StepFolders:
     def _remove(self, step: int) -> None:
         """First what says that it is complete, for a run that is killed in between."""
         self._known.pop(step, None)
-        remove(self.at(step) / LIST)
+        remove(self.at(step) / COMPLETE)
         remove(self.at(step))
 
 
@@ -270,7 +269,7 @@ def _written_together(folder: Location) -> set[str]:
 
 def _contents(folder: Location, apart: set[str]) -> dict[str, dict[str, int]]:
     """Size and crc32 of every file but the list itself; of those in `apart` the size alone."""
-    sizes = {name: size for name, size in sizes_below(folder).items() if name != LIST}
+    sizes = {name: size for name, size in sizes_below(folder).items() if name != COMPLETE}
     read = [name for name in sizes if name not in apart]
     with ThreadPoolExecutor(_READERS) as readers:
         sums = readers.map(_crc32, [folder / name for name in read])

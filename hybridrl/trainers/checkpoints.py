@@ -14,6 +14,7 @@ import math
 import time
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -170,8 +171,8 @@ class Checkpoints:
         return saving
 
     def newest(self) -> Resumed:
-        """What a run that has lost its workers goes on from: its newest whole step, or its
-        beginning.
+        """What a run that has lost its workers goes on from: its newest whole step, or where it
+        began.
 
         Raises:
             ConfigError: if there are steps and none of them is whole.
@@ -179,7 +180,7 @@ class Checkpoints:
         step, notices = self._folders.newest()
         run = self.job.directory.path
         if step is None:
-            return Resumed(run)
+            return replace(self.job.resumed, run=run)  # of a fork, the step of another run
         return Resumed(run, step, self._folders.at(step), notices)
 
     def load(self, found: Resumed) -> int:

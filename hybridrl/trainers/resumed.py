@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from hybridrl.config.resume import Source, forked, resumed
+from hybridrl.config.resume import forked, resumed
 from hybridrl.config.resumed_settings import differences
 from hybridrl.config.schema import Config
 from hybridrl.core.locations import Location
@@ -57,9 +57,12 @@ def find_checkpoint(
     folders = StepFolders(source.steps)
     step, notices = folders.newest(source.step)
     if step is None:
-        if source.step is None and not forks:
-            return Resumed(run)  # it was ended before its first checkpoint was complete
-        raise ConfigError(_nothing(named, folders, source))
+        raise ConfigError(
+            f"{named}: no complete checkpoint of step {source.step} or before is in "
+            f"{folders.path}; there are steps {', '.join(map(str, folders.steps()))}."
+        )
+    if source.step in folders.unfinished():
+        notices.append(f"Step {source.step} was never completed; the step before it is taken.")
     folder = folders.at(step)
     kept = {name.split("/")[0] for name in folders.completed(step).files if "/" in name}
     if other := sorted(kept ^ {role for role, spec in roles.items() if spec.keeps_state}):
@@ -70,21 +73,6 @@ def find_checkpoint(
         )
     before = yaml.safe_load(source.settings.read_text(encoding="utf-8"))
     whose = source.run or source.steps
-    begins = (
-        f"a new run from {whose} after step {step}"
-        if forks
-        else f"resuming {whose} after step {step}"
-    )
-    notices = [*notices, begins]
+    notices.append(f"{'a new run from' if forks else 'resuming'} {whose} after step {step}")
     changed = [f"changed: {line}" for line in differences(before, settings)]
     return Resumed(run, step, folder, notices + changed)
-
-
-def _nothing(named: str, folders: StepFolders, source: Source) -> str:
-    steps = ", ".join(map(str, folders.steps())) or "none"
-    unfinished = ", ".join(map(str, folders.unfinished()))
-    return (
-        f"{named}: no complete checkpoint{'' if source.step is None else f' of step {source.step}'}"
-        f"{'' if source.step is None else ' or before'} is in {folders.path}; there are steps "
-        f"{steps}{f' and, never completed, {unfinished}' if unfinished else ''}."
-    )

@@ -11,11 +11,19 @@ from hybridrl.errors import ConfigError, MissingPackageError
 OWN = ["algorithm=ppo", "algorithm.gamma=0.9", "models.critic.optimizer.learning_rate=1e-3"]
 
 
+def complete_step(folder, number):
+    """Nothing of its contents is read here."""
+    step = folder / f"step-{number:06d}"
+    step.mkdir(parents=True)
+    (step / "complete.json").touch()
+    return step
+
+
 @pytest.fixture
 def run(tmp_path):
     """A run's folder, with a step in it."""
     folder = tmp_path / "run"
-    (folder / "checkpoints" / "step-000020").mkdir(parents=True)
+    complete_step(folder / "checkpoints", 20)
     settings = load_config([*OWN, "trainer.steps=40", "checkpoint.every=20"])
     (folder / "config.yaml").write_text(to_yaml(settings))
     return folder
@@ -76,7 +84,9 @@ def test_a_fork_has_the_settings_of_the_other_run_and_a_folder_of_its_own(run, t
     # The same command goes on with the new run as soon as that has a checkpoint.
     again = [f"fork={run}", "resume=auto", f"run.directory={new}"]
     assert load_config(again).trainer.name == "ppo" and resumed(load_config(again)) is None
-    (new / "checkpoints" / "step-000030").mkdir(parents=True)
+    (new / "checkpoints" / "step-000025").mkdir(parents=True)  # that never became complete
+    assert resumed(load_config(again)) is None
+    complete_step(new / "checkpoints", 30)
     (new / "config.yaml").write_text(to_yaml(load_config(["algorithm.gamma=0.7"])))
     found = load_config(again)
     assert found.algorithm.gamma == 0.7 and resumed(found).run == new and forked(found) is None
@@ -84,8 +94,7 @@ def test_a_fork_has_the_settings_of_the_other_run_and_a_folder_of_its_own(run, t
 
 def test_checkpoints_that_are_elsewhere_are_found_by_the_run_and_know_its_settings(tmp_path):
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    step = elsewhere / "step-000020"
-    step.mkdir(parents=True)
+    step = complete_step(elsewhere, 20)
     run.mkdir()
     settings = to_yaml(load_config([*OWN, "checkpoint.every=9", f"checkpoint.folder={elsewhere}"]))
     (run / "config.yaml").write_text(settings)

@@ -1,5 +1,6 @@
 """A run's folder has one job at a time, and a dead one does not keep it."""
 
+import errno
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ import time
 
 import pytest
 
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, StorageError
 from hybridrl.observe import run_lock
 from hybridrl.observe.run_lock import LOCK, RunLock
 
@@ -100,6 +101,22 @@ def test_one_that_falls_silent_is_waited_for_and_then_dead(elsewhere, monkeypatc
     monkeypatch.setattr(run_lock, "SILENT_SECONDS", 0.05)
     with RunLock(elsewhere.parent):
         assert json.loads(elsewhere.read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EROFS, "the file system is read-only"),
+        (errno.EACCES, "this user may not write there"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path, monkeypatch, number, words):
+    def refuses(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(run_lock.os, "open", refuses)
+    with pytest.raises(StorageError, match=f"Cannot write {tmp_path}.*{words}"), RunLock(tmp_path):
+        pass
 
 
 def test_what_another_has_taken_meanwhile_stays_its_own(tmp_path):
