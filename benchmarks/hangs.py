@@ -21,7 +21,8 @@ import torch
 from hybridrl.controller import ONE_TO_ALL, Worker, WorkerGroup, transfer
 from hybridrl.errors import CallTimeoutError
 
-RANKS, LIMIT, GOAL_SECONDS = 3, 5.0, 15.0
+RANKS, LIMIT, GOAL_SECONDS = 3, 8.0, 15.0
+PRELOAD = ["hybridrl.parallel.process_group"]
 WAYS = ("frozen", "endless", "deadlock")
 
 
@@ -75,7 +76,7 @@ def main() -> None:
             missing = number % RANKS
             begin = time.monotonic()
             try:
-                with RayExecutor("cpu", RANKS, timeout_s=LIMIT) as executor:
+                with RayExecutor("cpu", RANKS, timeout_s=LIMIT, preload=PRELOAD) as executor:
                     peers = WorkerGroup(executor, "peers", Peers, range(RANKS)).ready()
                     pids = peers.process().get()
                     begin = time.monotonic()

@@ -91,9 +91,8 @@ def main() -> None:
                 run.go_on(CLEAN_STEPS)
                 clean += CLEAN_STEPS
                 workers = run.workers()
-                usual = used(workers)
                 for device, worker in enumerate(workers):
-                    with limited(worker, usual / 2):
+                    with limited(worker, used(workers) / 2):
                         run.go_on(SLOW_STEPS, slow=device)
                     run.go_on(REST_STEPS)
                     rounds += 1

@@ -137,8 +137,8 @@ class Host:
         with self._inputs():
             arguments = [read(argument) for argument in request.arguments]
             keywords = {name: read(argument) for name, argument in request.keywords.items()}
-        given = [a for a in (*arguments, *keywords.values()) if isinstance(a, Batch)]
-        record.tokens = sum(map(count_tokens, given))
+        given = (*arguments, *keywords.values())
+        record.tokens = sum(count_tokens(each) for each in given if isinstance(each, Batch))
         record.stage = self._stages[request.role]
         worker.record, worker.rows = record, rows
         worker.enter()

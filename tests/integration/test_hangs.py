@@ -15,7 +15,7 @@ from hybridrl.controller import ONE_TO_ALL, Worker, WorkerGroup, transfer
 from hybridrl.errors import CallTimeoutError
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
-RANKS, MISSING, LIMIT = 3, 1, 4.0
+RANKS, MISSING, LIMIT = 3, 1, 8.0
 
 
 class Peers(Worker):
@@ -74,7 +74,7 @@ def meet(ray, tmp_path):
     def meet(way):
         with pytest.raises(CallTimeoutError) as caught, RayExecutor(
             *("cpu", RANKS), cpus_per_host=0.5, timeout_s=LIMIT, heartbeat_s=2.0,
-            run_directory=tmp_path,
+            run_directory=tmp_path, preload=["hybridrl.parallel.process_group"],
         ) as executor:  # fmt: skip
             (tmp_path / "logs").mkdir()
             executor.notify = said.append
