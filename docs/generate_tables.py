@@ -90,14 +90,14 @@ def written(page: str) -> str:
 
 
 def _rows(group: Group) -> list[str]:
-    """A row for each method that a driver program may call, in the order of the class."""
-    methods = [
-        (name, method)
-        for base in reversed(group.worker.__mro__)
-        for name, method in vars(base).items()
-        if hasattr(method, "__transfer__") and name not in {*PLUMBING, *group.refused}
-    ]
-    return [_row(name, method, group.built) for name, method in methods]
+    """A row for each method that a driver program may call, in the order of the class, and those
+    of the classes that it derives from after its own."""
+    methods: dict[str, Any] = {}
+    for base in group.worker.__mro__:
+        for name, method in vars(base).items():
+            if hasattr(method, "__transfer__") and name not in {*PLUMBING, *group.refused}:
+                methods.setdefault(name, method)
+    return [_row(name, method, group.built) for name, method in methods.items()]
 
 
 def _row(name: str, method: Any, built: Mapping[str, Any]) -> str:
@@ -109,7 +109,8 @@ def _row(name: str, method: Any, built: Mapping[str, Any]) -> str:
     elif signature.return_annotation in ("None", None):
         gives = "a handle"
     else:
-        gives = f"a handle: {_of_ranks(transfer)}`{signature.return_annotation}`"
+        kind = str(signature.return_annotation).replace("|", r"\|")  # which ends a cell
+        gives = f"a handle: {_of_ranks(transfer)}`{kind}`"
     return f"| {call} | {_reads(transfer, built)} | {gives} |"
 
 

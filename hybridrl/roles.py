@@ -79,6 +79,8 @@ def _source(job: Built, path: str | None = None) -> ModelSource:
         dtype=job.config.model.dtype,
         context_length=job.context_length,
         eos_token_ids=_ends(job.model_path, job.tokenizer),
+        save_dtype=job.config.model.save_dtype,
+        file_bytes=round(job.config.model.file_gib * 2**30),
     )
 
 

@@ -31,17 +31,22 @@ def agreed(group: dist.ProcessGroup | None) -> Iterator[None]:
     Args:
         group: The ranks; None: there is one only.
     """
-    mine: HybridRLError | None = None
+    mine: Exception | None = None
     try:
         yield
-    except HybridRLError as error:
+    except Exception as error:  # whatever it is: the others must not wait for this rank
         mine = error
     failures: list[str | None] = []
     if group is not None:
         failures = [None] * dist.get_world_size(group)
-        dist.all_gather_object(failures, None if mine is None else str(mine), group=group)
+        dist.all_gather_object(failures, None if mine is None else _told(mine), group=group)
     if mine is not None:
         raise mine
     for rank, failure in enumerate(failures):
         if failure is not None:
             raise StorageError(f"Rank {rank} could not write its part of the model: {failure}")
+
+
+def _told(error: Exception) -> str:
+    """An error as another rank tells it: ours are sentences, others are known by their kind."""
+    return str(error) if isinstance(error, HybridRLError) else f"{type(error).__name__}: {error}"

@@ -32,7 +32,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """The number formats that are read here, by the names that headers use."""
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH = struct.Struct("<Q")
 MOST_HEADER_BYTES = 100_000_000
 """What safetensors itself allows."""
@@ -104,7 +104,7 @@ def make_header(
         starts[name] = end
         end += math.prod(shape) * dtype.itemsize
         described[name] = {
-            "dtype": _NAMES[dtype],
+            "dtype": NAMES[dtype],
             "shape": list(shape),
             "data_offsets": [starts[name], end],
         }

@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hybridrl.checkpoint.file_plan import MODEL
 from hybridrl.checkpoint.header import Entry, read_header
 from hybridrl.core.boxes import Box, extent, runs, volume, windows
 from hybridrl.errors import ConfigError
 
-WHOLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 WINDOW_BYTES = 8 << 20
 """What is read at once; with it reading needs no more memory than what is read."""
 _PART = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
@@ -25,6 +24,9 @@ _PART = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 class TensorFiles:
     """The tensors of a folder's safetensors files: of `model.safetensors`, else of the files in
     `model.safetensors.index.json`, else of all that are there.
+
+    Args:
+        stem: What the files' names begin with; of another than `model` no other files are taken.
 
     Attributes:
         folder: As given.
@@ -36,11 +38,11 @@ class TensorFiles:
             them.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, stem: str = MODEL) -> None:
         self.folder = folder
         self.bytes_read = 0
         self._entries: dict[str, tuple[Path, Entry]] = {}
-        files, index = _files(folder)
+        files, index = _files(folder, stem)
         for path in files:
             for name, entry in read_header(path).items():
                 if name in self._entries:
@@ -52,8 +54,8 @@ class TensorFiles:
         for name, path in index.items():
             if self._entries.get(name, (None,))[0] != path:
                 raise ConfigError(
-                    f"{folder / INDEX} says that `{name}` is in {path}, and it is not. The files "
-                    "are not of one model; copy, download or save it again."
+                    f"{folder / index_of(stem)} says that `{name}` is in {path}, and it is not. "
+                    "The files are not of one model; copy, download or save it again."
                 )
         self.shapes = {name: entry.shape for name, (_, entry) in self._entries.items()}
         self._window = torch.empty(0, dtype=torch.uint8)
@@ -69,6 +71,12 @@ class TensorFiles:
         """
         path, entry = self._entries[name]
         size = entry.dtype.itemsize
+        is_plain = into.device.type == "cpu" and into.is_contiguous()
+        if is_plain and into.dtype == entry.dtype:  # no window in between
+            with path.open("rb", buffering=0) as file:
+                values = into.detach().view(-1).view(torch.uint8)
+                self._fill(file.fileno(), path, name, entry, box, values)
+            return
         if len(self._window) < min(WINDOW_BYTES, volume(box) * size):
             self._window = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
         with path.open("rb", buffering=0) as file:
@@ -96,18 +104,23 @@ class TensorFiles:
                 self.bytes_read += got
 
 
-def _files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+def index_of(stem: str) -> str:
+    """The file that says which tensor is in which of several files."""
+    return f"{stem}.safetensors.index.json"
+
+
+def _files(folder: Path, stem: str) -> tuple[list[Path], dict[str, Path]]:
     """The files to read, and where the index, if there is one, says that each tensor is."""
-    if (folder / WHOLE).is_file():
-        return [folder / WHOLE], {}
-    if (folder / INDEX).is_file():
-        index = dict(_index(folder / INDEX))
+    if (whole := folder / f"{stem}.safetensors").is_file():
+        return [whole], {}
+    if (folder / index_of(stem)).is_file():
+        index = dict(_index(folder / index_of(stem)))
         return sorted(set(index.values())), index
-    found = sorted(folder.glob("*.safetensors"))
+    found = sorted(folder.glob("*.safetensors" if stem == MODEL else f"{stem}-*.safetensors"))
     if parts := [path.name for path in found if _PART.fullmatch(path.name)]:
         raise ConfigError(
-            f"{folder} has {parts[0]} and no {INDEX}, which is written last: saving or copying the "
-            "model did not come to its end. Save or copy it again."
+            f"{folder} has {parts[0]} and no {index_of(stem)}, which is written last: saving or "
+            "copying the model did not come to its end. Save or copy it again."
         )
     return found, {}
 

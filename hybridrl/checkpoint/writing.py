@@ -1,13 +1,13 @@
-"""Writing a model from the ranks that hold its parts, as the safetensors files of one folder."""
+"""Writing tensors from the ranks that hold their parts, as the safetensors files of one folder."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
+import itertools
 import os
 import re
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,16 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.checkpoint.agreement import agreed, explained
-from hybridrl.checkpoint.header import Entry, make_header, read_header
-from hybridrl.checkpoint.reading import INDEX, WHOLE, WINDOW_BYTES
-from hybridrl.core.boxes import Box, extent, runs, volume, whole, windows
-from hybridrl.core.layout import Layout, Move, Piece, local_pieces, plan
-
-FILE_BYTES = 5 << 30
-"""Largest file, unless one tensor is larger."""
-_FILES = -1
-"""The files' number in layouts: a rank that is to hold every tensor whole."""
-_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+from hybridrl.checkpoint.file_plan import (
+    FILE_BYTES,
+    MODEL,
+    FilePart,
+    FilePlan,
+    plan_files,
+    share,
+)
+from hybridrl.checkpoint.header import NAMES
+from hybridrl.checkpoint.reading import index_of
+from hybridrl.core.boxes import extent, runs
+from hybridrl.core.layout import Layout
+from hybridrl.core.written import WrittenBox, WrittenHeader
 
 
 def write_tensors(
@@ -35,12 +38,13 @@ def write_tensors(
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,
     file_bytes: int = FILE_BYTES,
+    stem: str = MODEL,
 ) -> None:
     """Writes all tensors of a layout, in the order of its `shapes`. Collective.
 
     Every rank writes parts of the same files at their places, so the folder must be one that all
     of them share. What several ranks hold is written once, by those that have written least. A
-    rank needs a window of memory beyond what it holds.
+    rank needs memory for one piece (`file_plan.PIECE_ELEMENTS`) beyond what it holds.
 
     The files get their names when everything is on the disk, and the index comes last. A folder
     that held a model before is without one in between, never a mixture of two.
@@ -51,128 +55,165 @@ def write_tensors(
         read: Name of a local tensor of the layout to the tensor.
         dtype: Of the values in the files.
         group: The ranks; None: there is one only.
+        file_bytes: Largest file, unless one tensor is larger.
+        stem: What the names of the files begin with.
 
     Raises:
         StorageError: on all ranks, if one of them could not write; names the file.
         LayoutError: if nobody holds some part of a tensor.
     """
-    files = _files(layout.shapes, dtype, file_bytes)
-    headers = {file: make_header(shapes, dtype) for file, shapes in files.items()}
-    moves = plan(layout, Layout(layout.shapes, {_FILES: _everything(layout)})).moves
-    mine: dict[str, list[Move]] = {}
-    for move in moves:
-        if move.sender == rank:
-            mine.setdefault(move.name, []).append(move)
+    mine = [(move.name, move) for move in share(layout, layout.shapes, rank)]
+    plan = plan_files(layout.shapes, mine, dtype, file_bytes, stem)
     try:
         with agreed(group), explained(folder):
             if rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
-                for file, (header, _, length) in headers.items():
+                for file, header in plan.headers.items():
                     with _part(folder, file).open("wb") as begun:
                         begun.write(header)
-                        begun.truncate(length)
+                        begun.truncate(plan.lengths[file])
         with agreed(group):
-            for file, (_, entries, _) in headers.items():
-                ours = {name: mine[name] for name in entries if name in mine}
-                if ours:
-                    with explained(folder / file):
-                        _write(_part(folder, file), entries, ours, read)
+            values = (values_of(part, read(part.source.tensor)) for part in plan.parts)
+            write_parts(lambda file: _part(folder, file), plan.parts, values)
         with agreed(group), explained(folder):
             if rank == 0:
-                _publish(folder, files)
+                _publish(folder, plan, stem)
     finally:
         if rank == 0:
-            for file in files:
+            for file in plan.headers:
                 with contextlib.suppress(OSError):
                     _part(folder, file).unlink(missing_ok=True)
 
 
-def _files(
-    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, file_bytes: int
-) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The tensors of each file, by its name."""
-    parts: list[dict[str, tuple[int, ...]]] = [{}]
-    room = file_bytes
-    for name, shape in shapes.items():
-        size = math.prod(shape) * dtype.itemsize
-        if size > room and parts[-1]:
-            parts.append({})
-            room = file_bytes
-        parts[-1][name] = shape
-        room -= size
-    if len(parts) == 1:
-        return {WHOLE: parts[0]}
-    count = len(parts)
-    return {f"model-{i:05}-of-{count:05}.safetensors": part for i, part in enumerate(parts, 1)}
-
-
-def _everything(layout: Layout) -> dict[str, tuple[Piece, ...]]:
-    return {name: local_pieces(name, whole(shape)) for name, shape in layout.shapes.items()}
-
-
 @torch.no_grad()
-def _write(
-    path: Path,
-    entries: Mapping[str, Entry],
-    moves: Mapping[str, list[Move]],
-    read: Callable[[str], Tensor],
-) -> None:
-    """Writes this rank's parts of one file, and waits until they are on the disk."""
-    with path.open("r+b", buffering=0) as file:
-        for name, parts in moves.items():
-            entry = entries[name]
-            for move in parts:
-                for box in windows(move.box, WINDOW_BYTES // entry.dtype.itemsize):
-                    tensor, start = move.part(box).source
-                    inner = zip(start, extent(box), strict=True)
-                    values = read(tensor)[tuple(slice(at, at + n) for at, n in inner)]
-                    values = values.to("cpu", entry.dtype).contiguous()
-                    _write_box(file.fileno(), entry, box, values)
+def write_parts(
+    path: Callable[[str], Path],
+    parts: Sequence[FilePart],
+    values: Iterable[Tensor],
+    stop: Callable[[], bool] = lambda: False,
+) -> list[int]:
+    """Writes parts of files, which are made if they are not there, and waits until they are on the
+    disk. Most of the time it does not hold Python's lock.
+
+    Args:
+        path: Where a file is, by its name.
+        parts: Those of one file together.
+        values: Of each part, of the shape of its box, on any device.
+        stop: Asked before each part whether to leave the rest out.
+
+    Returns:
+        The crc32 of each part as it stands in its file.
+
+    Raises:
+        StorageError: if a file cannot be written; names it.
+    """
+    sums = []
+    pairs = zip(parts, values, strict=True)
+    for file, some in itertools.groupby(pairs, key=lambda pair: pair[0].file):
+        with explained(path(file)):
+            opened = os.open(path(file), os.O_WRONLY | os.O_CREAT, 0o666)
+            try:
+                for part, tensor in some:
+                    if stop():
+                        return sums
+                    memory = _bytes_of(tensor.to("cpu", part.entry.dtype))
+                    _write_box(opened, part, memory)
+                    sums.append(zlib.crc32(memory))
+                os.fsync(opened)
+            finally:
+                os.close(opened)
+    return sums
+
+
+def write_headers(folder: Path, plan: FilePlan) -> None:
+    """Writes the beginnings of the files of a plan, which others may be writing to.
+
+    Raises:
+        StorageError: if one cannot be written; names it.
+    """
+    for file, header in plan.headers.items():
+        with explained(folder / file):
+            opened = os.open(folder / file, os.O_WRONLY | os.O_CREAT, 0o666)
+            try:
+                os.pwrite(opened, header, 0)
+                os.fsync(opened)
+            finally:
+                os.close(opened)
+
+
+def headers_of(plan: FilePlan) -> dict[str, WrittenHeader]:
+    """What a rank's list says of the headers of a plan."""
+    return {
+        file: WrittenHeader(len(header), zlib.crc32(header), plan.lengths[file])
+        for file, header in plan.headers.items()
+    }
+
+
+def written_box(part: FilePart, crc32: int) -> WrittenBox:
+    """What a rank's list says of a part."""
+    name, shape, start = NAMES[part.entry.dtype], part.entry.shape, part.entry.start
+    return WrittenBox(part.name, name, shape, part.box, part.file, start, crc32)
+
+
+def values_of(part: FilePart, tensor: Tensor) -> Tensor:
+    """What a part takes from the local tensor that holds it."""
+    inner = zip(part.source.start, extent(part.box), strict=True)
+    return tensor[tuple(slice(at, at + n) for at, n in inner)]
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes a small file at once, and waits until it is on the disk.
+
+    Raises:
+        StorageError: if that fails; names the file.
+    """
+    with explained(path), path.open("wb") as file:
+        file.write(content)
+        file.flush()
         os.fsync(file.fileno())
 
 
-def _write_box(file: int, entry: Entry, box: Box, values: Tensor) -> None:
-    flat = values.view(volume(box)).view(torch.uint8)
-    memory, at, size = flat.numpy().data, 0, entry.dtype.itemsize
-    for first, count in runs(entry.shape, box):
-        start, stop = entry.start + first * size, at + count * size
+def sync_names(folder: Path) -> None:
+    """Waits until the names in a folder, too, are on the disk."""
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(place)
+    finally:
+        os.close(place)
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    flat = values.contiguous().view(values.numel()).view(torch.uint8)
+    return flat.numpy().data
+
+
+def _write_box(file: int, part: FilePart, memory: memoryview) -> None:
+    at, size = 0, part.entry.dtype.itemsize
+    for first, count in runs(part.entry.shape, part.box):
+        start, stop = part.entry.start + first * size, at + count * size
         while at < stop:  # the system may take less than it was given
             taken = os.pwrite(file, memory[at:stop], start)
             at, start = at + taken, start + taken
 
 
-def _publish(folder: Path, files: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:
+def _publish(folder: Path, plan: FilePlan, stem: str) -> None:
     """Gives the files their names, and takes away what is left of a model that was there."""
-    if len(files) > 1:
+    index = folder / index_of(stem)
+    if plan.index:
         # From here to its return the folder is one that is not finished, not a mixture of two
         # models; one that was a single file stays what readers take until that file goes.
-        (folder / INDEX).unlink(missing_ok=True)
-    for file in files:
+        index.unlink(missing_ok=True)
+    for file in plan.headers:
         _part(folder, file).replace(folder / file)
-    kept = set(files)
-    if len(files) > 1:
-        _write_index(folder, files)
-        kept.add(INDEX)
+    kept = {*plan.headers, *([index.name] if plan.index else [])}
+    if plan.index:
+        write_bytes(_part(folder, index.name), plan.index.encode())
+        _part(folder, index.name).replace(index)
+    ours = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
     for path in folder.iterdir():
-        if path.name not in kept and (path.name == INDEX or _OURS.fullmatch(path.name)):
+        if path.name not in kept and (path.name == index.name or ours.fullmatch(path.name)):
             path.unlink()
-    place = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(place)  # the names, too
-    finally:
-        os.close(place)
-
-
-def _write_index(folder: Path, files: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:
-    named = {name: file for file, shapes in files.items() for name in shapes}
-    headers = (read_header(folder / file).values() for file in files)
-    total = sum(math.prod(e.shape) * e.dtype.itemsize for header in headers for e in header)
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": named}, indent=2)
-    with _part(folder, INDEX).open("w") as index:
-        index.write(text + "\n")
-        index.flush()
-        os.fsync(index.fileno())
-    _part(folder, INDEX).replace(folder / INDEX)
+    sync_names(folder)
 
 
 def _part(folder: Path, file: str) -> Path:

@@ -36,6 +36,7 @@ POSITIVE = (
     "checkpoint.keep_last",
     "eval.prompts",
     "eval.samples",
+    "model.file_gib",
     "model.tiny.hidden_size",
     "model.tiny.layers",
     "model.tiny.heads",
@@ -125,6 +126,8 @@ def _check_names(config: Config) -> None:
     one_of("executor", config.executor, ("ray", "inline"))
     one_of("devices", config.devices, ("auto", "cpu", "cuda"))
     one_of("model.dtype", config.model.dtype, DTYPES)
+    if config.model.save_dtype is not None:
+        one_of("model.save_dtype", config.model.save_dtype, DTYPES)
     one_of("data.too_long", config.data.too_long, ("error", "drop"))
     one_of("reward.on_error", config.reward.on_error, ("fail", "drop", "value"))
     one_of("rollout.engine", config.rollout.engine, ("vllm", "transformers"))

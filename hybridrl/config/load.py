@@ -16,6 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hybridrl.config.model_start import with_model_folders
 from hybridrl.config.recipe import expand
 from hybridrl.config.resume import with_settings_of_run
 from hybridrl.config.schema import Config
@@ -56,11 +57,11 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
 
 
 def to_config(config: DictConfig) -> Config:
-    """The dataclasses behind a composed configuration."""
+    """The dataclasses behind a composed configuration, with model folders in place of runs."""
     found = OmegaConf.to_object(config)
     if not isinstance(found, Config):
         raise ConfigError("The configuration is not of the schema's type; start from config.yaml.")
-    return found
+    return with_model_folders(found)
 
 
 def to_yaml(config: Config) -> str:

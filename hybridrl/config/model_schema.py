@@ -26,6 +26,11 @@ class ModelConfig:
     """Where the tokenizer lies, if not with the model."""
     dtype: str = "float32"
     """Precision of computation; master weights and optimizer are float32."""
+    save_dtype: str | None = None
+    """Precision of trained models in files; null: that of the folder that the model comes from.
+    Checkpoints and adapters are float32."""
+    file_gib: float = 5.0
+    """Largest file of a model or a checkpoint, unless one tensor is larger, GiB."""
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
 
 

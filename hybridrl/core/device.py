@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -30,3 +32,17 @@ def free_cached_memory(device: torch.device) -> None:
     """Gives cached blocks back to the device, for another role's allocator."""
     if device.type != "cpu":
         torch.accelerator.empty_cache()
+
+
+def host_memory(size: int, device: torch.device) -> torch.Tensor:
+    """So many bytes of the host's memory, to which the device can copy while others work."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
+
+
+def mark(device: torch.device) -> Callable[[], None]:
+    """A function that waits until the device has done what it has been given to do up to now."""
+    if device.type == "cpu":
+        return lambda: None
+    event = torch.Event(device)
+    event.record()
+    return event.synchronize

@@ -82,6 +82,14 @@ class Layout:
         """The same layout on ranks numbered from `by`, for a plan between separate groups."""
         return Layout(self.shapes, {rank + by: here for rank, here in self.pieces.items()})
 
+    def renamed(self, names: Mapping[str, str]) -> Layout:
+        """The tensors that have a new name in `names`, under it and in its order."""
+        pieces = {
+            rank: {new: here[name] for name, new in names.items() if name in here}
+            for rank, here in self.pieces.items()
+        }
+        return Layout({new: self.shapes[name] for name, new in names.items()}, pieces)
+
     def to_json(self) -> str:
         """The layout as JSON text."""
         pieces = {str(rank): dict(here) for rank, here in self.pieces.items()}

@@ -17,7 +17,7 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.device import free_cached_memory, synchronize
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.engine.train import Loss, TrainEngine
-from hybridrl.engine.training_state import load_training_state, save_training_state
+from hybridrl.engine.training_state import load_training_state
 from hybridrl.engine.weight_sync import SyncCost, WeightSync
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.base import RolloutEngine, Sampling
@@ -90,12 +90,8 @@ class HybridEngine:
         self.train.load(folder)
         self.policy_version += 1
 
-    def save_state(self, folder: Path) -> None:
-        """Writes what training goes on from; see `training_state`. Collective."""
-        save_training_state(self.train, folder, {"policy_version": self.policy_version})
-
     def load_state(self, folder: Path) -> None:
-        """Goes on from what `save_state` wrote, with its policy version. The next generation uses
+        """Goes on from a state that was saved with its `policy_version`. The next generation uses
         its weights. Collective."""
         counters = load_training_state(self.train, folder)
         self.policy_version = counters["policy_version"]

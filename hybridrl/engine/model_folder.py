@@ -21,7 +21,13 @@ from hybridrl.core.boxes import volume
 from hybridrl.core.layout import Layout
 from hybridrl.errors import ConfigError
 from hybridrl.models import PackedModel
-from hybridrl.models.stored_names import is_stored_as_named, stored_name
+from hybridrl.models.adapters import ADAPTER, has_adapters
+from hybridrl.models.stored_names import (
+    StoredForm,
+    is_stored_as_named,
+    most_bytes,
+    stored_name,
+)
 from hybridrl.parallel.layout import box_of
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.tensor import Cut
@@ -31,31 +37,54 @@ _log = logging.getLogger(__name__)
 
 def save_model(
     model: PreTrainedModel,
+    form: StoredForm,
     layout: Layout,
     parts: Mapping[str, Tensor],
     mesh: ParallelMesh,
     folder: Path,
+    dtype: torch.dtype,
+    file_bytes: int,
 ) -> None:
-    """Writes a model's configuration and weights, float32. Collective.
+    """Writes a model's configuration and weights, or its adapters. Collective.
 
     Args:
         model: This rank's part, for the configuration.
-        layout: Of all ranks, under the names of a checkpoint.
+        form: Which weights, and their names in the files.
+        layout: Of all ranks.
         parts: What this rank holds, by name.
+        dtype: Of the weights in the files.
+        file_bytes: Largest file, unless one tensor is larger.
 
     Raises:
         StorageError: on all ranks, if one could not write.
     """
     with agreed(mesh.group()), explained(folder):
         if mesh.is_first:
-            folder.mkdir(parents=True, exist_ok=True)
-            # As `save_pretrained` does, which cannot do without the weights.
-            model.config.dtype = "float32"
-            model.config.architectures = [type(model).__name__]
-            model.config.save_pretrained(folder)
-            if model.can_generate():
-                model.generation_config.save_pretrained(folder)
-    write_tensors(folder, layout, mesh.place, parts.__getitem__, torch.float32, mesh.group())
+            describe(model, folder, dtype)
+    write_tensors(
+        folder,
+        layout.renamed(form.names),
+        mesh.place,
+        parts.__getitem__,
+        dtype,
+        mesh.group(),
+        file_bytes=most_bytes(form.stem, file_bytes),
+        stem=form.stem,
+    )
+
+
+def describe(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    """Writes what a folder has beside weights of this precision, as `save_pretrained` does; that
+    cannot do without the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if has_adapters(model):
+        model.peft_config[ADAPTER].save_pretrained(str(folder))
+    else:
+        model.config.dtype = str(dtype).removeprefix("torch.")
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
 
 
 def fill(

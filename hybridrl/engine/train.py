@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from hybridrl.algorithms import Segments, TokenLoss
 from hybridrl.checkpoint.agreement import agreed, explained
+from hybridrl.checkpoint.file_plan import FILE_BYTES
 from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.core.balance import pack
@@ -35,7 +36,7 @@ from hybridrl.engine.whole_parameters import whole_parameters
 from hybridrl.errors import TrainingError
 from hybridrl.models import PackedModel, PackedSamples
 from hybridrl.models.adapters import has_adapters, merged
-from hybridrl.models.stored_names import is_stored_as_named
+from hybridrl.models.stored_names import stored_form
 from hybridrl.parallel import tensor as tensor_parallel
 from hybridrl.parallel.fsdp import is_small, shard
 from hybridrl.parallel.layout import training_layout
@@ -272,25 +273,32 @@ class TrainEngine:
             for layer in layers:
                 layer._disable_adapters = False
 
-    def save(self, folder: Path) -> None:
-        """Writes the model, or its adapters alone, as a Hugging Face folder, in float32.
-        Collective; every rank writes what it holds, so all of them must see the folder.
+    def save(
+        self, folder: Path, dtype: torch.dtype = torch.float32, file_bytes: int = FILE_BYTES
+    ) -> None:
+        """Writes the model, or its adapters alone, as a Hugging Face folder. Collective; every rank
+        writes what it holds, so all of them must see the folder.
+
+        Args:
+            dtype: Of the weights in the files; adapters are float32.
+            file_bytes: Largest file, unless one tensor is larger.
 
         Raises:
             StorageError: on all ranks, if one of them could not write.
         """
         inner = self.model.inner
-        if not self.has_adapters and is_stored_as_named(inner, self.layout().shapes):
-            save_model(inner, self.layout(), self.local_parameters(), self.mesh, folder)
+        if (form := stored_form(inner, self.layout().shapes)) is not None:
+            parts, dtype = self.local_parameters(), torch.float32 if self.has_adapters else dtype
+            save_model(inner, form, self.layout(), parts, self.mesh, folder, dtype, file_bytes)
             return
-        # transformers and peft choose and change what they save, and must see it whole.
+        # transformers changes what it saves, and must see it whole.
         state = {}
         for name, tensor in self.full_parameters():
             if self.mesh.is_first:
-                state[name] = tensor.cpu()
+                state[name] = tensor.to("cpu", dtype)
         with agreed(self.mesh.group()), explained(folder):
             if self.mesh.is_first:
-                inner.save_pretrained(folder, state_dict=state)
+                inner.save_pretrained(folder, state_dict=state, max_shard_size=file_bytes)
 
     def load(self, folder: Path) -> None:
         """Takes the weights that a Hugging Face folder and this model have in common; see

@@ -1,13 +1,5 @@
 """The state of a TrainEngine in a folder: from it training goes on, on any number of ranks, cut in
-any way.
-
-    model.safetensors   `weight/<parameter>`, `exp_avg/<parameter>`, `exp_avg_sq/<parameter>`
-    training.json       what is a plain number
-
-Tensors are float32 and only of parameters that are trained: with adapters, of those alone. Every
-rank writes and reads the boxes that it holds. Before its first optimizer step, and where it never
-had a gradient, a parameter has no moments.
-"""
+any way. See `state_files` for what stands in it."""
 
 from __future__ import annotations
 
@@ -18,59 +10,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from hybridrl.checkpoint.agreement import agreed, explained
+from hybridrl.checkpoint.agreement import explained
 from hybridrl.checkpoint.reading import TensorFiles
-from hybridrl.checkpoint.writing import write_tensors
 from hybridrl.core.boxes import extent
 from hybridrl.core.layout import Layout
+from hybridrl.core.written import lacking, read_lists
+from hybridrl.engine.state_files import (
+    MOMENTS,
+    MOMENTS_STEM,
+    NUMBERS,
+    StateFiles,
+    local_tensor,
+    state_files,
+    trained_parameters,
+)
+from hybridrl.engine.state_saver import StateSaver
 from hybridrl.engine.train import TrainEngine
 from hybridrl.errors import ConfigError
 
-NUMBERS = "training.json"
-WEIGHT = "weight"
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""As AdamW calls them."""
 
-_Steps = dict[str, float | None]
-"""By parameter: AdamW's count of its steps; None before the first."""
-
-
-@torch.no_grad()
 def save_training_state(
     engine: TrainEngine, folder: Path, counters: Mapping[str, int] | None = None
 ) -> None:
-    """Writes weights, moments and numbers. Collective; all ranks must see the folder.
+    """Writes weights, moments and numbers; see `StateSaver.save`. The folder must hold no state
+    yet, and all ranks must see it. Collective; done when all ranks have returned.
 
     Args:
         counters: The caller's own, for `load_training_state` to give back.
 
     Raises:
-        StorageError: on all ranks, if one of them could not write; names the file.
+        StorageError: if a file cannot be written; names it.
     """
-    group, states = engine.mesh.group(), engine.optimizer.state
-    local = engine.local_parameters()
-    held, mine = {}, _Steps()
-    for name, parameter in _trained(engine).items():
-        held[f"{WEIGHT}/{name}"] = local[name]
-        state = states.get(parameter) or {}
-        mine[name] = float(state["step"]) if state else None
-        held |= {f"{kind}/{name}": _local(state[kind]) for kind in MOMENTS if state}
-    steps = _of_all_ranks(mine, group)
-    layout = _layout_of_state(engine.layout(), steps)
-    write_tensors(folder, layout, engine.mesh.place, held.__getitem__, torch.float32, group)
-    with agreed(group):
-        if engine.mesh.is_first:
-            numbers = {
-                "steps": steps,
-                "schedule": engine.schedule.last_epoch,
-                "skipped_in_a_row": engine.skipped_in_a_row,
-                "counters": dict(counters or {}),
-            }
-            write_numbers(folder / NUMBERS, numbers)
+    StateSaver(engine).save(folder, counters or {}, {})
 
 
 @torch.no_grad()
@@ -85,24 +57,25 @@ def load_training_state(engine: TrainEngine, folder: Path) -> dict[str, int]:
         ConfigError: if a file is damaged, or the state is that of another model; names the folder
             and the parameter.
     """
-    numbers = read_numbers(folder / NUMBERS)
-    files = TensorFiles(folder)
-    trained, layout, group = _trained(engine), engine.layout(), engine.mesh.group()
-    _check_parameters(folder, files, layout, set(_of_all_ranks(dict.fromkeys(trained), group)))
+    numbers, steps = read_numbers(folder / NUMBERS), _read_steps(folder)
+    files, layout = state_files(engine), engine.layout()
+    weights, moments = TensorFiles(folder, files.stem), TensorFiles(folder, MOMENTS_STEM)
+    _check_parameters(folder, moments, layout, files)
     local, states = engine.local_parameters(), engine.optimizer.state
-    for name, parameter in trained.items():
-        targets = {WEIGHT: local[name]}
+    for name, parameter in trained_parameters(engine).items():
+        targets = {files.weights[name]: (weights, local[name])}
         states.pop(parameter, None)
-        if (steps := numbers["steps"][name]) is not None:
-            moments = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
-            step = torch.tensor(steps, dtype=torch.float32, device=parameter.device)
-            states[parameter] = {"step": step, **moments}
-            targets |= {kind: _local(moment) for kind, moment in moments.items()}
+        if steps.get(name) is not None:
+            values = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
+            step = torch.tensor(steps[name], dtype=torch.float32, device=parameter.device)
+            states[parameter] = {"step": step, **values}
+            for kind, value in values.items():
+                targets[f"{kind}/{name}"] = moments, local_tensor(value)
         for piece in layout.pieces.get(engine.mesh.place, {}).get(name, ()):
             inner = zip(piece.start, extent(piece.box), strict=True)
             place = tuple(slice(at, at + n) for at, n in inner)
-            for kind, tensor in targets.items():
-                files.read(f"{kind}/{name}", piece.box, tensor[place])
+            for stored, (source, tensor) in targets.items():
+                source.read(stored, piece.box, tensor[place])
     engine.skipped_in_a_row = numbers["skipped_in_a_row"]
     # One step back and one forward, which sets the rates. The count is for torch's warnings only.
     schedule, position = engine.schedule, numbers["schedule"]
@@ -141,49 +114,26 @@ def read_numbers(file: Path) -> dict[str, Any]:
         ) from error
 
 
-def _trained(engine: TrainEngine) -> dict[str, nn.Parameter]:
-    parameters = engine.model.inner.named_parameters()
-    return {name: parameter for name, parameter in parameters if parameter.requires_grad}
+def _read_steps(folder: Path) -> dict[str, float | None]:
+    """By parameter: the optimizer's count of its steps; None before the first."""
+    try:
+        lists = read_lists(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{error}. Resume from another step.") from error
+    if fault := lacking(folder, lists):
+        raise ConfigError(f"{fault}: saving did not come to its end. Resume from another step.")
+    return {name: steps for written in lists for name, steps in written.steps.items()}
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _of_all_ranks(mine: Mapping[str, float | None], group: dist.ProcessGroup | None) -> _Steps:
-    """Put together: a rank of a pipeline has the parameters of its stages only."""
-    found = [dict(mine)]
-    if group is not None:
-        found *= dist.get_world_size(group)
-        dist.all_gather_object(found, dict(mine), group=group)
-    return {name: steps for of_rank in found for name, steps in of_rank.items()}
-
-
-def _layout_of_state(layout: Layout, steps: _Steps) -> Layout:
-    """Moments lie as the parameters do."""
-    kinds = {
-        name: (WEIGHT,) if count is None else (WEIGHT, *MOMENTS) for name, count in steps.items()
-    }
-    pieces = {
-        rank: {
-            f"{kind}/{name}": tuple(
-                piece._replace(tensor=f"{kind}/{piece.tensor}") for piece in held[name]
-            )
-            for name in held
-            for kind in kinds.get(name, ())
-        }
-        for rank, held in layout.pieces.items()
-    }
-    shapes = {f"{kind}/{name}": layout.shapes[name] for name in kinds for kind in kinds[name]}
-    return Layout(shapes, pieces)
-
-
-def _check_parameters(folder: Path, files: TensorFiles, layout: Layout, trained: set[str]) -> None:
+def _check_parameters(
+    folder: Path, moments: TensorFiles, layout: Layout, files: StateFiles
+) -> None:
     cure = "Resume with the model and the adapters (actor.lora) of that run."
+    prefix, trained = f"{MOMENTS[0]}/", set(files.trained)
     stored = {
-        name.removeprefix(f"{WEIGHT}/"): shape
-        for name, shape in files.shapes.items()
-        if name.startswith(f"{WEIGHT}/")
+        name.removeprefix(prefix): shape
+        for name, shape in moments.shapes.items()
+        if name.startswith(prefix)
     }
     if other := sorted(trained ^ stored.keys()):
         has, has_not = ("model", "checkpoint") if other[0] in trained else ("checkpoint", "model")

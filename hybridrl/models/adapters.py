@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -55,6 +56,18 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
 def has_adapters(model: PreTrainedModel) -> bool:
     """Whether `add_adapters` was called."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def adapter_names(model: PreTrainedModel, parameters: Iterable[str]) -> dict[str, str]:
+    """What peft calls the parameters of the adapter in its files, by their names in the model."""
+    marks = {name: torch.empty(0, device="meta") for name in parameters}
+    stored = model.get_adapter_state_dict(ADAPTER, state_dict=marks)
+    found = {id(mark): name for name, mark in stored.items()}
+    return {
+        name: f"base_model.model.{found[id(mark)]}"  # as `save_pretrained` does for peft
+        for name, mark in marks.items()
+        if id(mark) in found
+    }
 
 
 def merged(

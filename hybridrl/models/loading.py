@@ -41,6 +41,12 @@ def load_config(path: str) -> PretrainedConfig:
         raise ConfigError(f"model.path={path} could not be read: {_first_line(error)}") from error
 
 
+def stored_dtype(path: str) -> str:
+    """The precision in which the model at `path` is stored, of those that models are saved in."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return names.get(getattr(load_config(path), "dtype", None), "float32")
+
+
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer beside the model."""
     try:

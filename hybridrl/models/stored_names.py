@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+
+from hybridrl.checkpoint.file_plan import MODEL
+from hybridrl.models.adapters import adapter_names, has_adapters
+
+ADAPTER_STEM = "adapter_model"
+"""What the name of an adapter's file begins with, as peft has it."""
+
+
+class StoredForm(NamedTuple):
+    """How a model's weights stand in files.
+
+    Attributes:
+        stem: What the names of the files begin with.
+        names: Of the tensors in them, by parameter; with adapters, of theirs alone.
+    """
+
+    stem: str
+    names: Mapping[str, str]
+
+
+def most_bytes(stem: str, file_bytes: int) -> int:
+    """Of one file: peft opens a single one only, so an adapter's is never split."""
+    return sys.maxsize if stem == ADAPTER_STEM else file_bytes
+
+
+def stored_form(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> StoredForm | None:
+    """The form in which transformers, or peft, keeps a model whose parameters have these names and
+    shapes; None if tensors of files are others than the parameters."""
+    if has_adapters(model):
+        return StoredForm(ADAPTER_STEM, adapter_names(model, shapes))
+    if is_stored_as_named(model, shapes):
+        return StoredForm(MODEL, {name: name for name in shapes})
+    return None
 
 
 def stored_name(name: str) -> str:

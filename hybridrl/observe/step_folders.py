@@ -2,7 +2,8 @@
 
 <run>/checkpoints/
     step-000020/        files as their owners wrote them, and complete.json, which lists each with
-                        its size and crc32
+                        its size and crc32; of files that ranks wrote together their own lists
+                        (`hybridrl.core.written`) know the checksums
     step-000040.part/   one that is being written, or was when the run was killed
 
 A folder gets its name when everything in it is on the disk, so whoever finds `step-000020` finds
@@ -19,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hybridrl.config.resume import CHECKPOINTS, step_of
-from hybridrl.errors import ConfigError
+from hybridrl.core.written import LISTS, damage, lacking, read_lists
+from hybridrl.errors import ConfigError, StorageError
 from hybridrl.observe.storage import explain_write_errors
 
 LIST = "complete.json"
@@ -69,7 +71,8 @@ class StepFolders:
         """
         part, folder = self._part(step), self.at(step)
         with explain_write_errors(part):
-            text = json.dumps({"step": step, "files": _contents(part)}, indent=1)
+            files = _contents(part, apart=_written_together(part))
+            text = json.dumps({"step": step, "files": files}, indent=1)
             with (part / LIST).open("w", encoding="utf-8") as file:
                 file.write(text + "\n")
                 file.flush()
@@ -113,10 +116,14 @@ class StepFolders:
                 size = (folder / name).stat().st_size
                 if size != expected["size"]:
                     return f"{folder / name} has {size} bytes instead of {expected['size']}"
-            found = _contents(folder)
+            found = _contents(folder, apart={n for n, e in listed.items() if "crc32" not in e})
             for name, expected in listed.items():
                 if found[name] != expected:
                     return f"{folder / name} is not what was written (its crc32 differs)"
+            for role in _roles(folder):
+                lists = read_lists(role)
+                if fault := lacking(role, lists) or damage(role, lists):
+                    return fault
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             return f"{folder / LIST} could not be read ({type(error).__name__}: {error})"
         return ""
@@ -147,15 +154,36 @@ class StepFolders:
         return self.at(step).with_name(f"{self.at(step).name}.part")
 
 
-def _contents(folder: Path) -> dict[str, dict[str, int]]:
-    """Size and crc32 of every file but the list itself."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = [path for path in files if path != folder / LIST]
+def _roles(folder: Path) -> list[Path]:
+    """Folders of a step with files that several ranks wrote."""
+    return sorted({path.parent for path in folder.glob(f"*/{LISTS}")})
+
+
+def _written_together(folder: Path) -> set[str]:
+    """Files whose checksums ranks have listed.
+
+    Raises:
+        StorageError: if one of them is not written to its end.
+    """
+    names = set()
+    for role in _roles(folder):
+        lists = read_lists(role)
+        if fault := lacking(role, lists):
+            raise StorageError(f"The checkpoint in {folder} was not completed: {fault}.")
+        names |= {f"{role.name}/{file}" for written in lists for file in written.headers}
+    return names
+
+
+def _contents(folder: Path, apart: set[str]) -> dict[str, dict[str, int]]:
+    """Size and crc32 of every file but the list itself; of those in `apart` the size alone."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / LIST)
+    files = {path.relative_to(folder).as_posix(): path for path in paths}
+    read = [name for name in files if name not in apart]
     with ThreadPoolExecutor(_READERS) as readers:
-        sums = list(readers.map(_crc32, files))
+        sums = dict(zip(read, readers.map(_crc32, map(files.__getitem__, read)), strict=True))
     return {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "crc32": crc32}
-        for path, crc32 in zip(files, sums, strict=True)
+        name: {"size": path.stat().st_size} | ({"crc32": sums[name]} if name in sums else {})
+        for name, path in files.items()
     }
 
 

@@ -91,6 +91,11 @@ class SeparatedActor:
         self._generator.save_state(folder).get()
         return self._trainer.save_state(folder)
 
+    def start_saving(self, folder: str) -> Handle:
+        """As `save_state`; see `TrainedModelWorker.start_saving`."""
+        self._generator.save_state(folder).get()
+        return self._trainer.start_saving(folder)
+
     def load_state(self, folder: str) -> Handle:
         """Has both groups go on where those stopped that were saved; `publish` gives the
         generator the weights."""

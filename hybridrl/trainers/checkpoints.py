@@ -2,22 +2,26 @@
 
 `<run>/checkpoints/step-000020/` holds a folder for each role that trains, written by its workers,
 and `driver.json`: what the driver knows at the end of the step. No call is under way then, so
-nothing else is to be kept.
+nothing else is to be kept. The workers may write while later steps go on: what they write is a copy
+of that moment, and so is the driver's part.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 import zlib
-from pathlib import Path
+from collections.abc import Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import ConfigError, DataError, HybridRLError
 from hybridrl.observe.step_folders import StepFolders
 from hybridrl.observe.storage import explain_write_errors
 from hybridrl.trainers.resumed import Resumed
+from hybridrl.trainers.saving import Saving
 from hybridrl.trainers.warmup import load_copies, warms_up
 
 if TYPE_CHECKING:
@@ -44,15 +48,16 @@ class Checkpoints:
         self.job, self.trainer, self.summary = job, trainer, summary
         self._folders = StepFolders(job.directory.path)
         self._warmed_up = warms_up(job)
+        self._saving: Saving | None = None
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether this step is to be saved."""
         every = self.job.config.checkpoint.every
         return bool(every) and (step % every == 0 or step == last)
 
-    def save(self, step: int) -> float:
-        """Saves a step, after which no call may be under way, and removes the oldest; gives the
-        seconds that it took.
+    def start(self, step: int) -> None:
+        """Begins to save a step, after which no call may be under way; the one before must be
+        finished. With `checkpoint.asynchronous` workers write a copy while the next steps go on.
 
         Raises:
             ConfigError: if a part of the user's has a state that is no plain data.
@@ -60,23 +65,73 @@ class Checkpoints:
         """
         begin = time.perf_counter()
         part = self._folders.begin(step)
-        try:
-            saving = [
-                self.job.groups[role].save_state(str((part / role).absolute()))
-                for role in self._roles()
-            ]
-            for handle in saving:
-                handle.get()
-            self._write_driver(part / DRIVER, step)
-            self._folders.complete(step)
-        except (HybridRLError, OSError):
-            self._folders.discard(step)
-            raise
-        self._folders.prune(self.job.config.checkpoint.keep_last)
+        with self._discarded_if_it_fails(step):
+            self._driver = part / DRIVER, self._state_of_driver(step)
+            groups = {role: self.job.groups[role] for role in self._roles()}
+            self._saving = Saving(step, part, groups, self.job.config.checkpoint.asynchronous)
         self.job.executor.take_records()
         # Samples of later steps must not depend on weights that a resumed run does not have.
         self.job.publish()
-        return time.perf_counter() - begin
+        self._saving.stall += time.perf_counter() - begin
+
+    def ask(self) -> None:
+        """Has the workers say how far they are, for `poll`."""
+        if self._saving is not None:
+            with self._discarded_if_it_fails(self._saving.step):
+                self._saving.ask()
+
+    def poll(self) -> Saving | None:
+        """Completes the step that is being saved, if by what `ask` has brought all of it is on the
+        disk, and removes the oldest; gives it then. Waits for no worker.
+
+        Raises:
+            StorageError: if it could not be written; the checkpoint before it stays.
+        """
+        if self._saving is None:
+            return None
+        with self._discarded_if_it_fails(self._saving.step):
+            return self._complete() if self._saving.is_written() else None
+
+    def finish(self, limit: float | None = None) -> Saving | None:
+        """As `poll`, but waits, `limit` seconds at most (None: as long as it takes); what is not
+        written then is given up."""
+        if self._saving is None:
+            return None
+        begin = time.perf_counter()
+        with self._discarded_if_it_fails(self._saving.step):
+            if self._saving.wait(limit):
+                self._saving.stall += time.perf_counter() - begin
+                return self._complete()
+        self.abandon()
+        return None
+
+    def abandon(self) -> None:
+        """Gives up what is being saved."""
+        if self._saving is not None:
+            self._folders.discard(self._saving.step)
+            self._saving = None
+
+    @contextlib.contextmanager
+    def _discarded_if_it_fails(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (HybridRLError, OSError):
+            self._folders.discard(step)
+            self._saving = None
+            raise
+
+    def _complete(self) -> Saving:
+        saving, begin = self._saving, time.perf_counter()
+        file, state = self._driver
+        with explain_write_errors(file), file.open("w", encoding="utf-8") as written:
+            written.write(state)
+            written.flush()
+            os.fsync(written.fileno())
+        self._folders.complete(saving.step)
+        self._saving = None
+        self._folders.prune(self.job.config.checkpoint.keep_last)
+        saving.stall += time.perf_counter() - begin
+        return saving
 
     def newest(self) -> Resumed:
         """What a run that has lost its workers goes on from: its newest whole step, or its
@@ -101,7 +156,7 @@ class Checkpoints:
         """
         if found.folder is not None:
             state = json.loads((found.folder / DRIVER).read_text(encoding="utf-8"))
-            if _fingerprint(self.trainer.data) != state["data"]:
+            if self._fingerprint != state["data"]:
                 raise DataError(
                     f"{found.folder} was written by a run on other data than this one's "
                     f"{len(self.trainer.data)} rows, or on other tokens of them. Resume with the "
@@ -131,7 +186,8 @@ class Checkpoints:
     def _roles(self) -> list[str]:
         return [role for role, spec in self.job.roles.items() if spec.keeps_state]
 
-    def _write_driver(self, file: Path, step: int) -> None:
+    def _state_of_driver(self, step: int) -> str:
+        """What is to stand in `driver.json`."""
         config, feed, trainer = self.job.config, self.job.feed.state(), self.trainer.state()
         _check_plain(f"data.sampler={config.data.sampler}", feed.get("sampler"))
         _check_plain(f"trainer.name={config.trainer.name}", trainer)
@@ -142,12 +198,13 @@ class Checkpoints:
             "figures": self.trainer.figures,
             "summary": self.summary,
             "warmed_up": self._warmed_up,
-            "data": _fingerprint(self.trainer.data),
+            "data": self._fingerprint,
         }
-        with explain_write_errors(file), file.open("w", encoding="utf-8") as written:
-            json.dump(state, written)
-            written.flush()
-            os.fsync(written.fileno())
+        return json.dumps(state)
+
+    @cached_property
+    def _fingerprint(self) -> int:
+        return _fingerprint(self.trainer.data)
 
 
 def _check_plain(whose: str, state: Any) -> None:

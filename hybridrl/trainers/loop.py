@@ -27,6 +27,7 @@ from hybridrl.trainers.warmup import warm_up, warms_up
 if TYPE_CHECKING:
     from hybridrl.job import Job
     from hybridrl.trainers.base import Trainer
+    from hybridrl.trainers.saving import Saving
 
 SAVE_SECONDS_AFTER_ERROR = 60.0
 """How long the workers may take to save the model when the program has failed."""
@@ -76,6 +77,7 @@ class Loop:
         self.evaluated: dict[str, float] = {}
         self._ended = time.perf_counter()
         self._last_records: list[Record] = []
+        self._saved_figures: dict[str, float] = {}
         self.summary.clear()
         self.summary |= {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
         self.checkpoints = Checkpoints(self.job, self.trainer, self.summary)
@@ -105,6 +107,7 @@ class Loop:
             if self.trainer.TRAINS and self.job.executor.takes_calls:
                 self.view.message("The program failed: saving the model as it is.")
                 with suppress(HybridRLError, OSError):  # the first error is the one to be told
+                    self._note_saved(self.checkpoints.finish(SAVE_SECONDS_AFTER_ERROR))
                     self._save_models(SAVE_SECONDS_AFTER_ERROR)
                     self.job.directory.write_summary(self.summary)
             raise
@@ -201,9 +204,19 @@ class Loop:
 
     def _checkpoint(self, step: int) -> None:
         self.view.phase("saving a checkpoint")
-        seconds = self.checkpoints.save(step)
-        self._saved = step
-        self.view.message(f"step {step}: checkpoint saved in {readable_seconds(seconds)}")
+        self._note_saved(self.checkpoints.finish())  # the one before
+        self.checkpoints.start(step)
+        if self._preempted or not self.config.checkpoint.asynchronous:
+            self._note_saved(self.checkpoints.finish())
+
+    def _note_saved(self, saved: Saving | None) -> None:
+        if saved is None:
+            return
+        self._saved = saved.step
+        figures = saved.figures()
+        waited = readable_seconds(figures["checkpoint/stall_seconds"])
+        self.view.message(f"step {saved.step}: checkpoint saved; training waited {waited} for it")
+        self._saved_figures |= figures
 
     def _train(self, done: int, steps: int) -> None:
         """Makes the calls of a step while up to `placement.staleness` earlier ones are under way:
@@ -212,6 +225,7 @@ class Loop:
         every = self.config.eval.every
         for number in range(done + 1, steps + 1):
             if self._preempted:
+                self._note_saved(self.checkpoints.finish())
                 raise Preempted
             under_way.append(self._begin(number))
             evaluates = number == steps or (every and number % every == 0)
@@ -224,12 +238,14 @@ class Loop:
             if saves or (self._preempted and not under_way):
                 self._checkpoint(number)
                 if number < steps and self.job.may_grow():
+                    self._note_saved(self.checkpoints.finish())
                     raise LostError("Devices that had been lost are there again.")
 
     def _begin(self, number: int) -> _Step:
         begin = time.perf_counter()
         trainer = self.trainer
         batch, handles = _step_of(trainer)
+        self.checkpoints.ask()  # behind the calls of the step
         notices, trainer.notices = trainer.notices, []
         scored, trainer.scored = trainer.scored or [batch], []
         return _Step(
@@ -258,7 +274,9 @@ class Loop:
         for scored in step.scored:
             self.job.feed.learn_scores(scored)
         self.job.feed.forget_groups(step.groups)
-        metrics = step_metrics(records, updates, self._ended - begin) | step.figures
+        self._note_saved(self.checkpoints.poll())
+        saved, self._saved_figures = self._saved_figures, {}
+        metrics = step_metrics(records, updates, self._ended - begin) | step.figures | saved
         self._note_first_step()
         for notice in step.notices:
             self.view.message(f"step {step.number}: {notice}")
@@ -315,7 +333,8 @@ class Loop:
         self.summary.setdefault("seconds_to_first_step", time.time() - self.job.started)
 
     def _finish(self, limit: float | None = None) -> None:
-        """Saves the model, the curves and the summary."""
+        """Saves the checkpoint that is being written, the model, the curves and the summary."""
+        self._note_saved(self.checkpoints.finish(limit))
         self._save_models(limit)
         directory = self.job.directory
         directory.write_summary(self.summary)

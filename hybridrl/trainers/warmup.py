@@ -49,7 +49,7 @@ def warm_up(
             progress(step - AHEAD + 1, queue.pop(0).get())
     actor.start_optimizer(None, 0)
     if _copies(job):
-        actor.save_model(str(_folder(job))).get()
+        actor.save_model(str(_folder(job)), "float32").get()
     load_copies(job)
 
 

@@ -38,12 +38,12 @@ from hybridrl.engine.hybrid import HybridEngine
 from hybridrl.engine.train import Loss, TrainEngine
 from hybridrl.engine.weight_channel import WeightChannel
 from hybridrl.errors import ConfigError
-from hybridrl.models import load_tokenizer
 from hybridrl.parallel import process_group
 from hybridrl.rollout import Sampling
 from hybridrl.workers.engines import ModelSource, policy_engine
 from hybridrl.workers.generation import (
     GENERATED,
+    GENERATIONS,
     LEARNED,
     SAMPLE,
     first_seed,
@@ -51,10 +51,9 @@ from hybridrl.workers.generation import (
     of_episodes,
     report_samples,
     report_sync,
-    save_generations,
 )
-from hybridrl.workers.model_worker import ModelWorker
 from hybridrl.workers.rollout_engines import build_rollout
+from hybridrl.workers.trained_model import TrainedModelWorker
 
 
 def _learned(built: Mapping[str, Any]) -> list[str]:
@@ -62,7 +61,7 @@ def _learned(built: Mapping[str, Any]) -> list[str]:
     return [*LEARNED, *getattr(built["objective"], "needs", ())]
 
 
-class ActorWorker(ModelWorker):
+class ActorWorker(TrainedModelWorker):
     """One rank of the policy: a shard for training, a replica (or a slice of one) for generation.
 
     Args:
@@ -88,8 +87,7 @@ class ActorWorker(ModelWorker):
         job: str,
         generates: bool = True,
     ) -> None:
-        super().__init__(context)
-        self._source = source
+        super().__init__(context, source)
         self._config = config
         self._objective = objective
         self._updates = updates
@@ -235,19 +233,12 @@ class ActorWorker(ModelWorker):
             parcels, numbers, total = self._channel.pack()
         return PartialTable(parcels, np.asarray(numbers, dtype=np.int64), total)
 
-    @transfer(ONE_TO_ALL)
-    def save_model(self, folder: str) -> None:
-        """Writes model and tokenizer as a Hugging Face folder."""
-        self._engine.train.save(Path(folder))
-        if self.context.rank == 0:
-            load_tokenizer(self._source.tokenizer).save_pretrained(folder)
+    def counters(self) -> dict[str, int]:
+        return {"policy_version": self._engine.policy_version}
 
-    @transfer(ONE_TO_ALL)
-    def save_state(self, folder: str) -> None:
-        """Writes weights, optimizer and counters, for `load_state` on any number of ranks."""
-        self._engine.save_state(Path(folder))
-        if self._engine.rollout is not None and self.context.rank == 0:
-            save_generations(Path(folder), self._generations)
+    def beside(self) -> dict[str, Mapping[str, Any]]:
+        generates = self._engine.rollout is not None
+        return {GENERATIONS: {"generations": self._generations}} if generates else {}
 
     @transfer(ONE_TO_ALL)
     def load_state(self, folder: str) -> None:
@@ -275,6 +266,7 @@ class ActorWorker(ModelWorker):
         self.report(behind_sum=float(behind.sum()), behind_rows=len(batch), behind_max=oldest)
 
     def close(self) -> None:
+        super().close()
         if self._engine.rollout is not None:
             self._engine.rollout.close()
 

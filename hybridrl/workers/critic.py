@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from torch import Tensor
 
 from hybridrl.algorithms import Segments, TokenLoss, value_loss
 from hybridrl.config.schema import ActorConfig
-from hybridrl.controller import ONE_TO_ALL, THREE_D, UPDATE, Context, transfer
+from hybridrl.controller import THREE_D, UPDATE, Context, transfer
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import synchronize
 from hybridrl.engine.train import TrainEngine
-from hybridrl.engine.training_state import load_training_state, save_training_state
-from hybridrl.models import load_tokenizer
 from hybridrl.workers.engines import ModelSource, scalar_engine
 from hybridrl.workers.generation import LEARNED, SAMPLE
-from hybridrl.workers.model_worker import ModelWorker
+from hybridrl.workers.trained_model import TrainedModelWorker
 
 
-class CriticWorker(ModelWorker):
+class CriticWorker(TrainedModelWorker):
     """One rank of the value model.
 
     Args:
@@ -40,8 +37,7 @@ class CriticWorker(ModelWorker):
         prefix: str,
         updates: int,
     ) -> None:
-        super().__init__(context)
-        self._source = source
+        super().__init__(context, source)
         self._value_clip = value_clip
         self._prefix = prefix
         self._engine = scalar_engine(context, source, config, reads="before")
@@ -50,11 +46,6 @@ class CriticWorker(ModelWorker):
     @property
     def model_engine(self) -> TrainEngine:
         return self._engine
-
-    @transfer(ONE_TO_ALL)
-    def load_weights(self, folder: str) -> None:
-        """Takes the weights of a model folder, those that this model has too."""
-        self._engine.load(Path(folder))
 
     @transfer(THREE_D, reads=SAMPLE, makes=lambda built: [f"{built['prefix']}values"])
     def compute_values(self, batch: Batch) -> Batch:
@@ -74,23 +65,6 @@ class CriticWorker(ModelWorker):
             metrics = self._engine.update(batch, self._loss)
             synchronize(self._engine.device)
         return {f"{self._prefix}critic_{name}": value for name, value in metrics.items()}
-
-    @transfer(ONE_TO_ALL)
-    def save_model(self, folder: str) -> None:
-        """Writes model and tokenizer as a Hugging Face sequence-classification folder."""
-        self._engine.save(Path(folder))
-        if self.context.rank == 0:
-            load_tokenizer(self._source.tokenizer).save_pretrained(folder)
-
-    @transfer(ONE_TO_ALL)
-    def save_state(self, folder: str) -> None:
-        """Writes weights and optimizer, for `load_state` on any number of ranks."""
-        save_training_state(self._engine, Path(folder))
-
-    @transfer(ONE_TO_ALL)
-    def load_state(self, folder: str) -> None:
-        """Goes on where the worker that was saved stopped."""
-        load_training_state(self._engine, Path(folder))
 
     def _loss(
         self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor], segments: Segments

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from hybridrl.checkpoint.file_plan import FILE_BYTES
 from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.config.schema import ActorConfig
 from hybridrl.controller import Context
@@ -34,6 +35,8 @@ class ModelSource:
         dtype: Precision of computation.
         context_length: Longest prompt and response together, in tokens.
         eos_token_ids: Tokens that end a response.
+        save_dtype: Precision of the model in files; None: that of the files at `path`.
+        file_bytes: Largest file, unless one tensor is larger.
     """
 
     path: str
@@ -41,6 +44,8 @@ class ModelSource:
     dtype: str
     context_length: int
     eos_token_ids: tuple[int, ...]
+    save_dtype: str | None = None
+    file_bytes: int = FILE_BYTES
 
 
 def policy_engine(

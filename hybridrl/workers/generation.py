@@ -21,6 +21,11 @@ GENERATED = (
 """The columns that a generation makes."""
 
 
+GENERATIONS = "generations.json"
+"""The number of generations, in the folder of the actor's state: in the same place whether the
+actor generates or another group does for it, for a run may go on with another placement."""
+
+
 def of_episodes(keywords: Mapping[str, Any]) -> Sequence[str]:
     """The further columns that a generation makes in workers built with these keywords."""
     episodes = ("turns", "turn_rewards", "episode_rewards")
@@ -59,12 +64,10 @@ def first_seed(seed: int, generations: int) -> int:
 
 
 def save_generations(folder: Path, generations: int) -> None:
-    """Keeps the number of generations in the folder of the actor's state, in the same place
-    whether the actor generates or another group does for it: a run may go on with another
-    placement."""
-    write_numbers(folder / "generations.json", {"generations": generations})
+    """Keeps the number of generations."""
+    write_numbers(folder / GENERATIONS, {"generations": generations})
 
 
 def load_generations(folder: Path) -> int:
     """What `save_generations` kept."""
-    return read_numbers(folder / "generations.json")["generations"]
+    return read_numbers(folder / GENERATIONS)["generations"]

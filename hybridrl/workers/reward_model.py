@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from hybridrl.algorithms import BradleyTerry, Segments
 from hybridrl.config.schema import ActorConfig
-from hybridrl.controller import ONE_TO_ALL, THREE_D, UPDATE_PAIRS, Context, transfer
+from hybridrl.controller import THREE_D, UPDATE_PAIRS, Context, transfer
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import synchronize
 from hybridrl.engine.train import TrainEngine
-from hybridrl.engine.training_state import load_training_state, save_training_state
-from hybridrl.models import load_tokenizer
 from hybridrl.workers.engines import ModelSource, scalar_engine
 from hybridrl.workers.generation import LEARNED, SAMPLE
-from hybridrl.workers.model_worker import ModelWorker
+from hybridrl.workers.trained_model import TrainedModelWorker
 
 
-class RewardModelWorker(ModelWorker):
+class RewardModelWorker(TrainedModelWorker):
     """One rank of the model.
 
     Args:
@@ -37,8 +33,7 @@ class RewardModelWorker(ModelWorker):
         objective: BradleyTerry,
         updates: int,
     ) -> None:
-        super().__init__(context)
-        self._source = source
+        super().__init__(context, source)
         self._objective = objective
         self._engine = scalar_engine(context, source, config, reads="after")
         self._engine.start_optimizer(config.optimizer, updates)
@@ -46,11 +41,6 @@ class RewardModelWorker(ModelWorker):
     @property
     def model_engine(self) -> TrainEngine:
         return self._engine
-
-    @transfer(ONE_TO_ALL)
-    def load_weights(self, folder: str) -> None:
-        """Takes the weights of a model folder, those that this model has too."""
-        self._engine.load(Path(folder))
 
     @transfer(THREE_D, reads=SAMPLE, makes=("scores",))
     def compute_score(self, batch: Batch) -> Batch:
@@ -65,23 +55,6 @@ class RewardModelWorker(ModelWorker):
             metrics = self._engine.update(batch, self._objective, rows_together=2)
             synchronize(self._engine.device)
         return metrics
-
-    @transfer(ONE_TO_ALL)
-    def save_model(self, folder: str) -> None:
-        """Writes model and tokenizer as a Hugging Face sequence-classification folder."""
-        self._engine.save(Path(folder))
-        if self.context.rank == 0:
-            load_tokenizer(self._source.tokenizer).save_pretrained(folder)
-
-    @transfer(ONE_TO_ALL)
-    def save_state(self, folder: str) -> None:
-        """Writes weights and optimizer, for `load_state` on any number of ranks."""
-        save_training_state(self._engine, Path(folder))
-
-    @transfer(ONE_TO_ALL)
-    def load_state(self, folder: str) -> None:
-        """Goes on where the worker that was saved stopped."""
-        load_training_state(self._engine, Path(folder))
 
 
 def sample_scores(engine: TrainEngine, batch: Batch) -> torch.Tensor:

@@ -20,7 +20,7 @@ from hybridrl.config.schema import ActorConfig, LoraSettings, ParallelConfig
 from hybridrl.core.training_mesh import training_mesh
 from hybridrl.engine.train import TrainEngine
 from hybridrl.errors import HybridRLError
-from hybridrl.models import CausalPolicy, ScalarModel
+from hybridrl.models import CausalPolicy, ScalarModel, stored_dtype
 from hybridrl.models.adapters import add_adapters
 from hybridrl.models.attention import NAME
 from hybridrl.parallel.mesh import ParallelMesh
@@ -72,6 +72,9 @@ def experts():
     return seeded(AutoModelForCausalLM, config)
 
 
+HALF = "a model in bfloat16"
+
+
 def adapted():
     model = make_model()
     with torch.random.fork_rng(devices=[]):
@@ -108,7 +111,6 @@ def pairs():
 
 def program(rank, folder):
     """Saves every model under every cut, then loads under each what another one saved."""
-    writing.FILE_BYTES = 4000  # several files
     meshes = {
         name: ParallelMesh(training_mesh(ranks, parallel), CPU, parallel.shards)
         for name, (ranks, parallel) in CUTS.items()
@@ -121,7 +123,9 @@ def program(rank, folder):
             parallel = CUTS[cut][1]
             config = ActorConfig(parallel=parallel)
             engines[cut, model] = TrainEngine(wrapped, meshes[cut], CPU, "float32", config)
-            engines[cut, model].save(folder / cut / model)
+            engines[cut, model].save(folder / cut / model, file_bytes=4000)  # several files
+        if model == "qwen2, tied" and rank in meshes[cut].mesh.grid:
+            engines[cut, model].save(folder / cut / HALF, torch.bfloat16, 4000)
     dist.barrier()
     for (cut, model), engine in engines.items():
         stored = "qwen2, tied" if model == "adapters" else model
@@ -206,6 +210,14 @@ def test_transformers_opens_it(ranks, folder, model):
     wanted = MODELS[model]().state_dict()
     assert all(torch.equal(value, wanted[name]) for name, value in loaded.state_dict().items())
     assert loaded.config.dtype == torch.float32
+
+
+@pytest.mark.parametrize("cut", [ONE, "dp4 in two copies", "tp2 x pp2"])
+def test_a_model_is_saved_in_another_precision(ranks, folder, cut):
+    wanted, found = tensors(folder / ONE / "qwen2, tied"), tensors(folder / cut / HALF)
+    assert all(torch.equal(found[name], wanted[name].bfloat16()) for name in wanted)
+    loaded = AutoModelForCausalLM.from_pretrained(folder / cut / HALF)
+    assert loaded.config.dtype == torch.bfloat16 and stored_dtype(folder / cut / HALF) == "bfloat16"
 
 
 def test_every_cut_loads_what_another_has_saved(ranks):

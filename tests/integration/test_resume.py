@@ -3,10 +3,12 @@
 import json
 import os
 import shutil
+import threading
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from hybridrl.config.load import load_config
 from hybridrl.data.tasks.arithmetic import CHARACTERS
@@ -22,7 +24,7 @@ from hybridrl.trainers import grpo, loop
 pytestmark = pytest.mark.usefixtures("process_group")
 
 # What a machine took for it; and weights go to the generator again after a resume.
-MEASURED = ("time/", "share/", "throughput/", "memory/", "sync/")
+MEASURED = ("time/", "share/", "throughput/", "memory/", "sync/", "checkpoint/")
 SMALL = [
     *("executor=inline", "rollout=transformers", "devices=cpu", "warmup.steps=2"),
     "model.tiny={hidden_size: 32, layers: 1, heads: 1}",
@@ -65,7 +67,9 @@ PROGRAMS = {
     "grpo, a reference": KL,
     "ppo, a critic": ["algorithm=ppo", *ADAPTS, "actor.updates_per_step=2"],
     "safe_rlhf, a multiplier": ["algorithm=safe_rlhf", "cost.limit=0.1"],
-    "sft": ["algorithm=sft", "warmup.steps=0"],
+    "sft, saved while nothing goes on": [
+        *("algorithm=sft", "warmup.steps=0", "checkpoint.asynchronous=false"),
+    ],
     "dpo": ["algorithm=dpo", "warmup.steps=0"],
     "reward_model": ["algorithm=reward_model", "warmup.steps=0"],
     "dapo": ["algorithm=dapo", "algorithm.max_refills=2"],
@@ -217,6 +221,53 @@ def test_a_damaged_step_is_named_and_the_one_before_it_taken(run):
         f"The checkpoint of step 6 is damaged: {file} is not what was written"
     )
     assert_same_run(folder, whole)
+
+
+def test_steps_go_on_while_one_is_written_and_it_is_as_it_was(run, monkeypatch):
+    whole, _ = run("whole", "trainer.steps=9", *KL)
+    write, step, begun, held = os.pwrite, grpo.Trainer.step, threading.Event(), []
+
+    def waits(*arguments):
+        if threading.current_thread() is not threading.main_thread():  # as models are written
+            held.append(begun.wait(60))
+        return write(*arguments)
+
+    def goes_on(self):
+        if self.steps == 4:  # the fifth begins, and that of the third waits
+            begun.set()
+        return step(self)
+
+    monkeypatch.setattr(os, "pwrite", waits)
+    monkeypatch.setattr(grpo.Trainer, "step", goes_on)
+    folder, said = run("run", "trainer.steps=9", *KL)
+    assert held and all(held)
+    saved = [row for row in map(json.loads, (folder / "metrics.jsonl").open()) if "step" in row]
+    figures = [row for row in saved if "checkpoint/bytes" in row]
+    assert [row["step"] for row in figures] and figures[0]["step"] > 4
+    assert figures[0]["checkpoint/bytes"] == 12 * parameters_of(folder)
+    assert figures[0]["checkpoint/write_seconds"] > figures[0]["checkpoint/stall_seconds"] > 0
+    assert [line for line in said if line.startswith("step 3: checkpoint saved")]
+    assert_same_run(folder, whole)
+    shutil.rmtree(folder / "checkpoints" / "step-000009")
+    run.resume(f"resume={folder}")
+    assert_same_run(folder, whole)
+
+
+def parameters_of(run):
+    return sum(tensor.numel() for tensor in load_file(run / "model" / "model.safetensors").values())
+
+
+def test_a_step_is_a_model_that_transformers_and_other_jobs_begin_with(run):
+    folder, _ = run("run", "trainer.steps=3", *KL)
+    step = folder / "checkpoints" / "step-000003"
+    wanted = load_file(folder / "model" / "model.safetensors")
+    loaded = dict(AutoModelForCausalLM.from_pretrained(step / "actor").named_parameters())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in wanted.items())
+    still = ["actor.optimizer={learning_rate: 1e-30}", "warmup.steps=0", "trainer.steps=1"]
+    for start in (step, folder):
+        begun, _ = run(f"from {start.name}", *still, f"model.path={start}")
+        found = load_file(begun / "model" / "model.safetensors")
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 def test_a_full_disk_is_a_sentence_and_leaves_the_step_before(run, monkeypatch):

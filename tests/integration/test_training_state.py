@@ -1,6 +1,7 @@
 """Real gloo: what training goes on from is the same, whatever way the model was and is cut."""
 
 import itertools
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -9,13 +10,16 @@ from engine_cases import CLIPPED, CPU, TEMPERATURE, deal, make_batch
 from parallel_cases import assemble, assert_close, parts
 from parallel_cases import make_model as plain_model
 from ranks import run_ranks
+from test_model_folders import critic
 
+from hybridrl.algorithms import TokenLoss
 from hybridrl.config.schema import ActorConfig, LoraSettings, OptimizerConfig, ParallelConfig
 from hybridrl.core.training_mesh import training_mesh
+from hybridrl.engine.state_saver import StateSaver
 from hybridrl.engine.train import TrainEngine
 from hybridrl.engine.training_state import load_training_state, save_training_state
 from hybridrl.errors import ConfigError
-from hybridrl.models import CausalPolicy
+from hybridrl.models import CausalPolicy, ScalarModel
 from hybridrl.models.adapters import add_adapters
 from hybridrl.parallel.mesh import ParallelMesh
 
@@ -23,24 +27,28 @@ WORLD = 4
 CUTS = {
     "one rank": (1, ParallelConfig()),
     "dp2": (2, ParallelConfig()),
+    "dp3": (3, ParallelConfig()),
     "tp2": (2, ParallelConfig(tp=2)),
     "pp2": (2, ParallelConfig(pp=2)),
     "dp2 x tp2": (4, ParallelConfig(tp=2)),
     "dp4 in two copies": (4, ParallelConfig(shards=2)),
 }
+MODELS = ("critic", "adapters", "adapters of a critic")
+OTHERS = ("one rank", "dp2", "dp4 in two copies")
+"""The cuts of these models."""
 LEARNING = OptimizerConfig(learning_rate=0.01, warmup_steps=2, schedule="cosine")
 COUNTERS = {"policy_version": 3}
 
 
-def make_engine(mesh, adapters=False):
-    model = plain_model()
-    if adapters:
-        pytest.importorskip("peft")
+def make_engine(mesh, kind=""):
+    inner = critic() if "critic" in kind else plain_model()
+    if "adapters" in kind:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            add_adapters(model, LoraSettings(rank=4))
+            add_adapters(inner, LoraSettings(rank=4))
     config = ActorConfig(tokens_per_microbatch=60)
-    engine = TrainEngine(CausalPolicy(model), mesh, CPU, "float32", config)
+    model = ScalarModel(inner, "before") if "critic" in kind else CausalPolicy(inner)
+    engine = TrainEngine(model, mesh, CPU, "float32", config)
     engine.start_optimizer(LEARNING, updates=6)
     return engine
 
@@ -48,13 +56,19 @@ def make_engine(mesh, adapters=False):
 def mine(mesh):
     """This rank's rows."""
     batch, dp = make_batch(), mesh.mesh.axes["dp"]
-    counts = {1: [len(batch)], 2: [7, 4], 4: [3, 3, 3, 2]}[dp]
+    counts = {1: [len(batch)], 2: [7, 4], 3: [4, 4, 3], 4: [3, 3, 3, 2]}[dp]
     return batch.take(deal(batch, counts)[mesh.index("dp")])
 
 
 def learn(engine, updates):
     batch = mine(engine.mesh)
+    if isinstance(engine.model, ScalarModel):
+        return [engine.update(batch, to_one) for _ in range(updates)]
     return [engine.update(batch, CLIPPED, temperature=TEMPERATURE) for _ in range(updates)]
+
+
+def to_one(outputs, columns, segments):
+    return TokenLoss((outputs["values"] - 1).square(), {})
 
 
 def state(engine):
@@ -84,9 +98,11 @@ def program(rank, folder):
         engine = make_engine(mesh)
         save_training_state(engine, folder / f"{cut}, before")
         learn(engine, 2)
-        save_training_state(engine, folder / cut, COUNTERS)
+        saver = StateSaver(engine)
+        saver.start(folder / cut, COUNTERS, {})
         found[cut, "written"] = state(engine)
-        found[cut, "next"] = learn(engine, 1), state(engine)
+        found[cut, "next"] = learn(engine, 1), state(engine)  # while it is written
+        found[cut, "bytes"] = saver.finish(wait=True).bytes
     dist.barrier()
     for cut, other in itertools.product(CUTS, CUTS):
         if rank not in meshes[other].mesh.grid:
@@ -102,6 +118,26 @@ def program(rank, folder):
             learn(engine, 1)
             load_training_state(engine, folder / f"{cut}, before")
             found[cut, "afresh"] = bool(engine.optimizer.state), learn(engine, 2), state(engine)
+    if find_spec("peft"):
+        found |= others(rank, {cut: meshes[cut] for cut in OTHERS}, folder)
+    return found
+
+
+def others(rank, meshes, folder):
+    """The same of models of other kinds."""
+    found = {}
+    for model, (cut, mesh) in itertools.product(MODELS, meshes.items()):
+        if rank in mesh.mesh.grid:
+            engine = make_engine(mesh, model)
+            learn(engine, 2)
+            save_training_state(engine, folder / model / cut)
+            found[model, cut, "written"] = state_of_trained(engine)
+    dist.barrier()
+    for model, cut, (other, mesh) in itertools.product(MODELS, OTHERS, meshes.items()):
+        if rank in mesh.mesh.grid:
+            engine = make_engine(mesh, model)
+            load_training_state(engine, folder / model / cut)
+            found[model, cut, other] = state_of_trained(engine)
     return found
 
 
@@ -149,19 +185,41 @@ def test_before_the_first_update_there_are_no_moments(ranks, cut):
     assert_equal(assemble([rank[2] for rank in found]), assemble(of(ranks, cut, "written")))
 
 
+def test_ranks_write_about_as_much_and_together_everything_once(ranks):
+    for cut in CUTS:
+        sizes = of(ranks, cut, "bytes")
+        whole = assemble(of(ranks, cut, "written"))
+        assert sum(sizes) == sum(tensor.nbytes for tensor in whole.values())
+        # The largest tensor of this tiny model is a good part of it.
+        assert max(sizes) <= 1.5 * sum(sizes) / len(sizes)
+
+
+@pytest.mark.skipif(not find_spec("peft"), reason="adapters need peft")
+@pytest.mark.parametrize("model", MODELS)
+def test_other_models_are_read_in_any_cut(ranks, model):
+    wanted = assemble(of(ranks, model, OTHERS[0], "written"))
+    has_adapters = [".lora_" in name for name in wanted if "score" not in name]
+    assert has_adapters and all(has_adapters) == ("adapters" in model)
+    assert ("critic" in model) == any("score" in name for name in wanted)
+    for cut, other in itertools.product(OTHERS, OTHERS):
+        written = assemble(of(ranks, model, cut, "written"))
+        assert_equal(assemble(of(ranks, model, cut, other)), written)
+
+
 def test_of_adapters_only_they_are_kept_and_no_other_model_takes_them(mesh, tmp_path):
-    engine = make_engine(mesh, adapters=True)
+    peft = pytest.importorskip("peft")
+    engine = make_engine(mesh, "adapters")
     learn(engine, 2)
     save_training_state(engine, tmp_path)
-    wanted = state_of_trained(engine)
-    assert all("lora_" in name for name in wanted)
-    again = make_engine(mesh, adapters=True)
-    load_training_state(again, tmp_path)
-    assert_equal(state_of_trained(again), wanted)
     with pytest.raises(ConfigError, match=r"another model: the model trains `.*actor\.lora"):
         load_training_state(make_engine(mesh), tmp_path)
+    opened = peft.PeftModel.from_pretrained(plain_model(), str(tmp_path))
+    merged = dict(opened.merge_and_unload().named_parameters())
+    for name, tensor in engine.full_weights():
+        torch.testing.assert_close(merged[name], tensor)
 
 
 def state_of_trained(engine):
     trained = {n for n, p in engine.model.inner.named_parameters() if p.requires_grad}
-    return {name: p.clone() for name, p in engine.local_parameters().items() if name in trained}
+    found = state(engine)
+    return {name: part for name, part in found.items() if name.partition("/")[2] in trained}

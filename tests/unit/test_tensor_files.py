@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from hybridrl.checkpoint import agreement, reading, writing
 from hybridrl.checkpoint.header import DTYPES
-from hybridrl.checkpoint.reading import INDEX, TensorFiles
+from hybridrl.checkpoint.reading import TensorFiles, index_of
 from hybridrl.checkpoint.writing import write_tensors
 from hybridrl.core.boxes import extent, runs, volume, whole, windows
 from hybridrl.core.layout import Layout, local_pieces
@@ -153,7 +153,7 @@ def test_a_folder_holds_the_last_model_only(tmp_path):
         layout = whole_layout(values)
         write_tensors(tmp_path, layout, 0, values.__getitem__, torch.float32, None, file_bytes=size)
         assert len(list(tmp_path.glob("*.safetensors"))) == count
-        assert (tmp_path / INDEX).exists() == (count > 1)
+        assert (tmp_path / index_of("model")).exists() == (count > 1)
         files = TensorFiles(tmp_path)
         for name, value in values.items():
             into = torch.empty(8)
@@ -186,7 +186,7 @@ def test_a_disk_that_fills_up_leaves_the_model_that_was_there(tmp_path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(writing.os, "pwrite", full)
-    with pytest.raises(StorageError, match=r"Cannot write .*model\.safetensors: No space left"):
+    with pytest.raises(StorageError, match=r"Cannot write .*model\.safetensors\.part: No space"):
         write_tensors(tmp_path, *arguments)
     assert load_file(tmp_path / "model.safetensors")["x"].tolist() == [1.0] * 3
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
@@ -240,7 +240,7 @@ def write_two(folder, weights=None):
     save_file({"x": torch.zeros(2)}, folder / "model-00001-of-00002.safetensors")
     save_file({"y": torch.ones(2)}, folder / "model-00002-of-00002.safetensors")
     usual = {"x": "model-00001-of-00002.safetensors", "y": "model-00002-of-00002.safetensors"}
-    (folder / INDEX).write_text(json.dumps({"weight_map": weights or usual}))
+    (folder / index_of("model")).write_text(json.dumps({"weight_map": weights or usual}))
 
 
 def test_folders_whose_files_do_not_fit_are_sentences(tmp_path):
@@ -262,7 +262,7 @@ def test_folders_whose_files_do_not_fit_are_sentences(tmp_path):
     )
     with pytest.raises(ConfigError, match=r"`y` is both in .*00001.* and in .*00002"):
         TensorFiles(tmp_path)
-    (tmp_path / INDEX).unlink()
+    (tmp_path / index_of("model")).unlink()
     with pytest.raises(ConfigError, match=r"no model.*index.json, which is written last"):
         TensorFiles(tmp_path)
 

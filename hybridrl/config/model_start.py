@@ -1,0 +1,73 @@
+"""Models of earlier runs: the folder of a run, or of one of its steps, stands for a model in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hybridrl.config.schema import Config, RewardConfig
+from hybridrl.errors import ConfigError
+
+Scores = TypeVar("Scores", bound=RewardConfig)
+ACTOR, LEARNED = "actor", "reward_model"
+"""Roles whose models others begin as."""
+
+
+def with_model_folders(config: Config) -> Config:
+    """The settings with model folders in place of runs and steps.
+
+    Raises:
+        ConfigError: for a run or a step without such a model.
+    """
+    model, cost = config.model, config.cost
+    tokenizer = model_folder(model.tokenizer, "model.tokenizer", ACTOR)
+    model = replace(model, path=model_folder(model.path, "model.path", ACTOR), tokenizer=tokenizer)
+    return replace(
+        config,
+        model=model,
+        models={role: _role(role, settings) for role, settings in config.models.items()},
+        reward=_scores("reward", config.reward),
+        cost=None if cost is None else _scores("cost", cost),
+    )
+
+
+def model_folder(path: str | None, setting: str, *roles: str) -> str | None:
+    """The model folder that a path means: itself; of a step the folder of the first of these roles
+    that was saved; of a run what is left of them at its end, in `model` or under the role's name.
+
+    Raises:
+        ConfigError: if a run or a step has none of them; names the setting.
+    """
+    folder = Path(path).expanduser() if path else None
+    if folder is None or (folder / "config.json").is_file():
+        return path
+    if (folder / "complete.json").is_file():
+        names, what = [*roles], "a step of a run"
+    elif (folder / "config.yaml").is_file():
+        names, what = [*(role for role in roles if role not in (ACTOR, LEARNED)), "model"], "a run"
+    else:
+        return path
+    found = next((folder / name for name in names if (folder / name).is_dir()), None)
+    if found is None:
+        raise ConfigError(
+            f"{setting}={path} is {what} that has none of the models that this could mean: "
+            f"{', '.join(names)}. Name a model folder, or one of the steps in a run's checkpoints."
+        )
+    return str(found)
+
+
+def _role(role: str, settings: Any) -> Any:
+    if not isinstance(settings, Mapping) or not isinstance(settings.get("path"), str):
+        return settings
+    path = model_folder(settings["path"], f"models.{role}.path", role, ACTOR, LEARNED)
+    return {**settings, "path": path}
+
+
+def _scores(kind: str, scores: Scores) -> Scores:
+    judge = scores.judge
+    judge = replace(judge, path=model_folder(judge.path, f"{kind}.judge.path", ACTOR))
+    return replace(
+        scores, model=model_folder(scores.model, f"{kind}.model", LEARNED, kind), judge=judge
+    )

@@ -1,0 +1,197 @@
+"""What each rank says of the tensor files that ranks write together: its boxes and their checksums.
+
+A rank leaves a list, `rank-00003.json`, beside the files. Every byte of a file is either of its
+header or of one box in one list, so the lists tell, without reading anything back, whether all has
+been written, and later whether all is still as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hybridrl.core.boxes import Box, runs, volume
+
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+"""Of the number formats that are written, by the names that safetensors headers use."""
+LISTS = "rank-*.json"
+_READ_BYTES = 4 << 20
+_READERS = 4
+"""Boxes that are checked at once, most of the time without Python's lock."""
+
+
+class WrittenBox(NamedTuple):
+    """A box of a tensor in a file.
+
+    Attributes:
+        tensor: Its name in the file.
+        dtype: A key of `ITEM_BYTES`.
+        shape: Of the whole tensor.
+        box: Which part.
+        file: Name of the file, in the folder of the list.
+        offset: The byte of the file where the values of the whole tensor begin.
+        crc32: Of the values of the box, in the order of its elements.
+    """
+
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    file: str
+    offset: int
+    crc32: int
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return volume(self.box) * ITEM_BYTES[self.dtype]
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Where its values lie: the first byte and the number of bytes of each run."""
+        size = ITEM_BYTES[self.dtype]
+        for first, count in runs(self.shape, self.box):
+            yield self.offset + first * size, count * size
+
+
+class WrittenHeader(NamedTuple):
+    """The beginning of a file.
+
+    Attributes:
+        size: Bytes.
+        crc32: Of these.
+        length: Of the whole file, bytes.
+    """
+
+    size: int
+    crc32: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank wrote.
+
+    Attributes:
+        boxes: Of tensors.
+        headers: By file; only one rank writes them.
+        steps: By parameter of which it wrote a box: the optimizer's count of its steps; None before
+            the first.
+    """
+
+    boxes: Sequence[WrittenBox]
+    headers: Mapping[str, WrittenHeader] = field(default_factory=dict)
+    steps: Mapping[str, float | None] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The list as it stands in its file."""
+        headers = {file: header._asdict() for file, header in self.headers.items()}
+        boxes = [box._asdict() for box in self.boxes]
+        return json.dumps({"headers": headers, "steps": dict(self.steps), "boxes": boxes})
+
+    @classmethod
+    def from_json(cls, text: str) -> Written:
+        """What `to_json` wrote.
+
+        Raises:
+            ValueError: if it is something else.
+        """
+        try:
+            read = json.loads(text)
+            headers = {file: WrittenHeader(**found) for file, found in read["headers"].items()}
+            return cls([_box(box) for box in read["boxes"]], headers, dict(read["steps"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"it is no list of boxes ({error})") from error
+
+
+class Saved(NamedTuple):
+    """What a rank has written.
+
+    Attributes:
+        bytes: Of tensors.
+        seconds: From the beginning of the writing until everything was on the disk.
+    """
+
+    bytes: int
+    seconds: float
+
+
+def list_of(folder: Path, rank: int) -> Path:
+    """Where a rank leaves its list."""
+    return folder / LISTS.replace("*", f"{rank:05}")
+
+
+def read_lists(folder: Path) -> list[Written]:
+    """What all ranks wrote to a folder; empty if it is of another kind.
+
+    Raises:
+        OSError, ValueError: if one cannot be read; names it.
+    """
+    found = []
+    for path in sorted(folder.glob(LISTS)):
+        try:
+            found.append(Written.from_json(path.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+    return found
+
+
+def lacking(folder: Path, lists: Sequence[Written]) -> str:
+    """What has not been written to its end, as a sentence; empty if all has. Reads no file."""
+    headers = {file: header for one in lists for file, header in one.headers.items()}
+    if not headers:
+        return f"{folder} has no list of its first rank, {list_of(folder, 0).name}"
+    written = Counter({file: header.size for file, header in headers.items()})
+    for one in lists:
+        for box in one.boxes:
+            written[box.file] += box.size
+    for file, header in headers.items():
+        found = (folder / file).stat().st_size if (folder / file).is_file() else 0
+        if not written[file] == found == header.length:
+            return (
+                f"{folder / file} has {found} of its {header.length} bytes, of which ranks say "
+                f"that they wrote {written[file]}"
+            )
+    return ""
+
+
+def damage(folder: Path, lists: Sequence[Written]) -> str:
+    """Which file is not as it was written, as a sentence; empty if all are. Reads all of them."""
+    checks: list[tuple[str, str, Iterable[tuple[int, int]], int]] = [
+        (file, "its header", [(0, header.size)], header.crc32)
+        for one in lists
+        for file, header in one.headers.items()
+    ]
+    boxes = [box for one in lists for box in one.boxes]
+    checks += [(box.file, f"`{box.tensor}`", box.ranges(), box.crc32) for box in boxes]
+    with ThreadPoolExecutor(_READERS) as readers:
+        found = readers.map(lambda check: _crc32(folder / check[0], check[2]) == check[3], checks)
+        for (file, what, _, _), is_same in zip(checks, found, strict=True):
+            if not is_same:
+                readers.shutdown(wait=False, cancel_futures=True)
+                return f"{folder / file} is not what was written (the crc32 of {what} differs)"
+    return ""
+
+
+def _crc32(path: Path, ranges: Iterable[tuple[int, int]]) -> int:
+    found = 0
+    with path.open("rb", buffering=0) as file:
+        for start, size in ranges:
+            for at in range(start, start + size, _READ_BYTES):
+                length = min(_READ_BYTES, start + size - at)
+                found = zlib.crc32(os.pread(file.fileno(), length, at), found)
+    return found
+
+
+def _box(read: Any) -> WrittenBox:
+    box = tuple((start, stop) for start, stop in read["box"])
+    found = WrittenBox(**{**read, "shape": tuple(read["shape"]), "box": box})
+    if found.dtype not in ITEM_BYTES or len(box) != len(found.shape):
+        raise KeyError(f"`{found.tensor}`")
+    return found

@@ -1,0 +1,79 @@
+"""Which tensors of an engine's state stand in which files of a folder, and under which names.
+
+    model.safetensors     weights: a folder that transformers opens (with adapters, one that peft
+                          opens, and `adapter_model.safetensors`)
+    moments.safetensors   `exp_avg/<parameter>` and `exp_avg_sq/<parameter>` of what is trained
+    training.json         what is a plain number
+    rank-00000.json ...   what each rank wrote, and its checksums; see `hybridrl.core.written`
+
+Tensors are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hybridrl.engine.train import TrainEngine
+from hybridrl.models.stored_names import StoredForm, stored_form
+
+NUMBERS = "training.json"
+MOMENTS_STEM = "moments"
+WEIGHTS_STEM = "weights"
+"""Of weights under the names of parameters, where transformers keeps tensors of another kind."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""As AdamW calls them."""
+
+
+class StateFiles(NamedTuple):
+    """What is kept of an engine.
+
+    Attributes:
+        stem: What the names of the files with weights begin with.
+        weights: Their names in these files, by parameter: with adapters of these alone.
+        trained: Parameters that have moments, on any rank.
+    """
+
+    stem: str
+    weights: Mapping[str, str]
+    trained: tuple[str, ...]
+
+
+def state_files(engine: TrainEngine) -> StateFiles:
+    """What is kept of an engine. Collective."""
+    shapes = engine.layout().shapes
+    form = stored_form(engine.model.inner, shapes)
+    stem, names = form or StoredForm(WEIGHTS_STEM, {name: name for name in shapes})
+    mine, group = set(trained_parameters(engine)), engine.mesh.group()
+    found = [mine]
+    if group is not None:  # a rank of a pipeline has the parameters of its stages only
+        found *= dist.get_world_size(group)
+        dist.all_gather_object(found, mine, group=group)
+    everybody = set().union(*found)
+    return StateFiles(stem, names, tuple(name for name in shapes if name in everybody))
+
+
+def trained_parameters(engine: TrainEngine) -> dict[str, nn.Parameter]:
+    """Those of this rank, by name."""
+    parameters = engine.model.inner.named_parameters()
+    return {name: parameter for name, parameter in parameters if parameter.requires_grad}
+
+
+def local_state(engine: TrainEngine) -> dict[str, Tensor | None]:
+    """What this rank holds: weights by the names of parameters, and moments. Before its first
+    optimizer step, and where it never had a gradient, a parameter has none."""
+    found: dict[str, Tensor | None] = dict(engine.local_parameters())
+    for name, parameter in trained_parameters(engine).items():
+        state = engine.optimizer.state.get(parameter) or {}
+        for kind in MOMENTS:
+            found[f"{kind}/{name}"] = local_tensor(state[kind]) if state else None
+    return found
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's shard, to be read or written to."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,236 @@
+"""Writing the state of a TrainEngine, at once or while training goes on.
+
+Every rank writes the boxes that it was dealt, at their places of files that all ranks share, and
+none waits for another. See `state_files` for what stands where.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.checkpoint.agreement import explained
+from hybridrl.checkpoint.background import Background
+from hybridrl.checkpoint.file_plan import FILE_BYTES, FilePart, FilePlan, plan_files, share
+from hybridrl.checkpoint.host_copy import HostCopy
+from hybridrl.checkpoint.reading import index_of
+from hybridrl.checkpoint.writing import (
+    headers_of,
+    sync_names,
+    values_of,
+    write_bytes,
+    write_headers,
+    write_parts,
+    written_box,
+)
+from hybridrl.core.boxes import extent
+from hybridrl.core.layout import Place
+from hybridrl.core.written import Saved, Written, WrittenHeader, list_of
+from hybridrl.engine.model_folder import describe
+from hybridrl.engine.state_files import (
+    MOMENTS,
+    MOMENTS_STEM,
+    NUMBERS,
+    WEIGHTS_STEM,
+    StateFiles,
+    local_state,
+    state_files,
+    trained_parameters,
+)
+from hybridrl.engine.train import TrainEngine
+from hybridrl.errors import StorageError
+from hybridrl.models.stored_names import most_bytes
+
+Numbers = Mapping[str, Any]
+"""What becomes a JSON file."""
+
+
+class StateSaver:
+    """Writes the state of one engine to one folder after the other.
+
+    Who writes what is worked out the first time, which is collective, and holds for the life of the
+    engine; so does the memory for a copy.
+
+    Args:
+        tokenizer: Writes a tokenizer's files to a folder; None: the model has none.
+        file_bytes: Largest file, unless one tensor is larger.
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        tokenizer: Callable[[Path], None] | None = None,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._file_bytes = file_bytes
+        self._background: Background[Saved] = Background()
+
+    def save(self, folder: Path, counters: Numbers, beside: Mapping[str, Numbers]) -> Saved:
+        """Writes the state from where it is; needs no memory for a copy.
+
+        Args:
+            folder: One that all ranks see, and that holds no state yet.
+            counters: For `load_training_state` to give back.
+            beside: Further JSON files, by name.
+
+        Raises:
+            StorageError: if a file cannot be written; names it.
+        """
+        self._background.result(wait=True)
+        write, sources = self._writing(folder, counters, beside), local_state(self._engine)
+        return write(_values(self.parts, sources), lambda: False)
+
+    def start(self, folder: Path, counters: Numbers, beside: Mapping[str, Numbers]) -> None:
+        """Copies the state and has the copy written on another thread, after what was begun before;
+        see `save`."""
+        self._background.result(wait=True)  # until then the memory for the copy is in use
+        write = self._writing(folder, counters, beside)
+        copied = self._copy.fill(local_state(self._engine))
+
+        def work(stop: Callable[[], bool]) -> Saved:
+            copied()
+            return write(self._copy.values, stop)
+
+        self._background.start(work)
+
+    def finish(self, wait: bool) -> Saved | None:
+        """What was begun and has been written; None while it is under way, unless it is to be
+        waited for. Raises as `save` does."""
+        return self._background.result(wait)
+
+    def close(self) -> None:
+        """Breaks off what is under way."""
+        self._background.close()
+
+    def _writing(
+        self, folder: Path, counters: Numbers, beside: Mapping[str, Numbers]
+    ) -> Callable[[Iterable[Tensor], Callable[[], bool]], Saved]:
+        """A function that writes values of `parts`; whatever else is written is as it is now."""
+        mine = list_of(folder, self._engine.mesh.place)
+        if mine.exists():
+            raise StorageError(
+                f"{folder} holds a state already, of which {mine.name} is a part. Give each save a "
+                "folder of its own."
+            )
+        parts, steps = self.parts, self._steps()
+        small, headers = dict[str, bytes](), dict[str, WrittenHeader]()
+        if self._engine.mesh.place == 0:
+            numbers = {NUMBERS: self._numbers(counters), **beside}
+            small = {name: json.dumps(value).encode() for name, value in numbers.items()}
+            small |= self._description | self._indices
+            headers = {f: h for plan in self._plans for f, h in headers_of(plan).items()}
+
+        def write(values: Iterable[Tensor], stop: Callable[[], bool]) -> Saved:
+            begin = time.perf_counter()
+            with explained(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+            for name, content in small.items():
+                write_bytes(folder / name, content)
+            for plan in self._plans if headers else ():
+                write_headers(folder, plan)
+            sums = write_parts(folder.__truediv__, parts, values, stop)
+            if len(sums) < len(parts):
+                raise StorageError(f"{folder} was not written: the worker ended before.")
+            boxes = [written_box(part, crc32) for part, crc32 in zip(parts, sums, strict=True)]
+            write_bytes(mine, Written(boxes, headers, steps).to_json().encode())
+            with explained(folder):
+                sync_names(folder)
+            return Saved(sum(part.size for part in parts), time.perf_counter() - begin)
+
+        return write
+
+    @cached_property
+    def _files(self) -> StateFiles:
+        return state_files(self._engine)
+
+    @cached_property
+    def _plans(self) -> tuple[FilePlan, FilePlan]:
+        """Of weights and of moments, which lie as weights do."""
+        layout, files = self._engine.layout(), self._files
+        moves = share(layout, files.weights, self._engine.mesh.place)
+        weights = plan_files(
+            {new: layout.shapes[name] for name, new in files.weights.items()},
+            [(files.weights[move.name], move) for move in moves],
+            torch.float32,
+            most_bytes(files.stem, self._file_bytes),
+            files.stem,
+        )
+        trained = set(files.trained)
+        moments = plan_files(
+            {f"{kind}/{name}": layout.shapes[name] for kind in MOMENTS for name in files.trained},
+            [
+                (f"{kind}/{move.name}", move._replace(source=_moment(kind, move.source)))
+                for kind in MOMENTS
+                for move in moves
+                if move.name in trained
+            ],
+            torch.float32,
+            self._file_bytes,
+            MOMENTS_STEM,
+        )
+        return weights, moments
+
+    @cached_property
+    def parts(self) -> tuple[FilePart, ...]:
+        """What this rank writes. Collective when first asked."""
+        weights, moments = self._plans
+        return weights.parts + moments.parts
+
+    @cached_property
+    def _copy(self) -> HostCopy:
+        return HostCopy(self.parts, self._engine.device)
+
+    @cached_property
+    def _description(self) -> dict[str, bytes]:
+        """The small files that make a model folder of it, if it is one; they stay the same."""
+        if self._files.stem == WEIGHTS_STEM:
+            return {}
+        with TemporaryDirectory() as name:
+            folder = Path(name)
+            describe(self._engine.model.inner, folder, torch.float32)
+            if self._tokenizer is not None:
+                self._tokenizer(folder)
+            return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+    @cached_property
+    def _indices(self) -> dict[str, bytes]:
+        """Of weights and of moments, where several files hold them."""
+        plans = zip((self._files.stem, MOMENTS_STEM), self._plans, strict=True)
+        return {index_of(stem): plan.index.encode() for stem, plan in plans if plan.index}
+
+    def _steps(self) -> dict[str, float | None]:
+        """Of the parameters of which this rank writes moments."""
+        prefix, states = f"{MOMENTS[0]}/", self._engine.optimizer.state
+        mine = {p.name.removeprefix(prefix) for p in self.parts if p.name.startswith(prefix)}
+        return {
+            name: float(states[parameter]["step"]) if states.get(parameter) else None
+            for name, parameter in trained_parameters(self._engine).items()
+            if name in mine
+        }
+
+    def _numbers(self, counters: Numbers) -> dict[str, Any]:
+        return {
+            "schedule": self._engine.schedule.last_epoch,
+            "skipped_in_a_row": self._engine.skipped_in_a_row,
+            "counters": dict(counters),
+        }
+
+
+def _values(parts: Iterable[FilePart], sources: Mapping[str, Tensor | None]) -> Iterator[Tensor]:
+    for part in parts:
+        source = sources[part.source.tensor]
+        yield torch.zeros(extent(part.box)) if source is None else values_of(part, source)
+
+
+def _moment(kind: str, weight: Place) -> Place:
+    return Place(f"{kind}/{weight.tensor}", weight.start)

@@ -1,0 +1,91 @@
+"""TrainedModelWorker: the base of workers whose model learns, and is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.controller import ONE_TO_ALL, Context, transfer
+from hybridrl.core.dtypes import DTYPES
+from hybridrl.core.written import Saved
+from hybridrl.engine.state_saver import StateSaver
+from hybridrl.engine.training_state import load_training_state
+from hybridrl.models import load_tokenizer, stored_dtype
+from hybridrl.workers.engines import ModelSource
+from hybridrl.workers.model_worker import ModelWorker
+
+if TYPE_CHECKING:
+    from hybridrl.engine.train import TrainEngine
+
+
+class TrainedModelWorker(ModelWorker):
+    """Has an engine that trains.
+
+    Args:
+        source: The model.
+    """
+
+    def __init__(self, context: Context, source: ModelSource) -> None:
+        super().__init__(context)
+        self._source = source
+
+    @property
+    def model_engine(self) -> TrainEngine:
+        raise NotImplementedError
+
+    def counters(self) -> dict[str, int]:
+        """What `load_training_state` is to give back."""
+        return {}
+
+    def beside(self) -> dict[str, Mapping[str, Any]]:
+        """Further JSON files of the state, by name."""
+        return {}
+
+    @transfer(ONE_TO_ALL)
+    def load_weights(self, folder: str) -> None:
+        """Takes the weights of a model folder, those that this model has too."""
+        self.model_engine.load(Path(folder))
+
+    @transfer(ONE_TO_ALL)
+    def save_model(self, folder: str, dtype: str | None = None) -> None:
+        """Writes model and tokenizer as a Hugging Face folder; None: in the precision that
+        `model.save_dtype` says."""
+        dtype = dtype or self._source.save_dtype or stored_dtype(self._source.path)
+        self.model_engine.save(Path(folder), DTYPES[dtype], self._source.file_bytes)
+        if self.context.rank == 0:
+            self._write_tokenizer(Path(folder))
+
+    @transfer(ONE_TO_ALL)
+    def save_state(self, folder: str) -> None:
+        """Writes weights, optimizer and counters, for `load_state` on any number of ranks. The
+        folder must hold no state yet."""
+        self._saver.save(Path(folder), self.counters(), self.beside())
+
+    @transfer(ONE_TO_ALL)
+    def start_saving(self, folder: str) -> None:
+        """As `save_state`, but returns when a copy is made, which is written meanwhile; after what
+        was begun before."""
+        self._saver.start(Path(folder), self.counters(), self.beside())
+
+    @transfer(ONE_TO_ALL)
+    def finish_saving(self, wait: bool = True) -> Saved | None:
+        """What `start_saving` has written: bytes and seconds; None while it is under way, unless it
+        is to be waited for."""
+        return self._saver.finish(wait)
+
+    @transfer(ONE_TO_ALL)
+    def load_state(self, folder: str) -> None:
+        """Goes on where the worker that was saved stopped."""
+        load_training_state(self.model_engine, Path(folder))
+
+    def close(self) -> None:
+        self._saver.close()
+
+    @cached_property
+    def _saver(self) -> StateSaver:
+        return StateSaver(self.model_engine, self._write_tokenizer, self._source.file_bytes)
+
+    def _write_tokenizer(self, folder: Path) -> None:
+        load_tokenizer(self._source.tokenizer).save_pretrained(folder)

@@ -1,0 +1,144 @@
+"""Saving while training goes on: the state of its own moment, one at a time, or a sentence."""
+
+import os
+import threading
+
+import pytest
+import torch
+from engine_cases import LEARNING, make_engine, make_model, update
+from engine_cases import make_batch as batch
+from transformers import AutoModelForCausalLM
+
+from hybridrl.checkpoint import writing
+from hybridrl.core.written import damage, lacking, read_lists
+from hybridrl.engine import state_saver
+from hybridrl.engine.state_saver import StateSaver
+from hybridrl.engine.training_state import load_training_state
+from hybridrl.errors import ConfigError, StorageError
+
+
+@pytest.fixture
+def engine(mesh):
+    engine = make_engine(mesh, optimizer=LEARNING)
+    update(engine, batch())
+    return engine
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Nothing is written before this is set."""
+    go, write = threading.Event(), os.pwrite
+
+    def waits(*arguments):
+        assert go.wait(30)
+        return write(*arguments)
+
+    monkeypatch.setattr(writing.os, "pwrite", waits)
+    yield go
+    go.set()
+
+
+def state(engine):
+    """Copies of weights and moments, by name."""
+    found = state_saver.local_state(engine)
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def assert_holds(folder, mesh, wanted, counters):
+    other = make_engine(mesh, optimizer=LEARNING)
+    assert load_training_state(other, folder) == counters
+    found = state(other)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_each_save_has_the_state_of_its_own_moment(engine, mesh, held, tmp_path):
+    saver, wanted = StateSaver(engine), {}
+    for number in (1, 2):
+        wanted[number] = state(engine)
+        if number == 2:
+            held.set()  # the second save waits for the first, whose memory it needs
+        saver.start(tmp_path / f"{number}", {"number": number}, {"more.json": {"a": number}})
+        if number == 1:
+            assert saver.finish(wait=False) is None
+        for _ in range(2):
+            update(engine, batch())
+    saved = saver.finish(wait=True)
+    assert saved == saver.finish(wait=False)
+    assert saved.bytes == sum(tensor.nbytes for tensor in wanted[2].values()) and saved.seconds > 0
+    for number, moment in wanted.items():
+        folder = tmp_path / f"{number}"
+        lists = read_lists(folder)
+        assert not lacking(folder, lists) and not damage(folder, lists)
+        assert_holds(folder, mesh, moment, {"number": number})
+        assert (folder / "more.json").read_text() == f'{{"a": {number}}}'
+
+
+def test_a_save_at_once_is_the_same_and_makes_no_copy(engine, mesh, tmp_path, monkeypatch):
+    monkeypatch.setattr(state_saver, "HostCopy", None)
+    StateSaver(engine).save(tmp_path / "at once", {}, {})
+    assert_holds(tmp_path / "at once", mesh, state(engine), {})
+
+
+def test_who_writes_what_is_worked_out_once(engine, tmp_path, monkeypatch):
+    calls, share = [], state_saver.share
+    monkeypatch.setattr(state_saver, "share", lambda *a: calls.append(a) or share(*a))
+    saver = StateSaver(engine)
+    for number in range(3):
+        saver.start(tmp_path / f"{number}", {}, {})
+    saver.save(tmp_path / "3", {}, {})
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("size", [1 << 20, 3000])
+def test_transformers_opens_the_folder(engine, tmp_path, size):
+    def tokenizer(folder):
+        (folder / "tokenizer.json").write_text("{}")
+
+    StateSaver(engine, tokenizer, size).save(tmp_path / "state", {}, {})
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "state", output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    found = dict(loaded.named_parameters())
+    assert all(torch.equal(found[name], p) for name, p in engine.full_parameters())
+    assert loaded.config.dtype == torch.float32
+    assert (tmp_path / "state" / "tokenizer.json").exists()
+    assert (len(list((tmp_path / "state").glob("moments*.safetensors"))) > 1) == (size == 3000)
+
+
+def test_a_disk_that_fills_up_is_a_sentence_when_it_is_asked_for(engine, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writing.os, "pwrite", full)
+    saver = StateSaver(engine)
+    saver.start(tmp_path / "state", {}, {})
+    with pytest.raises(StorageError, match=r"Cannot write .*state/model\.safetensors: No space"):
+        saver.finish(wait=True)
+    with pytest.raises(ConfigError, match="has no list of its first rank"):
+        load_training_state(engine, tmp_path / "state")
+
+
+def test_a_folder_that_holds_a_state_is_refused(engine, tmp_path):
+    saver = StateSaver(engine)
+    saver.save(tmp_path, {}, {})
+    for save in (saver.save, saver.start):
+        with pytest.raises(StorageError, match=r"holds a state already.*a folder of its own"):
+            save(tmp_path, {}, {})
+
+
+def test_a_worker_that_ends_writes_no_more(engine, tmp_path, held):
+    saver = StateSaver(engine)
+    saver.start(tmp_path / "state", {}, {})
+    threading.Timer(0.1, held.set).start()
+    saver.close()
+    assert lacking(tmp_path / "state", read_lists(tmp_path / "state"))
+    with pytest.raises(StorageError, match="the worker ended before"):
+        saver.finish(wait=True)
+
+
+def test_the_model_is_as_it_was(engine):
+    """A guard of these tests: the engine learns."""
+    begun = dict(make_model().named_parameters())
+    assert any(not torch.equal(begun[name], p) for name, p in engine.full_parameters())

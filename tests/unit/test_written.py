@@ -1,0 +1,119 @@
+"""What ranks say of files that they wrote together: every byte is theirs, and no other is there."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layout_cases import full_tensors, layout_pairs, numbered
+from safetensors.torch import load_file
+
+from hybridrl.checkpoint import file_plan
+from hybridrl.checkpoint.file_plan import plan_files, share
+from hybridrl.checkpoint.writing import (
+    headers_of,
+    values_of,
+    write_headers,
+    write_parts,
+    written_box,
+)
+from hybridrl.core.layout import Layout, local_pieces
+from hybridrl.core.written import Written, damage, lacking, list_of, read_lists
+
+
+def write(folder, layout, values, rank, file_bytes=1 << 20):
+    """One rank's part, and its list."""
+    mine = [(move.name, move) for move in share(layout, layout.shapes, rank)]
+    plan = plan_files(layout.shapes, mine, torch.float32, file_bytes, "model")
+    headers = {}
+    if rank == 0:
+        write_headers(folder, plan)
+        headers = headers_of(plan)
+    local = full_tensors(layout, rank, values)
+    parts = [values_of(part, local[part.source.tensor]) for part in plan.parts]
+    sums = write_parts(folder.__truediv__, plan.parts, parts)
+    boxes = [written_box(*found) for found in zip(plan.parts, sums, strict=True)]
+    list_of(folder, rank).write_text(Written(boxes, headers, {"x": 3.0}).to_json())
+
+
+@given(layout_pairs(), st.sampled_from([40, 1 << 20]), st.randoms())
+@settings(max_examples=15)
+def test_ranks_write_in_any_order_and_account_for_every_byte(tmp_path_factory, pair, size, luck):
+    layout, _ = pair
+    folder, values = tmp_path_factory.mktemp("any"), numbered(layout)
+    ranks = sorted(layout.pieces)
+    luck.shuffle(ranks)
+    for rank in ranks:
+        write(folder, layout, values, rank, size)
+    lists = read_lists(folder)
+    assert lacking(folder, lists) == "" and damage(folder, lists) == ""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    assert found.keys() == values.keys()
+    assert all(torch.equal(found[name], values[name]) for name in values)
+
+
+@pytest.fixture
+def two_ranks(tmp_path):
+    """Each has half of the columns of one tensor, and both have the other."""
+    layout = Layout(
+        {"cut": (4, 6), "copied": (3,)},
+        {
+            rank: {
+                "cut": local_pieces("cut", ((0, 4), (3 * rank, 3 * rank + 3))),
+                "copied": local_pieces("copied", ((0, 3),)),
+            }
+            for rank in (0, 1)
+        },
+    )
+    for rank in (1, 0):
+        write(tmp_path, layout, numbered(layout), rank)
+    return tmp_path
+
+
+def test_any_byte_that_is_another_is_found(two_ranks):
+    lists, file = read_lists(two_ranks), two_ranks / "model.safetensors"
+    content = file.read_bytes()
+    assert [written.steps for written in lists] == [{"x": 3.0}] * 2
+    for place in range(len(content)):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        assert damage(two_ranks, lists).startswith(f"{file} is not what was written (the crc32 of")
+    file.write_bytes(content)
+    assert damage(two_ranks, lists) == ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_has_not_written_is_missed(two_ranks, rank):
+    list_of(two_ranks, rank).unlink()
+    assert lacking(two_ranks, read_lists(two_ranks))
+
+
+def test_files_that_are_too_short_or_gone_are_named(two_ranks):
+    lists, file = read_lists(two_ranks), two_ranks / "model.safetensors"
+    content = file.read_bytes()
+    for harmed in (content[:-1], content + b"x"):
+        file.write_bytes(harmed)
+        assert lacking(two_ranks, lists).startswith(f"{file} has {len(harmed)} of its")
+    file.unlink()
+    assert lacking(two_ranks, lists).startswith(f"{file} has 0 of its {len(content)} bytes")
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"headers": {}, "steps": {}, "boxes": [{}]}', "{"])
+def test_a_list_of_another_kind_is_a_sentence(tmp_path, text):
+    list_of(tmp_path, 0).write_text(text)
+    with pytest.raises(ValueError, match=r"rank-00000\.json: "):
+        read_lists(tmp_path)
+
+
+def test_what_all_ranks_hold_is_dealt_evenly_in_pieces(monkeypatch):
+    """Four ranks hold all of a large tensor and some small ones."""
+    monkeypatch.setattr(file_plan, "PIECE_ELEMENTS", 64)
+    shapes = {"large": (100, 16), **{f"small{i}": (8, 8) for i in range(5)}}
+    pieces = {n: local_pieces(n, tuple((0, side) for side in s)) for n, s in shapes.items()}
+    layout = Layout(shapes, dict.fromkeys(range(4), pieces))
+    plans = [
+        plan_files(shapes, [(m.name, m) for m in moves], torch.float32, 1 << 20, "model")
+        for moves in (share(layout, shapes, rank) for rank in range(4))
+    ]
+    sizes = [sum(part.size for part in plan.parts) for plan in plans]
+    assert sum(sizes) == 4 * (1600 + 5 * 64) and max(sizes) - min(sizes) <= 4 * 64
