@@ -181,7 +181,7 @@ def _faults(victim: Victim, reference: Victim, plan: Plan, killed: float | None)
     if not all(mine[name].equal(tensor) for name, tensor in other.items()):
         faults.append("its weights are others")
     for row in victim.recoveries():
-        if row["after_step"] - row["from_step"] > plan.every:
+        if row["after_step"] - row["from_step"] > 2 * plan.every:  # one may be being written
             faults.append(f"{row['after_step'] - row['from_step']} steps were repeated")
     if unfinished := victim.steps_under_way():
         faults.append(f"unfinished checkpoints: {unfinished}")

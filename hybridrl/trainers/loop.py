@@ -258,6 +258,7 @@ class Loop:
         self.job.executor.step = done  # it numbers from 0 the step that is the first here
         for number in range(done + 1, steps + 1):
             if self._preempted:
+                self._note_saved(self.checkpoints.finish())
                 raise Preempted
             under_way.append(self._begin(number))
             evaluates = number == steps or (every and number % every == 0)

@@ -37,11 +37,10 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(command, run, tmp_path)
 
 
 def test_sigterm_saves_the_step_in_hand(command):
-    settings = [*JOB, "trainer.steps=100000", "checkpoint.every=1000"]
-    told = command(*settings)
+    told = command(*JOB, "trainer.steps=100000", "checkpoint.every=1000", "recover.grace_s=120")
     told.wait_for_step(3)
     told.process.send_signal(signal.SIGTERM)
-    assert told.finish(timeout=40) == 75, told.output
+    assert told.finish(timeout=150) == 75, told.output
     assert f"main resume={told.directory}\n" in told.output
     last = rows_of(told.directory)[-1]["step"]
     assert [path.name for path in (told.directory / "checkpoints").iterdir()] == [
