@@ -23,15 +23,12 @@ class Background(Generic[T]):
         self._stopped = threading.Event()
 
     def start(self, work: Callable[[Callable[[], bool]], T]) -> None:
-        """Begins some work, after what was begun before is done.
+        """Begins some work, after what was begun before is done; raises as `settle` does.
 
         Args:
             work: Called on the thread, with a function that says whether it is to give up.
-
-        Raises:
-            Exception: what the work before raised.
         """
-        self.result(wait=True)
+        self.settle()
         self._last = last = Future[T]()
 
         def run() -> None:
@@ -55,6 +52,16 @@ class Background(Generic[T]):
         if self._last is None or not (wait or self._last.done()):
             return None
         return self._last.result()
+
+    def settle(self) -> None:
+        """Waits for the last work and forgets it.
+
+        Raises:
+            Exception: what it raised.
+        """
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
 
     def close(self) -> None:
         """Has the work give up, and waits until it has."""

@@ -87,14 +87,14 @@ class StateSaver:
         Raises:
             StorageError: if a file cannot be written; names it.
         """
-        self._background.result(wait=True)
+        self._background.settle()
         write, sources = self._writing(folder, counters, beside), local_state(self._engine)
         return write(_values(self.parts, sources), lambda: False)
 
     def start(self, folder: Location, counters: Numbers, beside: Mapping[str, Numbers]) -> None:
         """Copies the state and has the copy written on another thread, after what was begun before;
         see `save`."""
-        self._background.result(wait=True)  # until then the memory for the copy is in use
+        self._background.settle()  # until then the memory for the copy is in use
         write = self._writing(folder, counters, beside)
         copied = self._copy.fill(local_state(self._engine))
 

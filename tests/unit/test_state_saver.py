@@ -118,6 +118,11 @@ def test_a_disk_that_fills_up_is_a_sentence_when_it_is_asked_for(engine, tmp_pat
         saver.finish(wait=True)
     with pytest.raises(ConfigError, match="has no list of its first rank"):
         load_training_state(engine, tmp_path / "state")
+    monkeypatch.undo()
+    with pytest.raises(StorageError, match="No space"):  # said once more, and no more
+        saver.start(tmp_path / "again", {}, {})
+    saver.start(tmp_path / "again", {}, {})
+    assert saver.finish(wait=True).bytes > 0
 
 
 def test_a_folder_that_holds_a_state_is_refused(engine, tmp_path):
