@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from hybridrl.trainers.role_spec import RoleSpec
 
 PARTS = (
-    *("adaptive_kl", "base", "checkpoints", "evaluation", "feed", "loop", "objectives", "policy"),
-    *("recovery", "resumed", "role_spec", "shaping", "step_metrics", "warmup"),
+    *("adaptive_kl", "base", "checkpoints", "evaluation", "feed", "guard", "loop", "objectives"),
+    *("policy", "recovery", "resumed", "role_spec", "same_model", "saving", "shaping"),
+    *("step_metrics", "steps", "warmup"),
 )
 """Modules here that are not driver programs."""
 PROGRAMS = [module.name for module in pkgutil.iter_modules(__path__) if module.name not in PARTS]

@@ -1,58 +1,34 @@
-"""The loop around a driver program: warm-up, steps, evaluations, checkpoints, and what is kept."""
+"""The loop around a driver program: warm-up, steps, evaluations, checkpoints; and what becomes of a
+run that is interrupted, loses workers, or goes back."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from hybridrl.controller import BatchRef, Handle
-from hybridrl.core.batch import LIBRARY_PREFIXES, Batch
-from hybridrl.core.record import Record
-from hybridrl.errors import ConfigError, HybridRLError, LostError, Preempted
+from hybridrl.errors import HybridRLError, LostError, Preempted
 from hybridrl.observe.curves import draw_curves
-from hybridrl.observe.slow_ranks import SlowDevices
 from hybridrl.observe.step_view import StepView
 from hybridrl.observe.storage import explain_write_errors
 from hybridrl.observe.summary import accuracy_name, readable_seconds
-from hybridrl.observe.timeline import draw_timeline
 from hybridrl.trainers.checkpoints import Checkpoints
 from hybridrl.trainers.guard import Guard, Rewind
 from hybridrl.trainers.recovery import Recoveries
 from hybridrl.trainers.resumed import Resumed
-from hybridrl.trainers.step_metrics import step_metrics
+from hybridrl.trainers.steps import Step, Steps, note, note_first_step
 from hybridrl.trainers.warmup import warm_up, warms_up
 
 if TYPE_CHECKING:
     from hybridrl.job import Job
-    from hybridrl.trainers.base import Trainer
     from hybridrl.trainers.saving import Saving
 
 SAVE_SECONDS_AFTER_ERROR = 60.0
 """How long the workers may take to save the model when the program has failed."""
 SAVE_SECONDS_AFTER_INTERRUPT = 6.0
 """After Ctrl-C: how long the workers may take to finish the call in hand and save the model."""
-GAINS = {"reward": "reward/mean", "cost": "cost/mean"}
-"""What the summary keeps of the first and the last step, and the metrics that it is taken from."""
-# The means of the columns `reward/...` and `cost/...` are metrics under the same names.
-KEPT = ("prompt", "answer", "response", "scores", "advantages", "finish_reason", "policy_version")
-
-
-class _Step(NamedTuple):
-    """A step whose calls are made."""
-
-    number: int
-    begin: float
-    batch: BatchRef
-    handles: list[Handle]
-    called_in: int
-    figures: dict[str, float]
-    notices: list[str]
-    scored: list[BatchRef]
-    groups: range
 
 
 class Loop:
@@ -78,16 +54,12 @@ class Loop:
         """What there is of a run before its first step."""
         self.job.executor.notify = self.view.message
         self.trainer = self.job.make_trainer()
-        self.evaluated: dict[str, float] = {}
-        self._ended = time.perf_counter()
-        self._last_records: list[Record] = []
         self._began = False  # until then there is nothing to save, but maybe a model to overwrite
         self._saved_figures: dict[str, float] = {}
         self.summary.clear()
         self.summary |= {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
         self.checkpoints = Checkpoints(self.job, self.trainer, self.summary)
-        places, devices = self.job.placement.roles.items(), self.job.executor.cluster.devices
-        self.devices = SlowDevices({role: place.devices for role, place in places}, devices)
+        self.steps = Steps(self.job, self.trainer, self.guard, self.view, self.summary)
 
     def run(self) -> dict[str, Any]:
         """Trains; goes on from the newest checkpoint when workers are lost. Ctrl-C saves what there
@@ -159,7 +131,7 @@ class Loop:
                 raise Preempted from lost
             self.checkpoints.abandon()
             found = self.checkpoints.newest()
-            self._recoveries.begin(lost, found.step, self.summary, self._ended)
+            self._recoveries.begin(lost, found.step, self.summary, self.steps.ended)
             self.view.message(str(lost).partition("\n")[0])
             try:
                 self.job.restart(self.view.phase)
@@ -176,8 +148,7 @@ class Loop:
         found = self.checkpoints.newest()
         self.guard.rewound(rewind, found.step)
         number = self.job.feed.leave_out(rewind.groups)
-        self._last_records = []
-        self.evaluated = {}
+        self.steps = Steps(self.job, self.trainer, self.guard, self.view, self.summary)
         self.view.message(
             f"step {rewind.step}: going back to the checkpoint of step {found.step}, without "
             f"{number} prompts"
@@ -206,7 +177,7 @@ class Loop:
         def progress(step: int, metrics: Mapping[str, float]) -> None:
             if self._preempted:
                 raise Preempted
-            self._note_first_step()
+            note_first_step(self.job, self.summary)
             self.view.phase_progress(step, steps, f"loss {metrics['loss']:.3f}")
 
         warm_up(self.job, progress)
@@ -226,9 +197,9 @@ class Loop:
         if not figures:
             return {}
         for name, value in figures.items():
-            self._note(name.removeprefix("eval/"), value)
+            note(self.summary, name.removeprefix("eval/"), value)
         self.job.write(step, figures)
-        self.evaluated = figures
+        self.steps.evaluated = figures
         spoken = {"accuracy": accuracy_name(self.config.reward)}
         shown = [f"{spoken.get(name, name)} {value:.3f}" for name, value in figures.items()]
         self.view.message(f"step {step}: {', '.join(shown)}")
@@ -253,14 +224,15 @@ class Loop:
     def _train(self, done: int, steps: int) -> None:
         """Makes the calls of a step while up to `placement.staleness` earlier ones are under way:
         its samples may be generated while theirs are learned from."""
-        under_way: deque[_Step] = deque()
+        under_way: deque[Step] = deque()
         every = self.config.eval.every
         self.job.executor.step = done  # it numbers from 0 the step that is the first here
         for number in range(done + 1, steps + 1):
             if self._preempted:
                 self._note_saved(self.checkpoints.finish())
                 raise Preempted
-            under_way.append(self._begin(number))
+            under_way.append(self.steps.begin(number))
+            self.checkpoints.ask()  # behind the calls of the step
             evaluates = number == steps or (every and number % every == 0)
             saves = self.checkpoints.is_due(number, steps)
             ahead = 0 if evaluates or saves else self.config.placement.staleness
@@ -274,102 +246,11 @@ class Loop:
                     self._note_saved(self.checkpoints.finish())
                     raise LostError("Devices that had been lost are there again.")
 
-    def _begin(self, number: int) -> _Step:
-        begin = time.perf_counter()
-        trainer, first = self.trainer, self.job.feed.numbered
-        batch, handles = _step_of(trainer)
-        self.checkpoints.ask()  # behind the calls of the step
-        notices, trainer.notices = trainer.notices, []
-        scored, trainer.scored = trainer.scored or [batch], []
-        return _Step(
-            number,
-            begin,
-            batch,
-            handles,
-            self.job.executor.end_step(),
-            dict(trainer.figures),
-            notices,
-            scored,
-            range(first, self.job.feed.numbered),
-        )
-
-    def _end(self, step: _Step) -> None:
-        updates = [handle.get() for handle in step.handles]
-        if wrong := [update for update in updates if not isinstance(update, Mapping)]:
-            raise ConfigError(
-                f"{type(self.trainer).__qualname__}.step gave the handle of a call that returns a "
-                f"{type(wrong[0]).__name__}: give those of updates, which are dictionaries of "
-                "metrics."
-            )
-        begin = max(step.begin, self._ended)  # before that, an earlier step was under way
-        self._ended = time.perf_counter()
-        records = self.job.executor.take_records(step.called_in)
-        for scored in step.scored:
-            self.job.feed.learn_scores(scored)
-        self.job.feed.forget_groups(step.groups.stop)
+    def _end(self, step: Step) -> None:
+        updates = self.steps.wait(step)
         self._note_saved(self.checkpoints.poll())
         saved, self._saved_figures = self._saved_figures, {}
-        metrics = step_metrics(records, updates, self._ended - begin) | step.figures | saved
-        figures, slow = self.devices.look(records)
-        metrics |= figures
-        bad = self.guard.look(step.number, records, updates, metrics)
-        metrics["guard/skipped"] = float(bad.skipped if bad else 0)
-        self._note_first_step()
-        for notice in [*step.notices, *slow]:
-            self.view.message(f"step {step.number}: {notice}")
-        self._keep(step.number, metrics, step.batch)
-        self._draw(step.number, records)
-        if bad is not None:
-            self.guard.act(bad, step.batch, step.groups, metrics)
-
-    def _keep(self, step: int, metrics: dict[str, float], batch: BatchRef) -> None:
-        self.summary["steps"] = step
-        self.summary["tokens_generated"] += int(metrics.get("response/tokens", 0))
-        self.summary["seconds_train"] += metrics["time/step"]
-        for name, metric in GAINS.items():
-            if metric in metrics:
-                self._note(name, metrics[metric])
-        self.job.write(step, metrics)
-        self.view.step(step, self.evaluated | metrics)
-        self.evaluated = {}
-        if self.trainer.DATA != "prompts" or not len(batch):
-            return
-        observe = self.config.observe
-        kept = (*KEPT, *(name for name in metrics if name.startswith(LIBRARY_PREFIXES)))
-        if observe.samples_every and (step == 1 or step % observe.samples_every == 0):
-            self.job.directory.write_samples(step, self._with_texts(batch, kept).table)
-        if observe.show_every and (step == 1 or step % observe.show_every == 0):
-            for row in self._with_texts(batch.take([0]), KEPT).to_pylist():
-                score = row.get("scores", math.nan)
-                self.view.sample(row.get("prompt", ""), row.get("response", ""), score)
-
-    def _with_texts(self, batch: BatchRef, kept: tuple[str, ...]) -> Batch:
-        """Those of these columns that there are, and the responses as texts, which a reward has
-        made of them if the program asked one."""
-        rows = batch.collect(kept, partial=True)
-        if "response" in rows or not batch.columns.may_have("response_ids"):
-            return rows
-        ids = batch.collect(["response_ids"])["response_ids"].rows()
-        texts = self.job.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return rows.with_columns({"response": texts})
-
-    def _draw(self, step: int, records: list[Record]) -> None:
-        """The timeline of this step and the one before, which it may overlap."""
-        shown, self._last_records = self._last_records + records, records
-        every = self.config.observe.timeline_every
-        if every and step % every == 0:
-            folder = self.job.directory.path / "timelines"
-            folder.mkdir(exist_ok=True)
-            places = self.job.placement.roles.items()
-            devices = {role: list(place.devices) for role, place in places}
-            draw_timeline(shown, devices, folder / f"step-{step:06d}.png", f"steps to {step}")
-
-    def _note(self, name: str, value: float) -> None:
-        self.summary.setdefault(f"{name}_first", value)
-        self.summary[f"{name}_last"] = value
-
-    def _note_first_step(self) -> None:
-        self.summary.setdefault("seconds_to_first_step", time.time() - self.job.started)
+        self.steps.end(step, updates, saved)
 
     def _finish(self, limit: float | None = None) -> None:
         """Saves the checkpoint that is being written, the model, the curves and the summary."""
@@ -394,16 +275,3 @@ class Loop:
                         f"The workers were busy for more than {limit:g} s; the {role} was not "
                         "saved."
                     )
-
-
-def _step_of(trainer: Trainer) -> tuple[BatchRef, list[Handle]]:
-    """One step of a program, which has to give its samples and its updates."""
-    match trainer.step():
-        case (BatchRef() as batch, [*handles]) if all(isinstance(h, Handle) for h in handles):
-            return batch, handles
-        case other:
-            raise ConfigError(
-                f"{type(trainer).__qualname__}.step gave a {type(other).__name__}: it must return "
-                "`batch, [handle, ...]`, the samples that it learned from and a handle on the "
-                "metrics of each update."
-            )

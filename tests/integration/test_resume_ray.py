@@ -57,8 +57,8 @@ def test_generation_apart_goes_on_with_the_weights_and_the_count_of_before(run, 
     whole = run(*settings, f"run.directory={tmp_path / 'whole'}")
     saves = Loop._checkpoint
 
-    def dies(self, step):
-        saves(self, step)
+    def dies(self, step, figures):
+        saves(self, step, figures)
         raise ZeroDivisionError
 
     before = signal.getsignal(signal.SIGTERM)
