@@ -10,10 +10,11 @@ TORCH := $(shell grep '^torch==' requirements/cpu.txt)
 train: .venv/.installed
 	$(BIN)/python -m hybridrl.main $(ARGS)
 
-# Unit tests share out the cores; integration tests use all of them themselves, one after the other.
+# Unit tests share out the cores. Integration tests wait as much as they work, for Ray and for each
+# other's processes, so two files of them go on at a time.
 ifeq ($(ARGS),)
 test: test-unit
-	$(BIN)/python -m pytest tests/integration
+	$(BIN)/python -m pytest tests/integration -n 2 --dist loadfile
 else
 test: .venv/.installed
 	$(BIN)/python -m pytest $(ARGS)

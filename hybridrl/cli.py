@@ -1,5 +1,6 @@
 """The command `hybridrl`: what is no training run. `hybridrl plan [key=value ...]` says where roles
-will live, what that takes of each device, and how long a step will last; it starts nothing."""
+will live, what that takes of each device, and how long a step will last; it starts nothing.
+`hybridrl checkpoint` looks at the checkpoints of runs."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from hybridrl.config.load import load_config
-from hybridrl.config.schema import Config
+from hybridrl.commands import checkpoint
 from hybridrl.errors import ConfigError, HybridRLError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from hybridrl.config.schema import Config
     from hybridrl.planner.devices import Machines
     from hybridrl.planner.plan import Plan
     from hybridrl.planner.step_time import Rates
@@ -43,12 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="PROMPT+RESPONSE",
         help="tokens of a usual sample, such as 300+800; else the longest that are allowed",
     )
+    checkpoint.add_parser(commands)
     chosen, overrides = parser.parse_known_args(arguments)
-    if unknown := [word for word in overrides if word.startswith("-")]:
-        plan.error(f"unknown: {' '.join(unknown)}")
+    plans = chosen.command == "plan"
+    if unknown := [word for word in overrides if word.startswith("-") or not plans]:
+        (plan if plans else parser).error(f"unknown: {' '.join(unknown)}")
     console = Console(stderr=True)
     try:
-        _plan(chosen, overrides)
+        if plans:
+            _plan(chosen, overrides)
+        else:
+            sys.exit(checkpoint.run(chosen))
     except HybridRLError as error:
         console.print("error:", style="bold red", end=" ")
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
@@ -56,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _plan(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
+    from hybridrl.config.load import load_config
     from hybridrl.planner import table
     from hybridrl.planner.cures import refuse
     from hybridrl.planner.described import with_described_models

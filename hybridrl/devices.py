@@ -54,6 +54,7 @@ class Devices:
             cpus_per_host=self._cpus_per_host,
             run_directory=self._run,
             timeout_s=self._config.controller.timeout_s,
+            heartbeat_s=self._config.controller.heartbeat_s,
             start_timeout_s=self._config.ray.start_timeout_s,
             preload=self._modules_of_workers(),
             paths=paths_of_workers(self._config, self._run),

@@ -28,8 +28,10 @@ from hybridrl.groups import build_groups
 from hybridrl.inputs import with_objects, write_rows
 from hybridrl.observe.metrics import open_writers
 from hybridrl.observe.run_directory import RunDirectory
+from hybridrl.observe.run_lock import RunLock
 from hybridrl.trainers import load_trainer
 from hybridrl.trainers.resumed import find_checkpoint
+from hybridrl.trainers.same_model import check_made_with, made_with
 
 if TYPE_CHECKING:
     from hybridrl.controller import BatchRef
@@ -61,6 +63,7 @@ class Job:
     Attributes:
         directory: The run's files.
         resumed: What it goes on from.
+        made_with: Which model and tokenizer it learns with, as `same_model` describes them.
         training, held_out: Tokenized data, of the kind that the trainer learns from.
         examples: Prompts with right responses; None where the data has none.
         feed: Deals out `training`, step by step.
@@ -89,18 +92,20 @@ class Job:
         self.trainer_class = load_trainer(config.trainer.name)
         self.roles = wanted_roles(config, roles)
         check(config, self.roles)
-        if config.resume is not None:
-            progress("looking for a checkpoint")
-        self.resumed = find_checkpoint(config, to_plain(config), self.roles)
-        self.directory = _make_directory(config, self.resumed.run)
-        if data is not None:
-            path = write_rows(data, self.directory.path / "data.parquet")
-            self.config = config = replace(config, data=replace(config.data, path=path))
-        self.directory.write_config(to_yaml(config))
-        trackers = config.metrics or []
-        trackers = [trackers] if isinstance(trackers, str) else list(trackers)
         self._opened = ExitStack()
         try:
+            self.directory = _make_directory(config)
+            self._opened.enter_context(RunLock(self.directory.path))
+            if config.resume is not None or config.fork is not None:
+                progress("looking for a checkpoint")
+            self.resumed = find_checkpoint(config, to_plain(config), self.roles)
+            if data is not None:
+                path = write_rows(data, self.directory.path / "data.parquet")
+                self.config = config = replace(config, data=replace(config.data, path=path))
+            if config.resume is None or self.resumed.folder is None:
+                self.write_settings()  # otherwise when it is known that the checkpoint fits them
+            trackers = config.metrics or []
+            trackers = [trackers] if isinstance(trackers, str) else list(trackers)
             self._writers = open_writers(
                 trackers, self.directory, config.run.name, to_plain(config)
             )
@@ -203,6 +208,10 @@ class Job:
         held_out = self.put(self.held_out)
         return evaluate_answers(actor, reward, held_out, self.sampling, self.config)["accuracy"]
 
+    def write_settings(self) -> None:
+        """Writes `config.yaml`, for who resumes the run."""
+        self.directory.write_config(to_yaml(self.config))
+
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds figures of a step to `metrics.jsonl` and the trackers."""
         for writer in self._writers:
@@ -243,7 +252,11 @@ class Job:
         self.training, self.held_out, self.examples = rows.training, rows.held_out, rows.examples
         self.longest_prompt, self.longest_response = rows.longest_prompt, rows.longest_response
         self.context_length = self.longest_prompt + self.longest_response
-        inputs.check_lengths(config, kind, rows, load_config(self.model_path))
+        model_config = load_config(self.model_path)
+        inputs.check_lengths(config, kind, rows, model_config)
+        self.made_with = made_with(model_config.to_dict(), self.tokenizer)
+        if self.resumed.folder is not None:
+            check_made_with(self.resumed.folder, self.made_with)
         self.sampling = Sampling(
             rollout.max_tokens,
             rollout.temperature,
@@ -283,10 +296,8 @@ def _new_name() -> str:
     return f"hybridrl-{os.getpid()}-{int(time.time())}"
 
 
-def _make_directory(config: Config, resumed: Path | None) -> RunDirectory:
+def _make_directory(config: Config) -> RunDirectory:
     run = config.run
-    if resumed is not None:
-        return RunDirectory.at(resumed, resumes=True)
     if run.directory:
-        return RunDirectory.at(Path(run.directory))
+        return RunDirectory.at(Path(run.directory), resumes=config.resume is not None)
     return RunDirectory.create(Path(run.root), run.name)

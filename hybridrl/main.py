@@ -15,7 +15,7 @@ from rich.console import Console
 from hybridrl.checks.settings import check
 from hybridrl.config.load import load_config, to_config, to_yaml
 from hybridrl.config.recipe import expand
-from hybridrl.config.resume import with_settings_of_run
+from hybridrl.config.resumed_settings import with_settings_of_run
 from hybridrl.config.schema import Config
 from hybridrl.errors import (
     ConfigError,

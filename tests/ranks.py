@@ -37,4 +37,5 @@ def _joined(rank, program, world, address, port, listener, folder, arguments):
     join(Context("actor", rank, world, host=rank, hosts=world, rendezvous=rendezvous))
     torch.save(program(rank, *arguments), folder / f"{rank}.pt")
     if dist.is_initialized():  # vLLM may have ended it
+        dist.barrier()  # who ends first breaks the connections of those that still work
         dist.destroy_process_group()

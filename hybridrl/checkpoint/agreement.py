@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch.distributed as dist
 
+from hybridrl.core.locations import UNREACHABLE, Location, RemotePath
 from hybridrl.errors import HybridRLError, StorageError
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explained(path: Location) -> Iterator[None]:
     """Raises `StorageError`, naming `path`, in place of an `OSError` while `path` is written."""
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"Cannot write {path}: {error.strerror or error}. Free some space there, or save in a "
-            "folder that every rank can write to."
-        ) from error
+        cure = "Free some space there, or save in a folder that every rank can write to."
+        if isinstance(path, RemotePath):
+            cure = UNREACHABLE
+        raise StorageError(f"Cannot write {path}: {error.strerror or error}. {cure}") from error
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from hybridrl.checkpoint.header import NAMES
 from hybridrl.checkpoint.reading import index_of
 from hybridrl.core.boxes import extent, runs
 from hybridrl.core.layout import Layout
+from hybridrl.core.locations import Location, sync_names, write_whole
 from hybridrl.core.written import WrittenBox, WrittenHeader
 
 
@@ -116,7 +117,7 @@ def write_parts(
                 for part, tensor in some:
                     if stop():
                         return sums
-                    memory = _bytes_of(tensor.to("cpu", part.entry.dtype))
+                    memory = bytes_of(tensor.to("cpu", part.entry.dtype))
                     _write_box(opened, part, memory)
                     sums.append(zlib.crc32(memory))
                 os.fsync(opened)
@@ -161,28 +162,18 @@ def values_of(part: FilePart, tensor: Tensor) -> Tensor:
     return tensor[tuple(slice(at, at + n) for at, n in inner)]
 
 
-def write_bytes(path: Path, content: bytes) -> None:
+def write_bytes(path: Location, content: bytes) -> None:
     """Writes a small file at once, and waits until it is on the disk.
 
     Raises:
         StorageError: if that fails; names the file.
     """
-    with explained(path), path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    with explained(path):
+        write_whole(path, content)
 
 
-def sync_names(folder: Path) -> None:
-    """Waits until the names in a folder, too, are on the disk."""
-    place = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(place)
-    finally:
-        os.close(place)
-
-
-def _bytes_of(values: Tensor) -> memoryview:
+def bytes_of(values: Tensor) -> memoryview:
+    """What is to be written of a tensor of the host, in the order of its elements."""
     flat = values.contiguous().view(values.numel()).view(torch.uint8)
     return flat.numpy().data
 

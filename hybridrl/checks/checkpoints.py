@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hybridrl.config.resume import AUTO, resumed_run
+from hybridrl.config.resume import AUTO, forked, resumed
 from hybridrl.config.schema import Config
+from hybridrl.core.locations import location_of
 from hybridrl.errors import ConfigError
 from hybridrl.trainers import load_roles, load_trainer
 from hybridrl.trainers.role_spec import RoleSpec
+
+MOST_SKIPPED = 20
+"""As `hybridrl.engine.train` has it."""
 
 
 def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
@@ -20,28 +24,43 @@ def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = Non
     Raises:
         ConfigError: names the setting, or the role that cannot be saved.
     """
-    resumed_run(config)
+    resumed(config)
+    forked(config)
     least = config.recover.min_devices
     if least is not None and least < 1:
         raise ConfigError(
             f"recover.min_devices={least}: must be 1 or more, or null for all devices."
         )
-    if config.resume is not None and not load_trainer(config.trainer.name).TRAINS:
+    checkpoint = config.checkpoint
+    for name, value in (("resume", config.resume), ("fork", config.fork)):
+        if value is not None and not load_trainer(config.trainer.name).TRAINS:
+            raise ConfigError(
+                f"{name}={value}: trainer.name={config.trainer.name} trains nothing, so there is "
+                f"nothing to go on with. Leave {name} out."
+            )
+    if config.guard.most_skipped > MOST_SKIPPED:
         raise ConfigError(
-            f"resume={config.resume}: trainer.name={config.trainer.name} trains nothing, so there "
-            "is nothing to go on with. Leave resume out."
+            f"guard.most_skipped={config.guard.most_skipped}: must be {MOST_SKIPPED} or less; "
+            "after so many in a row the engine itself gives up."
         )
-    if not config.checkpoint.every:
+    if not checkpoint.wanted:
+        if config.guard.on_nan == "rewind":
+            raise ConfigError(
+                "guard.on_nan=rewind without checkpoint.every: there would be nothing to go back "
+                "to. Set checkpoint.every to a number of steps."
+            )
         if config.resume == AUTO:
             raise ConfigError(
                 "resume=auto without checkpoint.every: no run of this command would leave anything "
                 "to resume. Set checkpoint.every to a number of steps."
             )
         return
+    if checkpoint.folder is not None:
+        location_of(checkpoint.folder)  # refuses what nothing is known of
     for role, spec in (load_roles(config) if roles is None else roles).items():
         if spec.trains and not spec.keeps_state:
             raise ConfigError(
-                f"checkpoint.every={config.checkpoint.every}: the role `{role}` trains, and its "
+                f"checkpoint.every={checkpoint.every}: the role `{role}` trains, and its "
                 f"worker {spec.worker.__name__} has no `save_state(folder)` and "  # type: ignore[union-attr]
                 "`load_state(folder)`. Give it both (hybridrl.engine.training_state has them for "
                 "an engine), or set checkpoint.every=0."

@@ -43,6 +43,8 @@ POSITIVE = (
     "ray.start_timeout_s",
     "controller.timeout_s",
     "recover.grace_s",
+    "controller.heartbeat_s",
+    "guard.most_skipped",
     "reward.processes",
     "reward.timeout_s",
 )
@@ -51,6 +53,8 @@ NOT_NEGATIVE = (
     "warmup.steps",
     "eval.every",
     "checkpoint.every",
+    "checkpoint.every_minutes",
+    "checkpoint.keep_every",
     "recover.max_restarts",
     "recover.wait_s",
     "rollout.temperature",
@@ -130,6 +134,7 @@ def _check_names(config: Config) -> None:
         one_of("model.save_dtype", config.model.save_dtype, DTYPES)
     one_of("data.too_long", config.data.too_long, ("error", "drop"))
     one_of("reward.on_error", config.reward.on_error, ("fail", "drop", "value"))
+    one_of("guard.on_nan", config.guard.on_nan, ("skip", "stop", "rewind"))
     one_of("rollout.engine", config.rollout.engine, ("vllm", "transformers"))
     one_of("actor.optimizer.schedule", config.actor.optimizer.schedule, SCHEDULES)
     one_of("algorithm.advantage_scale", config.algorithm.advantage_scale, SCALES)

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.model_start import with_model_folders
 from hybridrl.config.recipe import expand
-from hybridrl.config.resume import with_settings_of_run
+from hybridrl.config.resumed_settings import with_settings_of_run
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, nearest
 

@@ -1,147 +1,191 @@
-"""The settings of a run that is resumed: its own, but for what the command line gives."""
+"""Where the run is that `resume` or `fork` names, and where its checkpoints are."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.schema import Config
+from hybridrl.core.locations import Location, location_of
 from hybridrl.errors import ConfigError
 
 AUTO = "auto"
 CHECKPOINTS = "checkpoints"
-"""The folder of a run in which its steps are."""
-_ABSENT = object()
+"""The folder of a run in which its steps are, unless `checkpoint.folder` names another."""
+SETTINGS = "config.yaml"
+"""The settings of a run, in its folder and in those of its steps."""
 _STEP = re.compile(r"step-(\d{6,})")
 
 
-def resumed_run(config: Config) -> Path | None:
-    """The folder of the run that `resume` names; None where it names none, or where `auto` finds
-    no checkpoint and a new run begins.
+@dataclass(frozen=True)
+class Source:
+    """A run to go on from, as `resume` and `fork` name it.
+
+    Attributes:
+        steps: The folder of its steps.
+        settings: The file of its settings.
+        step: The step that is named; None: the newest.
+        run: Its own folder; None where only its steps are known.
+    """
+
+    steps: Location
+    settings: Location
+    step: int | None = None
+    run: Path | None = None
+
+
+def resumed(config: Config) -> Source | None:
+    """What `resume` names, with the folder in which the run goes on; None where it names nothing,
+    or where `auto` finds no checkpoint.
 
     Raises:
-        ConfigError: if it is no folder of a run with checkpoints.
+        ConfigError: if there are no checkpoints of a run.
     """
+    directory = None if config.run.directory is None else Path(config.run.directory)
     if config.resume is None:
         return None
     if config.resume == AUTO:
-        if config.run.directory is None:
+        if directory is None:
             raise ConfigError(
                 "resume=auto looks for checkpoints in run.directory, which is not set. Set it to "
                 "the folder that all runs of this command are to share."
             )
-        run = Path(config.run.directory)
-        return run if _has_steps(run) and (run / "config.yaml").is_file() else None
-    named = Path(config.resume).expanduser().resolve()
-    run = named if step_of(named) is None else named.parent.parent
-    if not named.is_dir():
+        return _in_run(directory, config.checkpoint.folder)
+    found = named_source("resume", config.resume)
+    if found.run is None and directory is None:
         raise ConfigError(
-            f"resume={config.resume}: there is no such folder. Name the folder of a run, or one of "
-            "the step folders in its `checkpoints`."
+            f"resume={config.resume} names checkpoints that are not in a run's folder. Set "
+            "run.directory to the folder in which the run is to go on, or fork="
+            f"{config.resume} for a new run."
         )
-    if not _has_steps(run) or not (run / "config.yaml").is_file():
+    if found.run is not None and directory is not None and directory.resolve() != found.run:
         raise ConfigError(
-            f"resume={config.resume}: {run} is no run with checkpoints. They are written with "
-            "checkpoint.every=<steps>; name the folder of a run that had it."
+            f"resume={config.resume} goes on in {found.run}, and run.directory={directory} is "
+            "another folder. Leave run.directory out, or write fork= in place of resume= for a "
+            "new run."
         )
-    directory = config.run.directory
-    if directory is not None and Path(directory).resolve() != run:
-        raise ConfigError(
-            f"resume={config.resume} goes on in {run}, and run.directory={directory} is another "
-            "folder. Leave run.directory out."
-        )
-    return run
+    return replace(found, run=found.run or directory)
 
 
-def with_settings_of_run(config: Config, overrides: Sequence[str]) -> Config:
-    """The settings to run with: those of the resumed run in place of everything that no override
-    says.
-
-    Args:
-        config: As composed from the defaults and the overrides.
-        overrides: As on the command line; of a preset (`algorithm=ppo`) all count that presets of
-            its group set.
+def forked(config: Config) -> Source | None:
+    """What `fork` names, where the run does not go on from a checkpoint of its own.
 
     Raises:
-        ConfigError: if the run's settings cannot be read.
+        ConfigError: if there are no checkpoints of a run, or if the new run would write its own
+            among them.
     """
-    run = resumed_run(config)
-    if run is None:
-        return config
-    file = run / "config.yaml"
-    given = OmegaConf.structured(config)
-    try:
-        found: Any = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(file))
-        for key in _keys(overrides):
-            while True:
-                value = OmegaConf.select(given, key, default=_ABSENT)
-                group = key.rpartition(".")[0]
-                if value is not _ABSENT and not (group and OmegaConf.select(found, group) is None):
-                    break
-                key = group  # that is null in one of the two, or has an option less
-            OmegaConf.update(found, key, value, merge=False, force_add=True)
-        settings = OmegaConf.to_object(found)
-    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
+    if config.fork is None or resumed(config) is not None:
+        return None
+    found = named_source("fork", config.fork)
+    directory = config.run.directory
+    if directory is not None and Path(directory).resolve() == found.run:
         raise ConfigError(
-            f"resume={config.resume}: {file} could not be read: {str(error).splitlines()[0]}. "
-            "Bring it back from a copy; without it the settings of the run are not known."
-        ) from error
-    directory = config.run.directory or str(run)
-    return replace(settings, resume=config.resume, run=replace(settings.run, directory=directory))
+            f"fork={config.fork}: the new run needs a folder of its own, and run.directory is that "
+            "of the old one. Give another, or write resume= to go on in the old one."
+        )
+    folder = config.checkpoint.folder
+    if folder is not None and _same(location_of(folder), found.steps):
+        raise ConfigError(
+            f"fork={config.fork}: checkpoint.folder={folder} holds the checkpoints of the old run. "
+            "Set it to another folder for those of the new one."
+        )
+    return found
 
 
-def step_of(path: Path) -> int | None:
+def named_source(setting: str, named: str) -> Source:
+    """What is at a place: a run, its folder of checkpoints, or one of its steps.
+
+    Args:
+        setting: Which setting names it, for messages; empty: none.
+
+    Raises:
+        ConfigError: if it is none of these.
+    """
+    said = f"{setting}={named}" if setting else named
+    place = location_of(named)
+    if isinstance(place, Path):
+        place = place.resolve()
+    step = step_of(place)
+    try:
+        if not place.is_dir():
+            raise ConfigError(
+                f"{said}: there is no such folder. Name the folder of a run, or one of "
+                "the step folders in its `checkpoints`."
+            )
+        found = None
+        if step is not None:
+            found = _of_steps(place.parent, step)
+        elif isinstance(place, Path) and (place / SETTINGS).is_file():
+            found = _in_run(place, None)
+        found = found or _of_steps(place, None)
+    except OSError as error:
+        raise ConfigError(f"{said} could not be read: {error}.") from error
+    if found is None:
+        raise ConfigError(
+            f"{said}: {place} is no run with checkpoints. They are written with "
+            "checkpoint.every=<steps>; name the folder of a run that had it."
+        )
+    return found
+
+
+def steps_folder(run: Path, folder: str | None) -> Location:
+    """Where the steps of a run are.
+
+    Args:
+        folder: As `checkpoint.folder` says.
+    """
+    return run / CHECKPOINTS if folder is None else location_of(folder)
+
+
+def step_of(place: Location) -> int | None:
     """The step whose folder this is by its name; None if it is none."""
-    found = _STEP.fullmatch(path.name)
+    found = _STEP.fullmatch(place.name)
     return int(found[1]) if found else None
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A line for each setting that is another now; where the run lives and what it resumes are
-    none.
+def _in_run(run: Path, folder: str | None) -> Source | None:
+    """The checkpoints of a run, in the folder that is given, else that its settings name, else its
+    own; None if it has none."""
+    settings = run / SETTINGS
+    if folder is None and settings.is_file():
+        folder = _stored_folder(settings)
+    found = _of_steps(steps_folder(run, folder), None, settings)
+    return None if found is None else replace(found, run=run)
+
+
+def _of_steps(folder: Location, step: int | None, settings: Path | None = None) -> Source | None:
+    """The checkpoints in a folder; None if there are none with settings.
 
     Args:
-        before, now: Settings as nested mappings.
+        settings: Of their run; else, or if they are not there, those of the newest step count.
     """
-    old, new = dict(_leaves(before)), dict(_leaves(now))
-    keys = [key for key in {**old, **new} if key not in ("resume", "run.directory", "run.root")]
-    return [
-        f"{key}: {old.get(key)} -> {new.get(key)}"
-        for key in sorted(keys)
-        if old.get(key) != new.get(key)
-    ]
+    try:
+        found = [path for path in folder.iterdir() if step_of(path) is not None]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    run = None
+    if settings is None and isinstance(folder, Path) and folder.name == CHECKPOINTS:
+        run, settings = folder.parent, folder.parent / SETTINGS
+    if found and settings is not None and settings.is_file():
+        return Source(folder, settings, step, run)
+    found.sort(key=lambda path: (step_of(path) == step, path.name), reverse=True)
+    for path in found:
+        if (path / SETTINGS).is_file():
+            return Source(folder, path / SETTINGS, step)
+    return None
 
 
-def _has_steps(run: Path) -> bool:
-    folder = run / CHECKPOINTS
-    return folder.is_dir() and any(step_of(path) is not None for path in folder.iterdir())
+def _stored_folder(settings: Path) -> str | None:
+    try:
+        return (yaml.safe_load(settings.read_text(encoding="utf-8")) or {})["checkpoint"]["folder"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return None  # it is read again, and complained of, when its settings are wanted
 
 
-def _keys(overrides: Sequence[str]) -> Iterator[str]:
-    """The dotted names of all settings that overrides are about."""
-    for override in overrides:
-        key = override.split("=", 1)[0].lstrip("+~")
-        presets = sorted((Path(__file__).parent / key).glob("*.yaml")) if key.isidentifier() else []
-        for preset in presets:
-            text = preset.read_text()
-            prefix = "" if "@package _global_" in text else f"{key}."
-            for name, _ in _leaves(yaml.safe_load(text) or {}):
-                if name.split(".")[0] != "defaults":
-                    yield prefix + name
-        if not presets and not key.startswith("hydra"):
-            yield key
-
-
-def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+def _same(one: Location, other: Location) -> bool:
+    if isinstance(one, Path) and isinstance(other, Path):
+        return one.resolve() == other.resolve()
+    return one == other

@@ -42,6 +42,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "EvalConfig",
+    "GuardConfig",
     "JudgeConfig",
     "LoraSettings",
     "ModelConfig",
@@ -92,6 +93,9 @@ class ControllerConfig:
 
     timeout_s: float = 1800.0
     """Longest time one call may run on a worker."""
+    heartbeat_s: float = 60.0
+    """A worker process that does not answer for so long while it has a call to do is named on the
+    console; the job goes on."""
 
 
 @dataclass
@@ -159,9 +163,20 @@ class CheckpointConfig:
     """Whole steps that a run can go on from, in its `checkpoints/`; see docs/checkpoints.md."""
 
     every: int = 0
-    """Steps between two checkpoints; there is one after the last step, too. 0: none."""
+    """Steps between two checkpoints; there is one after the last step, too. 0: none for that
+    reason."""
+    every_minutes: float = 0.0
+    """Minutes after which the next step is saved, if no other was; 0: none for that reason."""
     keep_last: int = 2
     """So many of the newest stay; older ones are removed."""
+    keep_every: int = 0
+    """Steps that are multiples of it are never removed; 0: no such steps."""
+    best: str | None = None
+    """A figure of the evaluations, such as `accuracy`, or `-eval/loss` where less is better: a step
+    that is better than all before it is saved, and stays."""
+    folder: str | None = None
+    """Where the steps are instead of in the run's `checkpoints/`: a folder, or a URL that fsspec
+    knows (`s3://bucket/run-7`)."""
     asynchronous: bool = True
     """Write a copy of the state while the next steps go on; false: wait until it is written, which
     saves the memory for the copy, 12 bytes of the host for each parameter that a device trains."""
@@ -169,7 +184,7 @@ class CheckpointConfig:
     @property
     def wanted(self) -> bool:
         """Whether steps are saved."""
-        return bool(self.every)
+        return bool(self.every or self.every_minutes or self.best)
 
 
 @dataclass
@@ -187,6 +202,17 @@ class RecoverConfig:
     grace_s: float = 30.0
     """Time between SIGTERM and the end of the process: the step in hand is finished and saved if
     that can be done meanwhile."""
+
+
+@dataclass
+class GuardConfig:
+    """Losses, gradients and scores that are not finite; see docs/running.md."""
+
+    on_nan: str = "skip"
+    """`skip`: the update is left out; `stop`: the job ends; `rewind`: it goes back to the last
+    checkpoint, and leaves out the prompts that led there when they come again."""
+    most_skipped: int = 10
+    """So many such updates in a row, or rewinds to one checkpoint, end the job; at most 20."""
 
 
 @dataclass
@@ -238,7 +264,12 @@ class Config:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     recover: RecoverConfig = field(default_factory=RecoverConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     resume: str | None = None
     """What to go on from, with its settings where no other is given: the folder of a run (its
     newest checkpoint) or one of its step folders; or `auto`: the newest checkpoint in
     `run.directory`, and the beginning where there is none."""
+    fork: str | None = None
+    """What a new run begins from, with its settings where no other is given: a run or a step, as
+    for `resume`. The old run stays as it is. With `resume=auto` it counts only while the new run
+    has no checkpoint of its own."""

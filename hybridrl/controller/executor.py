@@ -42,6 +42,7 @@ class Executor(ABC):
         step: The number of the one that calls belong to now.
         takes_calls: False after a worker has failed or died, and after `close`.
         failure: The first line of the error that ended the job.
+        notify: Told, in a sentence, what the user should know while calls run.
     """
 
     cluster: Cluster
@@ -51,6 +52,7 @@ class Executor(ABC):
 
     def __init__(self) -> None:
         self.step = 0
+        self.notify: Callable[[str], None] = logging.getLogger(__name__).warning
         self._made = 0
         self._pending: dict[int, Call] = {}
         weakref.finalize(self, warn_of_unfinished, self._pending)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from hybridrl.controller.call import Call, Failure
-from hybridrl.errors import CallTimeoutError, LostError, WorkerError
+from hybridrl.errors import LostError, WorkerError
 
 LOG_LINES = 15
 
@@ -88,30 +88,6 @@ def node_lost(death: Death, hosts: Hosts) -> LostError:
         f"Node {hosts.identities[death.host].address} ({lived}) was lost during {death.call.name}: "
         "its machine or its Ray process ended, or the network does not reach it; bring it back "
         f"(`ray status` shows it){without} and start the job again."
-    )
-
-
-def timed_out(
-    late: Iterable[tuple[Call, int]],
-    limit: float,
-    hosts: Hosts,
-    stacks: Sequence[str | None],
-    why: str = "",
-) -> CallTimeoutError:
-    """The error for ranks of calls that ran longer than `limit` seconds, with the stacks of every
-    host."""
-    who = ", ".join(f"{call.name} on rank {rank}" for call, rank in late)
-    text = []
-    for host, stack in enumerate(stacks):
-        identity = hosts.identities[host]
-        text.append(f"--- host {host} (process {identity.pid} on {identity.address}) ---")
-        text.append(
-            stack
-            or "did not answer within 5 s: stopped, or blocked in native code (see `py-spy dump`)"
-        )
-    return CallTimeoutError(
-        f"{who} did not finish within {limit:g} s (controller.timeout_s){why}. If the work is only "
-        "slow, raise that setting. The stacks of every host:\n\n" + "\n".join(text)
     )
 
 

@@ -1,6 +1,6 @@
 """Host: the process of one device, in which every role placed on that device lives as an object.
 
-Work is done in order on one thread; `status` and `stacks` are asked on another, so that a host
+Work is done in order on one thread; `status` and `snapshot` are asked on another, so that a host
 that hangs can still say where. A failure is returned, not raised: the driver reports it once, and
 a call that needed the failed result passes it on unchanged.
 """
@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from hybridrl.controller.batch_ref import BatchRef, name_of
@@ -32,33 +32,17 @@ from hybridrl.controller.call import (
 )
 from hybridrl.controller.choices import Part
 from hybridrl.controller.columns import Columns
+from hybridrl.controller.health import Snapshot, Status, take_snapshot
 from hybridrl.controller.protocol import PartialTable, Transfer
-from hybridrl.controller.shards import Rows, ShardInfo
+from hybridrl.controller.shards import Rows, ShardInfo, count_tokens
 from hybridrl.controller.worker import Context, Rendezvous, Worker
 from hybridrl.core.batch import Batch
 from hybridrl.core.record import Record
+from hybridrl.core.waits import operations_of_gpu, seconds_waited
 from hybridrl.errors import DataError
 
 Returned = tuple[Batch | None, Any, ShardInfo | None]
 """A batch, a value that travels in the reply, and what may be known of the batch."""
-
-
-@dataclass(frozen=True)
-class Status:
-    """What a host is doing: the call in hand, for how long (seconds, without the time that it
-    waited for its inputs), and whether it still waits for them. `method` is empty when the host is
-    idle."""
-
-    role: str = ""
-    rank: int = 0
-    method: str = ""
-    seconds: float = 0.0
-    waiting: bool = False
-
-    @property
-    def is_working(self) -> bool:
-        """Whether a call is in hand whose inputs are there."""
-        return bool(self.method) and not self.waiting
 
 
 class Host:
@@ -74,11 +58,13 @@ class Host:
         self._redirects = redirects
         self._workers: dict[str, Worker] = {}
         self._keywords: dict[str, Mapping[str, Any]] = {}
+        self._stages: dict[str, int] = {}
         self._output: dict[str, int] = {}
         self._output_of = ""
         self._listeners: dict[str, socket.socket] = {}
         self._current: tuple[Record, float] | None = None
         self._waiting = False
+        self._thread: int | None = None
 
     def listen(self, role: str, address: str) -> Rendezvous:
         """Opens the socket at which the ranks of a role will meet, on `address` only."""
@@ -88,7 +74,7 @@ class Host:
     @contextmanager
     def receiving(self, record: Record) -> Iterator[None]:
         """While a request is read, which may import modules: the host works."""
-        self._current, self._waiting = (record, time.monotonic()), False
+        self._begin(record)
         try:
             yield
         finally:
@@ -120,7 +106,9 @@ class Host:
         self._keywords[context.role] = build.keywords
         worker.leave()
         record.metrics.update(worker.record.metrics)
-        return None, dict(worker.coordinates()), None
+        places = dict(worker.coordinates())
+        self._stages[context.role] = places["pp"].index if "pp" in places else 0
+        return None, places, None
 
     def _invoke(self, request: Invoke, mine: RankPart, record: Record) -> Returned:
         if (worker := self._workers.get(request.role)) is None:
@@ -149,6 +137,9 @@ class Host:
         with self._inputs():
             arguments = [read(argument) for argument in request.arguments]
             keywords = {name: read(argument) for name, argument in request.keywords.items()}
+        given = [a for a in (*arguments, *keywords.values()) if isinstance(a, Batch)]
+        record.tokens = sum(map(count_tokens, given))
+        record.stage = self._stages[request.role]
         worker.record, worker.rows = record, rows
         worker.enter()
         value = method(*arguments, **keywords)
@@ -160,6 +151,7 @@ class Host:
         if first is not None and first.only is not None:
             total = first.only.num_rows()
         _check_result(record, value, rows)
+        record.tokens += count_tokens(value)
         name = f"`{record.role}.{record.method}`"
         if mine.answers:
             _check_columns(name, value, transfer.columns(self._keywords[request.role]))
@@ -184,17 +176,12 @@ class Host:
         if (current := self._current) is None:
             return Status()
         record, begin = current
-        seconds = time.monotonic() - begin
-        return Status(record.role, record.rank, record.method, seconds, self._waiting)
+        call = record.role, record.rank, record.method
+        return Status(*call, time.monotonic() - begin, self._waiting, record.phase)
 
-    def stacks(self) -> str:
-        """The Python stacks of all threads of this process."""
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        return "\n".join(
-            f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-            for ident, frame in sys._current_frames().items()
-            if ident != threading.get_ident()
-        )
+    def snapshot(self) -> Snapshot:
+        """What this host is doing now, and where. Safe from any thread but the one that works."""
+        return take_snapshot(self.status(), self._thread)
 
     def close(self) -> None:
         """Closes every worker, the last one first; one that cannot be closed keeps no other from
@@ -220,8 +207,9 @@ class Host:
         self, record: Record, function: Callable[[], Returned]
     ) -> tuple[Batch | None, Reply]:
         self._direct_output(record.role)
-        self._current, self._waiting = (record, time.monotonic()), False
+        self._begin(record)
         record.start = time.time()
+        waited, on_gpu = seconds_waited(), operations_of_gpu()
         try:
             batch, value, info = function()
         except UpstreamError as error:
@@ -236,9 +224,15 @@ class Host:
             return None, Reply(record, failure=failure)
         finally:
             record.end = time.time()
+            if operations_of_gpu() == on_gpu:
+                record.waited = seconds_waited() - waited
             self._current = None
         record.phases = dict(record.phases)
         return batch, Reply(record, value, info)
+
+    def _begin(self, record: Record) -> None:
+        self._current, self._waiting = (record, time.monotonic()), False
+        self._thread = threading.get_ident()
 
     def _open_output(self, context: Context) -> None:
         if context.run_directory is None or not self._redirects:

@@ -52,6 +52,11 @@ class ShardInfo:
         return size * rows / max(1, len(self.rows))
 
 
+def count_tokens(batch: Batch) -> int:
+    """Tokens of the `COUNTED` columns of all rows."""
+    return sum(int(batch.lengths(name).sum()) for name in COUNTED if name in batch)
+
+
 class Shards(ABC):
     """What one call returned: a shard from each rank that answered, in any order of rows.
 

@@ -83,9 +83,11 @@ class Worker:
         takes the memory of its fullest moment."""
         memory = PeakMemory(self.context.device_kind)
         begin = time.perf_counter()
+        before, self.record.phase = self.record.phase, name
         try:
             yield
         finally:
+            self.record.phase = before
             self.record.phases[name] += time.perf_counter() - begin
             self.record.peaks[name] = max(self.record.peaks.get(name, 0), memory.bytes())
 

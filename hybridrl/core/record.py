@@ -4,6 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """Where a rank first saw a number that is not finite.
+
+    Attributes:
+        order: What comes earlier in an update is the likelier cause: 0 is a column of its batch, 1
+            the loss, 2 the gradient of a parameter.
+        where: For people.
+    """
+
+    order: int
+    where: str
 
 
 @dataclass
@@ -14,6 +28,12 @@ class Record:
         start, end: Seconds since the epoch; a call starts when its inputs are there.
         phases: Seconds by phase name; the known ones are `generate`, `score`, `train`, `sync`.
         peaks: By phase name, bytes of the device in use at its fullest moment.
+        phase: The one that it is in now.
+        waited: Of its seconds, those in which it waited for other ranks; None: nobody knows, as of
+            operations that are only queued on a GPU.
+        tokens: Of prompts and responses, in the rows that it was given and those that it made.
+        stage: The rank's in a pipeline: another one has other work.
+        faults: Numbers in it that were not finite.
         metrics: Figures that the worker reported; they add up over ranks and calls, but of those
             named `*_max` the largest counts.
     """
@@ -25,4 +45,9 @@ class Record:
     end: float = 0.0
     phases: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     peaks: dict[str, int] = field(default_factory=dict)
+    phase: str = ""
+    waited: float | None = None
+    tokens: int = 0
+    stage: int = 0
+    faults: list[Fault] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)

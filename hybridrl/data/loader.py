@@ -42,6 +42,10 @@ class PromptLoader(Iterator[Batch]):
         return self._position / len(self._prompts)
 
     def __next__(self) -> Batch:
+        return self._prompts.take(self.deal())
+
+    def deal(self) -> npt.NDArray[np.int64]:
+        """As `next`: the numbers of the rows."""
         end = self._position + self._prompts_per_step
         parts = []
         position = self._position
@@ -51,7 +55,7 @@ class PromptLoader(Iterator[Batch]):
             parts.append(part)
             position += len(part)
         self._position = end
-        return self._prompts.take(np.concatenate(parts))
+        return np.concatenate(parts)
 
     def state(self) -> dict[str, Any]:
         """Where the loader stands, as a small JSON-able dictionary for a checkpoint."""

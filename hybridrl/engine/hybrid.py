@@ -16,6 +16,7 @@ import torch
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import free_cached_memory, synchronize
 from hybridrl.core.dtypes import DTYPES
+from hybridrl.core.locations import Location
 from hybridrl.engine.train import Loss, TrainEngine
 from hybridrl.engine.training_state import load_training_state
 from hybridrl.engine.weight_sync import SyncCost, WeightSync
@@ -90,7 +91,7 @@ class HybridEngine:
         self.train.load(folder)
         self.policy_version += 1
 
-    def load_state(self, folder: Path) -> None:
+    def load_state(self, folder: Location) -> None:
         """Goes on from a state that was saved with its `policy_version`. The next generation uses
         its weights. Collective."""
         counters = load_training_state(self.train, folder)

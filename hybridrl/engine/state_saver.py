@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from hybridrl.checkpoint.agreement import explained
+from hybridrl.checkpoint.apart import write_apart
 from hybridrl.checkpoint.background import Background
 from hybridrl.checkpoint.file_plan import FILE_BYTES, FilePart, FilePlan, plan_files, share
 from hybridrl.checkpoint.host_copy import HostCopy
 from hybridrl.checkpoint.reading import index_of
 from hybridrl.checkpoint.writing import (
     headers_of,
-    sync_names,
     values_of,
     write_bytes,
     write_headers,
@@ -33,7 +33,8 @@ from hybridrl.checkpoint.writing import (
 )
 from hybridrl.core.boxes import extent
 from hybridrl.core.layout import Place
-from hybridrl.core.written import Saved, Written, WrittenHeader, list_of
+from hybridrl.core.locations import Location
+from hybridrl.core.written import Saved, Written, WrittenBox, WrittenHeader, list_of
 from hybridrl.engine.model_folder import describe
 from hybridrl.engine.state_files import (
     MOMENTS,
@@ -75,7 +76,7 @@ class StateSaver:
         self._file_bytes = file_bytes
         self._background: Background[Saved] = Background()
 
-    def save(self, folder: Path, counters: Numbers, beside: Mapping[str, Numbers]) -> Saved:
+    def save(self, folder: Location, counters: Numbers, beside: Mapping[str, Numbers]) -> Saved:
         """Writes the state from where it is; needs no memory for a copy.
 
         Args:
@@ -90,7 +91,7 @@ class StateSaver:
         write, sources = self._writing(folder, counters, beside), local_state(self._engine)
         return write(_values(self.parts, sources), lambda: False)
 
-    def start(self, folder: Path, counters: Numbers, beside: Mapping[str, Numbers]) -> None:
+    def start(self, folder: Location, counters: Numbers, beside: Mapping[str, Numbers]) -> None:
         """Copies the state and has the copy written on another thread, after what was begun before;
         see `save`."""
         self._background.result(wait=True)  # until then the memory for the copy is in use
@@ -113,11 +114,11 @@ class StateSaver:
         self._background.close()
 
     def _writing(
-        self, folder: Path, counters: Numbers, beside: Mapping[str, Numbers]
+        self, folder: Location, counters: Numbers, beside: Mapping[str, Numbers]
     ) -> Callable[[Iterable[Tensor], Callable[[], bool]], Saved]:
         """A function that writes values of `parts`; whatever else is written is as it is now."""
         mine = list_of(folder, self._engine.mesh.place)
-        if mine.exists():
+        if mine.is_file():
             raise StorageError(
                 f"{folder} holds a state already, of which {mine.name} is a part. Give each save a "
                 "folder of its own."
@@ -132,22 +133,30 @@ class StateSaver:
 
         def write(values: Iterable[Tensor], stop: Callable[[], bool]) -> Saved:
             begin = time.perf_counter()
-            with explained(folder):
-                folder.mkdir(parents=True, exist_ok=True)
             for name, content in small.items():
                 write_bytes(folder / name, content)
-            for plan in self._plans if headers else ():
-                write_headers(folder, plan)
-            sums = write_parts(folder.__truediv__, parts, values, stop)
-            if len(sums) < len(parts):
+            if isinstance(folder, Path):
+                own, boxes = {}, self._write_together(folder, values, stop)
+            else:
+                own, boxes = write_apart(folder, self._engine.mesh.place, parts, values, stop)
+            if len(boxes) < len(parts):
                 raise StorageError(f"{folder} was not written: the worker ended before.")
-            boxes = [written_box(part, crc32) for part, crc32 in zip(parts, sums, strict=True)]
-            write_bytes(mine, Written(boxes, headers, steps).to_json().encode())
-            with explained(folder):
-                sync_names(folder)
+            write_bytes(mine, Written(boxes, headers, steps, own).to_json().encode())
             return Saved(sum(part.size for part in parts), time.perf_counter() - begin)
 
         return write
+
+    def _write_together(
+        self, folder: Path, values: Iterable[Tensor], stop: Callable[[], bool]
+    ) -> list[WrittenBox]:
+        """Writes values of `parts` to files that all ranks share."""
+        with explained(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        if self._engine.mesh.place == 0:
+            for plan in self._plans:
+                write_headers(folder, plan)
+        sums = write_parts(folder.__truediv__, self.parts, values, stop)
+        return [written_box(part, crc32) for part, crc32 in zip(self.parts, sums, strict=False)]
 
     @cached_property
     def _files(self) -> StateFiles:

@@ -27,6 +27,8 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.device import free_cached_memory
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.layout import Layout
+from hybridrl.core.record import Fault
+from hybridrl.engine.faults import fault_of_batch, fault_of_gradients
 from hybridrl.engine.gradients import Gradients
 from hybridrl.engine.model_folder import fill, load_weights, save_model
 from hybridrl.engine.optimizer import make_optimizer
@@ -44,8 +46,9 @@ from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.pipeline import Pipeline
 from hybridrl.parallel.sequence import SequenceParallel
 
-MOST_SKIPPED = 10
-"""So many updates in a row with gradients that are not finite end the job."""
+MOST_SKIPPED = 20
+"""So many updates in a row with gradients that are not finite are an error, also in programs that
+nobody guards (`guard.most_skipped`)."""
 Loss = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Segments], TokenLoss]
 """(outputs of the model, columns of the batch, samples), packed `[tokens]`, to a loss per token.
 Metrics are averaged over the tokens of `response_mask`; those named `*_by_row` have a value for
@@ -67,6 +70,7 @@ class TrainEngine:
 
     Attributes:
         skipped_in_a_row: Updates whose gradients were not finite, since the last one that was.
+        fault: Where the last of these had the first such number, as this rank saw it.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class TrainEngine:
         self.config = config
         self.device = device
         self.mesh = mesh
+        self.fault: Fault | None = None
         self._layout: Layout | None = None
         offload = config.offload_parameters and device.type != "cpu"
         if config.gradient_checkpointing:
@@ -219,6 +224,8 @@ class TrainEngine:
         if self._pipeline is not None:
             metrics = self._pipeline.from_last(metrics)
         metrics["grad_norm"] = self._step()
+        if self.skipped_in_a_row:
+            self.fault = fault_of_batch(batch, gathered.loss) or self.fault
         metrics["skipped_updates"] = float(self.skipped_in_a_row > 0)
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         if not self.skipped_in_a_row:
@@ -367,6 +374,7 @@ class TrainEngine:
                 "advantages, or for a learning rate (actor.optimizer.learning_rate) that has sent "
                 "the weights to infinity."
             )
+        self.fault = None if math.isfinite(norm) else fault_of_gradients(self.model.inner)
         if math.isfinite(norm):
             if 0 < self._max_grad_norm < norm:
                 self._gradients.scale(self._max_grad_norm / norm)

@@ -4,17 +4,17 @@ any way. See `state_files` for what stands in it."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from hybridrl.checkpoint.agreement import explained
+from hybridrl.checkpoint.apart import TensorsApart, open_tensors
 from hybridrl.checkpoint.reading import TensorFiles
+from hybridrl.checkpoint.writing import write_bytes
 from hybridrl.core.boxes import extent
 from hybridrl.core.layout import Layout
+from hybridrl.core.locations import Location
 from hybridrl.core.written import lacking, read_lists
 from hybridrl.engine.state_files import (
     MOMENTS,
@@ -31,7 +31,7 @@ from hybridrl.errors import ConfigError
 
 
 def save_training_state(
-    engine: TrainEngine, folder: Path, counters: Mapping[str, int] | None = None
+    engine: TrainEngine, folder: Location, counters: Mapping[str, int] | None = None
 ) -> None:
     """Writes weights, moments and numbers; see `StateSaver.save`. The folder must hold no state
     yet, and all ranks must see it. Collective; done when all ranks have returned.
@@ -46,7 +46,7 @@ def save_training_state(
 
 
 @torch.no_grad()
-def load_training_state(engine: TrainEngine, folder: Path) -> dict[str, int]:
+def load_training_state(engine: TrainEngine, folder: Location) -> dict[str, int]:
     """Goes on where the engine that was saved stopped: with its weights and moments, and at its
     place in the schedule. Rates are those of this engine's own settings there. Collective.
 
@@ -59,7 +59,7 @@ def load_training_state(engine: TrainEngine, folder: Path) -> dict[str, int]:
     """
     numbers, steps = read_numbers(folder / NUMBERS), _read_steps(folder)
     files, layout = state_files(engine), engine.layout()
-    weights, moments = TensorFiles(folder, files.stem), TensorFiles(folder, MOMENTS_STEM)
+    weights, moments = open_tensors(folder, files.stem), open_tensors(folder, MOMENTS_STEM)
     _check_parameters(folder, moments, layout, files)
     local, states = engine.local_parameters(), engine.optimizer.state
     for name, parameter in trained_parameters(engine).items():
@@ -86,21 +86,16 @@ def load_training_state(engine: TrainEngine, folder: Path) -> dict[str, int]:
     return numbers["counters"]
 
 
-def write_numbers(file: Path, numbers: Mapping[str, Any]) -> None:
+def write_numbers(file: Location, numbers: Mapping[str, Any]) -> None:
     """Writes JSON, and waits until it is on the disk. Makes the folder.
 
     Raises:
         StorageError: if that fails; names the file.
     """
-    with explained(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("w", encoding="utf-8") as written:
-            json.dump(numbers, written)
-            written.flush()
-            os.fsync(written.fileno())
+    write_bytes(file, json.dumps(numbers).encode())
 
 
-def read_numbers(file: Path) -> dict[str, Any]:
+def read_numbers(file: Location) -> dict[str, Any]:
     """What `write_numbers` wrote.
 
     Raises:
@@ -114,7 +109,7 @@ def read_numbers(file: Path) -> dict[str, Any]:
         ) from error
 
 
-def _read_steps(folder: Path) -> dict[str, float | None]:
+def _read_steps(folder: Location) -> dict[str, float | None]:
     """By parameter: the optimizer's count of its steps; None before the first."""
     try:
         lists = read_lists(folder)
@@ -126,7 +121,7 @@ def _read_steps(folder: Path) -> dict[str, float | None]:
 
 
 def _check_parameters(
-    folder: Path, moments: TensorFiles, layout: Layout, files: StateFiles
+    folder: Location, moments: TensorFiles | TensorsApart, layout: Layout, files: StateFiles
 ) -> None:
     cure = "Resume with the model and the adapters (actor.lora) of that run."
     prefix, trained = f"{MOMENTS[0]}/", set(files.trained)

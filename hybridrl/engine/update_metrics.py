@@ -31,6 +31,11 @@ class UpdateMetrics:
                 where = rows if name.endswith(BY_ROW) else mask
                 self._add(name, torch.where(where, values, 0.0).sum())
 
+    @property
+    def loss(self) -> float:
+        """Of this rank alone."""
+        return float(self._sums.get("loss", 0.0))
+
     def reduce(self, group: dist.ProcessGroup | None) -> dict[str, float]:
         sums = torch.tensor([float(v) for v in self._sums.values()], dtype=torch.float64)
         if group is not None:

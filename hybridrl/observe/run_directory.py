@@ -4,6 +4,7 @@ runs/2026-03-01_09-30-00-addition/
     config.yaml      the resolved settings
     metrics.jsonl    one line per step
     samples/         step-000012.parquet: prompts, answers, rewards
+    bad-steps/       what steps learned from whose numbers were not finite
     logs/            one file per rank
     model/           the trained model
     placement.json   which role lives on which devices; `placement=file` reads it
@@ -117,12 +118,17 @@ class RunDirectory:
 
     def write_samples(self, step: int, table: pyarrow.Table) -> Path:
         """Writes the samples of one step to `samples/step-<6 digits>.parquet`; returns it."""
-        from pyarrow import parquet  # 0.3 s, wanted only by runs that keep samples
+        return _write_table(self.samples / f"step-{step:06d}.parquet", table)
 
-        path = self.samples / f"step-{step:06d}.parquet"
-        with replacing(path) as part, part.open("wb") as file:
-            parquet.write_table(table, file)
-        return path
+    def write_bad_step(self, step: int, table: pyarrow.Table, found: Mapping[str, Any]) -> Path:
+        """Writes what a step learned from whose numbers were not finite to
+        `bad-steps/step-<6 digits>.parquet`, and what was found beside it (.json)."""
+        path = self.path / "bad-steps" / f"step-{step:06d}.parquet"
+        with explain_write_errors(path):
+            path.parent.mkdir(exist_ok=True)
+        with replacing(path.with_suffix(".json")) as part:
+            part.write_text(to_json(found, indent=2) + "\n", encoding="utf-8")
+        return _write_table(path, table)
 
     def forget_after(self, step: int) -> None:
         """Removes the figures, samples and timelines of later steps, which are about to be made
@@ -157,6 +163,14 @@ class RunDirectory:
     def _make_folders(self) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
         self.samples.mkdir(exist_ok=True)
+
+
+def _write_table(path: Path, table: pyarrow.Table) -> Path:
+    from pyarrow import parquet  # 0.3 s, wanted only by runs that keep samples
+
+    with replacing(path) as part, part.open("wb") as file:
+        parquet.write_table(table, file)
+    return path
 
 
 def _folder_name(name: str) -> str:

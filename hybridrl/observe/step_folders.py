@@ -4,132 +4,213 @@
     step-000020/        files as their owners wrote them, and complete.json, which lists each with
                         its size and crc32; of files that ranks wrote together their own lists
                         (`hybridrl.core.written`) know the checksums
-    step-000040.part/   one that is being written, or was when the run was killed
+    step-000040/        without complete.json: one that is being written, or was when the run was
+                        killed
+    best.json           which step is the best, with `checkpoint.best`
 
-A folder gets its name when everything in it is on the disk, so whoever finds `step-000020` finds
-all of it, unless the disk or a person has changed it since: that is what the checksums are for.
+`complete.json` is written when everything else is on the disk, and removed before anything else is:
+so a folder that has one has all of it, unless the disk or a person has changed it since, which is
+what the checksums are for. The rule needs no rename, so it holds on object stores too.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
+import time
 import zlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 
-from hybridrl.config.resume import CHECKPOINTS, step_of
-from hybridrl.core.written import LISTS, damage, lacking, read_lists
+from hybridrl.config.resume import step_of
+from hybridrl.core.locations import (
+    Location,
+    reading,
+    remove,
+    sizes_below,
+    sync_names,
+    write_whole,
+)
+from hybridrl.core.written import LISTS, damage, files_there, lacking, read_lists
 from hybridrl.errors import ConfigError, StorageError
+from hybridrl.observe.kept_steps import KeepRule
 from hybridrl.observe.storage import explain_write_errors
 
 LIST = "complete.json"
+BEST = "best.json"
 _BLOCK_BYTES = 1 << 22
 _READERS = 4
 """Files that are read at once for their checksums, which use no Python lock."""
+
+
+@dataclass(frozen=True)
+class Completed:
+    """What is noted of a step when it is complete.
+
+    Attributes:
+        files: Size and crc32 of each file, by its name in the folder.
+        figures: What was evaluated after the step.
+        time: When it was completed, seconds since the epoch.
+    """
+
+    files: dict[str, dict[str, int]]
+    figures: dict[str, float] = field(default_factory=dict)
+    time: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(file["size"] for file in self.files.values())
 
 
 class StepFolders:
     """Those of one run.
 
     Args:
-        run: The run's folder.
+        path: The folder that they are in.
     """
 
-    def __init__(self, run: Path) -> None:
-        self.path = run / CHECKPOINTS
+    def __init__(self, path: Location) -> None:
+        self.path = path
+        self._known: dict[int, Completed] = {}
 
-    def at(self, step: int) -> Path:
+    def at(self, step: int) -> Location:
         """The folder of a step, whether it is there or not."""
         return self.path / f"step-{step:06d}"
 
     def steps(self) -> list[int]:
-        """Steps whose folders have their names, the oldest first."""
-        if not self.path.is_dir():
-            return []
-        found = [step_of(path) for path in self.path.iterdir() if path.is_dir()]
-        return sorted(step for step in found if step is not None)
+        """Steps that are complete, the oldest first."""
+        return [step for step in self._named() if (self.at(step) / LIST).is_file()]
 
-    def begin(self, step: int) -> Path:
+    def unfinished(self) -> list[int]:
+        """Steps that are being written, or were when their run was killed."""
+        return [step for step in self._named() if not (self.at(step) / LIST).is_file()]
+
+    def begin(self, step: int) -> Location:
         """An empty folder to write a step in.
 
         Raises:
             StorageError: if it cannot be made.
         """
-        part = self._part(step)
-        with explain_write_errors(part):
-            _remove(part)
-            part.mkdir(parents=True)
-        return part
+        folder = self.at(step)
+        with explain_write_errors(folder):
+            self._remove(step)
+            if isinstance(folder, Path):
+                folder.mkdir(parents=True)
+        return folder
 
-    def complete(self, step: int) -> Path:
-        """Lists what `begin` gave was filled with, and gives it its name.
+    def complete(self, step: int, figures: Mapping[str, float] | None = None) -> Location:
+        """Lists what `begin` gave was filled with; from now on it counts.
+
+        Args:
+            figures: What was evaluated after the step.
 
         Raises:
             StorageError: if that cannot be written.
         """
-        part, folder = self._part(step), self.at(step)
-        with explain_write_errors(part):
-            files = _contents(part, apart=_written_together(part))
-            text = json.dumps({"step": step, "files": files}, indent=1)
-            with (part / LIST).open("w", encoding="utf-8") as file:
-                file.write(text + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            _sync(part)
-            _remove(folder)
-            part.rename(folder)
-            _sync(self.path)
+        folder = self.at(step)
+        with explain_write_errors(folder):
+            files = _contents(folder, apart=_written_together(folder))
+            completed = Completed(files, dict(figures or {}), time.time())
+            text = json.dumps({"step": step, **vars(completed)}, indent=1)
+            write_whole(folder / LIST, f"{text}\n".encode())
+            if isinstance(self.path, Path):
+                sync_names(self.path)
+        self._known[step] = completed
         return folder
 
     def discard(self, step: int) -> None:
-        """Removes what has been written of a step that could not be completed."""
-        shutil.rmtree(self._part(step), ignore_errors=True)
+        """Removes what has been written of a step that could not be completed, as far as it can."""
+        try:
+            self._remove(step)
+        except OSError:
+            return  # it does not count anyway, and the next job removes it
 
-    def prune(self, keep: int) -> None:
-        """Leaves the newest steps only, `keep` of them, at least 1."""
+    def completed(self, step: int) -> Completed:
+        """What was noted of a complete step.
+
+        Raises:
+            OSError, ValueError: if its list cannot be read.
+        """
+        if step not in self._known:
+            read = json.loads((self.at(step) / LIST).read_text(encoding="utf-8"))
+            if not isinstance(read, dict) or not isinstance(read.get("files"), dict):
+                raise ValueError("it lists no files")
+            self._known[step] = Completed(
+                read["files"], read.get("figures", {}), read.get("time", 0.0)
+            )
+        return self._known[step]
+
+    def figures(self) -> dict[int, dict[str, float]]:
+        """What was evaluated after each complete step; nothing of those whose list is damaged."""
+        found = {}
+        for step in self.steps():
+            try:
+                found[step] = self.completed(step).figures
+            except (OSError, ValueError):
+                found[step] = {}
+        return found
+
+    def prune(self, rule: KeepRule) -> list[int]:
+        """Removes the steps that the rule does not keep, notes which is the best, and gives the
+        steps that were removed.
+
+        Raises:
+            StorageError: if one cannot be removed.
+        """
         with explain_write_errors(self.path):
-            for step in self.steps()[: -max(1, keep)]:
-                _remove(self.at(step))
+            steps = self.figures()
+            best = rule.best_of(steps)
+            if best is not None:
+                noted = {"step": best, "folder": self.at(best).name, **steps[best]}
+                write_whole(self.path / BEST, f"{json.dumps(noted, indent=1)}\n".encode())
+            outdated = sorted(steps.keys() - rule.kept(steps))
+            for step in outdated:
+                self._remove(step)
+        return outdated
 
     def forget_after(self, step: int) -> None:
         """Removes later steps, and those that were never completed."""
-        if not self.path.is_dir():
-            return
         with explain_write_errors(self.path):
-            for path in list(self.path.iterdir()):
-                found = step_of(path)
-                if path.suffix == ".part" or (found is not None and found > step):
-                    _remove(path)
+            for later in {*self.unfinished(), *(s for s in self._named() if s > step)}:
+                self._remove(later)
 
-    def fault(self, step: int) -> str:
-        """What is wrong with a step's folder, naming the file; empty if nothing is. Reads all of
-        it."""
+    def fault(self, step: int, *, contents: bool = True) -> str:
+        """What is wrong with a step's folder, naming the file; empty if nothing is.
+
+        Args:
+            contents: Reads all of it; false: of tensors the sizes only.
+        """
         folder = self.at(step)
+        self._known.pop(step, None)
         try:
-            listed = json.loads((folder / LIST).read_text(encoding="utf-8"))["files"]
-            missing = [name for name in listed if not (folder / name).is_file()]
-            if missing:
-                return f"{folder / missing[0]} is missing"
+            listed = self.completed(step).files
+            sizes = sizes_below(folder)
             for name, expected in listed.items():
-                size = (folder / name).stat().st_size
-                if size != expected["size"]:
-                    return f"{folder / name} has {size} bytes instead of {expected['size']}"
-            found = _contents(folder, apart={n for n, e in listed.items() if "crc32" not in e})
+                if name not in sizes:
+                    return f"{folder / name} is missing"
+                if sizes[name] != expected["size"]:
+                    return f"{folder / name} has {sizes[name]} bytes instead of {expected['size']}"
+            apart = {name for name, expected in listed.items() if "crc32" not in expected}
+            found = _contents(folder, apart)
             for name, expected in listed.items():
                 if found[name] != expected:
                     return f"{folder / name} is not what was written (its crc32 differs)"
             for role in _roles(folder):
-                lists = read_lists(role)
-                if fault := lacking(role, lists) or damage(role, lists):
+                lists = read_lists(folder / role)
+                if fault := lacking(folder / role, lists):
+                    return fault
+                if contents and (fault := damage(folder / role, lists)):
                     return fault
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             return f"{folder / LIST} could not be read ({type(error).__name__}: {error})"
         return ""
 
     def newest(self, at_most: int | None = None) -> tuple[int | None, list[str]]:
-        """The newest step that is whole, and a sentence about each newer one that is not.
+        """The newest step that is whole, and a sentence about each newer one that is not. Of
+        tensors at a URL only the sizes are compared here; whoever reads them checks the rest.
 
         Args:
             at_most: Leaves out steps after this one.
@@ -140,7 +221,7 @@ class StepFolders:
         steps = [step for step in self.steps() if at_most is None or step <= at_most]
         faults = []
         for step in reversed(steps):
-            if not (fault := self.fault(step)):
+            if not (fault := self.fault(step, contents=isinstance(self.path, Path))):
                 return step, [f"{each}; the step before it is taken." for each in faults]
             faults.append(f"The checkpoint of step {step} is damaged: {fault}")
         if faults:
@@ -150,16 +231,29 @@ class StepFolders:
             )
         return None, []
 
-    def _part(self, step: int) -> Path:
-        return self.at(step).with_name(f"{self.at(step).name}.part")
+    def _named(self) -> list[int]:
+        """Steps that have a folder."""
+        try:
+            found = [step_of(path) for path in self.path.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(step for step in found if step is not None)
+
+    def _remove(self, step: int) -> None:
+        """First what says that it is complete, for a run that is killed in between."""
+        self._known.pop(step, None)
+        remove(self.at(step) / LIST)
+        remove(self.at(step))
 
 
-def _roles(folder: Path) -> list[Path]:
+def _roles(folder: Location) -> list[str]:
     """Folders of a step with files that several ranks wrote."""
-    return sorted({path.parent for path in folder.glob(f"*/{LISTS}")})
+    return sorted(
+        {name.split("/")[0] for name in sizes_below(folder) if fnmatch(name, f"*/{LISTS}")}
+    )
 
 
-def _written_together(folder: Path) -> set[str]:
+def _written_together(folder: Location) -> set[str]:
     """Files whose checksums ranks have listed.
 
     Raises:
@@ -167,49 +261,29 @@ def _written_together(folder: Path) -> set[str]:
     """
     names = set()
     for role in _roles(folder):
-        lists = read_lists(role)
-        if fault := lacking(role, lists):
+        lists = read_lists(folder / role)
+        if fault := lacking(folder / role, lists):
             raise StorageError(f"The checkpoint in {folder} was not completed: {fault}.")
-        names |= {f"{role.name}/{file}" for written in lists for file in written.headers}
+        names |= {f"{role}/{file}" for file in files_there(lists)}
     return names
 
 
-def _contents(folder: Path, apart: set[str]) -> dict[str, dict[str, int]]:
+def _contents(folder: Location, apart: set[str]) -> dict[str, dict[str, int]]:
     """Size and crc32 of every file but the list itself; of those in `apart` the size alone."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / LIST)
-    files = {path.relative_to(folder).as_posix(): path for path in paths}
-    read = [name for name in files if name not in apart]
+    sizes = {name: size for name, size in sizes_below(folder).items() if name != LIST}
+    read = [name for name in sizes if name not in apart]
     with ThreadPoolExecutor(_READERS) as readers:
-        sums = dict(zip(read, readers.map(_crc32, map(files.__getitem__, read)), strict=True))
+        sums = readers.map(_crc32, [folder / name for name in read])
+        crc32 = dict(zip(read, sums, strict=True))
     return {
-        name: {"size": path.stat().st_size} | ({"crc32": sums[name]} if name in sums else {})
-        for name, path in files.items()
+        name: {"size": size} | ({"crc32": crc32[name]} if name in crc32 else {})
+        for name, size in sizes.items()
     }
 
 
-def _crc32(path: Path) -> int:
+def _crc32(file: Location) -> int:
     found = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
+    with reading(file) as opened:
+        while block := opened.read(_BLOCK_BYTES):
             found = zlib.crc32(block, found)
     return found
-
-
-def _remove(folder: Path) -> None:
-    """In two steps, so that a run that is killed in between leaves no folder that looks whole."""
-    if not folder.exists():
-        return
-    if folder.suffix != ".part":
-        aside = folder.with_name(f"{folder.name}.removed.part")
-        shutil.rmtree(aside, ignore_errors=True)
-        folder = folder.rename(aside)
-    shutil.rmtree(folder)
-
-
-def _sync(folder: Path) -> None:
-    """The names in a folder, too, are on the disk."""
-    place = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(place)
-    finally:
-        os.close(place)

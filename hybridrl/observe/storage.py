@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybridrl.core.locations import UNREACHABLE, Location, RemotePath
 from hybridrl.errors import StorageError
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -17,7 +18,7 @@ _ROOMY_BYTES = 64 * 1024**2  # with more than this free, "disk full" means a quo
 
 
 @contextlib.contextmanager
-def explain_write_errors(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Location) -> Iterator[None]:
     """Raises `StorageError`, naming `path`, in place of an `OSError` while `path` is written."""
     try:
         yield
@@ -26,9 +27,11 @@ def explain_write_errors(path: Path) -> Iterator[None]:
 
 
 def write_error_sentence(
-    path: Path, error: OSError, setting: str = "`run.root` or `run.directory`"
+    path: Location, error: OSError, setting: str = "`run.root` or `run.directory`"
 ) -> str:
     """Says what could not be written, why, how much space is free there, and what to set."""
+    if isinstance(path, RemotePath):
+        return f"Cannot write {path}: {error}. {UNREACHABLE}"
     free = free_bytes(path)
     space = "free space unknown" if free is None else f"{readable_bytes(free)} free there"
     cure = f"Set {setting} to a folder that you can write to."

@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 
 from hybridrl.controller.worker import Context, Rendezvous
 from hybridrl.core.device import COLLECTIVES, make_current
+from hybridrl.core.waits import time_waits
 
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 """Longer than any call's deadline, which reports who hangs and where; this only ends orphans."""
@@ -52,6 +53,7 @@ def join_world(
     """
     global _current
     if _worlds.get(name) not in distributed_c10d._world.pg_map:  # never made, or destroyed
+        time_waits()
         store = _store(rendezvous, world_size)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
         _leave()

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 from hybridrl.controller.call import Call, Failure, Reply, Request, Result
 from hybridrl.controller.executor import Executor, warn_of_unfinished
-from hybridrl.controller.failures import Death, Hosts, explain, out_of_memory, timed_out
+from hybridrl.controller.failures import Death, Hosts, explain, out_of_memory
+from hybridrl.controller.hangs import Hang, Pending, silence
 from hybridrl.controller.shards import ShardInfo
 from hybridrl.core import user_code
 from hybridrl.core.batch import Batch
@@ -24,13 +25,14 @@ from hybridrl.core.record import Record
 from hybridrl.errors import ConfigError, DataError, LostError, WorkerError
 from hybridrl.ray_backend import cluster as ray_cluster
 from hybridrl.ray_backend.cluster import Connection
-from hybridrl.ray_backend.host import PRELOAD, RayHost
+from hybridrl.ray_backend.host import RayHost
 from hybridrl.ray_backend.library import ray
 from hybridrl.ray_backend.message import pack, seal
 from hybridrl.ray_backend.nodes import by_address, table
 from hybridrl.ray_backend.relay import RelayTransport
 from hybridrl.ray_backend.remote_result import Refs
 from hybridrl.ray_backend.transport import DirectTransport, Event, Lost, Order, Transport
+from hybridrl.ray_backend.watch import Watch
 
 CLOSE_SECONDS = 4.0
 """How long hosts may take to close their workers before they are ended."""
@@ -53,6 +55,7 @@ class RayExecutor(Executor):
         connection: In place of an address: a connection that is left open, for other executors to
             come.
         timeout_s: Longest time a call may run.
+        heartbeat_s: A host that does not answer for so long while it has a call is named.
         start_timeout_s: Longest wait for the cluster to give the devices.
         cpus_per_host: None: the cores are shared out.
         preload: Modules that the hosts import at once, while the driver prepares.
@@ -76,6 +79,7 @@ class RayExecutor(Executor):
         connection: Connection | None = None,
         run_directory: Path | None = None,
         timeout_s: float = 1800.0,
+        heartbeat_s: float = 60.0,
         start_timeout_s: float = 120.0,
         cpus_per_host: float | None = None,
         preload: Sequence[str] = (),
@@ -84,6 +88,7 @@ class RayExecutor(Executor):
         super().__init__()
         self.run_directory = run_directory.absolute() if run_directory else None
         self._timeout = timeout_s
+        self._heartbeat = heartbeat_s
         self._unreachable: set[str] = set()
         self._stalled = time.monotonic()  # since when no host has been seen to work
         for module in user_code.loaded_files():  # whose names mean nothing to workers
@@ -148,6 +153,7 @@ class RayExecutor(Executor):
         )
         self._hosts = [hosts[index] for index in order]
         self._identities = [identities[index] for index in order]
+        self._watch = Watch(self._hosts)
         is_many = number > DIRECT_HOSTS
         self._transport: Transport = (RelayTransport if is_many else DirectTransport)(self._hosts)
         if len(nodes := [identity.node for identity in self._identities]) and len(set(nodes)) > 1:
@@ -183,7 +189,7 @@ class RayExecutor(Executor):
 
     def wait(self, calls: Sequence[Call], limit: float | None = None) -> bool:
         until = math.inf if limit is None else time.monotonic() + limit
-        patience = min(5.0, self._timeout / 4)
+        patience = min(5.0, self._timeout / 4, self._heartbeat)
         check = time.monotonic() + patience
         while late := [call for call in calls if not call.is_done]:
             if not self.takes_calls:
@@ -288,39 +294,33 @@ class RayExecutor(Executor):
         """Raises if a host has been working on one call for longer than the deadline, if nobody
         has been working for as long while calls are pending, or if nothing was heard of a node
         twice in a row."""
-        statuses = self._answers([host.status.remote() for host in self._hosts], seconds=5.0)
-        lost = self._lost([host for host, status in enumerate(statuses) if status is None])
+        silent = self._watch.look()
+        lost = self._lost(silent)
         if again := [d for d in lost if self._identities[d.host].node in self._unreachable]:
             raise self._ended(explain(again, self._known()))
         self._unreachable = {self._identities[death.host].node for death in lost}
-        now, late, why = time.monotonic(), {}, ""
-        for host, status in enumerate(statuses):
-            oldest = self._oldest(host)
-            if oldest is None:
-                continue
-            if status is None:  # cannot even say what it does: judge by the driver's own clock
-                if now - oldest[0].since > self._timeout:
-                    late[host] = oldest
-            elif status.is_working and status.method != PRELOAD and status.seconds > self._timeout:
-                late[host] = oldest
-        if any(status is None or status.is_working for status in statuses) or not self._pending:
-            self._stalled = now
-        elif now - self._stalled > self._timeout:
-            late = {host: self._oldest(host) for host in range(len(statuses))}
+        hosts = range(len(self._hosts))
+        pending = {host: oldest for host in hosts if (oldest := self._oldest(host))}
+        self._notify_of_silence(pending)
+        statuses = self._watch.statuses
+        late = [h for h in pending if self._watch.seconds_on(h, pending[h][0]) > self._timeout]
+        why = ""
+        if silent or not pending or any(s is not None and s.is_working for s in statuses):
+            self._stalled = time.monotonic()
+        elif time.monotonic() - self._stalled > self._timeout:
+            late = list(pending)
             why = ": no host is working, so what they wait for, or their replies, must be lost"
-        if late := [found for found in late.values() if found]:
-            stacks = self._answers([host.stacks.remote() for host in self._hosts], seconds=5.0)
-            raise self._ended(timed_out(late, self._timeout, self._known(), stacks, why))
+        if late:
+            snapshots = self._watch.snapshots()
+            hang = Hang(pending, late, self._timeout, snapshots, self._known(), why)
+            raise self._ended(hang.error())
 
-    @staticmethod
-    def _answers(references: list[Any], seconds: float) -> list[Any]:
-        """What came within `seconds`; None for a host that did not answer."""
-        ready, _ = ray.wait(references, num_returns=len(references), timeout=seconds)
-        found: dict[Any, Any] = {}
-        for reference in ready:
-            with contextlib.suppress(ray.exceptions.RayError):
-                found[reference] = ray.get(reference)
-        return [found.get(reference) for reference in references]
+    def _notify_of_silence(self, pending: Pending) -> None:
+        """Names a host that does not answer, once, long before the deadline."""
+        for host in self._watch.fallen_silent(self._heartbeat):
+            if host in pending:
+                call, rank = pending[host]
+                self.notify(silence(call, rank, self._identities[host], self._heartbeat))
 
 
 def _loss(call: Call, rank: int, lost: Lost) -> Failure | Death:

@@ -17,7 +17,8 @@ import psutil
 
 from hybridrl.controller.call import Reply
 from hybridrl.controller.failures import Identity
-from hybridrl.controller.host import Host, Status, failure_of
+from hybridrl.controller.health import Snapshot, Status
+from hybridrl.controller.host import Host, failure_of
 from hybridrl.controller.shards import Rows
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.core.batch import Batch
@@ -129,8 +130,8 @@ class RayHost:
         return self._host.status()
 
     @ray.method(concurrency_group="health")
-    def stacks(self) -> str:
-        return self._host.stacks()
+    def snapshot(self) -> Snapshot:
+        return self._host.snapshot()
 
 
 def _unreadable(role: str, part: Any, method: str, error: Exception) -> Reply:

@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import math
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.config.resume import SETTINGS, steps_folder
+from hybridrl.core.locations import write_whole
 from hybridrl.errors import ConfigError, DataError, HybridRLError
+from hybridrl.observe.kept_steps import KeepRule, check_best
 from hybridrl.observe.step_folders import StepFolders
 from hybridrl.observe.storage import explain_write_errors
 from hybridrl.trainers.resumed import Resumed
+from hybridrl.trainers.same_model import MADE_WITH
 from hybridrl.trainers.saving import Saving
-from hybridrl.trainers.warmup import load_copies, warms_up
+from hybridrl.trainers.warmup import keep_copies, load_copies, warms_up
 
 if TYPE_CHECKING:
     from hybridrl.core.batch import Batch
@@ -46,18 +50,47 @@ class Checkpoints:
 
     def __init__(self, job: Job, trainer: Trainer, summary: dict[str, Any]) -> None:
         self.job, self.trainer, self.summary = job, trainer, summary
-        self._folders = StepFolders(job.directory.path)
+        settings = job.config.checkpoint
+        self._folders = StepFolders(steps_folder(job.directory.path.absolute(), settings.folder))
+        self._keep = KeepRule(settings.keep_last, settings.keep_every, settings.best)
+        self._saved_at = time.monotonic()
         self._warmed_up = warms_up(job)
         self._saving: Saving | None = None
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether this step is to be saved."""
-        every = self.job.config.checkpoint.every
-        return bool(every) and (step % every == 0 or step == last)
+        """Whether this step is to be saved, however good it is."""
+        settings = self.job.config.checkpoint
+        return settings.wanted and (
+            step == last
+            or bool(settings.every and step % settings.every == 0)
+            or 0 < 60 * settings.every_minutes <= time.monotonic() - self._saved_at
+        )
 
-    def start(self, step: int) -> None:
+    def is_best(self, figures: Mapping[str, float]) -> bool:
+        """Whether a step is to be saved because none that was is as good.
+
+        Args:
+            figures: What was evaluated after it.
+
+        Raises:
+            ConfigError: if `checkpoint.best` is none of them.
+        """
+        if self._keep.best is None:
+            return False
+        check_best(self._keep.best, figures)
+        saved = [*self._folders.figures().values()]
+        if self._saving is not None:
+            saved.append(self._evaluated)
+        return self._keep.goodness(figures) > max(
+            map(self._keep.goodness, saved), default=-math.inf
+        )
+
+    def start(self, step: int, figures: Mapping[str, float]) -> None:
         """Begins to save a step, after which no call may be under way; the one before must be
         finished. With `checkpoint.asynchronous` workers write a copy while the next steps go on.
+
+        Args:
+            figures: What was evaluated after the step.
 
         Raises:
             ConfigError: if a part of the user's has a state that is no plain data.
@@ -66,12 +99,13 @@ class Checkpoints:
         begin = time.perf_counter()
         part = self._folders.begin(step)
         with self._discarded_if_it_fails(step):
-            self._driver = part / DRIVER, self._state_of_driver(step)
+            self._driver, self._evaluated = self._state_of_driver(step), dict(figures)
             groups = {role: self.job.groups[role] for role in self._roles()}
             self._saving = Saving(step, part, groups, self.job.config.checkpoint.asynchronous)
         self.job.executor.take_records()
         # Samples of later steps must not depend on weights that a resumed run does not have.
         self.job.publish()
+        self._saved_at = time.monotonic()
         self._saving.stall += time.perf_counter() - begin
 
     def ask(self) -> None:
@@ -122,14 +156,16 @@ class Checkpoints:
 
     def _complete(self) -> Saving:
         saving, begin = self._saving, time.perf_counter()
-        file, state = self._driver
-        with explain_write_errors(file), file.open("w", encoding="utf-8") as written:
-            written.write(state)
-            written.flush()
-            os.fsync(written.fileno())
-        self._folders.complete(saving.step)
+        folder = self._folders.at(saving.step)
+        with explain_write_errors(folder):
+            write_whole(folder / DRIVER, self._driver.encode())
+            write_whole(folder / MADE_WITH, json.dumps(self.job.made_with).encode())
+            write_whole(folder / SETTINGS, self.job.directory.config_file.read_bytes())
+        if self.job.config.checkpoint.folder is not None:
+            keep_copies(self.job, self._folders.path)
+        self._folders.complete(saving.step, self._evaluated)
         self._saving = None
-        self._folders.prune(self.job.config.checkpoint.keep_last)
+        self._folders.prune(self._keep)
         saving.stall += time.perf_counter() - begin
         return saving
 
@@ -174,11 +210,12 @@ class Checkpoints:
             # As that run did, whatever the settings of this one say.
             self._warmed_up = state["warmed_up"]
             if self._warmed_up:
-                load_copies(self.job, but=self._roles())
+                load_copies(self.job, but=self._roles(), steps=found.folder.parent)
             self.job.publish()
             self.job.executor.take_records()
             self.summary |= state["summary"]
         if found.run is not None:  # only now, when nothing can be wrong any more
+            self.job.write_settings()
             self.job.directory.forget_after(found.step if found.folder else -1)
             self._folders.forget_after(found.step)
         return found.step

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,10 +15,15 @@ from hybridrl.controller import BatchRef
 from hybridrl.core import user_code
 from hybridrl.core.batch import Batch
 from hybridrl.data.loader import PromptLoader
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, DataError
 from hybridrl.trainers.shaping import loss_weights
 
 SAMPLER = "data.sampler"
+DEALS = 256
+"""So many batches back it is known which rows they had."""
+MOST_DRAWS = 1000
+"""So often rows are asked for in the hope of some that are not left out."""
+Rows = npt.NDArray[np.int64]
 
 
 class Sampler(Protocol):
@@ -65,20 +71,23 @@ class Feed:
         self._examples = None if examples is None else PromptLoader(examples, number, seed)
         self._numbered = 0
         self._row_of: dict[int, int] = {}  # by group, of prompts whose scores are not known yet
+        self._deals: deque[tuple[Rows, Rows]] = deque(maxlen=DEALS)  # groups, and their rows
+        self._left_out: set[int] = set()
 
     def next_batch(self) -> BatchRef:
         """What the next step learns from: prompts, numbered in the column `group_id`, or examples,
         or pairs, as neighbouring rows."""
         from hybridrl.data.preferences import samples_of_pairs
 
-        rows = None if self.sampler is None else self._draw()
-        batch = next(self.loader) if rows is None else self.data.take(rows)
-        if self.kind == "pairs":
-            return self.put(samples_of_pairs(batch))
+        rows = self._next_rows()
+        batch = self.data.take(rows)
         groups = np.arange(self._numbered, self._numbered + len(batch))
         self._numbered += len(batch)
-        if rows is not None:
+        self._deals.append((groups, rows))
+        if self.sampler is not None:
             self._row_of.update(zip(groups.tolist(), rows.tolist(), strict=True))
+        if self.kind == "pairs":
+            return self.put(samples_of_pairs(batch))
         return self.put(batch.with_columns({"group_id": groups}))
 
     def next_examples(self, coefficient: float = 1.0) -> BatchRef:
@@ -109,9 +118,17 @@ class Feed:
         """Drops what was kept of the rows of groups that no score will come of any more."""
         self._row_of = {group: row for group, row in self._row_of.items() if group >= before}
 
+    def leave_out(self, groups: Sequence[int]) -> int:
+        """Deals the prompts (examples, pairs) of these groups no more, in whatever group they would
+        come again; gives their number. Groups of long ago are forgotten."""
+        rows = [row[np.isin(group, groups)] for group, row in self._deals]
+        found = {int(row) for row in np.concatenate([*rows, np.empty(0, np.int64)])}
+        self._left_out |= found
+        return len(found)
+
     @property
     def numbered(self) -> int:
-        """Groups dealt out so far."""
+        """Groups dealt out so far: prompts, examples or pairs."""
         return self._numbered
 
     def state(self) -> dict[str, Any]:
@@ -121,6 +138,8 @@ class Feed:
             found["examples"] = self._examples.state()
         if hasattr(self.sampler, "state"):
             found["sampler"] = self.sampler.state()
+        if self._left_out:
+            found["left_out"] = sorted(self._left_out)
         return found
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -130,11 +149,25 @@ class Feed:
             DataError: if the data or its order is another.
         """
         self.loader.restore(state["loader"])
+        self._deals.clear()
         self._numbered = int(state["numbered"])
         if self._examples is not None and "examples" in state:
             self._examples.restore(state["examples"])
         if "sampler" in state and hasattr(self.sampler, "load_state"):
             self.sampler.load_state(state["sampler"])
+        self._left_out |= set(state.get("left_out", ()))  # also what was found since
+
+    def _next_rows(self) -> Rows:
+        """Of the next step, but for those that are left out; some are always left."""
+        for _ in range(MOST_DRAWS):
+            rows = self.loader.deal() if self.sampler is None else self._draw()
+            if len(rows := rows[~np.isin(rows, list(self._left_out))]):
+                return rows
+        raise DataError(
+            f"{len(self._left_out)} of the {len(self.data)} rows of the data are left out, because "
+            "steps that learned from them were not finite (guard.on_nan=rewind), and no others "
+            "came. Look at bad-steps/ of the run: it is not the data's fault."
+        )
 
     def _draw(self) -> npt.NDArray[np.int64]:
         """The rows that the sampler chooses."""

@@ -14,11 +14,13 @@ from hybridrl.core.batch import LIBRARY_PREFIXES, Batch
 from hybridrl.core.record import Record
 from hybridrl.errors import ConfigError, HybridRLError, LostError, Preempted
 from hybridrl.observe.curves import draw_curves
+from hybridrl.observe.slow_ranks import SlowDevices
 from hybridrl.observe.step_view import StepView
 from hybridrl.observe.storage import explain_write_errors
 from hybridrl.observe.summary import accuracy_name, readable_seconds
 from hybridrl.observe.timeline import draw_timeline
 from hybridrl.trainers.checkpoints import Checkpoints
+from hybridrl.trainers.guard import Guard, Rewind
 from hybridrl.trainers.recovery import Recoveries
 from hybridrl.trainers.resumed import Resumed
 from hybridrl.trainers.step_metrics import step_metrics
@@ -50,7 +52,7 @@ class _Step(NamedTuple):
     figures: dict[str, float]
     notices: list[str]
     scored: list[BatchRef]
-    groups: int
+    groups: range
 
 
 class Loop:
@@ -67,20 +69,25 @@ class Loop:
         self.config = job.config
         self.summary: dict[str, Any] = {}
         self._recoveries = Recoveries(job.config, job.directory.path)
+        self.guard = Guard(self.config.guard, job.directory, view.message)
         self._preempted = False
         self._saved = 0
         self._begin_run()
 
     def _begin_run(self) -> None:
         """What there is of a run before its first step."""
+        self.job.executor.notify = self.view.message
         self.trainer = self.job.make_trainer()
         self.evaluated: dict[str, float] = {}
         self._ended = time.perf_counter()
         self._last_records: list[Record] = []
+        self._began = False  # until then there is nothing to save, but maybe a model to overwrite
         self._saved_figures: dict[str, float] = {}
         self.summary.clear()
         self.summary |= {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
         self.checkpoints = Checkpoints(self.job, self.trainer, self.summary)
+        places, devices = self.job.placement.roles.items(), self.job.executor.cluster.devices
+        self.devices = SlowDevices({role: place.devices for role, place in places}, devices)
 
     def run(self) -> dict[str, Any]:
         """Trains; goes on from the newest checkpoint when workers are lost. Ctrl-C saves what there
@@ -99,12 +106,13 @@ class Loop:
             )
             raise
         except KeyboardInterrupt:
-            self.view.message("Interrupted: saving the model.")
-            self.summary["interrupted"] = True
-            self._finish(limit=SAVE_SECONDS_AFTER_INTERRUPT)
+            if self._began:
+                self.view.message("Interrupted: saving the model.")
+                self.summary["interrupted"] = True
+                self._finish(limit=SAVE_SECONDS_AFTER_INTERRUPT)
             raise
         except Exception:
-            if self.trainer.TRAINS and self.job.executor.takes_calls:
+            if self._began and self.trainer.TRAINS and self.job.executor.takes_calls:
                 self.view.message("The program failed: saving the model as it is.")
                 with suppress(HybridRLError, OSError):  # the first error is the one to be told
                     self._note_saved(self.checkpoints.finish(SAVE_SECONDS_AFTER_ERROR))
@@ -121,19 +129,24 @@ class Loop:
         self._preempted = True
 
     def _run_to_end(self) -> None:
-        """Everything, on from the newest checkpoint as often as workers are lost."""
+        """Everything, on from the newest checkpoint as often as workers are lost or the guard goes
+        back to it."""
         found = self.job.resumed
         while True:
             try:
                 done = self._resume(found)
-                if not done:
+                if found.folder is None:
                     self._warm_up()
-                    self._evaluate(0)
+                    self.checkpoints.is_best(self._evaluate(0))  # refuses a metric not among them
+                    if self.guard.rewinds:
+                        self._checkpoint(0, {})
                 self._train(done, self.config.trainer.steps if self.trainer.TRAINS else 0)
                 self._finish()
                 return
             except LostError as lost:
                 found = self._restart(lost)
+            except Rewind as rewind:
+                found = self._go_back(rewind)
 
     def _restart(self, lost: LostError) -> Resumed:
         """Has workers again after a loss, and what they go on from.
@@ -144,6 +157,7 @@ class Loop:
         while True:
             if self._preempted:  # whoever ended the driver has ended the workers, too
                 raise Preempted from lost
+            self.checkpoints.abandon()
             found = self.checkpoints.newest()
             self._recoveries.begin(lost, found.step, self.summary, self._ended)
             self.view.message(str(lost).partition("\n")[0])
@@ -155,11 +169,27 @@ class Loop:
             self._begin_run()
             return found
 
+    def _go_back(self, rewind: Rewind) -> Resumed:
+        """The checkpoint to go back to; the prompts that led here are left out."""
+        self.job.executor.settle()
+        self._note_saved(self.checkpoints.finish())
+        found = self.checkpoints.newest()
+        self.guard.rewound(rewind, found.step)
+        number = self.job.feed.leave_out(rewind.groups)
+        self._last_records = []
+        self.evaluated = {}
+        self.view.message(
+            f"step {rewind.step}: going back to the checkpoint of step {found.step}, without "
+            f"{number} prompts"
+        )
+        return found
+
     def _resume(self, found: Resumed) -> int:
         """The number of steps that are done before this run does any."""
         if found.folder is not None:
             self.view.phase(f"loading the checkpoint of step {found.step}")
         done = self._saved = self.checkpoints.load(found)
+        self._began = True
         devices = len(self.job.executor.cluster.devices)
         if said := self._recoveries.end(done, self.summary, devices):
             self.view.message(said)
@@ -185,15 +215,16 @@ class Loop:
         self.summary["seconds_train"] += self.summary["seconds_warmup"]
         self.job.executor.take_records()
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """The figures of the held-out data; none where there is none."""
         if self.job.held_out is None:
-            return
+            return {}
         self.view.phase("evaluating")
         self.job.publish()
         figures = self.trainer.evaluate(self.job.put(self.job.held_out))
         self.job.executor.take_records()
         if not figures:
-            return
+            return {}
         for name, value in figures.items():
             self._note(name.removeprefix("eval/"), value)
         self.job.write(step, figures)
@@ -201,11 +232,12 @@ class Loop:
         spoken = {"accuracy": accuracy_name(self.config.reward)}
         shown = [f"{spoken.get(name, name)} {value:.3f}" for name, value in figures.items()]
         self.view.message(f"step {step}: {', '.join(shown)}")
+        return figures
 
-    def _checkpoint(self, step: int) -> None:
+    def _checkpoint(self, step: int, figures: Mapping[str, float]) -> None:
         self.view.phase("saving a checkpoint")
         self._note_saved(self.checkpoints.finish())  # the one before
-        self.checkpoints.start(step)
+        self.checkpoints.start(step, figures)
         if self._preempted or not self.config.checkpoint.asynchronous:
             self._note_saved(self.checkpoints.finish())
 
@@ -223,6 +255,7 @@ class Loop:
         its samples may be generated while theirs are learned from."""
         under_way: deque[_Step] = deque()
         every = self.config.eval.every
+        self.job.executor.step = done  # it numbers from 0 the step that is the first here
         for number in range(done + 1, steps + 1):
             if self._preempted:
                 self._note_saved(self.checkpoints.finish())
@@ -233,17 +266,17 @@ class Loop:
             ahead = 0 if evaluates or saves else self.config.placement.staleness
             while len(under_way) > (0 if self._preempted else ahead):
                 self._end(under_way.popleft())
-            if evaluates:
-                self._evaluate(number)
-            if saves or (self._preempted and not under_way):
-                self._checkpoint(number)
+            figures = self._evaluate(number) if evaluates else {}
+            best = evaluates and self.checkpoints.is_best(figures)
+            if saves or best or (self._preempted and not under_way):
+                self._checkpoint(number, figures)
                 if number < steps and self.job.may_grow():
                     self._note_saved(self.checkpoints.finish())
                     raise LostError("Devices that had been lost are there again.")
 
     def _begin(self, number: int) -> _Step:
         begin = time.perf_counter()
-        trainer = self.trainer
+        trainer, first = self.trainer, self.job.feed.numbered
         batch, handles = _step_of(trainer)
         self.checkpoints.ask()  # behind the calls of the step
         notices, trainer.notices = trainer.notices, []
@@ -257,7 +290,7 @@ class Loop:
             dict(trainer.figures),
             notices,
             scored,
-            self.job.feed.numbered,
+            range(first, self.job.feed.numbered),
         )
 
     def _end(self, step: _Step) -> None:
@@ -273,15 +306,21 @@ class Loop:
         records = self.job.executor.take_records(step.called_in)
         for scored in step.scored:
             self.job.feed.learn_scores(scored)
-        self.job.feed.forget_groups(step.groups)
+        self.job.feed.forget_groups(step.groups.stop)
         self._note_saved(self.checkpoints.poll())
         saved, self._saved_figures = self._saved_figures, {}
         metrics = step_metrics(records, updates, self._ended - begin) | step.figures | saved
+        figures, slow = self.devices.look(records)
+        metrics |= figures
+        bad = self.guard.look(step.number, records, updates, metrics)
+        metrics["guard/skipped"] = float(bad.skipped if bad else 0)
         self._note_first_step()
-        for notice in step.notices:
+        for notice in [*step.notices, *slow]:
             self.view.message(f"step {step.number}: {notice}")
         self._keep(step.number, metrics, step.batch)
         self._draw(step.number, records)
+        if bad is not None:
+            self.guard.act(bad, step.batch, step.groups, metrics)
 
     def _keep(self, step: int, metrics: dict[str, float], batch: BatchRef) -> None:
         self.summary["steps"] = step

@@ -9,8 +9,10 @@ from typing import Any
 
 import yaml
 
-from hybridrl.config.resume import AUTO, differences, resumed_run, step_of
+from hybridrl.config.resume import Source, forked, resumed
+from hybridrl.config.resumed_settings import differences
 from hybridrl.config.schema import Config
+from hybridrl.core.locations import Location
 from hybridrl.errors import ConfigError
 from hybridrl.observe.step_folders import StepFolders
 from hybridrl.trainers.role_spec import RoleSpec
@@ -23,20 +25,20 @@ class Resumed:
     Attributes:
         run: Its folder, where what a run has left is this one's; None: it begins in a new one.
         step: The last one that is done; 0: none.
-        folder: Of its checkpoint; None without one.
+        folder: Of its checkpoint, this run's or the one that is forked; None without one.
         notices: Sentences for the user.
     """
 
     run: Path | None = None
     step: int = 0
-    folder: Path | None = None
+    folder: Location | None = None
     notices: list[str] = field(default_factory=list)
 
 
 def find_checkpoint(
     config: Config, settings: Mapping[str, Any], roles: Mapping[str, RoleSpec]
 ) -> Resumed:
-    """The checkpoint that `resume` asks for, with every file as it was written.
+    """The checkpoint that `resume` or `fork` asks for, with every file as it was written.
 
     Args:
         settings: `config` as it will be written to the run's folder.
@@ -44,28 +46,45 @@ def find_checkpoint(
     Raises:
         ConfigError: if there is none, or it was written with other roles.
     """
-    if config.resume is None:
-        return Resumed()
-    run = resumed_run(config)
-    if run is None:
-        return Resumed(Path(config.run.directory or ""))
-    wanted = None if config.resume == AUTO else step_of(Path(config.resume).resolve())
-    folders = StepFolders(run)
-    step, notices = folders.newest(wanted)
+    source = resumed(config)
+    if forks := source is None:
+        source = forked(config)
+    # A job that may go on from what is in its folder may also begin anew over it.
+    run = Path(config.run.directory or "") if config.resume is not None else None
+    if source is None:
+        return Resumed(run)
+    named = f"fork={config.fork}" if forks else f"resume={config.resume}"
+    folders = StepFolders(source.steps)
+    step, notices = folders.newest(source.step)
     if step is None:
-        raise ConfigError(
-            f"resume={config.resume}: no checkpoint of step {wanted} or before is in "
-            f"{folders.path}; there are steps {', '.join(map(str, folders.steps()))}."
-        )
+        if source.step is None and not forks:
+            return Resumed(run)  # it was ended before its first checkpoint was complete
+        raise ConfigError(_nothing(named, folders, source))
     folder = folders.at(step)
-    kept = {path.name for path in folder.iterdir() if path.is_dir()}
+    kept = {name.split("/")[0] for name in folders.completed(step).files if "/" in name}
     if other := sorted(kept ^ {role for role, spec in roles.items() if spec.keeps_state}):
         has, has_not = ("it", "this job") if other[0] in kept else ("this job", "it")
         raise ConfigError(
             f"{folder} is a checkpoint of other roles: {has} trains `{other[0]}`, and {has_not} "
-            "does not. Resume with the algorithm and roles of that run."
+            f"does not. {'Fork' if forks else 'Resume'} with the algorithm and roles of that run."
         )
-    before = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    changed = differences(before, settings)
-    notices = [*notices, f"resuming {run} after step {step}"]
-    return Resumed(run, step, folder, notices + [f"changed: {line}" for line in changed])
+    before = yaml.safe_load(source.settings.read_text(encoding="utf-8"))
+    whose = source.run or source.steps
+    begins = (
+        f"a new run from {whose} after step {step}"
+        if forks
+        else f"resuming {whose} after step {step}"
+    )
+    notices = [*notices, begins]
+    changed = [f"changed: {line}" for line in differences(before, settings)]
+    return Resumed(run, step, folder, notices + changed)
+
+
+def _nothing(named: str, folders: StepFolders, source: Source) -> str:
+    steps = ", ".join(map(str, folders.steps())) or "none"
+    unfinished = ", ".join(map(str, folders.unfinished()))
+    return (
+        f"{named}: no complete checkpoint{'' if source.step is None else f' of step {source.step}'}"
+        f"{'' if source.step is None else ' or before'} is in {folders.path}; there are steps "
+        f"{steps}{f' and, never completed, {unfinished}' if unfinished else ''}."
+    )

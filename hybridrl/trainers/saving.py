@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from hybridrl.controller import Handle
+    from hybridrl.core.locations import Location
 
 
 class Saving:
@@ -31,7 +30,7 @@ class Saving:
     """
 
     def __init__(
-        self, step: int, folder: Path, groups: Mapping[str, Any], asynchronous: bool
+        self, step: int, folder: Location, groups: Mapping[str, Any], asynchronous: bool
     ) -> None:
         self.step = step
         self.stall = 0.0

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridrl.config.schema import OptimizerConfig
+from hybridrl.core.locations import Location, copy_files, remove, sizes_below
 from hybridrl.data.loader import PromptLoader
 from hybridrl.errors import ConfigError
+from hybridrl.observe.storage import explain_write_errors
 from hybridrl.trainers.role_spec import ACTOR
 from hybridrl.trainers.shaping import loss_weights
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 AHEAD = 4
 """Steps queued ahead of the one that is waited for, so that workers never wait for the driver."""
 RATE_WARMUP_STEPS = 10
+FOLDER = "warm_model"
+"""Of a run: the actor as it is after warm-up, where other models begin as copies of it."""
 
 
 def warm_up(
@@ -53,17 +57,27 @@ def warm_up(
     load_copies(job)
 
 
-def load_copies(job: Job, but: Collection[str] = ()) -> None:
+def load_copies(job: Job, but: Collection[str] = (), steps: Location | None = None) -> None:
     """Has the models that begin as copies of the warmed-up actor begin so, also in a run that is
     resumed.
 
     Args:
         but: Roles that have gone on from there.
+        steps: Where the checkpoint is that the run goes on from. Beside it is the folder that
+            warm-up left, where this run has none of its own.
 
     Raises:
         ConfigError: if the folder that warm-up left them is gone.
     """
     folder, copies = _folder(job), _copies(job, but)
+    if copies and steps is not None and not folder.is_dir():
+        kept = [place / FOLDER for place in (steps, steps.parent) if (place / FOLDER).is_dir()]
+        if kept:
+            part = folder.with_name(f".{FOLDER}.part")
+            with explain_write_errors(part):
+                remove(part)
+                copy_files(kept[0], part)
+                part.rename(folder)
     if copies and not folder.is_dir():
         raise ConfigError(
             f"{folder} is missing: the actor as it was after warm-up, of which other models of the "
@@ -71,6 +85,18 @@ def load_copies(job: Job, but: Collection[str] = ()) -> None:
         )
     for group in copies:
         group.load_weights(str(folder))
+
+
+def keep_copies(job: Job, steps: Location) -> None:
+    """Puts what warm-up left beside checkpoints that are not in the run's folder, once.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
+    folder = _folder(job)
+    with explain_write_errors(steps):
+        if folder.is_dir() and sizes_below(folder) != sizes_below(steps / FOLDER):
+            copy_files(folder, steps / FOLDER)
 
 
 def warms_up(job: Job) -> bool:
@@ -84,7 +110,7 @@ def warms_up(job: Job) -> bool:
 
 
 def _folder(job: Job) -> Path:
-    return (job.directory.path / "warm_model").absolute()
+    return (job.directory.path / FOLDER).absolute()
 
 
 def _copies(job: Job, but: Collection[str] = ()) -> list[WorkerGroup]:

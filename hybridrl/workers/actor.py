@@ -33,6 +33,7 @@ from hybridrl.controller import (
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.core.batch import Batch, is_of_data
 from hybridrl.core.dtypes import DTYPES
+from hybridrl.core.locations import location_of
 from hybridrl.core.mesh import Coordinate, Mesh
 from hybridrl.engine.hybrid import HybridEngine
 from hybridrl.engine.train import Loss, TrainEngine
@@ -243,9 +244,9 @@ class ActorWorker(TrainedModelWorker):
     @transfer(ONE_TO_ALL)
     def load_state(self, folder: str) -> None:
         """Goes on where the actor that was saved stopped."""
-        self._engine.load_state(Path(folder))
+        self._engine.load_state(location_of(folder))
         if self._engine.rollout is not None:
-            self._generations = load_generations(Path(folder))
+            self._generations = load_generations(location_of(folder))
 
     @transfer(ONE_TO_ALL)
     def policy_version(self) -> int:

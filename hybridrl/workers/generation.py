@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hybridrl.controller import Worker
 from hybridrl.core.batch import Batch
+from hybridrl.core.locations import Location
 from hybridrl.engine.training_state import read_numbers, write_numbers
 from hybridrl.engine.weight_sync import SyncCost
 
@@ -63,11 +63,11 @@ def first_seed(seed: int, generations: int) -> int:
     return hash((seed, generations)) % 2**62
 
 
-def save_generations(folder: Path, generations: int) -> None:
+def save_generations(folder: Location, generations: int) -> None:
     """Keeps the number of generations."""
     write_numbers(folder / GENERATIONS, {"generations": generations})
 
 
-def load_generations(folder: Path) -> int:
+def load_generations(folder: Location) -> int:
     """What `save_generations` kept."""
     return read_numbers(folder / GENERATIONS)["generations"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +21,7 @@ from hybridrl.controller import (
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.core.batch import Batch, is_of_data
 from hybridrl.core.dtypes import DTYPES
+from hybridrl.core.locations import location_of
 from hybridrl.core.mesh import Coordinate, Mesh
 from hybridrl.engine.hybrid import with_mask
 from hybridrl.engine.weight_channel import WeightChannel
@@ -151,12 +151,12 @@ class GeneratorWorker(ModelWorker):
     def save_state(self, folder: str) -> None:
         """Writes its counter to the folder of the actor's state. Its weights are the actor's."""
         if self.context.rank == 0:
-            save_generations(Path(folder), self._generations)
+            save_generations(location_of(folder), self._generations)
 
     @transfer(ONE_TO_ALL)
     def load_state(self, folder: str) -> None:
         """Takes the counter; weights come from the actor, as always."""
-        self._generations = load_generations(Path(folder))
+        self._generations = load_generations(location_of(folder))
 
     def close(self) -> None:
         self._engine.close()

@@ -34,4 +34,7 @@ class ModelWorker(Worker):
 
     def leave(self) -> None:
         if (engine := self.model_engine) is not None:
+            if engine.fault is not None:
+                self.record.faults.append(engine.fault)
+                engine.fault = None
             engine.offload()

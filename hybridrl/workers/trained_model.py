@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.controller import ONE_TO_ALL, Context, transfer
 from hybridrl.core.dtypes import DTYPES
+from hybridrl.core.locations import location_of
 from hybridrl.core.written import Saved
 from hybridrl.engine.state_saver import StateSaver
 from hybridrl.engine.training_state import load_training_state
@@ -61,13 +62,13 @@ class TrainedModelWorker(ModelWorker):
     def save_state(self, folder: str) -> None:
         """Writes weights, optimizer and counters, for `load_state` on any number of ranks. The
         folder must hold no state yet."""
-        self._saver.save(Path(folder), self.counters(), self.beside())
+        self._saver.save(location_of(folder), self.counters(), self.beside())
 
     @transfer(ONE_TO_ALL)
     def start_saving(self, folder: str) -> None:
         """As `save_state`, but returns when a copy is made, which is written meanwhile; after what
         was begun before."""
-        self._saver.start(Path(folder), self.counters(), self.beside())
+        self._saver.start(location_of(folder), self.counters(), self.beside())
 
     @transfer(ONE_TO_ALL)
     def finish_saving(self, wait: bool = True) -> Saved | None:
@@ -78,7 +79,7 @@ class TrainedModelWorker(ModelWorker):
     @transfer(ONE_TO_ALL)
     def load_state(self, folder: str) -> None:
         """Goes on where the worker that was saved stopped."""
-        load_training_state(self.model_engine, Path(folder))
+        load_training_state(self.model_engine, location_of(folder))
 
     def close(self) -> None:
         self._saver.close()

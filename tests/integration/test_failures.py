@@ -94,15 +94,18 @@ def test_a_reward_that_hangs(command, tmp_path, choice):
         assert any(row.get("reward/timeouts", 0) > 0 for row in rows)
 
 
-def test_a_call_that_hangs_is_named_with_all_stacks(command):
-    run = command(*LONG, "controller.timeout_s=8")
+def test_a_worker_that_hangs_is_named_with_all_stacks(command):
+    run = command(*LONG, "controller.timeout_s=8", "controller.heartbeat_s=3")
     run.wait_for_step(2)
     stopped = run.workers()[1]
     stopped.suspend()
     assert run.finish(timeout=60) == 1, run.output
     assert not stopped.is_running()
-    assert "controller.timeout_s" in run.output
-    assert "did not answer" in run.output and "--- host 0" in run.output
+    assert f"(process {stopped.pid} on 127.0.0.1) has not answered for 3 s" in run.output
+    assert re.search(rf"missing: \w+ rank \d \(process {stopped.pid} on .* not answer", run.output)
+    (stacks,) = run.directory.glob("stacks-*.txt")
+    assert "did not answer" in stacks.read_text() and "--- host 0" in stacks.read_text()
+    assert str(stacks) in run.output and "Traceback" not in run.output
 
 
 @pytest.mark.long

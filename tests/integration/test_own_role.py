@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "distill.py"
 KEPT = """

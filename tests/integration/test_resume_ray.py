@@ -25,6 +25,7 @@ KILLED = [
 ]
 
 
+@pytest.mark.long
 def test_a_driver_that_is_killed_in_a_step_is_started_again_by_the_same_command(command, tmp_path):
     (tmp_path / "own.py").write_text(SLOW_REWARD)
     settings = [*KILLED, f"reward.function={tmp_path}/own.py:odd"]

@@ -53,6 +53,8 @@ CASES = {
     "rounded": Case("Qwen2", {"tie_word_embeddings": True}, "bfloat16"),
 }
 CASES_OF_RANKS = {1: ("qwen2 tied", "qwen3", "llama tied biases", "rounded"), 2: tuple(CASES)}
+SHORT = {(1, "qwen3"), (2, "qwen2 mqa"), (2, "qwen3 tied mqa"), (2, "rounded")}
+"""(Ranks, case) that are not left to `make test-long`: an engine takes seconds to start."""
 
 
 def make_model(case: Case, seed: int) -> Any:
@@ -83,12 +85,14 @@ def make_model(case: Case, seed: int) -> Any:
     return model
 
 
-def rank_program(rank: int, ranks: int, job: str, folder: Path) -> dict[str, Any]:
+def rank_program(
+    rank: int, ranks: int, names: tuple[str, ...], job: str, folder: Path
+) -> dict[str, Any]:
     """What each of the processes does and finds; tests compare."""
     from hybridrl.rollout.vllm import VLLMRollout
 
     found, engines = {}, []  # kept: an engine of vLLM's that goes takes the process group along
-    for name in CASES_OF_RANKS[ranks]:
+    for name in names:
         case = CASES[name]
         rollout = VLLMRollout(
             str(folder / name),
@@ -183,15 +187,21 @@ def refuse(rollout: Any, shapes: Any) -> tuple[bool, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What the processes found, by tensor parallel size and rank."""
+def found(request, tmp_path_factory):
+    """What the processes found of the cases whose tests run, by tensor parallel size and rank."""
+    wanted = {
+        tuple(item.callspec.params[name] for name in ("ranks", "name"))
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    }
     folder = tmp_path_factory.mktemp("ranks")
     for name, case in CASES.items():
         make_model(case, 1).save_pretrained(folder / name)
     results = {}
-    for ranks in CASES_OF_RANKS:
+    for ranks, names in CASES_OF_RANKS.items():
+        names = tuple(name for name in names if (ranks, name) in wanted)
         job = f"hybridrl-{os.getpid()}-{ranks}"
-        results[ranks] = run_ranks(rank_program, folder, ranks, ranks, job, folder)
+        results[ranks] = run_ranks(rank_program, folder, ranks, ranks, names, job, folder)
         remove_shared_memory(job)
     return results
 
@@ -208,7 +218,12 @@ def expected_tokens(name: str, seed: int) -> list[list[int]]:
 
 
 every_case = pytest.mark.parametrize(
-    ("ranks", "name"), [(ranks, name) for ranks, names in CASES_OF_RANKS.items() for name in names]
+    ("ranks", "name"),
+    [
+        pytest.param(ranks, name, marks=() if (ranks, name) in SHORT else pytest.mark.long)
+        for ranks, names in CASES_OF_RANKS.items()
+        for name in names
+    ],
 )
 
 

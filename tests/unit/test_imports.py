@@ -12,6 +12,7 @@ import hybridrl
 
 ROOT = Path(hybridrl.__file__).parent
 EVERYBODY = {"errors", "config.schema", "config.role_models", "config.resume"}
+EVERYBODY |= {"config.resumed_settings"}
 EVERYTHING = {"*"}
 # A room is a package directly under hybridrl. It may import itself, `EVERYBODY`, and what stands
 # here: a room with all that is in it, or `=` and one module.
@@ -40,7 +41,7 @@ MAY_IMPORT = {
         *("core", "algorithms", "controller", "data", "observe"),
         *("=rollout", "=rollout.base"),
     },
-    "config": set(),
+    "config": {"=core", "=core.locations"},
     "checks": {
         *("core", "algorithms", "models", "parallel", "placement", "rewards", "trainers"),
         *("=rollout.episode_class", "=engine.optimizer"),
@@ -56,6 +57,7 @@ MAY_IMPORT = {
     "devices": EVERYTHING,
     "groups": EVERYTHING,
     "preemption": EVERYTHING,
+    "commands": {"core", "checkpoint", "observe"},
     "job": EVERYTHING,
     "inputs": EVERYTHING,
     "roles": EVERYTHING,

@@ -7,7 +7,8 @@ import pytest
 from hybridrl.checks.shared_paths import paths_of_workers
 from hybridrl.config.load import load_config
 from hybridrl.controller.call import Call, Failure
-from hybridrl.controller.failures import Death, Hosts, Identity, explain, timed_out
+from hybridrl.controller.failures import Death, Hosts, Identity, explain
+from hybridrl.controller.hangs import Hang
 from hybridrl.errors import ConfigError
 from hybridrl.ray_backend import node_probe
 from hybridrl.ray_backend.nodes import Node, NodeReport, by_address, check_reports, check_room
@@ -139,5 +140,5 @@ def test_a_host_that_died_is_named_by_its_role_and_rank_there(tmp_path):
 
 def test_a_call_that_takes_too_long_is_named_by_its_rank_not_by_its_device():
     call = Call(3, "generator", "generate_sequences", [2], [None])
-    text = str(timed_out([(call, 0)], 5.0, HOSTS, ["stack"] * 3))
+    text = str(Hang({2: (call, 0)}, [2], 5.0, [None] * 3, HOSTS).error())
     assert text.startswith("generator.generate_sequences on rank 0 did not finish within 5 s")

@@ -4,8 +4,9 @@ import pytest
 
 from hybridrl.checks.settings import check
 from hybridrl.config.load import load_config, to_plain, to_yaml
-from hybridrl.config.resume import differences
-from hybridrl.errors import ConfigError
+from hybridrl.config.resume import forked, resumed
+from hybridrl.config.resumed_settings import changes_learning, differences
+from hybridrl.errors import ConfigError, MissingPackageError
 
 OWN = ["algorithm=ppo", "algorithm.gamma=0.9", "models.critic.optimizer.learning_rate=1e-3"]
 
@@ -55,12 +56,65 @@ def test_what_differs_is_a_line_each(run):
     assert differences(to_plain(now), to_plain(now)) == []
 
 
+def test_settings_that_change_what_is_learned_come_first_and_are_marked():
+    other = ["algorithm.gamma=0.5", "actor.parallel.tp=2", "observe.show_every=0", "run.seed=3"]
+    lines = differences(to_plain(load_config(OWN)), to_plain(load_config([*OWN, *other])))
+    marked = [line.split(":")[0] for line in lines if "what is learned from here on" in line]
+    assert marked == ["algorithm.gamma", "run.seed"]
+    assert [line.split(":")[0] for line in lines[2:]] == ["actor.parallel.tp", "observe.show_every"]
+    assert changes_learning("placement.staleness") and not changes_learning("placement.strategy")
+
+
+def test_a_fork_has_the_settings_of_the_other_run_and_a_folder_of_its_own(run, tmp_path):
+    new = tmp_path / "new"
+    for named in (run, run / "checkpoints", run / "checkpoints" / "step-000020"):
+        found = load_config([f"fork={named}", "algorithm.gamma=0.5", f"run.directory={new}"])
+        assert found.trainer.name == "ppo" and found.algorithm.gamma == 0.5
+        assert found.trainer.steps == 40 and found.run.directory == str(new)
+        assert found.fork == str(named) and forked(found).steps == run / "checkpoints"
+    assert load_config([f"fork={run}"]).run.directory is None
+    # The same command goes on with the new run as soon as that has a checkpoint.
+    again = [f"fork={run}", "resume=auto", f"run.directory={new}"]
+    assert load_config(again).trainer.name == "ppo" and resumed(load_config(again)) is None
+    (new / "checkpoints" / "step-000030").mkdir(parents=True)
+    (new / "config.yaml").write_text(to_yaml(load_config(["algorithm.gamma=0.7"])))
+    found = load_config(again)
+    assert found.algorithm.gamma == 0.7 and resumed(found).run == new and forked(found) is None
+
+
+def test_checkpoints_that_are_elsewhere_are_found_by_the_run_and_know_its_settings(tmp_path):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    step = elsewhere / "step-000020"
+    step.mkdir(parents=True)
+    run.mkdir()
+    settings = to_yaml(load_config([*OWN, "checkpoint.every=9", f"checkpoint.folder={elsewhere}"]))
+    (run / "config.yaml").write_text(settings)
+    found = load_config([f"resume={run}"])
+    assert resumed(found).steps == elsewhere and found.run.directory == str(run)
+    assert found.checkpoint.folder == str(elsewhere)
+    # The fork of such a run must not write, nor remove, among its checkpoints.
+    assert load_config([f"fork={run}"]).checkpoint.folder is None
+    (step / "config.yaml").write_text(settings)
+    (run / "config.yaml").unlink()
+    found = load_config([f"resume={step}", f"run.directory={tmp_path / 'other'}"])
+    assert found.trainer.name == "ppo" and resumed(found).step == 20
+    auto = ["resume=auto", f"checkpoint.folder={elsewhere}", f"run.directory={tmp_path / 'other'}"]
+    assert load_config(auto).trainer.name == "ppo"
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (["resume={tmp}/gone"], "there is no such folder"),
         (["resume={tmp}"], "is no run with checkpoints"),
         (["resume={run}", "run.directory={tmp}/other"], "Leave run.directory out"),
+        (["fork={tmp}/gone"], "fork=.*there is no such folder"),
+        (["fork={run}", "run.directory={run}"], "needs a folder of its own"),
+        (["fork={run}", "checkpoint.folder={run}/checkpoints"], "holds the checkpoints of the old"),
+        (["fork={run}", "resume={run}"], "Leave one of them out"),
+        (["fork={run}", "algorithm=evaluate"], "Leave fork out"),
+        (["checkpoint.folder=nowhere://x", "checkpoint.every=1"], "nothing is known of nowhere://"),
+        (["checkpoint.folder=gs://x/y", "checkpoint.every=1"], "needs a package"),
         (["resume=auto"], "run.directory, which is not set"),
         (["resume=auto", "run.directory={tmp}/new"], "resume=auto without checkpoint.every"),
         (["resume={run}", "algorithm=evaluate"], "trains nothing"),
@@ -68,7 +122,7 @@ def test_what_differs_is_a_line_each(run):
     ],
 )
 def test_what_cannot_be_resumed_is_a_sentence(run, tmp_path, overrides, words):
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises((ConfigError, MissingPackageError), match=words):
         check(load_config([o.format(run=run, tmp=tmp_path) for o in overrides]))
 
 

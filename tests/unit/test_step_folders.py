@@ -1,93 +1,138 @@
-"""Folders of whole steps: complete or not there, and what is damaged is named."""
+"""Folders of whole steps, on a disk and at a URL: what is not complete does not count, what is
+damaged is named, and which stay."""
 
 import re
-import shutil
+import uuid
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
+from hybridrl.core.locations import location_of, remove, write_whole
 from hybridrl.errors import ConfigError, StorageError
+from hybridrl.observe.kept_steps import KeepRule, check_best
 from hybridrl.observe.run_directory import RunDirectory
 from hybridrl.observe.step_folders import StepFolders
 
 
-@pytest.fixture
-def folders(tmp_path):
-    return StepFolders(tmp_path)
+@pytest.fixture(params=["disk", "memory://"])
+def folders(request, tmp_path):
+    where = tmp_path if request.param == "disk" else f"memory://{uuid.uuid4()}/run"
+    return StepFolders(location_of(where))
 
 
-def write(folders, step):
-    part = folders.begin(step)
-    (part / "actor").mkdir()
-    (part / "actor" / "weights").write_bytes(b"w" * step)
-    (part / "driver.json").write_text("{}")
-    return folders.complete(step)
+def write(folders, step, **figures):
+    folder = folders.begin(step)
+    write_whole(folder / "actor" / "weights", b"w" * step)
+    write_whole(folder / "driver.json", b"{}")
+    return folders.complete(step, figures)
 
 
 def names(folders):
     return sorted(path.name for path in folders.path.iterdir())
 
 
-def test_a_step_has_its_name_when_it_is_complete(folders):
+def test_a_step_counts_when_it_is_complete(folders):
     assert folders.steps() == [] and folders.newest() == (None, [])
-    part = folders.begin(7)
-    assert part.name == "step-000007.part" and folders.steps() == []
-    folder = write(folders, 7)
+    write_whole(folders.begin(7) / "weights", b"some")
+    assert folders.steps() == [] and folders.unfinished() == [7]
+    folder = write(folders, 7, accuracy=0.5)
     assert folder == folders.at(7) and names(folders) == ["step-000007"]
-    assert folders.fault(7) == "" and folders.newest() == (7, [])
+    assert folders.fault(7) == "" and folders.newest() == (7, []) and folders.unfinished() == []
+    assert not (folder / "weights").is_file(), "it was begun anew"
     write(folders, 7)  # again, over it
     assert names(folders) == ["step-000007"] and folders.fault(7) == ""
     write(folders, 1_234_567)
     assert folders.steps() == [7, 1_234_567]
-
-
-def test_what_was_not_completed_is_begun_anew(folders):
-    (folders.begin(7) / "left").write_text("x")
-    assert list(folders.begin(7).iterdir()) == []
     folders.discard(7)
-    assert names(folders) == []
+    assert folders.steps() == [1_234_567]
 
 
-def test_the_newest_stay(folders):
+def test_a_job_that_is_killed_while_it_removes_a_step_leaves_none_that_counts(folders, monkeypatch):
+    write(folders, 2)
+    removed = []
+
+    def once(location):
+        if removed:
+            raise OSError("killed")
+        removed.append(location.name)
+        remove(location)
+
+    monkeypatch.setattr("hybridrl.observe.step_folders.remove", once)
+    folders.discard(2)
+    assert removed == ["complete.json"] and folders.unfinished() == [2] and folders.steps() == []
+
+
+def test_later_steps_and_those_that_were_never_complete_are_forgotten(folders):
     for step in (2, 4, 6):
         write(folders, step)
-    folders.prune(2)
-    assert folders.steps() == [4, 6]
-    folders.prune(0)
-    assert folders.steps() == [6], "never the newest"
-
-
-def test_later_steps_are_forgotten(folders):
-    for step in (2, 4, 6):
-        write(folders, step)
-    folders.begin(8)
+    for step in (3, 8):
+        write_whole(folders.begin(step) / "weights", b"some")
     folders.forget_after(4)
     assert names(folders) == ["step-000002", "step-000004"]
 
 
-def flip(folder):
-    path = folder / "actor" / "weights"
-    path.write_bytes(b"x" + path.read_bytes()[1:])
+def test_the_rule_says_which_steps_stay(folders):
+    for step, accuracy in {10: 0.1, 20: 0.7, 30: 0.3, 40: 0.4, 50: 0.5}.items():
+        write(folders, step, accuracy=accuracy)
+    assert StepFolders(folders.path).prune(KeepRule(1, every=40, best="accuracy")) == [10, 30]
+    assert folders.steps() == [20, 40, 50]
+    best = (folders.path / "best.json").read_text(encoding="utf-8")
+    assert '"step": 20' in best and '"accuracy": 0.7' in best
+    folders.prune(KeepRule(0))
+    assert folders.steps() == [50], "never the newest"
 
 
-def truncate(folder):
-    (folder / "actor" / "weights").write_bytes(b"")
+def test_what_is_best():
+    steps = {1: {"accuracy": 0.5}, 2: {}, 3: {"accuracy": 0.5}, 4: {"accuracy": float("nan")}}
+    assert KeepRule(1, best="accuracy").best_of(steps) == 1, "of equals the earliest"
+    assert KeepRule(1, best="-accuracy").best_of({**steps, 5: {"accuracy": 0.4}}) == 5
+    assert KeepRule(1, best="reward").best_of(steps) is None
+    assert KeepRule(2, every=2, best="accuracy").kept(steps) == {1, 2, 3, 4}
+    assert KeepRule(1).kept({}) == set()
 
 
 @pytest.mark.parametrize(
-    ("harm", "words"),
+    ("best", "figures", "words"),
     [
-        (flip, r"weights is not what was written \(its crc32 differs\)"),
-        (truncate, "weights has 0 bytes instead of 6"),
-        (lambda folder: (folder / "driver.json").unlink(), "driver.json is missing"),
-        (lambda folder: (folder / "complete.json").unlink(), "complete.json could not be read"),
-        (lambda folder: (folder / "complete.json").write_text("[]"), "could not be read"),
-        (lambda folder: shutil.rmtree(folder / "actor"), "weights is missing"),
+        ("acuracy", {"accuracy": 1.0}, "gives `acuracy`; there are accuracy. Did you mean"),
+        ("-loss", {"eval/loss": 1.0}, "gives `loss`; there are eval/loss"),
+        ("accuracy", {}, "evaluates nothing"),
     ],
 )
-def test_a_damaged_step_is_named_and_the_one_before_it_taken(folders, harm, words):
+def test_a_metric_that_no_evaluation_gives_is_a_sentence(best, figures, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        check_best(best, figures)
+
+
+DAMAGE = {
+    "a byte is another": r"weights is not what was written \(its crc32 differs\)",
+    "too short": "weights has 0 bytes instead of 6",
+    "a file is gone": "driver.json is missing",
+    "the list is no list": "complete.json could not be read",
+    "a folder is gone": "weights is missing",
+}
+
+
+def harm(folder, how):
+    weights = folder / "actor" / "weights"
+    match how:
+        case "a byte is another":
+            write_whole(weights, b"x" + b"w" * 5)
+        case "too short":
+            write_whole(weights, b"")
+        case "a file is gone":
+            remove(folder / "driver.json")
+        case "the list is no list":
+            write_whole(folder / "complete.json", b"[]")
+        case "a folder is gone":
+            remove(folder / "actor")
+
+
+@pytest.mark.parametrize(("how", "words"), DAMAGE.items())
+def test_a_damaged_step_is_named_and_the_one_before_it_taken(folders, how, words):
     for step in (2, 4, 6):
         write(folders, step)
-    harm(folders.at(6))
+    harm(folders.at(6), how)
     step, (sentence,) = folders.newest()
     assert step == 4 and sentence.startswith("The checkpoint of step 6 is damaged: ")
     assert sentence.endswith("; the step before it is taken.")
@@ -95,7 +140,7 @@ def test_a_damaged_step_is_named_and_the_one_before_it_taken(folders, harm, word
     assert folders.newest(4) == (4, [])
     assert folders.newest(1) == (None, [])
     for earlier in (2, 4):
-        truncate(folders.at(earlier))
+        harm(folders.at(earlier), "too short")
     with pytest.raises(ConfigError, match=r"No checkpoint in .* can be resumed\. .*step 6.*step 2"):
         folders.newest()
 
@@ -103,7 +148,29 @@ def test_a_damaged_step_is_named_and_the_one_before_it_taken(folders, harm, word
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path):
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(StorageError, match=r"Cannot write .*step-000003"):
-        StepFolders(tmp_path).begin(3)
+        StepFolders(tmp_path / "checkpoints").begin(3)
+
+
+def test_a_store_that_goes_away_is_a_sentence_and_the_step_before_still_loads(monkeypatch):
+    folders = StepFolders(location_of(f"memory://{uuid.uuid4()}/run"))
+    write(folders, 2)
+    folder = folders.begin(4)
+    write_whole(folder / "weights", b"some")
+
+    class GoneError(Exception):
+        pass
+
+    def gone(*_, **__):
+        raise GoneError("connection refused")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(MemoryFileSystem, "pipe_file", gone)
+        words = r"Cannot write memory://.*step-000004: GoneError: connection refused\. See whether"
+        with pytest.raises(StorageError, match=words):
+            folders.complete(4)
+        broken.setattr(MemoryFileSystem, "rm", gone)
+        folders.discard(4)
+    assert folders.newest() == (2, []) and folders.unfinished() == [4]
 
 
 def test_figures_and_samples_of_later_steps_are_forgotten(tmp_path):

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from hybridrl.algorithms import DirectPreference, negative_log_likelihood
+from hybridrl.algorithms import DirectPreference, TokenLoss, negative_log_likelihood
 from hybridrl.algorithms.weights import MODES
 from hybridrl.config.schema import OptimizerConfig
 from hybridrl.controller.worker import Context
@@ -219,8 +219,28 @@ def test_updates_that_are_skipped_are_counted_and_end_the_job(mesh):
     assert engine.update(make_batch(), CLIPPED)["skipped_updates"] == 0.0
     for _ in range(MOST_SKIPPED - 1):
         engine.update(bad, CLIPPED)
-    with pytest.raises(TrainingError, match=r"10 updates in a row .*learning_rate"):
+    with pytest.raises(TrainingError, match=rf"{MOST_SKIPPED} updates in a row .*learning_rate"):
         engine.update(bad, CLIPPED)
+
+
+def test_where_a_number_first_was_not_finite_is_known(mesh):
+    engine = make_engine(mesh)
+    advantages = torch.zeros(len(LENGTHS))
+    advantages[2] = math.inf
+    engine.update(make_batch().with_columns({"advantages": advantages}), CLIPPED)
+    assert engine.fault == (0, f"the column `advantages`, row 2 of its {len(LENGTHS)}")
+    engine.update(make_batch(), CLIPPED)
+    assert engine.fault is None
+
+    def wrong(outputs, columns, segments):
+        return TokenLoss(outputs["log_probs"] / 0.0, {})
+
+    engine.update(make_batch(), wrong)
+    assert engine.fault == (1, "its loss")
+    norm = engine.model.inner.model.norm.weight
+    engine._gradients.finish = lambda: norm.grad.to_local().fill_(math.inf)
+    engine.update(make_batch(), CLIPPED)
+    assert engine.fault == (2, "the gradient of `model.norm.weight`")
 
 
 def test_the_learning_rate_is_reported_and_a_phase_begins_anew(mesh):

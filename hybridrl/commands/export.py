@@ -1,0 +1,112 @@
+"""`hybridrl checkpoint export`: the model of a role as a Hugging Face folder of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.checkpoint.apart import TensorsApart, open_tensors
+from hybridrl.checkpoint.file_plan import MODEL
+from hybridrl.checkpoint.reading import TensorFiles
+from hybridrl.checkpoint.writing import write_tensors
+from hybridrl.commands.steps import one_step, show, show_json
+from hybridrl.core.boxes import whole
+from hybridrl.core.dtypes import DTYPES
+from hybridrl.core.layout import Layout, local_pieces
+from hybridrl.core.locations import Location, write_whole
+from hybridrl.errors import ConfigError
+from hybridrl.observe.storage import explain_write_errors, readable_bytes
+
+ADAPTER = "adapter_model"
+OF_TRAINING = ("training.json", "generations.json")
+"""What a model's folder has no use for."""
+
+
+def export(chosen: argparse.Namespace) -> int:
+    """`hybridrl checkpoint export`."""
+    _, folders, step = one_step(chosen.step)
+    target = Path(chosen.folder)
+    if chosen.dtype not in DTYPES:
+        raise ConfigError(f"--dtype {chosen.dtype}: must be one of {', '.join(DTYPES)}.")
+    if chosen.file_gb <= 0:
+        raise ConfigError(f"--file-gb {chosen.file_gb:g}: must be more than 0.")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} is there already, and is not empty. Name a new folder.")
+    files = folders.completed(step).files
+    roles = sorted({name.split("/")[0] for name in files if "/" in name})
+    if chosen.role not in roles:
+        raise ConfigError(f"--role {chosen.role}: step {step} has {', '.join(roles)}.")
+    source, dtype = folders.at(step) / chosen.role, DTYPES[chosen.dtype]
+    tensors, stem = _model(source)
+    with explain_write_errors(target):
+        _copy_description(source, _beside(files, chosen.role), target, chosen.dtype)
+        size = _write(tensors, target, stem, dtype, int(chosen.file_gb * 1e9))
+    found = {"step": step, "role": chosen.role, "folder": str(target), "bytes": size}
+    if chosen.json:
+        return show_json(found)
+    return show(f"{target}: {chosen.role} of step {step}, {readable_bytes(size)} of {chosen.dtype}")
+
+
+def _model(folder: Location) -> tuple[TensorFiles | TensorsApart, str]:
+    for stem in (MODEL, ADAPTER):
+        if (found := _open(folder, stem)) is not None:
+            return found, stem
+    raise ConfigError(
+        f"{folder} holds parameters under other names than transformers stores them by, as for "
+        "models with fused experts. Resume the run with trainer.steps at this step: it leaves the "
+        "model in its model/."
+    )
+
+
+def _open(folder: Location, stem: str) -> TensorFiles | TensorsApart | None:
+    if isinstance(folder, Path) and not list(folder.glob(f"{stem}*.safetensors")):
+        return None
+    found = open_tensors(folder, stem)
+    return found if found.shapes else None
+
+
+def _beside(files: dict[str, Any], role: str) -> list[str]:
+    """The small files that make a model folder of tensors."""
+    names = [name.split("/", 1)[1] for name in files if name.startswith(f"{role}/")]
+    return [
+        name
+        for name in names
+        if not name.endswith((".safetensors", ".safetensors.index.json"))
+        and not name.startswith("rank-")
+        and name not in OF_TRAINING
+    ]
+
+
+def _copy_description(source: Location, names: list[str], target: Path, dtype: str) -> None:
+    for name in names:
+        text = (source / name).read_text(encoding="utf-8")
+        if name == "config.json":
+            text = json.dumps(json.loads(text) | {"dtype": dtype}, indent=2) + "\n"
+        write_whole(target / name, text.encode())
+
+
+def _write(
+    tensors: TensorFiles | TensorsApart,
+    target: Path,
+    stem: str,
+    dtype: torch.dtype,
+    file_bytes: int,
+) -> int:
+    """Needs memory for one tensor. Gives the bytes of all."""
+
+    @lru_cache(maxsize=1)
+    def read(name: str) -> Tensor:
+        tensor = torch.empty(tensors.shapes[name], dtype=torch.float32)
+        tensors.read(name, whole(tensor.shape), tensor)
+        return tensor
+
+    shapes = {name: tuple(shape) for name, shape in tensors.shapes.items()}
+    mine = {name: local_pieces(name, whole(shape)) for name, shape in shapes.items()}
+    write_tensors(target, Layout(shapes, {0: mine}), 0, read, dtype, None, file_bytes, stem)
+    return sum(path.stat().st_size for path in target.glob(f"{stem}*.safetensors"))

@@ -1,0 +1,121 @@
+"""The settings of a run that is resumed or forked: its own, but for what the command line gives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hybridrl.config.resume import AUTO, forked, resumed
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError
+
+_ABSENT = object()
+_PLACES = ("resume", "fork", "run.directory", "run.root")
+_SAME_LEARNING = re.compile(
+    r"(observe|metrics|checkpoint|ray|controller|devices|num_devices|executor|recover|eval|warmup)\b"
+    r"|run\.(?!seed)|placement\.(?!staleness|in_flight)|trainer\.steps|.*\bparallel\."
+    r"|actor\.tokens_per_microbatch|rollout\.(max_sequences|kv_cache_gib)"
+)
+"""Settings that do not change what is learned from a step on, or say only for how long."""
+
+
+def with_settings_of_run(config: Config, overrides: Sequence[str]) -> Config:
+    """The settings to run with: those of the run that is resumed or forked in place of everything
+    that no override says.
+
+    Args:
+        config: As composed from the defaults and the overrides.
+        overrides: As on the command line; of a preset (`algorithm=ppo`) all count that presets of
+            its group set.
+
+    Raises:
+        ConfigError: if the run's settings cannot be read.
+    """
+    if config.fork is not None and config.resume not in (None, AUTO):
+        raise ConfigError(
+            f"resume={config.resume} goes on with a run, and fork={config.fork} begins a new one. "
+            "Leave one of them out."
+        )
+    resumes = resumed(config)
+    source = resumes or forked(config)
+    if source is None:
+        return config
+    given = OmegaConf.structured(config)
+    try:
+        stored = yaml.safe_load(source.settings.read_text(encoding="utf-8"))
+        found: Any = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(stored))
+        for key in _keys(overrides):
+            while True:
+                value = OmegaConf.select(given, key, default=_ABSENT)
+                group = key.rpartition(".")[0]
+                if value is not _ABSENT and not (group and OmegaConf.select(found, group) is None):
+                    break
+                key = group  # that is null in one of the two, or has an option less
+            OmegaConf.update(found, key, value, merge=False, force_add=True)
+        settings = OmegaConf.to_object(found)
+    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
+        named = f"fork={config.fork}" if resumes is None else f"resume={config.resume}"
+        raise ConfigError(
+            f"{named}: {source.settings} could not be read: {str(error).splitlines()[0]}. "
+            "Bring it back from a copy; without it the settings of the run are not known."
+        ) from error
+    directory, checkpoint = config.run.directory, settings.checkpoint
+    if resumes is not None:
+        directory = directory or str(resumes.run)
+    else:  # the new run must not write, nor remove, among the old one's
+        checkpoint = replace(checkpoint, folder=config.checkpoint.folder)
+    run = replace(settings.run, directory=directory)
+    fork = config.fork or (settings.fork if resumes is not None else None)
+    return replace(settings, resume=config.resume, fork=fork, run=run, checkpoint=checkpoint)
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A line for each setting that is another now, first those that change what is learned, which
+    it says; where the run lives and what it resumes are none.
+
+    Args:
+        before, now: Settings as nested mappings.
+    """
+    old, new = dict(_leaves(before)), dict(_leaves(now))
+    keys = [key for key in {**old, **new} if key not in _PLACES and old.get(key) != new.get(key)]
+    keys.sort(key=lambda key: (not changes_learning(key), key))
+    return [
+        f"{key}: {old.get(key)} -> {new.get(key)}"
+        f"{' (what is learned from here on differs)' if changes_learning(key) else ''}"
+        for key in keys
+    ]
+
+
+def changes_learning(key: str) -> bool:
+    """Whether a run of another value of this setting learns something else from its data."""
+    return _SAME_LEARNING.match(key) is None
+
+
+def _keys(overrides: Sequence[str]) -> Iterator[str]:
+    """The dotted names of all settings that overrides are about."""
+    for override in overrides:
+        key = override.split("=", 1)[0].lstrip("+~")
+        presets = sorted((Path(__file__).parent / key).glob("*.yaml")) if key.isidentifier() else []
+        for preset in presets:
+            text = preset.read_text()
+            prefix = "" if "@package _global_" in text else f"{key}."
+            for name, _ in _leaves(yaml.safe_load(text) or {}):
+                if name.split(".")[0] != "defaults":
+                    yield prefix + name
+        if not presets and not key.startswith("hydra"):
+            yield key
+
+
+def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

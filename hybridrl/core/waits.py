@@ -1,0 +1,127 @@
+"""Waiting for other ranks: for how long, and in which operation of which process group.
+
+Every wait of Python code for torch.distributed ends in `Work.wait`, those of FSDP and of vLLM too,
+so that is where time is taken. Which operations have begun, torch itself records (its flight
+recorder) and counts; nobody reads that until something hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import _C
+from torch.distributed import distributed_c10d
+
+GPU = "nccl"
+"""The back end whose operations are queued on a GPU, so that nobody waits for them in Python."""
+MESSAGES = {12: "a message to another rank", 13: "a message from another rank"}
+"""By torch's number of an operation; they are of two ranks only, and not recorded."""
+
+_seconds = threading.local()
+_waiting: dict[int, tuple[Any, float]] = {}
+"""By thread: what it waits for, and since when."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What a thread waits for.
+
+    Attributes:
+        operation: Its name.
+        seconds: For how long.
+        group: Name of the process group, which is the same on all its ranks; empty: not known, as
+            of messages.
+        number: Of the operation, among those of the group.
+        ranks: Of the group, in the world that it was made in.
+    """
+
+    operation: str
+    seconds: float
+    group: str = ""
+    number: int = 0
+    ranks: tuple[int, ...] = ()
+
+
+def time_waits() -> None:
+    """From now on waits are timed and known. A second call does nothing."""
+    work: Any = distributed_c10d.Work
+    if not hasattr(work.wait, "untimed"):
+        work.wait = _timed(work.wait)
+
+
+def _timed(untimed: Any) -> Any:
+    def wait(work: Any, *arguments: Any, **keywords: Any) -> Any:
+        begin, thread = time.perf_counter(), threading.get_ident()
+        _waiting[thread] = work, begin
+        try:
+            return untimed(work, *arguments, **keywords)
+        finally:
+            _waiting.pop(thread, None)
+            _seconds.total = seconds_waited() + time.perf_counter() - begin
+
+    wait.untimed = untimed  # type: ignore[attr-defined]
+    return wait
+
+
+def seconds_waited() -> float:
+    """How long this thread has waited for other ranks so far. Operations of GPUs are only queued
+    by it, so what it waits for them is not in here; see `operations_of_gpu`."""
+    return getattr(_seconds, "total", 0.0)
+
+
+def operations_of_gpu() -> int:
+    """How many operations between ranks this process has queued on its GPU so far."""
+    worlds = list(distributed_c10d._world.pg_map.items())
+    on_gpu: list[Any] = [group for group, (backend, _) in worlds if GPU in backend]
+    return sum(
+        group._get_backend(torch.device("cuda"))._get_sequence_number_for_group()
+        for group in on_gpu
+    )
+
+
+def begun() -> dict[str, int]:
+    """By process group, as `gloo:<name>` or `nccl:<name>`: how many operations this process has
+    begun in it. Safe from any thread."""
+    groups: list[Any] = list(distributed_c10d._world.pg_map)
+    backends = [
+        (group.group_name, group._get_backend(device))
+        for group in groups
+        for device in group._device_types
+    ]
+    return {
+        f"{backend.name()}:{name}": backend._get_sequence_number_for_group()
+        for name, backend in backends
+    }
+
+
+def waiting(thread: int | None) -> Waiting | None:
+    """What a thread waits for now, if for anything. Safe from any thread."""
+    if (found := _waiting.get(thread or 0)) is None:
+        return None
+    work, begin = found
+    seconds = time.perf_counter() - begin
+    if message := MESSAGES.get(work._get_op_type()):
+        return Waiting(message, seconds)
+    # Torch has a second recorder for NCCL.
+    dump = getattr(_C._distributed_c10d, "_dump_fr_trace_json", None)
+    trace = {} if dump is None else json.loads(dump(includeCollectives=True, onlyActive=False))
+    if not (recorded := trace.get("entries")):
+        return Waiting("an operation of all", seconds)
+    # Who waits for an earlier one, because several are under way, waits in the same place.
+    newest = max(recorded, key=lambda entry: int(entry["time_created_ns"]))
+    name, group = newest["profiling_name"], newest["process_group"][0]
+    backend, _, operation = name.partition(":")
+    number = newest["collective_seq_id"]
+    return Waiting(operation, seconds, f"{backend}:{group}", number, _ranks_of(group))
+
+
+def _ranks_of(name: str) -> tuple[int, ...]:
+    for group, ranks in list(distributed_c10d._world.pg_group_ranks.items()):
+        if group is not None and group.group_name == name:
+            return tuple(sorted(ranks))
+    return ()

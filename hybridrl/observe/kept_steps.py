@@ -1,0 +1,79 @@
+"""Which checkpoints stay: a pure rule, for a run and for `hybridrl checkpoint prune`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hybridrl.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class KeepRule:
+    """As `checkpoint.keep_last`, `keep_every` and `best` say.
+
+    Attributes:
+        last: So many of the newest stay, at least 1.
+        every: Steps that are multiples of it stay; 0: none for that reason.
+        best: The evaluated figure by which the best step stays, `-` before it where less is better;
+            None: none for that reason.
+    """
+
+    last: int = 2
+    every: int = 0
+    best: str | None = None
+
+    def kept(self, steps: Mapping[int, Mapping[str, float]]) -> set[int]:
+        """Those that stay.
+
+        Args:
+            steps: What was evaluated after each.
+        """
+        kept = set(sorted(steps)[-max(1, self.last) :])
+        if self.every:
+            kept |= {step for step in steps if step % self.every == 0}
+        best = self.best_of(steps)
+        return kept if best is None else kept | {best}
+
+    def best_of(self, steps: Mapping[int, Mapping[str, float]]) -> int | None:
+        """The step of the best figure, of equals the earliest; None if none has one."""
+        if self.best is None:
+            return None
+        goodness = {step: self.goodness(figures) for step, figures in steps.items()}
+        step = max(sorted(goodness), key=goodness.__getitem__, default=None)
+        return None if step is None or goodness[step] == -math.inf else step
+
+    def goodness(self, figures: Mapping[str, float]) -> float:
+        """What is the larger the better; minus infinity for steps without the figure."""
+        value = figures.get(metric_of(self.best), math.nan) if self.best else math.nan
+        value = -value if self.best and self.best.startswith("-") else value
+        return value if math.isfinite(value) else -math.inf
+
+
+def metric_of(best: str) -> str:
+    """The name of the figure that `checkpoint.best` means."""
+    return best.removeprefix("-")
+
+
+def check_best(best: str, figures: Mapping[str, float]) -> None:
+    """Refuses a metric that no evaluation gives.
+
+    Args:
+        figures: Of an evaluation of this run.
+
+    Raises:
+        ConfigError: names those that there are.
+    """
+    name = metric_of(best)
+    if name in figures:
+        return
+    if not figures:
+        raise ConfigError(
+            f"checkpoint.best={best}: this run evaluates nothing, so no step is the best. Leave "
+            "checkpoint.best out, or give held-out data (data.eval_path)."
+        )
+    raise ConfigError(
+        f"checkpoint.best={best}: no evaluation of this run gives `{name}`; there are "
+        f"{', '.join(sorted(figures))}.{nearest(name, figures)}"
+    )

@@ -1,0 +1,105 @@
+"""Tensors at a URL: each rank sends a file of its own, and any layout reads parts of them."""
+
+import uuid
+
+import pytest
+import torch
+from hypothesis import given, settings
+from layout_cases import full_tensors, layout_pairs, numbered
+from safetensors.torch import load
+
+from hybridrl.checkpoint.apart import open_tensors, write_apart
+from hybridrl.checkpoint.file_plan import plan_files, share
+from hybridrl.checkpoint.writing import headers_of, values_of
+from hybridrl.core.boxes import extent, whole
+from hybridrl.core.layout import Layout, local_pieces
+from hybridrl.core.locations import location_of, sizes_below, write_whole
+from hybridrl.core.written import Written, damage, lacking, list_of, read_lists
+from hybridrl.errors import ConfigError
+
+
+def new_folder():
+    return location_of(f"memory://{uuid.uuid4()}/step-000001/actor")
+
+
+def write(folder, layout, values, rank):
+    """One rank's file, and its list."""
+    mine = [(move.name, move) for move in share(layout, layout.shapes, rank)]
+    plan = plan_files(layout.shapes, mine, torch.float32, 1 << 20, "model")
+    local = full_tensors(layout, rank, values)
+    parts = [values_of(part, local[part.source.tensor]) for part in plan.parts]
+    own, boxes = write_apart(folder, rank, plan.parts, parts)
+    headers = headers_of(plan) if rank == 0 else {}
+    write_whole(list_of(folder, rank), Written(boxes, headers, {}, own).to_json().encode())
+
+
+@settings(max_examples=40)
+@given(layout_pairs())
+def test_any_layout_reads_what_any_wrote_and_no_more_than_the_boxes_it_needs(pair):
+    layout, other = pair
+    folder, values = new_folder(), numbered(layout)
+    assert lacking(folder, read_lists(folder))
+    for rank in sorted(layout.pieces):
+        write(folder, layout, values, rank)
+    lists = read_lists(folder)
+    if any(value.numel() for value in values.values()):
+        assert lacking(folder, lists) == "" and damage(folder, lists) == ""
+    tensors = open_tensors(folder, "model")
+    for held in other.pieces.values():
+        for name, pieces in held.items():
+            for piece in pieces:
+                into = torch.empty(extent(piece.box))
+                tensors.read(name, piece.box, into)
+                box = tuple(slice(*sides) for sides in piece.box)
+                assert torch.equal(into, values[name][box])
+    total = sum(value.numel() for value in values.values())
+    read = tensors.bytes_read
+    for name, value in values.items():
+        tensors.read(name, whole(value.shape), torch.empty(value.shape))
+    assert tensors.bytes_read - read == 4 * total, "each byte once"
+
+
+@pytest.fixture
+def folder():
+    """Each of two ranks has half of the columns."""
+    layout = Layout(
+        {"cut": (4, 6)},
+        {r: {"cut": local_pieces("cut", ((0, 4), (3 * r, 3 * r + 3)))} for r in (0, 1)},
+    )
+    found = new_folder()
+    for rank in (0, 1):
+        write(found, layout, numbered(layout), rank)
+    return found
+
+
+def test_a_rank_s_file_is_one_of_safetensors(folder):
+    tensors = load(folder._files.cat_file((folder / "rank-00001.safetensors")._path))
+    ((name, half),) = tensors.items()
+    assert name == "cut[[0, 4], [3, 6]]" and half.shape == (4, 3)
+
+
+def test_a_byte_that_is_another_is_found_also_by_who_reads_it(folder):
+    file = folder / "rank-00001.safetensors"
+    content = bytearray(file.read_range(0, 10_000))
+    content[-1] ^= 1
+    write_whole(file, bytes(content))
+    assert "the crc32 of `cut` differs" in damage(folder, read_lists(folder))
+    with pytest.raises(ConfigError, match=r"rank-00001\.safetensors is damaged: `cut`"):
+        open_tensors(folder, "model").read("cut", whole((4, 6)), torch.empty(4, 6))
+    write_whole(file, bytes(content[:-1]))
+    assert "rank-00001.safetensors has" in lacking(folder, read_lists(folder))
+
+
+def test_a_file_that_could_not_be_sent_to_its_end_is_not_there(folder):
+    def fails():
+        yield torch.zeros(4, 3)
+        raise OSError("no more")
+
+    layout = Layout({"a": (4, 3), "b": (4, 3)}, {0: {}})
+    layout = Layout(layout.shapes, {0: {n: local_pieces(n, ((0, 4), (0, 3))) for n in "ab"}})
+    mine = [(move.name, move) for move in share(layout, layout.shapes, 0)]
+    plan = plan_files(layout.shapes, mine, torch.float32, 1 << 20, "model")
+    other = folder.parent / "critic"
+    with pytest.raises(Exception, match=r"Cannot write memory://.*no more\. See whether"):
+        write_apart(other, 0, plan.parts, fails())
+    assert sizes_below(other) == {}

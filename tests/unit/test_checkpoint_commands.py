@@ -1,0 +1,164 @@
+"""`hybridrl checkpoint ...`: for a person, as data, and its exit codes."""
+
+import json
+import uuid
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hybridrl.checkpoint.apart import write_apart
+from hybridrl.checkpoint.file_plan import plan_files, share
+from hybridrl.checkpoint.writing import headers_of, write_headers, write_parts, written_box
+from hybridrl.cli import main
+from hybridrl.core.boxes import whole
+from hybridrl.core.layout import Layout, local_pieces
+from hybridrl.core.locations import location_of, write_whole
+from hybridrl.core.written import Written, list_of
+from hybridrl.observe.step_folders import StepFolders
+
+SETTINGS = "checkpoint: {every: 10, keep_last: 1, best: accuracy}\nactor: {parallel: {tp: 1}}\n"
+
+
+def save(folders, step, accuracy, settings=SETTINGS):
+    """A step of one role, an embedding of zeros but for `step` in its first values, and a scale."""
+    folder = folders.begin(step) / "actor"
+    values = {"embed": torch.zeros(100, 4), "scale": torch.ones(7)}
+    values["embed"][:step] = step
+    shapes = {name: tuple(value.shape) for name, value in values.items()}
+    held = {name: local_pieces(name, whole(shape)) for name, shape in shapes.items()}
+    moves = share(Layout(shapes, {0: held}), shapes, 0)
+    plan = plan_files(shapes, [(m.name, m) for m in moves], torch.float32, 1 << 30, "model")
+    parts, own = [values[part.name] for part in plan.parts], {}
+    if folders.path.__class__.__name__ == "RemotePath":
+        own, boxes = write_apart(folder, 0, plan.parts, parts)
+    else:
+        folder.mkdir()
+        write_headers(folder, plan)
+        sums = write_parts(folder.__truediv__, plan.parts, parts)
+        boxes = [written_box(*found) for found in zip(plan.parts, sums, strict=True)]
+    written = Written(boxes, headers_of(plan), {}, own).to_json()
+    write_whole(list_of(folder, 0), written.encode())
+    write_whole(folder / "config.json", b'{"dtype": "float32", "layers": 1}')
+    write_whole(folder / "training.json", b'{"schedule": 9, "counters": {"updates": 5}}')
+    write_whole(folder.parent / "config.yaml", settings.encode())
+    folders.complete(step, {"accuracy": accuracy})
+
+
+@pytest.fixture(params=["disk", "memory://"])
+def run(request, tmp_path):
+    """A run, or the URL of its checkpoints: three steps, and one that was never complete."""
+    if request.param == "disk":
+        place, steps = tmp_path / "run", tmp_path / "run" / "checkpoints"
+        place.mkdir()
+        (place / "config.yaml").write_text(SETTINGS)
+        (place / "metrics.jsonl").write_text('{"step": 10, "reward/mean": 0.25}\n')
+    else:
+        place = steps = location_of(f"memory://{uuid.uuid4()}/steps")
+    folders = StepFolders(steps)
+    for step, accuracy in ((10, 0.5), (20, 0.25), (30, 0.375)):
+        save(folders, step, accuracy)
+    write_whole(folders.begin(40) / "part", b"some")
+    return place, folders
+
+
+def command(capsys, *words, code=0):
+    try:
+        main(["checkpoint", *map(str, words)])
+    except SystemExit as ended:
+        assert ended.code == code
+    said = capsys.readouterr()
+    return said.out if code != 2 else said.err
+
+
+def test_list_shows_the_steps_and_what_is_known_of_them(capsys, run):
+    place, folders = run
+    found = json.loads(command(capsys, "list", place, "--json"))["steps"]
+    assert [(row["step"], row["state"]) for row in found] == [
+        *((step, "complete") for step in (10, 20, 30)),
+        (40, "not complete"),
+    ]
+    assert [row["step"] for row in found if row.get("best")] == [10]
+    assert found[1]["metrics"] == {"accuracy": 0.25} and found[1]["bytes"] > 1600
+    folder = folders.at(20) / "actor"
+    name = "model.safetensors" if "memory" not in str(folder) else "rank-00000.safetensors"
+    write_whole(folder / name, b"short")
+    text = command(capsys, "list", place)
+    assert "complete, the best" in text and "damaged: " in text and "not complete" in text
+    assert ("reward/mean 0.25" in text) == ("memory" not in str(folder))
+
+
+def test_inspect_shows_tensors_boxes_and_counters(capsys, run):
+    found = json.loads(command(capsys, "inspect", run[0], "--json"))
+    assert found["step"] == 30 and found["actor"]["counters"]["counters"] == {"updates": 5}
+    embed = found["actor"]["tensors"]["embed"]
+    assert embed["shape"] == [100, 4] and embed["dtype"] == "F32"
+    assert embed["boxes"] == [{"rank": 0, "box": [[0, 100], [0, 4]]}]
+    text = command(capsys, "inspect", run[1].at(10))
+    assert "100 x 4" in text and "written by 1 ranks; schedule 9, updates 5" in text
+
+
+def test_verify_reads_everything_and_its_exit_code_says_so(capsys, run):
+    place, folders = run
+    assert command(capsys, "verify", place).splitlines() == [
+        f"step {step}: as it was written" for step in (10, 20, 30)
+    ]
+    damage = folders.at(20) / "actor" / "training.json"
+    write_whole(damage, b'{"schedule": 8, "counters": {"updates": 5}}')
+    found = json.loads(command(capsys, "verify", place, "--json", code=1))["steps"]
+    assert [bool(row["fault"]) for row in found] == [False, True, False]
+    assert "step 20: " in command(capsys, "verify", folders.at(20), code=1)
+    command(capsys, "verify", folders.at(30))
+
+
+def test_export_writes_a_model_folder_in_the_dtype_asked_for(capsys, run, tmp_path):
+    out = tmp_path / "out"
+    command(capsys, "export", run[1].at(20), out, "--file-gb", "0.0000005")
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.json",
+        *(f"model-0000{i}-of-00002.safetensors" for i in (1, 2)),
+        "model.safetensors.index.json",
+    ]
+    assert json.loads((out / "config.json").read_text()) == {"dtype": "bfloat16", "layers": 1}
+    found = load_file(out / "model-00001-of-00002.safetensors")["embed"]
+    assert found.dtype == torch.bfloat16 and (found[:20] == 20).all() and not found[20:].any()
+    words = command(capsys, "export", run[0], out, code=2)
+    assert "is not empty" in words
+    words = command(capsys, "export", run[0], tmp_path / "x", "--role", "critic", code=2)
+    assert "--role critic: step 30 has actor" in words
+    assert "--dtype int4" in command(capsys, "export", run[0], "x", "--dtype", "int4", code=2)
+
+
+def test_diff_measures_each_weight_and_names_settings(capsys, run):
+    _, folders = run
+    save(folders, 50, 0.5, SETTINGS.replace("tp: 1", "tp: 2"))
+    words = ["diff", folders.at(10), folders.at(50)]
+    found = json.loads(command(capsys, *words, "--json"))
+    embed = found["roles"]["actor"]["embed"]
+    assert embed["largest"] == 50.0 and embed["changed"] == 0.5
+    assert embed["relative"] == pytest.approx(
+        (10 * 40**2 + 40 * 50**2) ** 0.5 / (10 * 10**2) ** 0.5
+    )
+    assert found["roles"]["actor"]["scale"] == {"largest": 0.0, "relative": 0.0, "changed": 0.0}
+    assert found["settings"] == ["actor.parallel.tp: 1 -> 2"]
+    assert "50.0%" in command(capsys, *words)
+
+
+def test_prune_follows_the_run_s_rule_unless_another_is_given(capsys, run):
+    place, folders = run
+    words = ["prune", place, "--json", "--dry-run"]
+    assert json.loads(command(capsys, *words))["removed"] == [20]
+    assert json.loads(command(capsys, *words, "--keep-last", "3"))["removed"] == []
+    assert json.loads(command(capsys, *words, "--best=-accuracy"))["removed"] == [10]
+    assert folders.steps() == [10, 20, 30]
+    assert "removed: 20" in command(capsys, "prune", place)
+    assert folders.steps() == [10, 30] and folders.unfinished() == [40]
+    assert "is a single step" in command(capsys, "prune", folders.at(10), code=2)
+
+
+def test_what_is_no_checkpoint_is_a_sentence(capsys, run, tmp_path):
+    assert "there is no such folder" in command(capsys, "list", tmp_path / "gone", code=2)
+    (tmp_path / "empty").mkdir()
+    assert "is no run with checkpoints" in command(capsys, "list", tmp_path / "empty", code=2)
+    words = command(capsys, "inspect", run[1].at(40), code=2)
+    assert "no such complete step" in words and "10, 20, 30" in words

@@ -1,0 +1,130 @@
+"""Which steps are bad, where it was seen, and when a run is to end."""
+
+import json
+import math
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from hybridrl.config.schema import GuardConfig
+from hybridrl.core.batch import Batch
+from hybridrl.core.record import Fault, Record
+from hybridrl.errors import TrainingError
+from hybridrl.observe.run_directory import RunDirectory
+from hybridrl.trainers.guard import Guard, Rewind, first_not_finite
+
+GOOD, SKIPPED = {"loss": 0.5, "skipped_updates": 0.0}, {"loss": math.nan, "skipped_updates": 1.0}
+METRICS = {"policy/loss": 0.5, "policy/grad_norm": 1.0, "reward/mean": 0.1, "response/length": 2.0}
+BAD = {**METRICS, "policy/loss": math.nan}
+
+
+class Ref:
+    """A batch that a step returned."""
+
+    def __init__(self, **columns):
+        self._batch = Batch.from_columns(columns)
+
+    def collect(self):
+        return self._batch
+
+
+SAMPLES = Ref(
+    group_id=torch.tensor([4, 4, 5, 5]),
+    scores=torch.tensor([1.0, math.nan, -math.inf, 0.0]),
+    advantages=[torch.tensor([math.nan])] * 4,
+)
+
+
+@pytest.fixture
+def guard(tmp_path):
+    said = []
+
+    def make(**settings):
+        found = Guard(GuardConfig(**settings), RunDirectory.at(tmp_path / "run"), said.append)
+        found.said = said
+        return found
+
+    return make
+
+
+def record(role, rank, *faults, start=0.0):
+    return Record(role, rank, "update", start=start, faults=list(faults))
+
+
+def test_a_good_step_is_good(guard):
+    assert guard().look(3, [], [GOOD, {}], METRICS) is None
+
+
+@pytest.mark.parametrize("name", ["policy/loss", "reward/mean", "critic/grad_norm"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_figure_that_is_not_finite_is_bad(guard, name, value):
+    found = guard().look(3, [], [GOOD], {**METRICS, name: value})
+    assert (found.metrics, found.skipped) == ([name], 0)
+
+
+def test_what_was_first_wrong_is_named(guard):
+    gradient, loss = Fault(2, "the gradient of `a`"), Fault(1, "its loss")
+    records = [record("actor", 0, gradient), record("actor", 1, loss), record("critic", 0)]
+    found = guard().look(3, records, [SKIPPED, {"critic_skipped_updates": 1.0}], BAD)
+    assert (found.skipped, found.where) == (2, "actor rank 1, in its loss")
+    assert str(found) == "step 3: not finite: policy/loss; first seen by actor rank 1, in its loss."
+
+
+def test_the_samples_are_kept_with_what_was_found(guard, tmp_path):
+    found = guard()
+    found.act(found.look(12, [], [SKIPPED], BAD), SAMPLES, range(4, 6), BAD)
+    path = tmp_path / "run" / "bad-steps" / "step-000012.parquet"
+    assert pq.read_table(path).num_rows == 4
+    told = json.loads(path.with_suffix(".json").read_text())
+    assert (told["column"], told["rows"], told["skipped"]) == ("scores", [2], 1)
+    assert told["all_metrics"]["policy/loss"] is None and told["metrics"] == ["policy/loss"]
+    assert found.said == [
+        "step 12: not finite: policy/loss; among the samples in `scores` of rows 2. The update was "
+        f"left out. Its samples are in {path}."
+    ]
+
+
+def test_so_many_in_a_row_end_the_run(guard):
+    found = guard(most_skipped=3)
+    for step, update in enumerate((SKIPPED, SKIPPED, GOOD, SKIPPED, SKIPPED)):
+        if bad := found.look(step, [], [update], BAD if update is SKIPPED else METRICS):
+            found.act(bad, SAMPLES, [], BAD)
+    bad = found.look(5, [], [SKIPPED], BAD)
+    with pytest.raises(TrainingError, match=r"Now 3 updates in a row .*guard\.most_skipped"):
+        found.act(bad, SAMPLES, [], BAD)
+
+
+def test_stop_ends_the_run(guard):
+    found = guard(on_nan="stop")
+    with pytest.raises(TrainingError, match=r"step 1: not finite.*bad-steps.*guard\.on_nan=stop"):
+        found.act(found.look(1, [], [SKIPPED], BAD), SAMPLES, [], BAD)
+
+
+def test_rewind_leaves_out_the_prompts_that_are_known_to_be_bad(guard):
+    found = guard(on_nan="rewind", most_skipped=2)
+    bad = found.look(7, [], [SKIPPED], BAD)
+    with pytest.raises(Rewind) as caught:
+        found.act(bad, SAMPLES, range(4, 6), BAD)
+    assert caught.value.groups == [5]
+    with pytest.raises(Rewind) as caught:
+        found.act(bad, Ref(group_id=torch.tensor([4, 5])), range(4, 6), BAD)
+    assert list(caught.value.groups) == [4, 5]
+    for _ in range(2):
+        found.rewound(caught.value, 6)
+    found.rewound(caught.value, 9)
+    with pytest.raises(TrainingError, match=r"back to the checkpoint of step 6 2 times"):
+        found.rewound(caught.value, 6)
+
+
+def test_what_is_not_learned_from_may_be_anything():
+    batch = Batch.from_columns(
+        {
+            "response_mask": [torch.tensor([1, 0], dtype=torch.uint8), torch.tensor([0, 1]).byte()],
+            "advantages": [torch.tensor([0.0, math.nan]), torch.tensor([math.inf, 1.0])],
+            "scores": torch.tensor([math.nan, 1.0]),
+            "mine": torch.tensor([math.nan, 1.0]),
+        }
+    )
+    assert first_not_finite(batch) == ("", [])
+    assert first_not_finite(Batch.from_columns({"scores": torch.zeros(0)})) == ("", [])
