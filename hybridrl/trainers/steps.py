@@ -1,0 +1,194 @@
+"""The steps of a driver program: their calls are made, waited for, and what they gave is kept."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hybridrl.controller import BatchRef, Handle
+from hybridrl.core.batch import LIBRARY_PREFIXES, Batch
+from hybridrl.core.record import Record
+from hybridrl.errors import ConfigError
+from hybridrl.observe.slow_ranks import SlowDevices
+from hybridrl.observe.step_view import StepView
+from hybridrl.observe.timeline import draw_timeline
+from hybridrl.trainers.guard import Guard
+from hybridrl.trainers.step_metrics import step_metrics
+
+if TYPE_CHECKING:
+    from hybridrl.job import Job
+    from hybridrl.trainers.base import Trainer
+
+GAINS = {"reward": "reward/mean", "cost": "cost/mean"}
+"""What the summary keeps of the first and the last step, and the metrics that it is taken from."""
+# The means of the columns `reward/...` and `cost/...` are metrics under the same names.
+KEPT = ("prompt", "answer", "response", "scores", "advantages", "finish_reason", "policy_version")
+
+
+class Step(NamedTuple):
+    """A step whose calls are made."""
+
+    number: int
+    begin: float
+    batch: BatchRef
+    handles: list[Handle]
+    called_in: int
+    figures: dict[str, float]
+    notices: list[str]
+    scored: list[BatchRef]
+    groups: range
+
+
+class Steps:
+    """Those of a run that goes on without a break.
+
+    Args:
+        job: The job, its groups built.
+        trainer: Its driver program.
+        guard: Told of every step.
+        view: Where they are shown.
+        summary: Of the run; kept up to date.
+
+    Attributes:
+        evaluated: Figures to be shown with the next step.
+        ended: When the last one ended, of `time.perf_counter`.
+    """
+
+    def __init__(
+        self, job: Job, trainer: Trainer, guard: Guard, view: StepView, summary: dict[str, Any]
+    ) -> None:
+        self.job, self.trainer, self.guard, self.view = job, trainer, guard, view
+        self.summary = summary
+        self.evaluated: Mapping[str, float] = {}
+        self.ended = time.perf_counter()
+        self._last_records: list[Record] = []
+        places = {role: place.devices for role, place in job.placement.roles.items()}
+        self._devices = SlowDevices(places, job.executor.cluster.devices)
+
+    def begin(self, number: int) -> Step:
+        """Makes the calls of a step."""
+        begin = time.perf_counter()
+        trainer, first = self.trainer, self.job.feed.numbered
+        batch, handles = _step_of(trainer)
+        notices, trainer.notices = trainer.notices, []
+        scored, trainer.scored = trainer.scored or [batch], []
+        return Step(
+            number,
+            begin,
+            batch,
+            handles,
+            self.job.executor.end_step(),
+            dict(trainer.figures),
+            notices,
+            scored,
+            range(first, self.job.feed.numbered),
+        )
+
+    def wait(self, step: Step) -> list[Mapping[str, float]]:
+        """What the updates of a step returned."""
+        updates = [handle.get() for handle in step.handles]
+        if wrong := [update for update in updates if not isinstance(update, Mapping)]:
+            raise ConfigError(
+                f"{type(self.trainer).__qualname__}.step gave the handle of a call that returns a "
+                f"{type(wrong[0]).__name__}: give those of updates, which are dictionaries of "
+                "metrics."
+            )
+        return updates
+
+    def end(
+        self,
+        step: Step,
+        updates: Sequence[Mapping[str, float]],
+        further: Mapping[str, float],
+    ) -> None:
+        """Keeps what came of a step, and of further figures.
+
+        Raises:
+            TrainingError, Rewind: see `Guard.act`.
+        """
+        begin = max(step.begin, self.ended)  # before that, an earlier step was under way
+        self.ended = time.perf_counter()
+        records = self.job.executor.take_records(step.called_in)
+        for scored in step.scored:
+            self.job.feed.learn_scores(scored)
+        self.job.feed.forget_groups(step.groups.stop)
+        metrics = step_metrics(records, updates, self.ended - begin) | step.figures | further
+        figures, slow = self._devices.look(records)
+        metrics |= figures
+        bad = self.guard.look(step.number, records, updates, metrics)
+        metrics["guard/skipped"] = float(bad.skipped if bad else 0)
+        note_first_step(self.job, self.summary)
+        for notice in [*step.notices, *slow]:
+            self.view.message(f"step {step.number}: {notice}")
+        self._keep(step.number, metrics, step.batch)
+        self._draw(step.number, records)
+        if bad is not None:
+            self.guard.act(bad, step.batch, step.groups, metrics)
+
+    def _keep(self, step: int, metrics: dict[str, float], batch: BatchRef) -> None:
+        self.summary["steps"] = step
+        self.summary["tokens_generated"] += int(metrics.get("response/tokens", 0))
+        self.summary["seconds_train"] += metrics["time/step"]
+        for name, metric in GAINS.items():
+            if metric in metrics:
+                note(self.summary, name, metrics[metric])
+        self.job.write(step, metrics)
+        self.view.step(step, self.evaluated | metrics)
+        self.evaluated = {}
+        if self.trainer.DATA != "prompts" or not len(batch):
+            return
+        observe = self.job.config.observe
+        kept = (*KEPT, *(name for name in metrics if name.startswith(LIBRARY_PREFIXES)))
+        if observe.samples_every and (step == 1 or step % observe.samples_every == 0):
+            self.job.directory.write_samples(step, self._with_texts(batch, kept).table)
+        if observe.show_every and (step == 1 or step % observe.show_every == 0):
+            for row in self._with_texts(batch.take([0]), KEPT).to_pylist():
+                score = row.get("scores", math.nan)
+                self.view.sample(row.get("prompt", ""), row.get("response", ""), score)
+
+    def _with_texts(self, batch: BatchRef, kept: tuple[str, ...]) -> Batch:
+        """Those of these columns that there are, and the responses as texts, which a reward has
+        made of them if the program asked one."""
+        rows = batch.collect(kept, partial=True)
+        if "response" in rows or not batch.columns.may_have("response_ids"):
+            return rows
+        ids = batch.collect(["response_ids"])["response_ids"].rows()
+        texts = self.job.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return rows.with_columns({"response": texts})
+
+    def _draw(self, step: int, records: list[Record]) -> None:
+        """The timeline of this step and the one before, which it may overlap."""
+        shown, self._last_records = self._last_records + records, records
+        every = self.job.config.observe.timeline_every
+        if every and step % every == 0:
+            folder = self.job.directory.path / "timelines"
+            folder.mkdir(exist_ok=True)
+            places = self.job.placement.roles.items()
+            devices = {role: list(place.devices) for role, place in places}
+            draw_timeline(shown, devices, folder / f"step-{step:06d}.png", f"steps to {step}")
+
+
+def note(summary: dict[str, Any], name: str, value: float) -> None:
+    """Keeps the first and the last value of a figure."""
+    summary.setdefault(f"{name}_first", value)
+    summary[f"{name}_last"] = value
+
+
+def note_first_step(job: Job, summary: dict[str, Any]) -> None:
+    """The time to the first optimizer step, when that is done; later calls do nothing."""
+    summary.setdefault("seconds_to_first_step", time.time() - job.started)
+
+
+def _step_of(trainer: Trainer) -> tuple[BatchRef, list[Handle]]:
+    """One step of a program, which has to give its samples and its updates."""
+    match trainer.step():
+        case (BatchRef() as batch, [*handles]) if all(isinstance(h, Handle) for h in handles):
+            return batch, handles
+        case other:
+            raise ConfigError(
+                f"{type(trainer).__qualname__}.step gave a {type(other).__name__}: it must return "
+                "`batch, [handle, ...]`, the samples that it learned from and a handle on the "
+                "metrics of each update."
+            )
