@@ -20,6 +20,7 @@ import psutil
 from hybridrl.checks.placement import check_placement, wanted_roles
 from hybridrl.checks.settings import check
 from hybridrl.config.load import to_plain, to_yaml
+from hybridrl.config.resume import steps_folder
 from hybridrl.config.schema import Config
 from hybridrl.core.garbage import no_collection
 from hybridrl.devices import Devices
@@ -96,6 +97,10 @@ class Job:
         try:
             self.directory = _make_directory(config)
             self._opened.enter_context(RunLock(self.directory.path))
+            steps = steps_folder(self.directory.path, config.checkpoint.folder)
+            if config.checkpoint.folder is not None and isinstance(steps, Path):
+                steps.mkdir(parents=True, exist_ok=True)
+                self._opened.enter_context(RunLock(steps, "checkpoint.folder"))
             if config.resume is not None or config.fork is not None:
                 progress("looking for a checkpoint")
             self.resumed = find_checkpoint(config, to_plain(config), self.roles)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from typing import Any
 
 import hydra
@@ -73,10 +74,21 @@ def run(config: Config) -> dict[str, Any]:
     from hybridrl.trainers import load_trainer
     from hybridrl.trainers.loop import Loop
 
+    code = PREEMPTED if config.checkpoint.wanted else INTERRUPTED
+
+    def end_now() -> None:
+        view.message("SIGTERM: ended before the first step.")
+        raise Preempted if config.checkpoint.wanted else KeyboardInterrupt
+
     title = f"HybridRL {config.trainer.name}: {config.run.name}"
     steps = config.trainer.steps if load_trainer(config.trainer.name).TRAINS else 0
-    with make_console(steps, title, accuracy=accuracy_name(config.reward, short=True)) as view:
+    with (
+        make_console(steps, title, accuracy=accuracy_name(config.reward, short=True)) as view,
+        ExitStack() as starting,
+    ):
         summary: dict[str, Any] = {}
+        grace = config.recover.grace_s
+        starting.enter_context(on_sigterm(end_now, grace, code))
         with Job(config, view.phase) as job:
             # It brings in the libraries of the models, which the job imports while Ray starts.
             from hybridrl.planner.table import short
@@ -87,9 +99,8 @@ def run(config: Config) -> dict[str, Any]:
                     view.message(notice)
             loop = Loop(job, view)
             summary = loop.summary
-            code = PREEMPTED if config.checkpoint.wanted else INTERRUPTED
-            # Now, because Ray sets a handler of its own when it starts.
-            with on_sigterm(loop.preempt, config.recover.grace_s, code):
+            starting.close()
+            with on_sigterm(loop.preempt, grace, code):
                 try:
                     loop.run()
                 finally:

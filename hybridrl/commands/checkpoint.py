@@ -15,7 +15,7 @@ from rich.table import Table
 from hybridrl.commands.steps import settings_of, show, show_json
 from hybridrl.config.resume import Source, named_source
 from hybridrl.errors import ConfigError
-from hybridrl.observe.kept_steps import KeepRule
+from hybridrl.observe.kept_steps import KeepRule, check_best
 from hybridrl.observe.metrics_history import read_metrics
 from hybridrl.observe.step_folders import StepFolders
 from hybridrl.observe.storage import readable_bytes
@@ -57,7 +57,7 @@ def add_parser(commands: Any) -> None:
     prune.add_argument("--dry-run", action="store_true", help="only says which")
     prune.add_argument("--keep-last", type=int, help="in place of checkpoint.keep_last of the run")
     prune.add_argument("--keep-every", type=int, help="in place of checkpoint.keep_every")
-    prune.add_argument("--best", help="in place of checkpoint.best")
+    prune.add_argument("--best", help="in place of checkpoint.best; --best=-... with a minus")
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -129,7 +129,12 @@ def prune(chosen: argparse.Namespace) -> int:
             f"{chosen.run} is a single step. Name the run, or the folder of its steps."
         )
     rule = _rule(source, chosen.keep_last, chosen.keep_every, chosen.best)
+    for option, value, least in (("last", rule.last, 1), ("every", rule.every, 0)):
+        if value < least:
+            raise ConfigError(f"--keep-{option} {value}: must be {least} or more.")
     folders = StepFolders(source.steps)
+    if chosen.best is not None:
+        check_best(chosen.best, {k: 0.0 for step in folders.figures().values() for k in step})
     if chosen.dry_run:
         figures = folders.figures()
         removed = sorted(figures.keys() - rule.kept(figures))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,8 @@ def export(chosen: argparse.Namespace) -> int:
     target = Path(chosen.folder)
     if chosen.dtype not in DTYPES:
         raise ConfigError(f"--dtype {chosen.dtype}: must be one of {', '.join(DTYPES)}.")
-    if chosen.file_gb <= 0:
-        raise ConfigError(f"--file-gb {chosen.file_gb:g}: must be more than 0.")
+    if not 0 < chosen.file_gb < math.inf:
+        raise ConfigError(f"--file-gb {chosen.file_gb:g}: must be a number of more than 0.")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is there already, and is not empty. Name a new folder.")
     files = folders.completed(step).files

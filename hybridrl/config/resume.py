@@ -125,6 +125,11 @@ def named_source(setting: str, named: str) -> Source:
         found = found or _of_steps(place, None)
     except OSError as error:
         raise ConfigError(f"{said} could not be read: {error}.") from error
+    if found is None and isinstance(place, Path) and (place / CHECKPOINTS).is_dir():
+        raise ConfigError(
+            f"{said}: {place} has no complete checkpoint, or its {SETTINGS} is lost: copy one back "
+            "from a step's folder."
+        )
     if found is None:
         raise ConfigError(
             f"{said}: {place} is no run with checkpoints. They are written with "

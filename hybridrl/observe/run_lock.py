@@ -39,11 +39,12 @@ class RunLock:
     """Keeps the folder of a run for this process; use it in a `with`.
 
     Args:
-        run: The folder, which exists.
+        folder: It exists.
+        setting: What names it.
     """
 
-    def __init__(self, run: Path) -> None:
-        self.file = run / LOCK
+    def __init__(self, folder: Path, setting: str = "run.directory") -> None:
+        self.file, self._setting = folder / LOCK, setting
         self._mine = _this_process()
         self._stop = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="run lock", daemon=True)
@@ -86,8 +87,8 @@ class RunLock:
         since = datetime.fromtimestamp(holder["since"]).isoformat(" ", "seconds")
         raise ConfigError(
             f"{self.file.parent} is in use: process {holder['pid']} on {holder['host']} has been "
-            f"writing there since {since}. Wait for it, end it, or give another run.directory. To "
-            "begin a run of your own from its checkpoints, write fork= in place of resume=."
+            f"writing there since {since}. Wait for it, end it, or give another {self._setting}. "
+            "To begin a run of your own from its checkpoints, write fork= in place of resume=."
         )
 
     def _beat(self) -> None:

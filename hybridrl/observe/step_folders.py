@@ -27,6 +27,7 @@ from pathlib import Path
 from hybridrl.config.resume import COMPLETE, step_of
 from hybridrl.core.locations import (
     Location,
+    RemotePath,
     reading,
     remove,
     sizes_below,
@@ -49,11 +50,13 @@ class Completed:
     """What is noted of a step when it is complete.
 
     Attributes:
+        step: Its number.
         files: Size and crc32 of each file, by its name in the folder.
         figures: What was evaluated after the step.
         time: When it was completed, seconds since the epoch.
     """
 
+    step: int
     files: dict[str, dict[str, int]]
     figures: dict[str, float] = field(default_factory=dict)
     time: float = 0.0
@@ -112,8 +115,8 @@ class StepFolders:
         folder = self.at(step)
         with explain_write_errors(folder):
             files = _contents(folder, apart=_written_together(folder))
-            completed = Completed(files, dict(figures or {}), time.time())
-            text = json.dumps({"step": step, **vars(completed)}, indent=1)
+            completed = Completed(step, files, dict(figures or {}), time.time())
+            text = json.dumps(vars(completed), indent=1)
             write_whole(folder / COMPLETE, f"{text}\n".encode())
             if isinstance(self.path, Path):
                 sync_names(self.path)
@@ -137,8 +140,10 @@ class StepFolders:
             read = json.loads((self.at(step) / COMPLETE).read_text(encoding="utf-8"))
             if not isinstance(read, dict) or not isinstance(read.get("files"), dict):
                 raise ValueError("it lists no files")
+            if not isinstance(read.get("step"), int):
+                raise ValueError("it names no step")
             self._known[step] = Completed(
-                read["files"], read.get("figures", {}), read.get("time", 0.0)
+                read["step"], read["files"], read.get("figures", {}), read.get("time", 0.0)
             )
         return self._known[step]
 
@@ -185,7 +190,12 @@ class StepFolders:
         folder = self.at(step)
         self._known.pop(step, None)
         try:
-            listed = self.completed(step).files
+            completed = self.completed(step)
+            if completed.step != step:
+                return f"{folder} was written as step {completed.step}, and has been renamed since"
+            listed = completed.files
+            if not listed:
+                return f"{folder / COMPLETE} lists no files"
             sizes = sizes_below(folder)
             for name, expected in listed.items():
                 if name not in sizes:
@@ -233,7 +243,8 @@ class StepFolders:
     def _named(self) -> list[int]:
         """Steps that have a folder."""
         try:
-            found = [step_of(path) for path in self.path.iterdir()]
+            paths = [p for p in self.path.iterdir() if isinstance(p, RemotePath) or p.is_dir()]
+            found = [step_of(path) for path in paths]
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted(step for step in found if step is not None)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridrl.errors import ConfigError, HybridRLError
@@ -45,13 +48,25 @@ class Connection:
 
     def __init__(self, address: str | None) -> None:
         self.is_own = not ray.is_initialized()
-        self.joined = self.is_own and connect(address)
+        with _our_sigterm():
+            self.joined = self.is_own and connect(address)
 
     def close(self) -> None:
         """Leaves the cluster, or ends it if it was started here."""
         if self.is_own:
             ray.shutdown()
             agents.end_watch()
+
+
+@contextlib.contextmanager
+def _our_sigterm() -> Iterator[None]:
+    """What SIGTERM does stays as it is: Ray sets a handler of its own when it starts."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def connect(address: str | None) -> bool:

@@ -196,9 +196,12 @@ class Checkpoints:
             if self._fingerprint != state["data"]:
                 raise DataError(
                     f"{found.folder} was written by a run on other data than this one's "
-                    f"{len(self.trainer.data)} rows, or on other tokens of them. Resume with the "
-                    "data and the tokenizer of that run, or train on from its model in a new run."
+                    f"{len(self.trainer.data)} rows, on other tokens of them, or with another "
+                    "run.seed, which deals them out. Resume with the data, tokenizer and seed of "
+                    "that run, or train on from its model in a new run."
                 )
+            if self._keep.best is not None and (figures := _evaluated(found)):
+                check_best(self._keep.best, figures)
             self.job.feed.load_state(state["feed"])
             self.trainer.load_state(state["trainer"])
             self.trainer.figures |= state["figures"]
@@ -245,13 +248,23 @@ class Checkpoints:
         return _fingerprint(self.trainer.data)
 
 
+def _evaluated(found: Resumed) -> Mapping[str, float]:
+    """The figures that are known of the evaluations of a run."""
+    folders = StepFolders(found.folder.parent)
+    return {name: value for step in folders.figures().values() for name, value in step.items()}
+
+
 def _check_plain(whose: str, state: Any) -> None:
     """Refuses what would come back from a file as something else.
 
     Raises:
         ConfigError: naming whose it is.
     """
-    if not _is_plain(state):
+    try:
+        plain = _is_plain(state) and bool(json.dumps(state))
+    except (RecursionError, ValueError):  # it contains itself; a number of thousands of digits
+        plain = False
+    if not plain:
         raise ConfigError(
             f"{whose}: its state() cannot be written to a checkpoint. It must be plain data: "
             "Python's numbers, texts, lists, and dictionaries whose keys are texts; it is "

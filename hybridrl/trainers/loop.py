@@ -148,7 +148,7 @@ class Loop:
         found = self.checkpoints.newest()
         self.guard.rewound(rewind, found.step)
         number = self.job.feed.leave_out(rewind.groups)
-        self.steps = Steps(self.job, self.trainer, self.guard, self.view, self.summary)
+        self._begin_run()
         self.view.message(
             f"step {rewind.step}: going back to the checkpoint of step {found.step}, without "
             f"{number} prompts"

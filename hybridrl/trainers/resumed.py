@@ -12,7 +12,7 @@ import yaml
 from hybridrl.config.resume import forked, resumed
 from hybridrl.config.resumed_settings import differences
 from hybridrl.config.schema import Config
-from hybridrl.core.locations import Location
+from hybridrl.core.locations import Location, location_of
 from hybridrl.errors import ConfigError
 from hybridrl.observe.step_folders import StepFolders
 from hybridrl.trainers.role_spec import RoleSpec
@@ -51,6 +51,8 @@ def find_checkpoint(
         source = forked(config)
     # A job that may go on from what is in its folder may also begin anew over it.
     run = Path(config.run.directory or "") if config.resume is not None else None
+    if source is None or forks:
+        _check_unused(config)
     if source is None:
         return Resumed(run)
     named = f"fork={config.fork}" if forks else f"resume={config.resume}"
@@ -71,8 +73,28 @@ def find_checkpoint(
             f"{folder} is a checkpoint of other roles: {has} trains `{other[0]}`, and {has_not} "
             f"does not. {'Fork' if forks else 'Resume'} with the algorithm and roles of that run."
         )
+    if config.trainer.steps <= step:
+        notices.append(
+            f"Step {step} is done already, and trainer.steps={config.trainer.steps} asks for no "
+            "more."
+        )
     before = yaml.safe_load(source.settings.read_text(encoding="utf-8"))
     whose = source.run or source.steps
     notices.append(f"{'a new run from' if forks else 'resuming'} {whose} after step {step}")
     changed = [f"changed: {line}" for line in differences(before, settings)]
     return Resumed(run, step, folder, notices + changed)
+
+
+def _check_unused(config: Config) -> None:
+    """Refuses to begin a run among the checkpoints of another.
+
+    Raises:
+        ConfigError: names the folder.
+    """
+    if (folder := config.checkpoint.folder) is None:
+        return
+    if steps := StepFolders(location_of(folder)).steps():
+        raise ConfigError(
+            f"checkpoint.folder={folder} holds step {steps[-1]} of an earlier run, and each run "
+            f"needs a folder of its own. Give another, or go on with that run: resume={folder}."
+        )
