@@ -14,7 +14,7 @@ import psutil
 _AGENT = "gent"
 """What is in the command of an agent, whose first letter may be a capital, and of no worker."""
 _WATCH = (
-    "trap '' INT TERM; cat; "
+    "trap '' INT TERM; while read -r line; do :; done; "
     f'for pid; do grep -aq {_AGENT} "/proc/$pid/cmdline" && kill -9 "$pid"; done'
 )
 _watching: list[subprocess.Popen[bytes]] = []
