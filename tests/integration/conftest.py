@@ -150,9 +150,10 @@ class Command:
 
     def wait_for_step(self, step: int) -> None:
         """Reads the output up to the line of this step."""
-        self._wait_for(rf"step +{step}/")
+        self.wait_for(rf"step +{step}/")
 
-    def _wait_for(self, pattern: str) -> None:
+    def wait_for(self, pattern: str) -> None:
+        """Reads the output up to a line with this pattern."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)

@@ -98,6 +98,15 @@ def test_steps_at_a_url_outlive_the_machine_of_the_run(whole, tmp_path):
     assert_goes_on_as(forked, whole, after=3)
 
 
+def test_a_folder_of_checkpoints_is_of_one_run(tmp_path):
+    shared = f"checkpoint.folder={tmp_path / 'shared'}"
+    train(*SMALL, shared, f"run.directory={tmp_path / 'one'}", "trainer.steps=3")
+    before = sizes_below(tmp_path / "shared")
+    with pytest.raises(ConfigError, match=r"checkpoint.folder=.* holds step 3 of an earlier run"):
+        train(*SMALL, shared, f"run.directory={tmp_path / 'two'}", "trainer.steps=3")
+    assert sizes_below(tmp_path / "shared") == before
+
+
 def test_which_steps_are_saved_and_stay(tmp_path):
     rules = ["checkpoint.every=0", "checkpoint.every_minutes=1e-9", "checkpoint.best=accuracy"]
     rules += ["checkpoint.keep_last=1", "checkpoint.keep_every=2", "eval.every=1"]

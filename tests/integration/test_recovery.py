@@ -51,6 +51,15 @@ def test_sigterm_saves_the_step_in_hand(command):
     assert "Traceback" not in told.output
 
 
+def test_sigterm_while_the_job_starts_is_for_another_time_too(command):
+    told = command(*JOB, "executor=inline", "trainer.steps=100000", "checkpoint.every=1000")
+    told.wait_for("loading data")
+    told.process.send_signal(signal.SIGTERM)
+    assert told.finish(timeout=60) == 75, told.output
+    assert "ended before the first step" in told.output and "Traceback" not in told.output
+    assert not (told.directory / "lock.json").exists()
+
+
 def test_sigterm_to_ray_as_well_ends_it_within_the_grace(command):
     told = command(*JOB, "trainer.steps=100000", "checkpoint.every=2", "recover.grace_s=20")
     told.wait_for_step(3)

@@ -129,6 +129,12 @@ def test_export_writes_a_model_folder_in_the_dtype_asked_for(capsys, run, tmp_pa
     assert "--dtype int4" in command(capsys, "export", run[0], "x", "--dtype", "int4", code=2)
 
 
+@pytest.mark.parametrize("size", ["nan", "inf", "0"])
+def test_a_size_that_is_none_is_refused_and_leaves_nothing(capsys, run, tmp_path, size):
+    words = command(capsys, "export", run[0], tmp_path / "out", f"--file-gb={size}", code=2)
+    assert "must be a number of more than 0" in words and not (tmp_path / "out").exists()
+
+
 def test_diff_measures_each_weight_and_names_settings(capsys, run):
     _, folders = run
     save(folders, 50, 0.5, SETTINGS.replace("tp: 1", "tp: 2"))
@@ -154,6 +160,13 @@ def test_prune_follows_the_run_s_rule_unless_another_is_given(capsys, run):
     assert "removed: 20" in command(capsys, "prune", place)
     assert folders.steps() == [10, 30] and folders.unfinished() == [40]
     assert "is a single step" in command(capsys, "prune", folders.at(10), code=2)
+    for wrong, words in {
+        "--keep-last=0": "--keep-last 0: must be 1 or more",
+        "--keep-every=-3": "--keep-every -3: must be 0 or more",
+        "--best=foo": "no evaluation of this run gives `foo`",
+    }.items():
+        assert words in command(capsys, "prune", place, wrong, code=2)
+    assert folders.steps() == [10, 30]
 
 
 def test_what_is_no_checkpoint_is_a_sentence(capsys, run, tmp_path):

@@ -145,6 +145,21 @@ def test_a_damaged_step_is_named_and_the_one_before_it_taken(folders, how, words
         folders.newest()
 
 
+def test_a_step_under_another_name_or_without_files_is_none(tmp_path):
+    folders = StepFolders(tmp_path)
+    write(folders, 4)
+    write(folders, 6).rename(folders.at(12))
+    assert "was written as step 6, and has been renamed" in StepFolders(tmp_path).fault(12)
+    folder = folders.begin(8)
+    write_whole(folder / "complete.json", b'{"step": 8, "files": {}}')
+    (tmp_path / "step-000099").write_text("a file")
+    assert folders.fault(8).endswith("lists no files")
+    step, said = StepFolders(tmp_path).newest()
+    assert step == 4 and len(said) == 2
+    folders.forget_after(4)
+    assert folders.steps() == [4]
+
+
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path):
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(StorageError, match=r"Cannot write .*step-000003"):
