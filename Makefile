@@ -25,7 +25,7 @@ test-unit: .venv/.installed
 
 # What `make test` leaves out. Before a release.
 test-long: .venv/.installed
-	$(BIN)/python -m pytest -m long $(ARGS)
+	$(BIN)/python -m pytest -m long -n 2 --dist loadfile $(ARGS)
 
 # Kills parts of forty jobs at random moments: half an hour. ARGS="--rounds 6 --seed 7"
 chaos: .venv/.installed
