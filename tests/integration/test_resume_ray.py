@@ -30,7 +30,7 @@ def test_a_driver_that_is_killed_in_a_step_is_started_again_by_the_same_command(
     (tmp_path / "own.py").write_text(SLOW_REWARD)
     settings = [*KILLED, f"reward.function={tmp_path}/own.py:odd"]
     killed = command(*settings)
-    killed.wait_for_step(3)
+    killed.wait_for("step 2: checkpoint saved")
     its_own = psutil.Process(killed.process.pid).children(recursive=True)
     killed.process.kill()
     killed.finish()

@@ -149,7 +149,7 @@ def test_rewind_goes_back_and_leaves_the_prompt_out(inline, every):
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_rewind_over_ray(run, settings, tmp_path, monkeypatch, ranks):
     def on_hosts(name, *overrides):
-        common = [f"num_devices={ranks}", f"run.directory={tmp_path / name}"]
+        common = [f"num_devices={ranks}", "ray.address=auto", f"run.directory={tmp_path / name}"]
         return run(*settings, *common, *overrides), None
 
     plain, _ = on_hosts("plain")

@@ -94,9 +94,9 @@ def long(*case):
     ("way", "does", "waiting"),
     [
         ("frozen", "does not answer: it was stopped", "ranks 0 2 wait for it in all_reduce"),
-        ("deadlock", r"is in \S+test_hangs\.py:\d+ in deadlock", "ranks 0 2 wait for it in all"),
-        long("endless", r"is in \S+test_hangs\.py:\d+ in endless", "0 2 wait for it in all_reduce"),
-        long("messages", r"is in \S+hangs\.py:\d+ in endless", "rank 2 waits for it in a message"),
+        ("deadlock", r"is in \S+_ranks\.py:\d+ in deadlock", "ranks 0 2 wait for it in all"),
+        long("endless", r"is in \S+_ranks\.py:\d+ in endless", "0 2 wait for it in all_reduce"),
+        long("messages", r"is in \S+_ranks\.py:\d+ in endless", "rank 2 waits for it in a message"),
         long("left", "has no call in hand", "ranks 0 2 wait for it in all_reduce"),
     ],
 )
