@@ -260,15 +260,17 @@ def _check_plain(whose: str, state: Any) -> None:
     Raises:
         ConfigError: naming whose it is.
     """
+    shown = f"a {type(state).__name__} that contains itself, or too large a number"
     try:
         plain = _is_plain(state) and bool(json.dumps(state))
-    except (RecursionError, ValueError):  # it contains itself; a number of thousands of digits
+        shown = "" if plain else str(state)[:200]
+    except (RecursionError, ValueError):
         plain = False
     if not plain:
         raise ConfigError(
             f"{whose}: its state() cannot be written to a checkpoint. It must be plain data: "
             "Python's numbers, texts, lists, and dictionaries whose keys are texts; it is "
-            f"{str(state)[:200]}"
+            f"{shown}"
         )
 
 

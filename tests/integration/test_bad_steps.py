@@ -85,6 +85,10 @@ def rows_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def rewards_of(folder):
+    return [row["reward/mean"] for row in rows_of(folder) if "reward/mean" in row]
+
+
 def poison(folder):
     """Makes a prompt of the bad step one whose advantages are no numbers; gives it."""
     bad = prompts_of(folder, BAD_STEP)[0]
@@ -143,6 +147,16 @@ def test_rewind_goes_back_and_leaves_the_prompt_out(inline, every):
     """To a checkpoint, or, where there is none yet, to the beginning."""
     plain, _ = inline("plain")
     takes_back(plain, inline, every)
+
+
+def test_what_was_taken_back_is_in_no_figure_of_the_run(inline):
+    plain, _ = inline("plain", "trainer.steps=2")
+    (plain.parent / "bad.txt").write_text(prompts_of(plain, 1)[0])
+    rewind = ["guard.on_nan=rewind", "checkpoint.every=10", "trainer.steps=2"]
+    folder, _ = inline("run", *rewind)
+    first, before = (rewards_of(run)[0] for run in (folder, plain))
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["reward_first"] == first != before
 
 
 @pytest.mark.ray

@@ -116,6 +116,10 @@ def test_which_steps_are_saved_and_stay(tmp_path):
     assert set(folders.steps()) == {2, 3, best["step"]}
     evaluated = {row["step"]: row["accuracy"] for row in rows_of(folder) if "accuracy" in row}
     assert best["accuracy"] == max(evaluated[step] for step in (1, 2, 3))
+    settings = (folder / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match="no evaluation of this run gives `acuracy`"):
+        train(f"resume={folder}", "checkpoint.best=acuracy", "trainer.steps=4")
+    assert (folder / "config.yaml").read_text() == settings
     wrong = [*SMALL, "checkpoint.best=acuracy", f"run.directory={tmp_path / 'wrong'}"]
     with pytest.raises(ConfigError, match="gives `acuracy`; there are accuracy"):
         train(*wrong, "trainer.steps=3")

@@ -12,6 +12,7 @@ from hybridrl.errors import ConfigError, StorageError
 from hybridrl.observe.kept_steps import KeepRule, check_best
 from hybridrl.observe.run_directory import RunDirectory
 from hybridrl.observe.step_folders import StepFolders
+from hybridrl.trainers.checkpoints import _check_plain
 
 
 @pytest.fixture(params=["disk", "memory://"])
@@ -158,6 +159,16 @@ def test_a_step_under_another_name_or_without_files_is_none(tmp_path):
     assert step == 4 and len(said) == 2
     folders.forget_after(4)
     assert folders.steps() == [4]
+
+
+@pytest.mark.parametrize("endless", [True, False])
+def test_a_state_that_no_file_can_hold_is_a_sentence(endless):
+    state = [10**5000]
+    if endless:
+        state = []
+        state.append(state)
+    with pytest.raises(ConfigError, match=r"mine: its state.*that contains itself, or too"):
+        _check_plain("mine", state)
 
 
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path):
