@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.checks.model_folder import check_model
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, nearest
+from hybridrl.observe.storage import explain_write_errors
 from hybridrl.trainers import name_of
 from hybridrl.trainers.role_spec import SCORING, RoleSpec
 
@@ -136,7 +137,8 @@ def write_rows(rows: Any, file: Path) -> str:
             f"Job(data=...) is a {type(rows).__name__}; it must be a list of dictionaries with at "
             "least one row, a datasets.Dataset, or a hybridrl.Batch."
         )
-    pq.write_table(table, file)
+    with explain_write_errors(file):
+        pq.write_table(table, file)
     return str(file.absolute())
 
 
@@ -216,7 +218,8 @@ def _make_tiny_model(config: Config, folder: Path) -> Path:
             "heads of 32, 64, 96 ... dimensions."
         )
     tokenizer = build_tokenizer(load_task(config.data.task).CHARACTERS)
-    return make_tiny_model(folder, tokenizer, seed=config.run.seed, **asdict(tiny))
+    with explain_write_errors(folder):
+        return make_tiny_model(folder, tokenizer, seed=config.run.seed, **asdict(tiny))
 
 
 def _longest(batches: Sequence[Batch], names: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from hybridrl.core.locations import UNREACHABLE, Location, RemotePath
+from hybridrl.core.os_errors import as_os_errors
 from hybridrl.errors import HybridRLError, StorageError
 
 
@@ -15,7 +16,8 @@ from hybridrl.errors import HybridRLError, StorageError
 def explained(path: Location) -> Iterator[None]:
     """Raises `StorageError`, naming `path`, in place of an `OSError` while `path` is written."""
     try:
-        yield
+        with as_os_errors():
+            yield
     except OSError as error:
         cure = "Free some space there, or save in a folder that every rank can write to."
         if isinstance(path, RemotePath):

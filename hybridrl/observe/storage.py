@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybridrl.core.locations import UNREACHABLE, Location, RemotePath
+from hybridrl.core.os_errors import as_os_errors
 from hybridrl.errors import StorageError
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -21,7 +22,8 @@ _ROOMY_BYTES = 64 * 1024**2  # with more than this free, "disk full" means a quo
 def explain_write_errors(path: Location) -> Iterator[None]:
     """Raises `StorageError`, naming `path`, in place of an `OSError` while `path` is written."""
     try:
-        yield
+        with as_os_errors():
+            yield
     except OSError as error:
         raise StorageError(write_error_sentence(path, error)) from error
 

@@ -1,12 +1,13 @@
 """Data that does not fit the model or a micro-batch is refused before anything starts."""
 
+import resource
 from types import SimpleNamespace
 
 import pytest
 from settings import configured
 
 from hybridrl.data.tasks.character_tokenizer import build_tokenizer
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, StorageError
 from hybridrl.inputs import Rows, check_lengths, load_rows, model_folder
 
 ROWS = Rows(training=None, held_out=None, examples=None, longest_prompt=20, longest_response=30)
@@ -45,3 +46,13 @@ def test_accuracy_by_a_column_that_the_data_lacks_is_refused_before_anything_sta
     assert load_rows(configured(["eval.by_column=answer"]), "prompts", tokenizer).held_out
     with pytest.raises(ConfigError, match=r"eval\.by_column is `answr`.*Did you mean `answer`"):
         load_rows(configured(["eval.by_column=answr"]), "prompts", tokenizer)
+
+
+def test_a_tiny_model_that_cannot_be_written_is_a_sentence(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+    try:
+        with pytest.raises(StorageError, match=r"initial_model: File too large \(.*run\.root"):
+            model_folder(configured(), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
