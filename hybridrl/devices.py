@@ -75,7 +75,7 @@ class Devices:
         from hybridrl.ray_backend.cluster import wait_for_devices
 
         recover, kind = self._config.recover, self._cluster.kind
-        least = min(recover.min_devices or self.wanted, self.wanted)
+        least = recover.min_devices or self.wanted
         progress(f"waiting for {self.wanted} devices")
         cpus = self._cpus_per_host or 1.0
         number = wait_for_devices(kind, self.wanted, least, cpus, recover.wait_s)

@@ -15,6 +15,28 @@ MOST_SKIPPED = 20
 """As `hybridrl.engine.train` has it."""
 
 
+def check_min_devices(config: Config, devices: int | None) -> None:
+    """Refuses to wait for more devices than the job has.
+
+    Args:
+        devices: Their number; None: not known yet.
+
+    Raises:
+        ConfigError: names `recover.min_devices`.
+    """
+    least = config.recover.min_devices
+    if least is not None and least < 1:
+        raise ConfigError(
+            f"recover.min_devices={least}: must be 1 or more, or null for all devices."
+        )
+    if least is not None and devices is not None and least > devices:
+        raise ConfigError(
+            f"recover.min_devices={least}: the job has only {devices} "
+            f"{'device' if devices == 1 else 'devices'}. Set it to {devices} or less, or to null: "
+            "the job then goes on with all of them or not at all."
+        )
+
+
 def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
     """Raises a sentence for the first thing that is wrong.
 
@@ -26,11 +48,7 @@ def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = Non
     """
     resumed(config)
     forked(config)
-    least = config.recover.min_devices
-    if least is not None and least < 1:
-        raise ConfigError(
-            f"recover.min_devices={least}: must be 1 or more, or null for all devices."
-        )
+    check_min_devices(config, config.num_devices)
     checkpoint = config.checkpoint
     for name, value in (("resume", config.resume), ("fork", config.fork)):
         if value is not None and not load_trainer(config.trainer.name).TRAINS:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
+from hybridrl.checks.checkpoints import check_min_devices
 from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import Config, ParallelConfig
 from hybridrl.core.cluster import Cluster
@@ -28,6 +29,7 @@ def check_placement(config: Config, cluster: Cluster, roles: Roles | None = None
     Raises:
         ConfigError: naming the setting and what would fit.
     """
+    check_min_devices(config, len(cluster.devices))
     specs = wanted_roles(config, roles)
     _check_generates(config, specs)
     placed = _placed(config, specs)

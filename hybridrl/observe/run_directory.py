@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import ConfigError, StorageError
 from hybridrl.observe.metrics_history import length_up_to
+from hybridrl.observe.run_lock import LOCK
 from hybridrl.observe.storage import (
     DISK_FULL,
     explain_write_errors,
@@ -64,10 +65,12 @@ class RunDirectory:
         """Makes `<root>/<date>_<time>-<name>/` and points `<root>/latest` at it.
 
         Raises:
-            ConfigError: `root` cannot be written; the message names `run.root`.
+            ConfigError: `root` cannot be written, or is in the folder of another run; the message
+                names `run.root`.
             StorageError: the disk is full.
         """
         root = Path(root)
+        _refuse_inside_a_run("run.root", root, root / name)
         stem = f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{_folder_name(name)}"
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -86,14 +89,16 @@ class RunDirectory:
             resumes: What a run has made there is that of this one.
 
         Raises:
-            ConfigError: `path` cannot be written, or holds what another run has made; the message
-                names `run.directory`.
+            ConfigError: `path` cannot be written, holds what another run has made, or is in its
+                folder; the message names `run.directory`.
             StorageError: the disk is full.
         """
         directory = cls(Path(path))
         try:
             if not resumes:
                 directory._refuse_results()
+            if not directory.config_file.is_file():  # otherwise a run has begun here before
+                _refuse_inside_a_run("run.directory", directory.path, directory.path)
             directory._make_folders()
             # An existing folder may be readable only: learn it now, not after the first step.
             with tempfile.TemporaryFile(dir=directory.path) as probe:
@@ -147,12 +152,8 @@ class RunDirectory:
                     path.unlink()
 
     def _refuse_results(self) -> None:
-        """Two runs in one folder would mix their metrics and samples. What a run leaves that ended
-        before its first step is in nobody's way."""
-        found = [path for path in (self.summary_file, self.model) if path.exists()]
-        if self.metrics_file.is_file() and self.metrics_file.stat().st_size:
-            found.insert(0, self.metrics_file)
-        if found:
+        """Two runs in one folder would mix their metrics and samples."""
+        if found := self._results():
             raise ConfigError(
                 f"run.directory={self.path} holds an earlier run (it has {found[0].name}), and "
                 "the two would be mixed up. Give another folder, remove or rename this one, or "
@@ -161,9 +162,30 @@ class RunDirectory:
                 f"model.path={self.model} as well."
             )
 
+    def _results(self) -> list[Path]:
+        """What a run has made here. What one leaves that ended before its first step is in nobody's
+        way."""
+        found = [path for path in (self.summary_file, self.model) if path.exists()]
+        if self.metrics_file.is_file() and self.metrics_file.stat().st_size:
+            found.insert(0, self.metrics_file)
+        return found
+
     def _make_folders(self) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
         self.samples.mkdir(exist_ok=True)
+
+
+def _refuse_inside_a_run(setting: str, named: Path, path: Path) -> None:
+    """A run's folder is one thing to name, to copy and to remove, and `checkpoints/` in it is
+    tidied up."""
+    for folder in path.resolve().parents:
+        run = RunDirectory(folder)
+        if run.config_file.is_file() and (run._results() or (folder / LOCK).is_file()):
+            raise ConfigError(
+                f"{setting}={named} is in {folder}, the folder of an earlier run. Give a folder "
+                f"that is in no other run's, such as {folder.parent / 'new'}. To go on with that "
+                f"run, set resume={folder}; for a new run from its checkpoints, fork={folder}."
+            )
 
 
 def _write_table(path: Path, table: pyarrow.Table) -> Path:

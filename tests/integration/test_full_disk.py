@@ -1,7 +1,6 @@
 """Whole jobs on a disk that is full: a real one, so for those only who may mount it."""
 
 import json
-import os
 import shutil
 import subprocess
 
@@ -58,7 +57,7 @@ def test_a_model_that_does_not_fit_is_a_sentence_before_anything_starts(disk):
     words = r"Cannot write .*initial_model: the disk is full \(.* free there\)\. Free some space"
     with pytest.raises(StorageError, match=words):
         train(disk / "run")
-    os.remove(disk / "ballast")
+    (disk / "ballast").unlink()
     train(disk / "run", "trainer.steps=1")
 
 
@@ -82,7 +81,7 @@ def test_a_step_that_does_not_fit_is_a_sentence_and_the_one_before_it_loads(
     ):
         train(disk / "run")
     monkeypatch.undo()
-    os.remove(disk / "ballast")
+    (disk / "ballast").unlink()
     folders = StepFolders(disk / "run" / "checkpoints")
     assert folders.steps() == [2] and not folders.fault(2)
     train(disk / "run", "resume=auto")

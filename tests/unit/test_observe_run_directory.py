@@ -189,3 +189,21 @@ def test_importing_the_run_directory_brings_nothing_heavy():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_a_run_in_the_folder_of_another_is_refused(tmp_path):
+    old = RunDirectory.at(tmp_path / "old")
+    old.metrics_file.write_text("{}\n")
+    RunDirectory.at(old.path / "sub").path.rename(tmp_path / "no run yet")
+    old.write_config("")
+    words = rf"run\.directory=.* is in {old.path}, the folder of an earlier run\. .*fork={old.path}"
+    for name in ("sub", "checkpoints/step-000003/x"):
+        for resumes in (False, True):  # `resume=auto`, where there is nothing to go on from
+            with pytest.raises(ConfigError, match=words):
+                RunDirectory.at(old.path / name, resumes=resumes)
+    with pytest.raises(ConfigError, match=rf"run\.root=.* is in {old.path}, the folder of an"):
+        RunDirectory.create(old.path, "x")
+    assert {path.name for path in old.path.iterdir()} == {
+        *("config.yaml", "metrics.jsonl", "logs", "samples")
+    }
+    RunDirectory.at(old.path, resumes=True)

@@ -23,6 +23,7 @@ from hybridrl.errors import ConfigError
         (2, ["actor.parallel.pp=2", "actor.parallel.chunks=2"], "only 2 layers"),
         (4, ["rollout.parallel.tp=3"], "rollout.parallel.tp=3 does not divide the 4 devices"),
         (6, ["actor.parallel.tp=2", "rollout.parallel.tp=3"], "one must divide the other"),
+        (2, ["recover.min_devices=3"], "min_devices=3: the job has only 2 devices. Set it to 2"),
         (2, ["actor.lora.rank=4", "actor.parallel.tp=2"], "adapters are not cut over devices"),
     ],
 )

@@ -38,6 +38,10 @@ def test_what_is_no_finite_number_is_refused(setting, value):
         ("algorithm.clip_low=-1", r"algorithm\.clip_low=-1.0: must be 0 or more"),
         ("num_devices=-1", "num_devices=-1: must be 1 or more, or null"),
         ("model.tiny.hidden_size=0", r"model\.tiny\.hidden_size=0: must be more than 0"),
+        (
+            "recover.min_devices=2",
+            r"recover.min_devices=2: the job has only 1 device\. Set it to 1",
+        ),
         ("eval.samples=0", r"eval\.samples=0: must be more than 0"),
     ],
 )
