@@ -27,6 +27,7 @@ from hybridrl.devices import Devices
 from hybridrl.errors import ConfigError, DataError, WorkerError
 from hybridrl.groups import build_groups
 from hybridrl.inputs import with_objects, write_rows
+from hybridrl.observe.folder_owner import FolderOwner
 from hybridrl.observe.metrics import open_writers
 from hybridrl.observe.run_directory import RunDirectory
 from hybridrl.observe.run_lock import RunLock
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from hybridrl.controller import BatchRef
     from hybridrl.controller.executor import Executor
     from hybridrl.core.batch import Batch
+    from hybridrl.core.locations import Location
     from hybridrl.planner.plan import Plan
     from hybridrl.trainers.base import Trainer
     from hybridrl.trainers.feed import Feed
@@ -64,6 +66,7 @@ class Job:
     Attributes:
         directory: The run's files.
         resumed: What it goes on from.
+        folder_owner: Of `checkpoint.folder`; None where checkpoints are in the run's folder.
         made_with: Which model and tokenizer it learns with, as `same_model` describes them.
         training, held_out: Tokenized data, of the kind that the trainer learns from.
         examples: Prompts with right responses; None where the data has none.
@@ -104,6 +107,7 @@ class Job:
             if config.resume is not None or config.fork is not None:
                 progress("looking for a checkpoint")
             self.resumed = find_checkpoint(config, to_plain(config), self.roles)
+            self.folder_owner = self._claim(steps)
             if data is not None:
                 path = write_rows(data, self.directory.path / "data.parquet")
                 self.config = config = replace(config, data=replace(config.data, path=path))
@@ -120,6 +124,16 @@ class Job:
         except BaseException:
             self.close()
             raise
+
+    def _claim(self, steps: Location) -> FolderOwner | None:
+        """Has a folder of checkpoints that is not in the run's be this run's."""
+        config = self.config
+        if config.checkpoint.folder is None or not (config.checkpoint.wanted or config.resume):
+            return None
+        owner = FolderOwner(steps, self.directory.path)
+        owner.claim(resumes=config.resume is not None)
+        self._opened.callback(owner.release)
+        return owner
 
     def _open(self, progress: Callable[[str], None]) -> None:
         config = self.config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from hybridrl.config.resume import AUTO, forked, resumed
 from hybridrl.config.schema import Config
@@ -74,7 +75,13 @@ def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = Non
             )
         return
     if checkpoint.folder is not None:
-        location_of(checkpoint.folder)  # refuses what nothing is known of
+        folder = location_of(checkpoint.folder)  # refuses what nothing is known of
+        run = config.run.directory
+        if run is not None and isinstance(folder, Path) and folder.resolve() == Path(run).resolve():
+            raise ConfigError(
+                f"checkpoint.folder={checkpoint.folder} is run.directory itself. Leave it out: "
+                "checkpoints then are in the run's `checkpoints`."
+            )
     for role, spec in (load_roles(config) if roles is None else roles).items():
         if spec.trains and not spec.keeps_state:
             raise ConfigError(

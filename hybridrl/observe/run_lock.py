@@ -45,7 +45,7 @@ class RunLock:
 
     def __init__(self, folder: Path, setting: str = "run.directory") -> None:
         self.file, self._setting = folder / LOCK, setting
-        self._mine = _this_process()
+        self._mine = this_process()
         self._stop = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="run lock", daemon=True)
 
@@ -79,7 +79,7 @@ class RunLock:
         """
         with _alone(self.file) as file:
             holder, beat = _read(file), os.fstat(file).st_mtime
-            if holder is None or _is_dead(holder, _now(self.file.parent) - beat):
+            if holder is None or is_dead(holder, _now(self.file.parent) - beat):
                 _write(file, self._mine)
                 return True
         if holder["machine"] != self._mine["machine"] and seen in (None, beat):
@@ -97,7 +97,8 @@ class RunLock:
                 os.utime(self.file)
 
 
-def _this_process() -> dict[str, Any]:
+def this_process() -> dict[str, Any]:
+    """What others need to find out whether this process still lives."""
     process = psutil.Process()
     return {
         "host": socket.gethostname(),
@@ -116,7 +117,7 @@ def _machine() -> str:
     return socket.gethostname()
 
 
-def _is_dead(holder: dict[str, Any], silent: float) -> bool:
+def is_dead(holder: dict[str, Any], silent: float) -> bool:
     """Whether the job that has noted itself is gone.
 
     Args:

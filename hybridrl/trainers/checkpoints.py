@@ -98,6 +98,7 @@ class Checkpoints:
             StorageError: if it cannot be written; the checkpoint before it stays.
         """
         begin = time.perf_counter()
+        self._check_owner()
         part = self._folders.begin(step)
         with self._discarded_if_it_fails(step):
             self._driver, self._evaluated = self._state_of_driver(step), dict(figures)
@@ -143,21 +144,30 @@ class Checkpoints:
     def abandon(self) -> None:
         """Gives up what is being saved."""
         if self._saving is not None:
-            self._folders.discard(self._saving.step)
-            self._saving = None
+            self._discard(self._saving.step)
+
+    def _discard(self, step: int) -> None:
+        self._saving = None
+        owner = self.job.folder_owner
+        if owner is None or not owner.is_taken():  # otherwise the step may be another run's
+            self._folders.discard(step)
+
+    def _check_owner(self) -> None:
+        if self.job.folder_owner is not None:
+            self.job.folder_owner.check()
 
     @contextlib.contextmanager
     def _discarded_if_it_fails(self, step: int) -> Iterator[None]:
         try:
             yield
         except (HybridRLError, OSError):
-            self._folders.discard(step)
-            self._saving = None
+            self._discard(step)
             raise
 
     def _complete(self) -> Saving:
         saving, begin = self._saving, time.perf_counter()
         folder = self._folders.at(saving.step)
+        self._check_owner()
         with explain_write_errors(folder):
             write_whole(folder / DRIVER, self._driver.encode())
             write_whole(folder / MADE_WITH, json.dumps(self.job.made_with).encode())

@@ -107,6 +107,23 @@ def test_a_folder_of_checkpoints_is_of_one_run(tmp_path):
     assert sizes_below(tmp_path / "shared") == before
 
 
+def test_a_url_is_of_one_run_and_who_goes_on_with_it_ends_the_other(tmp_path, process_group):
+    url = f"memory://{uuid.uuid4()}/run"
+    command = [*SMALL, f"checkpoint.folder={url}", "trainer.steps=3"]
+    with Job(load_config([*command, f"run.directory={tmp_path / 'one'}"])) as job:
+        with pytest.raises(ConfigError, match=rf"{url} is that of the run in {tmp_path}/one \("):
+            train(*command, f"run.directory={tmp_path / 'two'}")
+        train(*command, "resume=auto", f"run.directory={tmp_path / 'elsewhere'}")
+        written = sizes_below(location_of(url))
+        words = rf"has been taken over by the run in {tmp_path}/elsewhere \(.*This job ends"
+        with make_console(1, "test") as view, pytest.raises(StorageError, match=words):
+            loop.Loop(job, view).run()
+    assert sizes_below(location_of(url)) == written
+    refused = r"is that of the run in .*/elsewhere"
+    with pytest.raises(ConfigError, match=refused):
+        train(*command, "resume=auto", f"run.directory={tmp_path / 'one'}", "trainer.steps=6")
+
+
 def test_which_steps_are_saved_and_stay(tmp_path):
     rules = ["checkpoint.every=0", "checkpoint.every_minutes=1e-9", "checkpoint.best=accuracy"]
     rules += ["checkpoint.keep_last=1", "checkpoint.keep_every=2", "eval.every=1"]

@@ -1,0 +1,99 @@
+"""A folder of checkpoints that stands apart is one run's, on a disk and at a URL."""
+
+import json
+import uuid
+
+import pytest
+
+from hybridrl.core.locations import location_of, sizes_below, write_whole
+from hybridrl.errors import ConfigError, StorageError
+from hybridrl.observe.folder_owner import OWNER, FolderOwner
+
+
+@pytest.fixture(params=["disk", "memory://"])
+def shared(request, tmp_path):
+    where = tmp_path / "shared" if request.param == "disk" else f"memory://{uuid.uuid4()}/run"
+    return location_of(where)
+
+
+@pytest.fixture
+def owner_of(shared, tmp_path):
+    """Claims the folder for the run of this name."""
+
+    def claim(name, resumes=False):
+        (tmp_path / name).mkdir(exist_ok=True)
+        owner = FolderOwner(shared, tmp_path / name)
+        owner.claim(resumes=resumes)
+        return owner
+
+    return claim
+
+
+def complete_step(shared):
+    write_whole(shared / "step-000003" / "complete.json", b"{}")
+
+
+def dead(shared):
+    """Has its owner be a process that is gone, on this machine."""
+    noted = json.loads((shared / OWNER).read_text())
+    write_whole(shared / OWNER, json.dumps(noted | {"started": noted["started"] - 100}).encode())
+
+
+def elsewhere(shared):
+    noted = json.loads((shared / OWNER).read_text())
+    write_whole(shared / OWNER, json.dumps(noted | {"machine": "another", "host": "far"}).encode())
+
+
+def test_the_second_run_is_refused_and_the_first_goes_on(shared, owner_of, tmp_path):
+    first = owner_of("one")
+    words = rf"checkpoint\.folder={shared} is that of the run in {tmp_path}/one .*remove .*owner"
+    with pytest.raises(ConfigError, match=words):
+        owner_of("two")
+    first.check()
+    elsewhere(shared)
+    with pytest.raises(ConfigError, match=r"on far\), and each run needs one"):
+        owner_of("two")
+    with pytest.raises(StorageError, match="taken over by the run in"):
+        first.check()
+    dead(shared)  # on a machine that cannot be asked
+    with pytest.raises(ConfigError, match="If that run is gone for good, remove"):
+        owner_of("two")
+
+
+def test_a_dead_job_keeps_nothing_from_its_own_run_and_from_new_ones(shared, owner_of):
+    owner_of("one")
+    dead(shared)
+    again = owner_of("one", resumes=True)
+    again.check()
+    dead(shared)
+    owner_of("two").check()
+    assert again.is_taken()
+
+
+def test_a_run_that_lost_its_folder_takes_it_and_the_old_job_hears_of_it(shared, owner_of):
+    old = owner_of("one")
+    complete_step(shared)
+    new = owner_of("two", resumes=True)
+    new.check()
+    with pytest.raises(StorageError, match=r"taken over by the run in .*/two .*This job ends"):
+        old.check()
+    old.release()
+    new.check()
+    with pytest.raises(ConfigError, match="is that of the run in"):  # it comes back
+        owner_of("one", resumes=True)
+
+
+def test_a_folder_without_a_step_is_given_back(shared, owner_of, tmp_path):
+    owner_of("one").release()
+    assert sizes_below(shared) == {} and list((tmp_path / "one").iterdir()) == []
+    one = owner_of("two")
+    complete_step(shared)
+    one.release()
+    one.check()
+    with pytest.raises(ConfigError, match="two"):
+        owner_of("three")
+
+
+def test_a_note_that_is_damaged_is_nobodys(shared, owner_of):
+    write_whole(shared / OWNER, b'{"run"')
+    owner_of("one").check()
