@@ -206,7 +206,6 @@ class Loop:
         return figures
 
     def _checkpoint(self, step: int, figures: Mapping[str, float]) -> None:
-        self.view.phase("saving a checkpoint")
         self._note_saved(self.checkpoints.finish())  # the one before
         self.checkpoints.start(step, figures)
         if self._preempted or not self.config.checkpoint.asynchronous:

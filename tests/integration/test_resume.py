@@ -115,7 +115,7 @@ def run(tmp_path, own, model, monkeypatch):
         config = load_config(named)
         resumed[:] = [1] if config.resume else []
         with make_console(1, "test") as view:
-            view.message = said.append
+            view.message = view.phase = said.append
             with Job(config, **objects) as job:
                 said += job.resumed.notices
                 loop.Loop(job, view).run()
@@ -251,7 +251,8 @@ def test_steps_go_on_while_one_is_written_and_it_is_as_it_was(run, monkeypatch):
     assert [row["step"] for row in figures] and figures[0]["step"] > 4
     assert figures[0]["checkpoint/bytes"] == 12 * parameters_of(folder)
     assert figures[0]["checkpoint/write_seconds"] > figures[0]["checkpoint/stall_seconds"] > 0
-    assert [line for line in said if line.startswith("step 3: checkpoint saved")]
+    about = [line.partition(";")[0] for line in said if "checkpoint" in line]
+    assert about == [f"step {step}: checkpoint saved" for step in (3, 6, 9)], "a line for each"
     assert_same_run(folder, whole)
     shutil.rmtree(folder / "checkpoints" / "step-000009")
     run.resume(f"resume={folder}")
