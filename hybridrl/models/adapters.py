@@ -6,6 +6,7 @@ The model stays a plain transformers model: `save_pretrained` writes the adapter
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -21,8 +22,11 @@ HEAD = "score"
 """The scalar head of a critic is new, so it is trained whole."""
 
 
-def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
+def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int = 0) -> None:
     """Freezes `model` and puts an adapter beside its linear layers, in place.
+
+    Args:
+        seed: Of the values that adapters begin with.
 
     Raises:
         MissingPackageError: without peft.
@@ -51,6 +55,17 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
         )
     except ValueError as error:
         raise ConfigError(f"actor.lora.targets={settings.targets}: {error}") from error
+    _draw(model, seed)
+
+
+def _draw(model: PreTrainedModel, seed: int) -> None:
+    """Draws what adapters begin with, as peft does, but of each layer by the seed and its name: so
+    it depends neither on what was drawn before nor on which process draws."""
+    with torch.random.fork_rng(devices=[]):
+        for name, module in model.named_modules():
+            if hasattr(module, "reset_lora_parameters"):
+                torch.default_generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+                module.reset_lora_parameters(ADAPTER, init_lora_weights=True)
 
 
 def has_adapters(model: PreTrainedModel) -> bool:

@@ -109,8 +109,6 @@ def _read_head(model: PreTrainedModel, files: TensorFiles) -> None:
     if files.shapes.get(HEAD) == tuple(head.shape):
         files.read(HEAD, tuple((0, size) for size in head.shape), head)
         return
-    # What transformers does with a new head draws random numbers, and adapters draw theirs after.
-    model._init_weights(model.score)
     nn.init.zeros_(model.score.weight)
 
 

@@ -37,6 +37,7 @@ class ModelSource:
         eos_token_ids: Tokens that end a response.
         save_dtype: Precision of the model in files; None: that of the files at `path`.
         file_bytes: Largest file, unless one tensor is larger.
+        seed: Of adapters, which are new in it.
     """
 
     path: str
@@ -46,6 +47,7 @@ class ModelSource:
     eos_token_ids: tuple[int, ...]
     save_dtype: str | None = None
     file_bytes: int = FILE_BYTES
+    seed: int = 0
 
 
 def policy_engine(
@@ -64,7 +66,7 @@ def policy_engine(
     if trains and config.lora.rank:
         # Read whole: peft makes adapters on the device of what they stand beside.
         model, files = load_model(source.path, "float32"), None
-        add_adapters(model, config.lora)
+        add_adapters(model, config.lora, source.seed)
     else:
         model, files = unread_model(source.path)
     return _engine(context, source, config, CausalPolicy(model), files, trains, rollout_tp)
@@ -81,7 +83,7 @@ def scalar_engine(
     """As `policy_engine`, for a model with a scalar head; see `ScalarModel`."""
     if trains and config.lora.rank:
         model, files = load_scalar_model(source.path, "float32"), None
-        add_adapters(model, config.lora)
+        add_adapters(model, config.lora, source.seed)
     else:
         model, files = unread_scalar_model(source.path)
     scalar = ScalarModel(model, reads)

@@ -98,9 +98,8 @@ def model(tmp_path_factory):
 def run(tmp_path, own, model, monkeypatch):
     """Runs a whole job in a folder of this name; gives the folder and what the console said."""
 
-    def adapt(model, settings):  # at random; alike in two runs that begin, and not when resumed
-        torch.manual_seed(len(resumed))
-        add_adapters(model, settings)
+    def adapt(model, settings, seed):  # with other values in a run that is resumed
+        add_adapters(model, settings, seed + len(resumed))
 
     resumed = []
     monkeypatch.setattr("hybridrl.workers.engines.add_adapters", adapt)

@@ -227,3 +227,25 @@ def test_targets_that_name_nothing_are_a_sentence(base):
     model = load_model(str(base["qwen2"]), "float32")
     with pytest.raises(ConfigError, match=r"^actor\.lora\.targets=\['query'\]: .*query"):
         add_adapters(model, LoraSettings(rank=2, targets=["query"]))
+
+
+def test_adapters_begin_by_their_seed_and_names_alone(base):
+    def drawn(seed, before, **settings):
+        torch.manual_seed(before)
+        model = load_model(str(base["qwen2"]), "float32")
+        add_adapters(model, LoraSettings(rank=2, **settings), seed)
+        after = torch.rand(1)
+        named = model.named_parameters()
+        return {name: p.detach() for name, p in named if ".lora_" in name}, after
+
+    first, after = drawn(0, before=1)
+    again, other_after = drawn(0, before=2)
+    assert first and all(torch.equal(first[name], again[name]) for name in first)
+    assert after != other_after, "others draw as they would have"
+    few, _ = drawn(0, before=1, targets=["v_proj"])
+    assert few and all(torch.equal(first[name], few[name]) for name in few)
+    other, _ = drawn(1, before=1)
+    down = [name for name in first if ".lora_A." in name]
+    assert not any(torch.equal(first[name], other[name]) for name in down)
+    assert len({float(first[name].sum()) for name in down}) == len(down)
+    assert not any(first[name].any() for name in first if ".lora_B." in name)
