@@ -1,4 +1,4 @@
-"""TrainEngine: forward, backward and optimizer steps of one model over a mesh. Knows no RL.
+"""TrainEngine: forward, backward and optimizer steps of a sharded model. Knows no RL.
 
 The loss is a function from `hybridrl.algorithms`; what it needs of each token comes as columns of
 the batch. Every token carries its weight in the global loss (`loss_weights`), so any split into
@@ -8,42 +8,28 @@ ranks and micro-batches gives the same gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hybridrl.algorithms import Segments, TokenLoss
-from hybridrl.checkpoint.agreement import agreed, explained
-from hybridrl.checkpoint.file_plan import FILE_BYTES
 from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.core.balance import pack
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import free_cached_memory
-from hybridrl.core.dtypes import DTYPES
-from hybridrl.core.layout import Layout
 from hybridrl.core.record import Fault
 from hybridrl.engine.faults import fault_of_batch, fault_of_gradients
 from hybridrl.engine.gradients import Gradients
-from hybridrl.engine.model_folder import fill, load_weights, save_model
 from hybridrl.engine.optimizer import make_optimizer
+from hybridrl.engine.sharded_model import ShardedModel
 from hybridrl.engine.token_columns import token_columns, token_places
 from hybridrl.engine.update_metrics import UpdateMetrics
-from hybridrl.engine.whole_parameters import whole_parameters
 from hybridrl.errors import TrainingError
 from hybridrl.models import PackedModel, PackedSamples
-from hybridrl.models.adapters import has_adapters, merged
-from hybridrl.models.stored_names import stored_form
-from hybridrl.parallel import tensor as tensor_parallel
-from hybridrl.parallel.fsdp import is_small, shard
-from hybridrl.parallel.layout import training_layout
 from hybridrl.parallel.mesh import ParallelMesh
-from hybridrl.parallel.pipeline import Pipeline
 from hybridrl.parallel.sequence import SequenceParallel
 
 MOST_SKIPPED = 20
@@ -55,7 +41,7 @@ Metrics are averaged over the tokens of `response_mask`; those named `*_by_row` 
 each sample, and are averaged over samples; of those named `*_max` the largest is taken."""
 
 
-class TrainEngine:
+class TrainEngine(ShardedModel):
     """Trains a sharded model, or only scores with it.
 
     Args:
@@ -82,31 +68,11 @@ class TrainEngine:
         config: ActorConfig,
         files: TensorFiles | None = None,
     ) -> None:
-        self.config = config
-        self.device = device
-        self.mesh = mesh
+        super().__init__(model, mesh, device, dtype, config, files)
         self.fault: Fault | None = None
-        self._layout: Layout | None = None
-        offload = config.offload_parameters and device.type != "cpu"
-        if config.gradient_checkpointing:
-            model.inner.gradient_checkpointing_enable({"use_reentrant": False})
-        self.has_adapters = has_adapters(model.inner)
-        cuts = tensor_parallel.cut(model, mesh)
-        self.cuts = cuts.cuts
         self._sequence = SequenceParallel.of(mesh)
-        self._pipeline: Pipeline | None = None
-        if (group := mesh.group("pp")) is not None:
-            self._pipeline = Pipeline(group, config.parallel.chunks)
-            model = self._pipeline.cut(model, DTYPES[dtype])
-        # Gathering gradients once per update, not per micro-batch, needs them whole in memory.
-        self._reduce_once = is_small(model)
-        # FSDP moves to the device what it shards, a module at a time: never the whole model.
-        self.model = shard(model, mesh.fsdp, DTYPES[dtype], offload=offload)
-        if files is not None:
-            place = torch.device("cpu") if offload else device
-            fill(self.model, files, self.cuts, mesh.index("tp"), place)
-        self._gradients = self._watch_gradients(cuts.partial)
-        moves = not offload and device.type != "cpu"
+        self._gradients = self._watch_gradients()
+        moves = not config.offload_parameters and device.type != "cpu"
         self._offload_optimizer = config.offload_optimizer and moves
         self._offloads_all, self._is_offloaded = config.offload_between_calls and moves, False
 
@@ -233,86 +199,6 @@ class TrainEngine:
         self.put_optimizer_away()
         return metrics
 
-    def layout(self) -> Layout:
-        """Which part of every parameter each rank of the mesh holds. Collective when first
-        asked."""
-        if self._layout is None:
-            self._drop_gathered()
-            parameters = dict(self.model.inner.named_parameters())
-            self._layout = training_layout(parameters, self.cuts, self.mesh)
-        return self._layout
-
-    def local_parameters(self) -> dict[str, Tensor]:
-        """What this rank holds of every parameter, float32."""
-        self._drop_gathered()
-        return {
-            name: p.detach().to_local() if isinstance(p, DTensor) else p.detach()
-            for name, p in self.model.inner.named_parameters()
-        }
-
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole, under its checkpoint name, one at a time. Collective."""
-        self._drop_gathered()
-        if self.mesh.size("tp") * self.mesh.size("pp") > 1:
-            yield from whole_parameters(self.layout(), self.local_parameters(), self.mesh)
-            return
-        for name, parameter in self.model.inner.named_parameters():
-            whole = parameter.detach()
-            if isinstance(whole, DTensor):
-                whole = whole.to(self.device).full_tensor()
-            yield name, whole
-
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As `full_parameters`, with adapters multiplied into the weights that they belong to."""
-        parameters = self.full_parameters()
-        return merged(self.model.inner, parameters) if self.has_adapters else parameters
-
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        """Inside, `forward` answers for the model as it was before its adapters."""
-        layers = [m for m in self.model.modules() if hasattr(m, "_disable_adapters")]
-        # Not by peft's own switch, which also turns gradients off: FSDP remembers that for good.
-        for layer in layers:
-            layer._disable_adapters = True
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer._disable_adapters = False
-
-    def save(
-        self, folder: Path, dtype: torch.dtype = torch.float32, file_bytes: int = FILE_BYTES
-    ) -> None:
-        """Writes the model, or its adapters alone, as a Hugging Face folder. Collective; every rank
-        writes what it holds, so all of them must see the folder.
-
-        Args:
-            dtype: Of the weights in the files; adapters are float32.
-            file_bytes: Largest file, unless one tensor is larger.
-
-        Raises:
-            StorageError: on all ranks, if one of them could not write.
-        """
-        inner = self.model.inner
-        if (form := stored_form(inner, self.layout().shapes)) is not None:
-            parts, dtype = self.local_parameters(), torch.float32 if self.has_adapters else dtype
-            save_model(inner, form, self.layout(), parts, self.mesh, folder, dtype, file_bytes)
-            return
-        # transformers changes what it saves, and must see it whole.
-        state = {}
-        for name, tensor in self.full_parameters():
-            if self.mesh.is_first:
-                state[name] = tensor.to("cpu", dtype)
-        with agreed(self.mesh.group()), explained(folder):
-            if self.mesh.is_first:
-                inner.save_pretrained(folder, state_dict=state, max_shard_size=file_bytes)
-
-    def load(self, folder: Path) -> None:
-        """Takes the weights that a Hugging Face folder and this model have in common; see
-        `load_weights`. Every rank reads what it holds."""
-        self._drop_gathered()
-        load_weights(self.model.inner, folder, self.cuts, self.mesh.index("tp"))
-
     def _pack(self, batch: Batch) -> PackedSamples:
         """The rows as one row of tokens, or this rank's part of it."""
         samples = PackedSamples.of(batch, self.device)
@@ -324,7 +210,7 @@ class TrainEngine:
         """What the model says of all response tokens of a micro-batch."""
         return outputs if self._sequence is None else self._sequence.gather(outputs, samples)
 
-    def _watch_gradients(self, partial: list[str]) -> Gradients:
+    def _watch_gradients(self) -> Gradients:
         parameters = dict(self.model.inner.named_parameters())
         copies = {
             parameter: cut.copies() if (cut := self.cuts.get(name)) else self.mesh.size("tp")
@@ -332,13 +218,8 @@ class TrainEngine:
         }
         if (tied := getattr(self.model, "tied", None)) in parameters:
             copies[parameters[tied]] *= 2  # the first stage's and the last one's
-        here = [(parameters[n], self.cuts.get(n)) for n in partial if n in parameters]
+        here = [(parameters[n], self.cuts.get(n)) for n in self._partial if n in parameters]
         return Gradients(self.model, self.mesh, copies, here)
-
-    def _drop_gathered(self) -> None:
-        """A forward leaves the parameters gathered for the next one: copies in the precision of
-        computation, which hide the ones that are trained."""
-        self.model.reshard()
 
     def _micro_batches(self, batch: Batch, rows_together: int = 1) -> list[list[int]]:
         """Rows of each micro-batch within the token budget; equally many on every rank, because

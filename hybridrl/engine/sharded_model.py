@@ -1,0 +1,162 @@
+"""ShardedModel: a model cut over the ranks of a mesh, and its parameters in parts and whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hybridrl.checkpoint.agreement import agreed, explained
+from hybridrl.checkpoint.file_plan import FILE_BYTES
+from hybridrl.checkpoint.reading import TensorFiles
+from hybridrl.config.schema import ActorConfig
+from hybridrl.core.dtypes import DTYPES
+from hybridrl.core.layout import Layout
+from hybridrl.engine.model_folder import fill, load_weights, save_model
+from hybridrl.engine.whole_parameters import whole_parameters
+from hybridrl.models import PackedModel
+from hybridrl.models.adapters import has_adapters, merged
+from hybridrl.models.stored_names import stored_form
+from hybridrl.parallel import tensor as tensor_parallel
+from hybridrl.parallel.fsdp import is_small, shard
+from hybridrl.parallel.layout import training_layout
+from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.parallel.pipeline import Pipeline
+
+
+class ShardedModel:
+    """Cuts a model, float32, in place.
+
+    Args:
+        model: On the CPU or not read yet (on the meta device).
+        mesh: How it is cut over the ranks.
+        device: This rank's device.
+        dtype: Name of the precision of computation.
+        config: Gradient checkpointing, offload, pipeline chunks.
+        files: Of a model that is not read yet: every rank reads what is left to it.
+
+    Attributes:
+        model: What this rank runs.
+        cuts: Of parameters that are cut over tensor-parallel ranks.
+        has_adapters: Whether only adapters are trained.
+    """
+
+    def __init__(
+        self,
+        model: PackedModel,
+        mesh: ParallelMesh,
+        device: torch.device,
+        dtype: str,
+        config: ActorConfig,
+        files: TensorFiles | None = None,
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.mesh = mesh
+        self._layout: Layout | None = None
+        offload = config.offload_parameters and device.type != "cpu"
+        if config.gradient_checkpointing:
+            model.inner.gradient_checkpointing_enable({"use_reentrant": False})
+        self.has_adapters = has_adapters(model.inner)
+        cuts = tensor_parallel.cut(model, mesh)
+        self.cuts, self._partial = cuts.cuts, cuts.partial
+        self._pipeline: Pipeline | None = None
+        if (group := mesh.group("pp")) is not None:
+            self._pipeline = Pipeline(group, config.parallel.chunks)
+            model = self._pipeline.cut(model, DTYPES[dtype])
+        # Gathering gradients once per update, not per micro-batch, needs them whole in memory.
+        self._reduce_once = is_small(model)
+        # FSDP moves to the device what it shards, a module at a time: never the whole model.
+        self.model = shard(model, mesh.fsdp, DTYPES[dtype], offload=offload)
+        if files is not None:
+            place = torch.device("cpu") if offload else device
+            fill(self.model, files, self.cuts, mesh.index("tp"), place)
+
+    def layout(self) -> Layout:
+        """Which part of every parameter each rank of the mesh holds. Collective when first
+        asked."""
+        if self._layout is None:
+            self._drop_gathered()
+            parameters = dict(self.model.inner.named_parameters())
+            self._layout = training_layout(parameters, self.cuts, self.mesh)
+        return self._layout
+
+    def local_parameters(self) -> dict[str, Tensor]:
+        """What this rank holds of every parameter, float32."""
+        self._drop_gathered()
+        return {
+            name: p.detach().to_local() if isinstance(p, DTensor) else p.detach()
+            for name, p in self.model.inner.named_parameters()
+        }
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole, under its checkpoint name, one at a time. Collective."""
+        self._drop_gathered()
+        if self.mesh.size("tp") * self.mesh.size("pp") > 1:
+            yield from whole_parameters(self.layout(), self.local_parameters(), self.mesh)
+            return
+        for name, parameter in self.model.inner.named_parameters():
+            whole = parameter.detach()
+            if isinstance(whole, DTensor):
+                whole = whole.to(self.device).full_tensor()
+            yield name, whole
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As `full_parameters`, with adapters multiplied into the weights that they belong to."""
+        parameters = self.full_parameters()
+        return merged(self.model.inner, parameters) if self.has_adapters else parameters
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Inside, `forward` answers for the model as it was before its adapters."""
+        layers = [m for m in self.model.modules() if hasattr(m, "_disable_adapters")]
+        # Not by peft's own switch, which also turns gradients off: FSDP remembers that for good.
+        for layer in layers:
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer._disable_adapters = False
+
+    def save(
+        self, folder: Path, dtype: torch.dtype = torch.float32, file_bytes: int = FILE_BYTES
+    ) -> None:
+        """Writes the model, or its adapters alone, as a Hugging Face folder. Collective; every rank
+        writes what it holds, so all of them must see the folder.
+
+        Args:
+            dtype: Of the weights in the files; adapters are float32.
+            file_bytes: Largest file, unless one tensor is larger.
+
+        Raises:
+            StorageError: on all ranks, if one of them could not write.
+        """
+        inner = self.model.inner
+        if (form := stored_form(inner, self.layout().shapes)) is not None:
+            parts, dtype = self.local_parameters(), torch.float32 if self.has_adapters else dtype
+            save_model(inner, form, self.layout(), parts, self.mesh, folder, dtype, file_bytes)
+            return
+        # transformers changes what it saves, and must see it whole.
+        state = {}
+        for name, tensor in self.full_parameters():
+            if self.mesh.is_first:
+                state[name] = tensor.to("cpu", dtype)
+        with agreed(self.mesh.group()), explained(folder):
+            if self.mesh.is_first:
+                inner.save_pretrained(folder, state_dict=state, max_shard_size=file_bytes)
+
+    def load(self, folder: Path) -> None:
+        """Takes the weights that a Hugging Face folder and this model have in common; see
+        `load_weights`. Every rank reads what it holds."""
+        self._drop_gathered()
+        load_weights(self.model.inner, folder, self.cuts, self.mesh.index("tp"))
+
+    def _drop_gathered(self) -> None:
+        """A forward leaves the parameters gathered for the next one: copies in the precision of
+        computation, which hide the ones that are trained."""
+        self.model.reshard()
