@@ -25,14 +25,14 @@ BAD_STEP = 4
 OWN = """
 from pathlib import Path
 
-from hybridrl.trainers import grpo
+from hybridrl.trainers import grpo, ppo
 
 BAD = Path(__file__).with_name("bad.txt")
 
 def odd(response, **row):
     return float(sum(map(ord, response)) % 7)
 
-class Spoiled(grpo.Trainer):
+class Spoils:
     def learn(self, batch, *columns):
         def spoiled(rows):
             bad = BAD.read_text().splitlines() if BAD.exists() else []
@@ -49,6 +49,12 @@ class Spoiled(grpo.Trainer):
     def step(self):
         _, handles = super().step()
         return self.learned, handles
+
+class Spoiled(Spoils, grpo.Trainer):
+    pass
+
+class SpoiledPPO(Spoils, ppo.Trainer):
+    pass
 """
 
 
@@ -157,6 +163,28 @@ def test_what_was_taken_back_is_in_no_figure_of_the_run(inline):
     first, before = (rewards_of(run)[0] for run in (folder, plain))
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["reward_first"] == first != before
+
+
+def test_the_weight_of_the_kl_is_that_of_the_step_gone_back_to(inline, tmp_path):
+    adaptive = ["algorithm=ppo", f"trainer.name={tmp_path / 'own.py'}:SpoiledPPO"]
+    adaptive += ["algorithm.kl_coefficient=0.1", "algorithm.kl_in_reward=true"]
+    adaptive += ["algorithm.kl_target=1e-5", "algorithm.kl_horizon=20", "eval.every=0"]
+
+    def weights(name, *overrides):
+        folder, _ = inline(name, *adaptive, *overrides)
+        rows = [row for row in rows_of(folder) if "time/step" in row]
+        return folder, [(row["step"], row["policy/kl_coefficient"]) for row in rows]
+
+    plain, wanted = weights("plain")
+    assert [step for step, _ in wanted] == [1, 2, 3, 4, 5]
+    assert len({weight for _, weight in wanted}) == 5
+    half, _ = weights("half", "trainer.steps=3")
+    assert weights("half", f"resume={half}", "trainer.steps=5") == (half, wanted)
+    poison(plain)
+    folder, found = weights("run", "guard.on_nan=rewind")
+    assert found[:4] == wanted[:4]
+    saved = json.loads((folder / "checkpoints" / "step-000004" / "driver.json").read_text())
+    assert found[4] == (5, saved["trainer"]["kl"]["coefficient"])
 
 
 @pytest.mark.ray
