@@ -35,7 +35,11 @@ class HostCopy:
         """Copies what local tensors hold now; zeros where there is none.
 
         From GPUs the copies are under way when this returns: the device does them before anything
-        that it is given to do later, and the function that this gives waits for them.
+        that it is given to do later, and the function that this gives waits for them. They go on
+        the stream of training on purpose: what changes the originals next, the optimizer's step or
+        a move to the host, is behind them in any case. On a stream of their own they would run
+        beside the next forward only if each of these waited for them, one forgotten wait would
+        write a state of two moments, and what is won is at most the time of the copies.
         """
         for part, into in zip(self._parts, self.values, strict=True):
             source = sources[part.source.tensor]
