@@ -29,7 +29,7 @@ from hybridrl.groups import build_groups
 from hybridrl.inputs import with_objects, write_rows
 from hybridrl.observe.folder_owner import FolderOwner
 from hybridrl.observe.metrics import open_writers
-from hybridrl.observe.run_directory import RunDirectory
+from hybridrl.observe.run_directory import RunDirectory, make_steps_folder
 from hybridrl.observe.run_lock import RunLock
 from hybridrl.trainers import load_trainer
 from hybridrl.trainers.resumed import find_checkpoint
@@ -102,7 +102,7 @@ class Job:
             self._opened.enter_context(RunLock(self.directory.path))
             steps = steps_folder(self.directory.path, config.checkpoint.folder)
             if config.checkpoint.folder is not None and isinstance(steps, Path):
-                steps.mkdir(parents=True, exist_ok=True)
+                make_steps_folder(steps)
                 self._opened.enter_context(RunLock(steps, "checkpoint.folder"))
             if config.resume is not None or config.fork is not None:
                 progress("looking for a checkpoint")

@@ -10,9 +10,11 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from hybridrl.config.resume import Source, named_source
+from hybridrl.config.resume import COMPLETE, Source, named_source
 from hybridrl.errors import ConfigError
 from hybridrl.observe.step_folders import StepFolders
+
+_CURE = "Bring it back from a copy, or from the folder of a step."
 
 
 def one_step(named: str) -> tuple[Source, StepFolders, int]:
@@ -30,6 +32,13 @@ def one_step(named: str) -> tuple[Source, StepFolders, int]:
         raise ConfigError(
             f"{named}: no such complete step is in {folders.path}; there are {known}."
         )
+    try:
+        folders.completed(step)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folders.at(step) / COMPLETE} could not be read ({error}). Bring it back from a "
+            "copy, or name another step."
+        ) from error
     return source, folders, step
 
 
@@ -54,6 +63,9 @@ def settings_of(source: Source) -> dict[str, Any]:
         ConfigError: if they cannot be read.
     """
     try:
-        return yaml.safe_load(source.settings.read_text(encoding="utf-8")) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{source.settings} could not be read: {error}.") from error
+        found = yaml.safe_load(source.settings.read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError, UnicodeError) as error:
+        raise ConfigError(f"{source.settings} could not be read: {error}. {_CURE}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{source.settings} holds no settings. {_CURE}")
+    return found

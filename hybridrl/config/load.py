@@ -156,6 +156,8 @@ def _explain(text: str, overrides: Sequence[str]) -> str:
                 )
         elif key not in known and not key.startswith("hydra") and not OPEN.match(key):
             if any(name.startswith(f"{key}.") for name in known):
+                if override.split("=", 1)[1].startswith("{"):
+                    continue  # several settings of the group at once
                 inner = [name for name in known if name.startswith(f"{key}.")]
                 return f"`{override}`: `{key}` is a group of settings; set {', '.join(inner)}."
             return f"There is no setting `{key}`.{_nearest_setting(key, known)}"
@@ -164,7 +166,10 @@ def _explain(text: str, overrides: Sequence[str]) -> str:
             return f"{override}: write a list in brackets, as in '{key}=[{value}]'."
     lines = text.strip().splitlines()
     key = re.search(r"full_key: (\S+)", text)
-    cause = next((line for line in lines if "Value '" in line), lines[0])
+    if key and "is not Optional" in text:
+        return f"{key.group(1)}=null: must have a value. Leave it out for the default."
+    said = ("Value '", "Cannot convert")
+    cause = next((line for line in lines if line.startswith(said)), lines[0])
     return f"{key.group(1)}: {cause}" if key else cause
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,7 +48,7 @@ def resumed(config: Config) -> Source | None:
     Raises:
         ConfigError: if there are no checkpoints of a run.
     """
-    directory = None if config.run.directory is None else Path(config.run.directory)
+    directory = Path(config.run.directory) if config.run.directory else None
     if config.resume is None:
         return None
     if config.resume == AUTO:
@@ -55,7 +57,8 @@ def resumed(config: Config) -> Source | None:
                 "resume=auto looks for checkpoints in run.directory, which is not set. Set it to "
                 "the folder that all runs of this command are to share."
             )
-        return _in_run(directory, config.checkpoint.folder)
+        with _readable(f"run.directory={directory} or its checkpoint.folder"):
+            return _in_run(directory, config.checkpoint.folder)
     found = named_source("resume", config.resume)
     if found.run is None and directory is None:
         raise ConfigError(
@@ -111,7 +114,7 @@ def named_source(setting: str, named: str) -> Source:
     if isinstance(place, Path):
         place = place.resolve()
     step = step_of(place)
-    try:
+    with _readable(said):
         if not place.is_dir():
             raise ConfigError(
                 f"{said}: there is no such folder. Name the folder of a run, or one of "
@@ -123,8 +126,6 @@ def named_source(setting: str, named: str) -> Source:
         elif isinstance(place, Path) and (place / SETTINGS).is_file():
             found = _in_run(place, None)
         found = found or _of_steps(place, None)
-    except OSError as error:
-        raise ConfigError(f"{said} could not be read: {error}.") from error
     if found is None and isinstance(place, Path) and (place / CHECKPOINTS).is_dir():
         raise ConfigError(
             f"{said}: {place} has no complete checkpoint, or its {SETTINGS} is lost: copy one back "
@@ -186,10 +187,22 @@ def _of_steps(folder: Location, step: int | None, settings: Path | None = None) 
     return None
 
 
+@contextmanager
+def _readable(said: str) -> Iterator[None]:
+    """Raises `ConfigError`, naming what a setting says, in place of an `OSError`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{said} could not be read: {error}. See whether it can be reached from here and may "
+            "be read (address, credentials, permissions)."
+        ) from error
+
+
 def _stored_folder(settings: Path) -> str | None:
     try:
         return (yaml.safe_load(settings.read_text(encoding="utf-8")) or {})["checkpoint"]["folder"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
+    except (OSError, yaml.YAMLError, UnicodeError, KeyError, TypeError):
         return None  # it is read again, and complained of, when its settings are wanted
 
 

@@ -60,7 +60,7 @@ def with_settings_of_run(config: Config, overrides: Sequence[str]) -> Config:
                 key = group  # that is null in one of the two, or has an option less
             OmegaConf.update(found, key, value, merge=False, force_add=True)
         settings = OmegaConf.to_object(found)
-    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
+    except (OSError, yaml.YAMLError, UnicodeError, OmegaConfBaseException) as error:
         named = f"fork={config.fork}" if resumes is None else f"resume={config.resume}"
         raise ConfigError(
             f"{named}: {source.settings} could not be read: {str(error).splitlines()[0]}. "

@@ -172,10 +172,15 @@ def location_of(text: str | Path) -> Location:
     """What a setting names: a URL, or a path.
 
     Raises:
-        ConfigError: if nothing is known of such URLs.
+        ConfigError: if it names nothing, or nothing is known of such URLs.
         MissingPackageError: if the package for them is not installed.
     """
     text = str(text)
+    path = text.partition("://")[2] if is_url(text) else text.removeprefix("file://")
+    if not path.strip() or "\0" in path or (is_url(text) and not path.strip("/")):
+        raise ConfigError(
+            f"{text!r} names no folder. Give a path, or a URL with a bucket: s3://bucket/runs/mine."
+        )
     if text.startswith("file://"):
         return Path(text.removeprefix("file://"))
     return RemotePath(text) if is_url(text) else Path(text).expanduser()

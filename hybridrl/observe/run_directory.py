@@ -175,6 +175,19 @@ class RunDirectory:
         self.samples.mkdir(exist_ok=True)
 
 
+def make_steps_folder(folder: Path) -> None:
+    """Makes a folder of checkpoints that is not in the run's.
+
+    Raises:
+        ConfigError: it cannot be made; the message names `checkpoint.folder`.
+        StorageError: the disk is full.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_writable("checkpoint.folder", folder, error) from error
+
+
 def _refuse_inside_a_run(setting: str, named: Path, path: Path) -> None:
     """A run's folder is one thing to name, to copy and to remove, and `checkpoints/` in it is
     tidied up."""

@@ -12,7 +12,7 @@ import yaml
 from hybridrl.config.resume import forked, resumed
 from hybridrl.config.resumed_settings import differences
 from hybridrl.config.schema import Config
-from hybridrl.core.locations import Location, location_of
+from hybridrl.core.locations import UNREACHABLE, Location, location_of
 from hybridrl.errors import ConfigError
 from hybridrl.observe.step_folders import StepFolders
 from hybridrl.trainers.role_spec import RoleSpec
@@ -93,7 +93,13 @@ def _check_unused(config: Config) -> None:
     """
     if (folder := config.checkpoint.folder) is None:
         return
-    if steps := StepFolders(location_of(folder)).steps():
+    try:
+        steps = StepFolders(location_of(folder)).steps()
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoint.folder={folder} could not be read: {error}. {UNREACHABLE}"
+        ) from error
+    if steps:
         raise ConfigError(
             f"checkpoint.folder={folder} holds step {steps[-1]} of an earlier run, and each run "
             f"needs a folder of its own. Give another, or go on with that run: resume={folder}."

@@ -175,3 +175,17 @@ def test_what_is_no_checkpoint_is_a_sentence(capsys, run, tmp_path):
     assert "is no run with checkpoints" in command(capsys, "list", tmp_path / "empty", code=2)
     words = command(capsys, "inspect", run[1].at(40), code=2)
     assert "no such complete step" in words and "10, 20, 30" in words
+
+
+@pytest.mark.parametrize("content", [b"{}", b"[]", b"not json"])
+def test_a_damaged_list_of_a_step_or_settings_that_are_none_are_a_sentence(
+    capsys, run, tmp_path, content
+):
+    place, folders = run
+    write_whole(folders.at(30) / "complete.json", content)
+    for words in (["inspect", place], ["export", place, tmp_path / "new"], ["diff", place, place]):
+        said = command(capsys, *words, code=2)
+        assert "complete.json could not be read" in said and "name another step" in said
+    if place != folders.path:
+        (place / "config.yaml").write_text("- one")
+        assert "holds no settings. Bring it back" in command(capsys, "list", place, code=2)

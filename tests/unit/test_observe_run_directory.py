@@ -207,3 +207,10 @@ def test_a_run_in_the_folder_of_another_is_refused(tmp_path):
         *("config.yaml", "metrics.jsonl", "logs", "samples")
     }
     RunDirectory.at(old.path, resumes=True)
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_made_is_a_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    for name in ("file", "file/sub"):
+        with pytest.raises(ConfigError, match=r"Set `checkpoint\.folder` to a folder"):
+            module.make_steps_folder(tmp_path / name)

@@ -139,3 +139,17 @@ def test_settings_that_cannot_be_read_are_a_sentence(run):
     (run / "config.yaml").write_text("trainer: {stepz: 1}")
     with pytest.raises(ConfigError, match=r"config\.yaml could not be read: .*stepz"):
         load_config([f"resume={run}"])
+
+
+def test_settings_that_are_no_text_are_a_sentence(run):
+    (run / "config.yaml").write_bytes(b"\xff\xfe")
+    for how in ([f"resume={run}"], [f"fork={run}"], ["resume=auto", f"run.directory={run}"]):
+        with pytest.raises(ConfigError, match=r"config\.yaml could not be read.*Bring it back"):
+            load_config(["checkpoint.every=20", *how])
+
+
+def test_what_cannot_be_reached_is_a_sentence(tmp_path):
+    url = "http://localhost:1/run"
+    for how in ([f"resume={url}"], [f"fork={url}"], ["resume=auto", f"checkpoint.folder={url}"]):
+        with pytest.raises(ConfigError, match=r"could not be read.*See whether it can"):
+            load_config([*how, "checkpoint.every=20", f"run.directory={tmp_path}"])

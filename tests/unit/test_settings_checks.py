@@ -4,9 +4,28 @@ import pytest
 from settings import configured
 
 from hybridrl.checks.settings import check
+from hybridrl.config.load import load_config
 from hybridrl.errors import ConfigError
 
 HERE = ["executor=inline", "rollout=transformers"]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("checkpoint.every=null", r"^checkpoint\.every=null: must have a value"),
+        ("checkpoint.folder=[1]", r"^checkpoint\.folder: Cannot convert 'list' to string"),
+        ("recover.wait_s=soon", r"^recover\.wait_s: Value 'soon'"),
+        ("guard=1", r"^`guard=1`: `guard` is a group of settings; set guard\.on_nan"),
+        ("checkpoint.evry=1", r"^There is no setting `checkpoint\.evry`.*`checkpoint\.every`"),
+        ("resume='a\x00b'", "names no folder"),
+        ("fork=memory://", "'memory://' names no folder"),
+        ("fork=' '", "names no folder"),
+    ],
+)
+def test_a_value_of_another_kind_is_named_beside_others_that_are_right(override, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config(["model.tiny={hidden_size: 32, layers: 1, heads: 1}", override])
 
 
 @pytest.mark.parametrize("value", [".nan", ".inf", "-.inf"])
@@ -53,3 +72,11 @@ def test_what_is_out_of_range_is_refused(override, words):
 def test_options_of_the_users_functions_are_theirs():
     options = ["reward.function=length", "reward.options={length: {limit: .inf}}"]
     check(configured([*HERE, *options]))
+
+
+def test_a_folder_of_checkpoints_has_a_name_and_is_not_the_runs_own(tmp_path):
+    wanted = [*HERE, "checkpoint.every=1", f"run.directory={tmp_path}"]
+    with pytest.raises(ConfigError, match="' ' names no folder"):
+        check(configured([*wanted, "checkpoint.folder=' '"]))
+    with pytest.raises(ConfigError, match=r"checkpoint\.folder=.* is run\.directory itself"):
+        check(configured([*wanted, f"checkpoint.folder={tmp_path}/"]))
