@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from hybridrl.errors import ConfigError
-from hybridrl.models import load_model, load_scalar_model, unread_model, unread_scalar_model
+from hybridrl.models import load_model, unread_model, unread_scalar_model
 
 
 @pytest.fixture
@@ -36,13 +36,8 @@ def test_parameters_have_no_memory_and_buffers_are_those_of_the_loaded_model(fol
 
 
 def test_a_new_head_is_zeros_and_a_trained_one_is_read(folder, tmp_path_factory):
-    torch.manual_seed(0)
     model, _ = unread_scalar_model(str(folder))
-    after = torch.get_rng_state()
     assert not model.score.weight.is_meta and not model.score.weight.any()
-    torch.manual_seed(0)
-    load_scalar_model(str(folder), "float32")
-    assert torch.equal(torch.get_rng_state(), after)
     trained = tmp_path_factory.mktemp("trained")
     critic = AutoModelForSequenceClassification.from_config(model.config)
     critic.save_pretrained(trained)
