@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -59,6 +60,8 @@ class TensorFiles:
                 )
         self.shapes = {name: entry.shape for name, (_, entry) in self._entries.items()}
         self._window = torch.empty(0, dtype=torch.uint8)
+        self._opened: dict[Path, int] = {}
+        weakref.finalize(self, _close, self._opened)
 
     @torch.no_grad()
     def read(self, name: str, box: Box, into: Tensor) -> None:
@@ -70,22 +73,26 @@ class TensorFiles:
             into: Of the shape of the box, on any device; values are cast to its dtype.
         """
         path, entry = self._entries[name]
-        size = entry.dtype.itemsize
+        file, size = self._open(path), entry.dtype.itemsize
         is_plain = into.device.type == "cpu" and into.is_contiguous()
         if is_plain and into.dtype == entry.dtype:  # no window in between
-            with path.open("rb", buffering=0) as file:
-                values = into.detach().view(-1).view(torch.uint8)
-                self._fill(file.fileno(), path, name, entry, box, values)
+            values = into.detach().view(-1).view(torch.uint8)
+            self._fill(file, path, name, entry, box, values)
             return
         if len(self._window) < min(WINDOW_BYTES, volume(box) * size):
             self._window = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
-        with path.open("rb", buffering=0) as file:
-            for part in windows(box, WINDOW_BYTES // size):
-                values = self._window[: volume(part) * size]
-                self._fill(file.fileno(), path, name, entry, part, values)
-                inner = zip(part, box, strict=True)
-                place = tuple(slice(low - at, high - at) for (low, high), (at, _) in inner)
-                into[place].copy_(values.view(entry.dtype).view(extent(part)))
+        for part in windows(box, WINDOW_BYTES // size):
+            values = self._window[: volume(part) * size]
+            self._fill(file, path, name, entry, part, values)
+            inner = zip(part, box, strict=True)
+            place = tuple(slice(low - at, high - at) for (low, high), (at, _) in inner)
+            into[place].copy_(values.view(entry.dtype).view(extent(part)))
+
+    def _open(self, path: Path) -> int:
+        """A file that stays open for as long as this object lives."""
+        if path not in self._opened:
+            self._opened[path] = os.open(path, os.O_RDONLY)
+        return self._opened[path]
 
     def _fill(
         self, file: int, path: Path, name: str, entry: Entry, box: Box, values: Tensor
@@ -101,12 +108,17 @@ class TensorFiles:
                         f"{path} ended inside `{name}`: it has become shorter since it was opened."
                     )
                 at, start = at + got, start + got
-                self.bytes_read += got
+        self.bytes_read += at
 
 
 def index_of(stem: str) -> str:
     """The file that says which tensor is in which of several files."""
     return f"{stem}.safetensors.index.json"
+
+
+def _close(opened: Mapping[Path, int]) -> None:
+    for file in opened.values():
+        os.close(file)
 
 
 def _files(folder: Path, stem: str) -> tuple[list[Path], dict[str, Path]]:

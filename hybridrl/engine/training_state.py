@@ -66,7 +66,7 @@ def load_training_state(engine: TrainEngine, folder: Location) -> dict[str, int]
         targets = {files.weights[name]: (weights, local[name])}
         states.pop(parameter, None)
         if steps.get(name) is not None:
-            values = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
+            values = {kind: torch.empty_like(parameter) for kind in MOMENTS}
             step = torch.tensor(steps[name], dtype=torch.float32, device=parameter.device)
             states[parameter] = {"step": step, **values}
             for kind, value in values.items():
