@@ -45,6 +45,12 @@ def intersection(first: Box, second: Box) -> Box | None:
     return tuple(shared)
 
 
+def relative(box: Box, outer: Box) -> Box:
+    """A box counted from the first corner of one that it lies in."""
+    pairs = zip(box, outer, strict=True)
+    return tuple((start - origin, stop - origin) for (start, stop), (origin, _) in pairs)
+
+
 def subtract(box: Box, hole: Box) -> list[Box]:
     """Disjoint boxes, two per dim at most, of what is in `box` and not in `hole`."""
     shared = intersection(box, hole)
