@@ -2,10 +2,11 @@
 
     python benchmarks/loading.py [--layers 21]
 
-The workers that trainers use, cut by FSDP2 over four gloo ranks, or by tensor parallelism: an actor,
-one with adapters, and a frozen reference, from a folder of float32 weights that is made first. Of
-each the most host memory above what the rank then holds, as the kernel counts it (VmHWM: mapped
-files, too), and the bytes that all ranks have read and written, Python's own files included. Linux.
+The workers that trainers use, cut by FSDP2 over four gloo ranks, or by tensor parallelism: an
+actor, one with adapters, and a frozen reference, from a folder of float32 weights that is made
+first. Of each the most host memory above what the rank then holds, as the kernel counts it (VmHWM:
+mapped files, too), and the bytes that all ranks have read and written, Python's own files included.
+Linux.
 """
 
 from __future__ import annotations
