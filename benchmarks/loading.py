@@ -54,7 +54,7 @@ CASES = {
     "actor, FSDP": Case(ParallelConfig()),
     "actor, tp=4": Case(ParallelConfig(tp=4)),
     "reference, tp=2 and FSDP": Case(ParallelConfig(tp=2), is_frozen=True),
-    # "actor with adapters, FSDP": Case(ParallelConfig(), lora=8),
+    "actor with adapters, FSDP": Case(ParallelConfig(), lora=8),
 }
 
 
