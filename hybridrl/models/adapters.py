@@ -24,7 +24,7 @@ HEAD = "score"
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
     """Freezes `model` and puts an adapter beside its linear layers, in place. Parameters on the
-    meta device stay there; those of the adapter have values.
+    meta device stay there; those of the adapter are where new tensors are.
 
     Raises:
         MissingPackageError: without peft.
@@ -64,7 +64,7 @@ def _off_meta(model: nn.Module) -> Iterator[None]:
         for each in empty:
             torch.utils.swap_tensors(each, nn.Parameter(make(each), each.requires_grad))
 
-    replace_all(lambda each: torch.zeros((), dtype=each.dtype).expand(each.shape))
+    replace_all(lambda each: torch.zeros((), dtype=each.dtype, device="cpu").expand(each.shape))
     try:
         yield
     finally:

@@ -119,7 +119,7 @@ def program(rank, folder):
         mine = contents(engine)
         held = sum(local.nbytes for _, local, _ in mine["parameters"].values())
         wrong = differences(mine, wanted)
-        if model == "tied":
+        if model in ("tied", "adapters"):
             learned = [contents(learn(one)) for one in (engine, reference)]
             wrong += differences(*learned)
         found[cut, model, small] = {"wrong": wrong, "read": read, "held": held}
