@@ -6,7 +6,7 @@ A model of 42 million parameters, cut by FSDP2 over four gloo ranks, with AdamW'
 Against torch's distributed checkpoints (DCP): how long training waits for a save. Then how well the
 writing is divided, what the plan of who writes what costs the second time, and training while a
 save is written. Last, loading into another cut (two data-parallel times two tensor-parallel),
-against a first rank that reads everything and sends each rank its part.
+against a first rank that reads everything and sends each rank its part, without any checks.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.algorithms import Segments, negative_log_likelihood, token_weights
 from hybridrl.checkpoint import reading
+from hybridrl.checkpoint.file_plan import MODEL
 from hybridrl.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from hybridrl.controller.worker import Context, Rendezvous
 from hybridrl.core.batch import Batch, Ragged
 from hybridrl.core.training_mesh import training_mesh
+from hybridrl.engine.state_files import MOMENTS, MOMENTS_STEM
 from hybridrl.engine.state_saver import StateSaver
 from hybridrl.engine.train import TrainEngine
 from hybridrl.engine.training_state import load_training_state
@@ -167,20 +169,29 @@ def loading(rank: int, folder: Path, rounds: int) -> dict[str, list[float]]:
         return got
 
     def scatter() -> None:
-        """The first rank reads all files, and sends everybody's parts."""
-        place = folder / "saved"
-        read = {}
+        """The first rank reads all files and sends everybody's parts, which are received where they
+        are to be."""
+        weights, read = engine.local_parameters(), {}
+        targets = dict(weights)
+        for kind in MOMENTS:
+            targets |= {f"{kind}/{name}": torch.empty_like(w) for name, w in weights.items()}
         if rank == 0:
-            read = load_file(place / "model.safetensors") | load_file(place / "moments.safetensors")
-        for name in layout.shapes:
-            for stored in (name, f"exp_avg/{name}", f"exp_avg_sq/{name}"):
-                for other in range(1, RANKS):
-                    for piece in layout.pieces[other].get(name, ()):
-                        part = tuple(slice(*side) for side in piece.box)
-                        if rank == 0:
-                            dist.send(read[stored][part].contiguous(), other)
-                        elif rank == other:
-                            dist.recv(torch.empty([b - a for a, b in piece.box]), 0)
+            for stem in (MODEL, MOMENTS_STEM):
+                read |= load_file(folder / "saved" / f"{stem}.safetensors")
+        for stored, target in targets.items():
+            if rank:
+                dist.recv(target, 0)
+                continue
+            sent = []
+            for other in range(RANKS):
+                (piece,) = layout.pieces[other][stored.rpartition("/")[2]]
+                part = read[stored][tuple(slice(*side) for side in piece.box)]
+                if other:
+                    sent.append(dist.isend(part.contiguous(), other))
+                else:
+                    target.copy_(part)
+            for sending in sent:
+                sending.wait()
 
     held = sum(tensor.nbytes for tensor in engine.local_parameters().values())
     seconds: dict[str, list[float]] = {"boxes": [], "scatter": []}

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from hybridrl.checkpoint.agreement import explained
 from hybridrl.checkpoint.file_plan import FilePart
-from hybridrl.checkpoint.header import DTYPES, make_header
+from hybridrl.checkpoint.header import DTYPES, bytes_of, make_header
 from hybridrl.checkpoint.reading import TensorFiles
-from hybridrl.checkpoint.writing import bytes_of, written_box
-from hybridrl.core.boxes import Box, extent, intersection, runs
+from hybridrl.checkpoint.writing import written_box
+from hybridrl.core.boxes import Box, extent, intersection, relative, runs
 from hybridrl.core.locations import Location, RemotePath
 from hybridrl.core.written import Written, WrittenBox, WrittenHeader, read_lists
 from hybridrl.errors import ConfigError, StorageError
@@ -61,13 +61,31 @@ def write_apart(
     return {file.name: WrittenHeader(len(header), zlib.crc32(header), length)}, boxes
 
 
-def open_tensors(folder: Location, stem: str) -> TensorFiles | TensorsApart:
+def open_lists(folder: Location) -> list[Written]:
+    """What all ranks wrote to a folder.
+
+    Raises:
+        ConfigError: if that cannot be read.
+    """
+    try:
+        return read_lists(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folder} could not be read: {error}. Resume from another step."
+        ) from error
+
+
+def open_tensors(
+    folder: Location, stem: str, lists: Sequence[Written]
+) -> TensorFiles | TensorsApart:
     """The tensors of a folder, on a disk or at a URL.
 
     Args:
         stem: What the names of their files begin with.
+        lists: Of the folder.
     """
-    return TensorFiles(folder, stem) if isinstance(folder, Path) else TensorsApart(folder, stem)
+    kind = TensorFiles if isinstance(folder, Path) else TensorsApart
+    return kind(folder, stem, lists)
 
 
 class TensorsApart:
@@ -75,19 +93,13 @@ class TensorsApart:
 
     Args:
         stem: What the names of their files would begin with on a disk.
-
-    Raises:
-        ConfigError: if the lists cannot be read.
+        lists: Of the folder.
     """
 
-    def __init__(self, folder: RemotePath, stem: str) -> None:
+    def __init__(self, folder: RemotePath, stem: str, lists: Iterable[Written]) -> None:
         self.folder = folder
         self.bytes_read = 0
         self._boxes: dict[str, list[tuple[Written, WrittenBox]]] = {}
-        try:
-            lists = read_lists(folder)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{folder} could not be read: {error}.") from error
         for one in lists:
             for box in one.boxes:
                 if box.file.startswith((f"{stem}.", f"{stem}-")):
@@ -106,15 +118,15 @@ class TensorsApart:
             at = 0
             part = torch.empty(extent(wanted), dtype=DTYPES[written.dtype])
             flat = part.view(-1)
-            for start, count in runs(extent(written.box), _inside(written.box, wanted)):
+            for start, count in runs(extent(written.box), relative(wanted, written.box)):
                 flat[at : at + count] = values[start - first : start - first + count]
                 at += count
-            into[tuple(slice(*sides) for sides in _inside(box, wanted))].copy_(part)
+            into[tuple(slice(*sides) for sides in relative(wanted, box))].copy_(part)
 
     def _fetch(self, file: RemotePath, written: WrittenBox, wanted: Box) -> tuple[Tensor, int]:
         """Values of a written box, of which the first is the one of this number in it."""
         dtype = DTYPES[written.dtype]
-        found = list(runs(extent(written.box), _inside(written.box, wanted)))
+        found = list(runs(extent(written.box), relative(wanted, written.box)))
         first, stop = found[0][0], sum(found[-1])
         start = (written.own_start or 0) + first * dtype.itemsize
         length = (stop - first) * dtype.itemsize
@@ -133,9 +145,3 @@ class TensorsApart:
                 "another step."
             )
         return torch.frombuffer(bytearray(content), dtype=dtype), first
-
-
-def _inside(outer: Box, inner: Box) -> Box:
-    """A box counted from the first corner of one that it lies in."""
-    pairs = zip(outer, inner, strict=True)
-    return tuple((start - origin, stop - origin) for (origin, _), (start, stop) in pairs)

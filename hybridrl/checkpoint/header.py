@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from hybridrl.errors import ConfigError
 
@@ -113,6 +114,12 @@ def make_header(
     first = _LENGTH.size + len(text)
     entries = {name: Entry(shapes[name], dtype, first + start) for name, start in starts.items()}
     return _LENGTH.pack(len(text)) + text, entries, first + end
+
+
+def bytes_of(values: Tensor) -> memoryview:
+    """What stands in a file of a tensor of the host, in the order of its elements."""
+    flat = values.contiguous().view(values.numel()).view(torch.uint8)
+    return flat.numpy().data
 
 
 def _entry(path: Path, name: str, described: Any) -> tuple[Entry, int]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+import weakref
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hybridrl.checkpoint.file_plan import MODEL
-from hybridrl.checkpoint.header import Entry, read_header
-from hybridrl.core.boxes import Box, extent, runs, volume, windows
+from hybridrl.checkpoint.header import Entry, bytes_of, read_header
+from hybridrl.core.boxes import Box, extent, intersection, relative, runs, volume, windows
+from hybridrl.core.written import Written, WrittenBox
 from hybridrl.errors import ConfigError
 
 WINDOW_BYTES = 8 << 20
@@ -27,6 +30,9 @@ class TensorFiles:
 
     Args:
         stem: What the files' names begin with; of another than `model` no other files are taken.
+        lists: What ranks say that they wrote to the folder. A box of theirs that is read whole is
+            compared with its checksum, if it is not cast; of one that is read in part nothing can
+            be said.
 
     Attributes:
         folder: As given.
@@ -38,7 +44,7 @@ class TensorFiles:
             them.
     """
 
-    def __init__(self, folder: Path, stem: str = MODEL) -> None:
+    def __init__(self, folder: Path, stem: str = MODEL, lists: Iterable[Written] = ()) -> None:
         self.folder = folder
         self.bytes_read = 0
         self._entries: dict[str, tuple[Path, Entry]] = {}
@@ -59,6 +65,11 @@ class TensorFiles:
                 )
         self.shapes = {name: entry.shape for name, (_, entry) in self._entries.items()}
         self._window = torch.empty(0, dtype=torch.uint8)
+        self._opened: dict[Path, int] = {}
+        weakref.finalize(self, _close, self._opened)
+        self._written: dict[str, list[WrittenBox]] = {}
+        for box in (box for one in lists for box in one.boxes):
+            self._written.setdefault(box.tensor, []).append(box)
 
     @torch.no_grad()
     def read(self, name: str, box: Box, into: Tensor) -> None:
@@ -68,24 +79,45 @@ class TensorFiles:
             name: One of `shapes`.
             box: Which part.
             into: Of the shape of the box, on any device; values are cast to its dtype.
+
+        Raises:
+            ConfigError: if the file is not what it was; names it.
         """
         path, entry = self._entries[name]
-        size = entry.dtype.itemsize
+        file, size = self._open(path), entry.dtype.itemsize
         is_plain = into.device.type == "cpu" and into.is_contiguous()
         if is_plain and into.dtype == entry.dtype:  # no window in between
-            with path.open("rb", buffering=0) as file:
-                values = into.detach().view(-1).view(torch.uint8)
-                self._fill(file.fileno(), path, name, entry, box, values)
+            values = into.detach().view(-1).view(torch.uint8)
+            self._fill(file, path, name, entry, box, values)
+            self._check(path, name, box, into)
             return
         if len(self._window) < min(WINDOW_BYTES, volume(box) * size):
             self._window = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
-        with path.open("rb", buffering=0) as file:
-            for part in windows(box, WINDOW_BYTES // size):
-                values = self._window[: volume(part) * size]
-                self._fill(file.fileno(), path, name, entry, part, values)
-                inner = zip(part, box, strict=True)
-                place = tuple(slice(low - at, high - at) for (low, high), (at, _) in inner)
-                into[place].copy_(values.view(entry.dtype).view(extent(part)))
+        for part in windows(box, WINDOW_BYTES // size):
+            values = self._window[: volume(part) * size]
+            self._fill(file, path, name, entry, part, values)
+            place = tuple(slice(*side) for side in relative(part, box))
+            into[place].copy_(values.view(entry.dtype).view(extent(part)))
+        self._check(path, name, box, into)
+
+    def _check(self, path: Path, name: str, box: Box, values: Tensor) -> None:
+        """Compares what was read of a box with the checksums of those that it holds whole."""
+        is_cast = values.dtype != self._entries[name][1].dtype
+        for one in self._written.get(name, ()):
+            if is_cast or intersection(one.box, box) != one.box:
+                continue
+            place = tuple(slice(*side) for side in relative(one.box, box))
+            if zlib.crc32(bytes_of(values[place].cpu())) != one.crc32:
+                raise ConfigError(
+                    f"{path} is damaged: `{name}` in it is not what was written. Resume from "
+                    "another step."
+                )
+
+    def _open(self, path: Path) -> int:
+        """A file that stays open for as long as this object lives."""
+        if path not in self._opened:
+            self._opened[path] = os.open(path, os.O_RDONLY)
+        return self._opened[path]
 
     def _fill(
         self, file: int, path: Path, name: str, entry: Entry, box: Box, values: Tensor
@@ -101,12 +133,17 @@ class TensorFiles:
                         f"{path} ended inside `{name}`: it has become shorter since it was opened."
                     )
                 at, start = at + got, start + got
-                self.bytes_read += got
+        self.bytes_read += at
 
 
 def index_of(stem: str) -> str:
     """The file that says which tensor is in which of several files."""
     return f"{stem}.safetensors.index.json"
+
+
+def _close(opened: Mapping[Path, int]) -> None:
+    for file in opened.values():
+        os.close(file)
 
 
 def _files(folder: Path, stem: str) -> tuple[list[Path], dict[str, Path]]:

@@ -23,7 +23,7 @@ from hybridrl.checkpoint.file_plan import (
     plan_files,
     share,
 )
-from hybridrl.checkpoint.header import NAMES
+from hybridrl.checkpoint.header import NAMES, bytes_of
 from hybridrl.checkpoint.reading import index_of
 from hybridrl.core.boxes import extent, runs
 from hybridrl.core.layout import Layout
@@ -170,12 +170,6 @@ def write_bytes(path: Location, content: bytes) -> None:
     """
     with explained(path):
         write_whole(path, content)
-
-
-def bytes_of(values: Tensor) -> memoryview:
-    """What is to be written of a tensor of the host, in the order of its elements."""
-    flat = values.contiguous().view(values.numel()).view(torch.uint8)
-    return flat.numpy().data
 
 
 def _write_box(file: int, part: FilePart, memory: memoryview) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.checkpoint.apart import TensorsApart, open_tensors
+from hybridrl.checkpoint.apart import TensorsApart, open_lists, open_tensors
 from hybridrl.checkpoint.file_plan import MODEL
 from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.checkpoint.writing import write_tensors
@@ -68,7 +68,7 @@ def _model(folder: Location) -> tuple[TensorFiles | TensorsApart, str]:
 def _open(folder: Location, stem: str) -> TensorFiles | TensorsApart | None:
     if isinstance(folder, Path) and not list(folder.glob(f"{stem}*.safetensors")):
         return None
-    found = open_tensors(folder, stem)
+    found = open_tensors(folder, stem, open_lists(folder))
     return found if found.shapes else None
 
 

@@ -9,14 +9,13 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from hybridrl.checkpoint.apart import TensorsApart, open_tensors
+from hybridrl.checkpoint.apart import TensorsApart, open_lists, open_tensors
 from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.commands.steps import one_step, settings_of, show, show_json
 from hybridrl.config.resume import Source
 from hybridrl.config.resumed_settings import differences
 from hybridrl.core.boxes import extent, whole, windows
 from hybridrl.core.locations import Location
-from hybridrl.core.written import read_lists
 
 WINDOW_ELEMENTS = 4 << 20
 """What is compared at once."""
@@ -72,10 +71,9 @@ def _tensors(before: Location, after: Location) -> dict[str, dict[str, Any]]:
 
 def _weights(folder: Location) -> dict[str, TensorFiles | TensorsApart]:
     """By the name of a weight: the files that have it."""
-    stems = {
-        box.file.split(".")[0].split("-")[0] for one in read_lists(folder) for box in one.boxes
-    }
-    opened = [open_tensors(folder, stem) for stem in sorted(stems - {"moments"})]
+    lists = open_lists(folder)
+    stems = {box.file.split(".")[0].split("-")[0] for one in lists for box in one.boxes}
+    opened = [open_tensors(folder, stem, lists) for stem in sorted(stems - {"moments"})]
     return {name: files for files in opened for name in files.shapes}
 
 

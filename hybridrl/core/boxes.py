@@ -6,7 +6,6 @@ and count in elements.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -44,6 +43,12 @@ def intersection(first: Box, second: Box) -> Box | None:
             return None
         shared.append((low, high))
     return tuple(shared)
+
+
+def relative(box: Box, outer: Box) -> Box:
+    """A box counted from the first corner of one that it lies in."""
+    pairs = zip(box, outer, strict=True)
+    return tuple((start - origin, stop - origin) for (start, stop), (origin, _) in pairs)
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:
@@ -127,9 +132,12 @@ def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
         return
     strides = [math.prod(shape[dim + 1 :]) for dim in range(last)]
     start, stop = box[last - 1]
-    for index in itertools.product(*(range(*side) for side in box[: last - 1])):
-        at = sum(place * stride for place, stride in zip((*index, start), strides, strict=True))
-        yield at, (stop - start) * strides[-1]
+    found = [start * strides[-1]]  # a list at a time: of a tensor that is cut in columns a million
+    for side, stride in zip(box[: last - 1], strides, strict=False):
+        found = [at + place * stride for at in found for place in range(*side)]
+    count = (stop - start) * strides[-1]
+    for at in found:
+        yield at, count
 
 
 def windows(box: Box, most: int) -> Iterator[Box]:

@@ -226,8 +226,8 @@ def _crc32(file: Location, ranges: Iterable[tuple[int, int]]) -> int:
 
 
 def _box(read: Any) -> WrittenBox:
-    box = tuple((start, stop) for start, stop in read["box"])
-    found = WrittenBox(**{**read, "shape": tuple(read["shape"]), "box": box})
-    if found.dtype not in ITEM_BYTES or len(box) != len(found.shape):
+    read["shape"], read["box"] = tuple(read["shape"]), tuple(map(tuple, read["box"]))
+    found = WrittenBox(**read)
+    if found.dtype not in ITEM_BYTES or [len(side) for side in found.box] != [2] * len(found.shape):
         raise KeyError(f"`{found.tensor}`")
     return found

@@ -53,7 +53,8 @@ class HybridEngine:
         self.rollout = rollout
         self.policy_version = 0
         self.cost: SyncCost | None = None
-        self._loaded_version = 0
+        awaits = rollout is not None and rollout.awaits_weights
+        self._loaded_version = NOT_LOADED if awaits else 0
         self._phase = phase
         self._dtype = DTYPES[dtype]
         self._verify = verify

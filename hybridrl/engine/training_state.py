@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from hybridrl.checkpoint.apart import TensorsApart, open_tensors
+from hybridrl.checkpoint.apart import TensorsApart, open_lists, open_tensors
 from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.checkpoint.writing import write_bytes
 from hybridrl.core.boxes import extent
 from hybridrl.core.layout import Layout
 from hybridrl.core.locations import Location
-from hybridrl.core.written import lacking, read_lists
+from hybridrl.core.written import lacking
 from hybridrl.engine.state_files import (
     MOMENTS,
     MOMENTS_STEM,
@@ -57,16 +57,19 @@ def load_training_state(engine: TrainEngine, folder: Location) -> dict[str, int]
         ConfigError: if a file is damaged, or the state is that of another model; names the folder
             and the parameter.
     """
-    numbers, steps = read_numbers(folder / NUMBERS), _read_steps(folder)
+    numbers, lists = read_numbers(folder / NUMBERS), open_lists(folder)
+    if fault := lacking(folder, lists):
+        raise ConfigError(f"{fault}: saving did not come to its end. Resume from another step.")
+    steps = {name: count for written in lists for name, count in written.steps.items()}
     files, layout = state_files(engine), engine.layout()
-    weights, moments = open_tensors(folder, files.stem), open_tensors(folder, MOMENTS_STEM)
+    weights, moments = (open_tensors(folder, s, lists) for s in (files.stem, MOMENTS_STEM))
     _check_parameters(folder, moments, layout, files)
     local, states = engine.local_parameters(), engine.optimizer.state
     for name, parameter in trained_parameters(engine).items():
         targets = {files.weights[name]: (weights, local[name])}
         states.pop(parameter, None)
         if steps.get(name) is not None:
-            values = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
+            values = {kind: torch.empty_like(parameter) for kind in MOMENTS}
             step = torch.tensor(steps[name], dtype=torch.float32, device=parameter.device)
             states[parameter] = {"step": step, **values}
             for kind, value in values.items():
@@ -107,17 +110,6 @@ def read_numbers(file: Location) -> dict[str, Any]:
         raise ConfigError(
             f"{file} could not be read ({type(error).__name__}: {error}). Resume from another step."
         ) from error
-
-
-def _read_steps(folder: Location) -> dict[str, float | None]:
-    """By parameter: the optimizer's count of its steps; None before the first."""
-    try:
-        lists = read_lists(folder)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{error}. Resume from another step.") from error
-    if fault := lacking(folder, lists):
-        raise ConfigError(f"{fault}: saving did not come to its end. Resume from another step.")
-    return {name: steps for written in lists for name, steps in written.steps.items()}
 
 
 def _check_parameters(

@@ -7,10 +7,11 @@ The model stays a plain transformers model: `save_pretrained` writes the adapter
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybridrl.config.schema import LoraSettings
@@ -23,7 +24,8 @@ HEAD = "score"
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int = 0) -> None:
-    """Freezes `model` and puts an adapter beside its linear layers, in place.
+    """Freezes `model` and puts an adapter beside its linear layers, in place. Parameters on the
+    meta device stay there; those of the adapter are where new tensors are.
 
     Args:
         seed: Of the values that adapters begin with.
@@ -40,19 +42,18 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int = 0) 
             "pip install 'hybridrl[lora]'."
         ) from error
     scalar = hasattr(model, HEAD)
+    adapter = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=settings.targets
+        if isinstance(settings.targets, str)
+        else list(settings.targets),
+        task_type="SEQ_CLS" if scalar else "CAUSAL_LM",
+        modules_to_save=[HEAD] if scalar else None,
+    )
     try:
-        model.add_adapter(
-            LoraConfig(
-                r=settings.rank,
-                lora_alpha=settings.alpha,
-                target_modules=settings.targets
-                if isinstance(settings.targets, str)
-                else list(settings.targets),
-                task_type="SEQ_CLS" if scalar else "CAUSAL_LM",
-                modules_to_save=[HEAD] if scalar else None,
-            ),
-            ADAPTER,
-        )
+        with _off_meta(model):
+            model.add_adapter(adapter, ADAPTER)
     except ValueError as error:
         raise ConfigError(f"actor.lora.targets={settings.targets}: {error}") from error
     _draw(model, seed)
@@ -66,6 +67,23 @@ def _draw(model: PreTrainedModel, seed: int) -> None:
             if hasattr(module, "reset_lora_parameters"):
                 torch.default_generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
                 module.reset_lora_parameters(ADAPTER, init_lora_weights=True)
+
+
+@contextmanager
+def _off_meta(model: nn.Module) -> Iterator[None]:
+    """Inside, what is on the meta device is on the CPU, where it takes no memory either: peft makes
+    an adapter, which is to have values, on the device of the layer beside it."""
+    empty = [parameter for parameter in model.parameters() if parameter.is_meta]
+
+    def replace_all(make: Callable[[nn.Parameter], Tensor]) -> None:
+        for each in empty:
+            torch.utils.swap_tensors(each, nn.Parameter(make(each), each.requires_grad))
+
+    replace_all(lambda each: torch.zeros((), dtype=each.dtype, device="cpu").expand(each.shape))
+    try:
+        yield
+    finally:
+        replace_all(lambda each: torch.empty_like(each, device="meta"))
 
 
 def has_adapters(model: PreTrainedModel) -> bool:

@@ -208,7 +208,8 @@ def _build(
         model.tie_weights()
     model.config.use_cache = False
     if lora is not None:
-        add_adapters(model, lora)
+        with torch.device("meta"):
+            add_adapters(model, lora)
     return model.train()
 
 

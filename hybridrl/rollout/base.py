@@ -190,6 +190,11 @@ class RolloutEngine(ABC):
         """Gives memory of weights and KV cache back, until `wake`."""
 
     @property
+    def awaits_weights(self) -> bool:
+        """Whether it was built without weights of its own: they are to come before it generates."""
+        return False
+
+    @property
     def keeps_weights(self) -> bool:
         """Whether weights outlive `sleep`; if not, `load` must bring them again, changed or not."""
         return True

@@ -124,6 +124,10 @@ class EpisodeRollout(RolloutEngine):
         self._engine.sleep()
 
     @property
+    def awaits_weights(self) -> bool:
+        return self._engine.awaits_weights
+
+    @property
     def keeps_weights(self) -> bool:
         return self._engine.keeps_weights
 

@@ -74,6 +74,8 @@ class VLLMRollout(RolloutEngine):
         device: This rank's device.
         seed: Of the engine; each `generate` brings its own.
         job: Name that no other job on this machine has, for shared memory.
+        coming: Shapes of the weights that are brought before the first generation, by checkpoint
+            name: the folder's are not read if these fill the model. None: none are brought.
     """
 
     continuous = True
@@ -90,8 +92,10 @@ class VLLMRollout(RolloutEngine):
         device: torch.device,
         seed: int,
         job: str,
+        coming: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         super().__init__()
+        self._awaits_weights = coming is not None
         self._device = device
         self._eos_token_ids = eos_token_ids
         self._sleeps = device.type != "cpu"
@@ -128,6 +132,7 @@ class VLLMRollout(RolloutEngine):
                 max_model_len=context_length,
                 max_num_seqs=config.max_sequences,
                 load_format=vllm_weights.LOAD_FORMAT,
+                model_loader_extra_config={vllm_weights.COMING: coming or {}},
                 skip_tokenizer_init=not config.stop,  # only stop texts need text
                 tensor_parallel_size=config.parallel.tp,
                 distributed_executor_backend="external_launcher",
@@ -284,6 +289,10 @@ class VLLMRollout(RolloutEngine):
         if self._sleeps and not self._asleep:
             self._llm.sleep(level=2)  # drops weights too: they come anew before they are needed
             self._asleep, self._has_cache = True, False
+
+    @property
+    def awaits_weights(self) -> bool:
+        return self._awaits_weights
 
     @property
     def keeps_weights(self) -> bool:

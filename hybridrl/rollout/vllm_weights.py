@@ -8,11 +8,19 @@ all have come the layer's own processing packs them, as when vLLM loads a checkp
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from vllm.config import LoadConfig, ModelConfig, VllmConfig, replace, set_current_vllm_config
+from vllm.config import (
+    LoadConfig,
+    ModelConfig,
+    VllmConfig,
+    get_current_vllm_config,
+    replace,
+    set_current_vllm_config,
+)
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -25,20 +33,31 @@ from hybridrl.rollout.vllm_layout import NotProbedError, probe, remember_paramet
 from hybridrl.rollout.weights import Pieces, WeightWriter
 
 LOAD_FORMAT = "hybridrl"
+COMING = "coming"
+"""The shapes of weights that will be written before anything is generated, in what vLLM hands on to
+the loader; none: it is to read them."""
 UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 ROWS = 1024  # of an identity matrix at a time
+_log = logging.getLogger(__name__)
 
 
 @register_model_loader(LOAD_FORMAT)
 class RememberingLoader(DefaultModelLoader):
-    """vLLM's default loader, which notes the parameters while they are raw."""
+    """vLLM's default loader, which notes the parameters while they are raw, and leaves a folder
+    unread whose weights would all be written over."""
 
     def __init__(self, load_config: LoadConfig) -> None:
-        super().__init__(replace(load_config, load_format="auto"))
+        extra = dict(load_config.model_loader_extra_config)
+        self._coming: Mapping[str, tuple[int, ...]] = extra.pop(COMING)
+        super().__init__(replace(load_config, load_format="auto", model_loader_extra_config=extra))
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         remember_parameters(model)
-        super().load_weights(model, model_config)
+        if self._coming and _fills(model, self._coming):
+            for parameter in model.parameters():
+                parameter.data.zero_()  # vLLM runs the model once to see how much memory it takes
+        else:
+            super().load_weights(model, model_config)
 
 
 def probe_vllm(
@@ -57,6 +76,16 @@ def probe_vllm(
             raise NotProbedError(f"{name} keeps its weights by {type(method).__name__}")
     with set_current_vllm_config(vllm_config):
         return probe(model, shapes)
+
+
+def _fills(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether boxes of weights of these shapes are all that a raw model needs."""
+    try:
+        probe_vllm(model, get_current_vllm_config(), shapes)
+    except NotProbedError as reason:
+        _log.info("vLLM reads its first weights from the model's folder: %s.", reason)
+        return False
+    return True
 
 
 class VLLMWeightWriter(WeightWriter):

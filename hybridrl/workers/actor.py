@@ -53,7 +53,7 @@ from hybridrl.workers.generation import (
     report_samples,
     report_sync,
 )
-from hybridrl.workers.rollout_engines import build_rollout
+from hybridrl.workers.rollout_engines import build_rollout, trained_weights
 from hybridrl.workers.trained_model import TrainedModelWorker
 
 
@@ -100,7 +100,10 @@ class ActorWorker(TrainedModelWorker):
         self._rollout_mesh = Mesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
         train = policy_engine(context, source, config, rollout_tp=share)
         train.start_optimizer(config.optimizer, updates)
-        engine = build_rollout(source, rollout, train.device, seed, job) if generates else None
+        engine = None
+        if generates:
+            coming = trained_weights(source, train)
+            engine = build_rollout(source, rollout, train.device, seed, job, coming)
         self._engine = HybridEngine(
             train, engine, self.phase, source.dtype, verify=rollout.verify_weights
         )

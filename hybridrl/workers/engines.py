@@ -15,8 +15,6 @@ from hybridrl.models import (
     CausalPolicy,
     PackedModel,
     ScalarModel,
-    load_model,
-    load_scalar_model,
     unread_model,
     unread_scalar_model,
 )
@@ -63,12 +61,9 @@ def policy_engine(
     Args:
         rollout_tp: Ranks that share a copy while generating; see `training_mesh`.
     """
+    model, files = unread_model(source.path)
     if trains and config.lora.rank:
-        # Read whole: peft makes adapters on the device of what they stand beside.
-        model, files = load_model(source.path, "float32"), None
         add_adapters(model, config.lora, source.seed)
-    else:
-        model, files = unread_model(source.path)
     return _engine(context, source, config, CausalPolicy(model), files, trains, rollout_tp)
 
 
@@ -81,11 +76,9 @@ def scalar_engine(
     trains: bool = True,
 ) -> TrainEngine:
     """As `policy_engine`, for a model with a scalar head; see `ScalarModel`."""
+    model, files = unread_scalar_model(source.path)
     if trains and config.lora.rank:
-        model, files = load_scalar_model(source.path, "float32"), None
         add_adapters(model, config.lora, source.seed)
-    else:
-        model, files = unread_scalar_model(source.path)
     scalar = ScalarModel(model, reads)
     return _engine(context, source, config, scalar, files, trains, rollout_tp=1)
 

@@ -2,26 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
 import torch
 
+from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.config.schema import RolloutConfig
+from hybridrl.engine.train import TrainEngine
 from hybridrl.models import load_tokenizer
 from hybridrl.rollout import RolloutEngine
 from hybridrl.workers.engines import ModelSource
 
 
+def trained_weights(
+    source: ModelSource, train: TrainEngine
+) -> Mapping[str, tuple[int, ...]] | None:
+    """The shapes of what is trained, by checkpoint name, if the model's folder has nothing else;
+    None if an engine that generates may need more than that, or gets it whole. Collective."""
+    if train.has_adapters or not Path(source.path).is_dir():
+        return None
+    stored, shapes = TensorFiles(Path(source.path)).shapes, train.layout().shapes
+    return shapes if stored and stored.keys() <= shapes.keys() else None
+
+
 def build_rollout(
-    source: ModelSource, config: RolloutConfig, device: torch.device, seed: int, job: str
+    source: ModelSource,
+    config: RolloutConfig,
+    device: torch.device,
+    seed: int,
+    job: str,
+    coming: Mapping[str, tuple[int, ...]] | None = None,
 ) -> RolloutEngine:
-    """vLLM or transformers, with episodes of tools around it if there are any."""
+    """vLLM or transformers, with episodes of tools around it if there are any.
+
+    Args:
+        coming: See `VLLMRollout`.
+    """
     if config.episode is None:
-        return build_generator(source, config, device, seed, job)
+        return build_generator(source, config, device, seed, job, coming)
     from hybridrl.rollout.episode_class import load_episode
     from hybridrl.rollout.episodes import EpisodeRollout
 
     episode = load_episode(config.episode)  # first: it is what may be wrong
     return EpisodeRollout(
-        build_generator(source, config, device, seed, job),
+        build_generator(source, config, device, seed, job, coming),
         episode,
         load_tokenizer(source.tokenizer),
         max_turns=config.max_turns,
@@ -31,9 +56,14 @@ def build_rollout(
 
 
 def build_generator(
-    source: ModelSource, config: RolloutConfig, device: torch.device, seed: int, job: str
+    source: ModelSource,
+    config: RolloutConfig,
+    device: torch.device,
+    seed: int,
+    job: str,
+    coming: Mapping[str, tuple[int, ...]] | None = None,
 ) -> RolloutEngine:
-    """vLLM or transformers alone."""
+    """vLLM or transformers alone; see `build_rollout`."""
     if config.engine == "transformers":
         from hybridrl.rollout.transformers import TransformersRollout
 
@@ -57,4 +87,5 @@ def build_generator(
         device=device,
         seed=seed,
         job=job,
+        coming=coming,
     )

@@ -53,6 +53,7 @@ CASES = {
     "rounded": Case("Qwen2", {"tie_word_embeddings": True}, "bfloat16"),
 }
 CASES_OF_RANKS = {1: ("qwen2 tied", "qwen3", "llama tied biases", "rounded"), 2: tuple(CASES)}
+AWAITING = "qwen2 tied"
 SHORT = {(1, "qwen3"), (2, "qwen2 mqa"), (2, "qwen3 tied mqa"), (2, "rounded")}
 """(Ranks, case) that are not left to `make test-long`: an engine takes seconds to start."""
 
@@ -89,26 +90,50 @@ def rank_program(
     rank: int, ranks: int, names: tuple[str, ...], job: str, folder: Path
 ) -> dict[str, Any]:
     """What each of the processes does and finds; tests compare."""
-    from hybridrl.rollout.vllm import VLLMRollout
-
     found, engines = {}, []  # kept: an engine of vLLM's that goes takes the process group along
     for name in names:
-        case = CASES[name]
-        rollout = VLLMRollout(
-            str(folder / name),
-            str(folder / name),
-            case.dtype,
-            RolloutConfig(parallel=RolloutParallelConfig(ranks), kv_cache_gib=0.01),
-            context_length=64,
-            eos_token_ids=[1],
-            device=torch.device("cpu"),
-            seed=0,
-            job=job,
-        )
-        engines.append(rollout)
-        found[name] = run_case(case, rollout)
+        engines.append(make_rollout(folder / name, CASES[name].dtype, ranks, job))
+        found[name] = run_case(CASES[name], engines[-1])
     for rollout in engines:
         rollout.close()
+    return found
+
+
+def make_rollout(folder: Path, dtype: str, ranks: int, job: str, **options: Any) -> Any:
+    from hybridrl.rollout.vllm import VLLMRollout
+
+    return VLLMRollout(
+        str(folder),
+        str(folder),
+        dtype,
+        RolloutConfig(parallel=RolloutParallelConfig(ranks), kv_cache_gib=0.01),
+        context_length=64,
+        eos_token_ids=[1],
+        device=torch.device("cpu"),
+        seed=0,
+        job=job,
+        **options,
+    )
+
+
+def awaiting_program(rank: int, ranks: int, job: str, folder: Path) -> dict[str, Any]:
+    """Engines whose weights are to come: all of them, and all but one."""
+    case = CASES[AWAITING]
+    weights = dict(make_model(case, 2).named_parameters())
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    rollout = make_rollout(folder / AWAITING, case.dtype, ranks, job, coming=shapes)
+    found: dict[str, Any] = {"awaits": rollout.awaits_weights}
+    pieces = rollout.pieces(shapes)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    found["differences"] = [rollout.differences(iter(zeros.items()))]
+    write_boxes(rollout, pieces, weights)
+    found["differences"].append(rollout.differences(iter(weights.items())))
+    found["tokens"] = [greedy(rollout)]
+    del shapes["model.norm.weight"]
+    other = make_rollout(folder / AWAITING, case.dtype, ranks, job, coming=shapes)
+    found["tokens"].append(greedy(other))
+    for each in (rollout, other):
+        each.close()
     return found
 
 
@@ -192,7 +217,7 @@ def found(request, tmp_path_factory):
     wanted = {
         tuple(item.callspec.params[name] for name in ("ranks", "name"))
         for item in request.session.items
-        if item.path == request.path and hasattr(item, "callspec")
+        if item.path == request.path and "name" in getattr(item, "fixturenames", ())
     }
     folder = tmp_path_factory.mktemp("ranks")
     for name, case in CASES.items():
@@ -278,6 +303,17 @@ def test_a_loader_that_cannot_be_probed_means_whole_tensors(name, ranks, found):
         assert refused
         assert "whole tensors" in line
         assert "model.layers.1.mlp.down_proj.weight is not copied" in line
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_folder_is_not_read_whose_weights_would_all_be_written_over(ranks, tmp_path):
+    make_model(CASES[AWAITING], 1).save_pretrained(tmp_path / AWAITING)
+    job = f"hybridrl-{os.getpid()}-awaiting-{ranks}"
+    for found in run_ranks(awaiting_program, tmp_path, ranks, ranks, job, tmp_path):
+        assert found["awaits"]
+        assert found["differences"] == [[], []]
+        assert found["tokens"] == [expected_tokens(AWAITING, seed) for seed in (2, 1)]
+    remove_shared_memory(job)
 
 
 def test_no_more_than_a_layer_lies_in_a_buffer_at_a_time(found):

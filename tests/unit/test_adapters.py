@@ -16,7 +16,15 @@ from hybridrl.config.schema import ActorConfig, LoraSettings, OptimizerConfig
 from hybridrl.core.batch import Batch, Ragged
 from hybridrl.engine.train import TrainEngine
 from hybridrl.errors import ConfigError
-from hybridrl.models import CausalPolicy, PackedSamples, ScalarModel, load_model, load_scalar_model
+from hybridrl.models import (
+    CausalPolicy,
+    PackedSamples,
+    ScalarModel,
+    load_model,
+    load_scalar_model,
+    unread_model,
+    unread_scalar_model,
+)
 from hybridrl.models.adapters import add_adapters, has_adapters
 from hybridrl.models.attention import NAME
 from hybridrl.workers.reward_model import sample_scores
@@ -75,17 +83,18 @@ def make_batch():
     return batch.with_columns(columns)
 
 
-def make_engine(mesh, model):
+def make_engine(mesh, model, files=None):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         add_adapters(model.inner, LORA)
-    engine = TrainEngine(model, mesh, CPU, "float32", ActorConfig(tokens_per_microbatch=20))
+    engine = TrainEngine(model, mesh, CPU, "float32", ActorConfig(tokens_per_microbatch=20), files)
     engine.start_optimizer(OptimizerConfig(learning_rate=0.02, weight_decay=0.1), updates=20)
     return engine
 
 
 def policy_engine(mesh, folder):
-    return make_engine(mesh, CausalPolicy(load_model(str(folder), "float32")))
+    model, files = unread_model(str(folder))
+    return make_engine(mesh, CausalPolicy(model), files)
 
 
 def learn(engine, steps=3):
@@ -186,8 +195,8 @@ def test_a_saved_folder_holds_the_adapters_and_loads_as_the_policy(kind, base, m
 
 def test_a_scalar_model_learns_its_head_too(base, mesh, tmp_path):
     batch = make_batch()
-    model = load_scalar_model(str(base["qwen2"]), "float32")
-    engine = make_engine(mesh, ScalarModel(model, "after"))
+    model, files = unread_scalar_model(str(base["qwen2"]))
+    engine = make_engine(mesh, ScalarModel(model, "after"), files)
     before = whole(engine)
     for _ in range(3):
         engine.update(batch, BradleyTerry(), rows_together=2)

@@ -14,11 +14,13 @@ PROMPTS = Batch.from_columns({"prompt_ids": [[1], [2]]})
 
 
 class Rollout(RolloutEngine):
-    def __init__(self, keeps, mask=None):
+    def __init__(self, keeps, mask=None, awaits=False):
         super().__init__()
-        self.keeps, self.mask, self.weights = keeps, mask, {"w": 0}
+        self.keeps, self.mask, self.awaits = keeps, mask, awaits
+        self.weights = {"w": 99 if awaits else 0}
 
     keeps_weights = property(lambda self: self.keeps)
+    awaits_weights = property(lambda self: self.awaits)
 
     def generate(self, batch, sampling, seed):
         token = self.weights["w"]
@@ -45,6 +47,12 @@ def engine(rollout):
 
     train.update = update
     return HybridEngine(train, rollout, lambda name: nullcontext())
+
+
+def test_an_engine_without_weights_gets_them_before_it_generates():
+    rollout = Rollout(keeps=True, awaits=True)
+    samples = engine(rollout).generate(PROMPTS, Sampling(2), seed=0)
+    assert samples["response_ids"].values.tolist() == [0, 7] * 2
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from hybridrl.checkpoint import file_plan
 from hybridrl.checkpoint.file_plan import plan_files, share
+from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.checkpoint.writing import (
     headers_of,
     values_of,
@@ -16,8 +17,10 @@ from hybridrl.checkpoint.writing import (
     write_parts,
     written_box,
 )
+from hybridrl.core.boxes import extent
 from hybridrl.core.layout import Layout, local_pieces
 from hybridrl.core.written import Written, damage, lacking, list_of, read_lists
+from hybridrl.errors import ConfigError
 
 
 def write(folder, layout, values, rank, file_bytes=1 << 20):
@@ -80,6 +83,21 @@ def test_any_byte_that_is_another_is_found(two_ranks):
         assert damage(two_ranks, lists).startswith(f"{file} is not what was written (the crc32 of")
     file.write_bytes(content)
     assert damage(two_ranks, lists) == ""
+
+
+def test_who_reads_a_written_box_whole_finds_that_it_is_another(two_ranks):
+    lists, file = read_lists(two_ranks), two_ranks / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1 - 4 * 3] ^= 4  # of the last column; three numbers of the other tensor follow
+    file.write_bytes(content)
+    files = TensorFiles(two_ranks, "model", lists)
+    for box in (((0, 4), (0, 3)), ((0, 4), (0, 4)), ((1, 4), (3, 6))):
+        files.read("cut", box, torch.empty(extent(box)))
+    for box in (((0, 4), (3, 6)), ((0, 4), (2, 6)), ((0, 4), (0, 6))):
+        for into in (torch.empty(extent(box)), torch.empty(4, 9)[:, : extent(box)[1]]):
+            with pytest.raises(ConfigError, match=r"model.safetensors is damaged: `cut`"):
+                files.read("cut", box, into)
+        files.read("cut", box, torch.empty(extent(box), dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
