@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hybridrl.controller import BatchRef
     from hybridrl.controller.executor import Executor
     from hybridrl.core.batch import Batch
+    from hybridrl.core.locations import Location
     from hybridrl.planner.plan import Plan
     from hybridrl.trainers.base import Trainer
     from hybridrl.trainers.feed import Feed
@@ -166,6 +167,11 @@ class Job:
     def may_grow(self) -> bool:
         """Whether a restart would bring devices back, after the job went on with fewer."""
         return self._devices.may_grow()
+
+    def keep_copies(self) -> Location | None:
+        """Has a process on each node that keeps copies of checkpoints in its memory, and gives the
+        folder of what they keep; None without `checkpoint.memory_copies`."""
+        return self._devices.keep_copies()
 
     def __enter__(self) -> Job:
         return self

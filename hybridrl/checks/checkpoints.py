@@ -55,6 +55,7 @@ def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = Non
                 "to resume. Set checkpoint.every to a number of steps."
             )
         return
+    _check_memory_copies(config)
     if checkpoint.folder is not None:
         location_of(checkpoint.folder)  # refuses what nothing is known of
     for role, spec in (load_roles(config) if roles is None else roles).items():
@@ -65,3 +66,19 @@ def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = Non
                 "`load_state(folder)`. Give it both (hybridrl.engine.training_state has them for "
                 "an engine), or set checkpoint.every=0."
             )
+
+
+def _check_memory_copies(config: Config) -> None:
+    copies = config.checkpoint.memory_copies
+    if copies < 0:
+        raise ConfigError(f"checkpoint.memory_copies={copies}: must be 0 (none) or more.")
+    if copies and config.executor == "inline":
+        raise ConfigError(
+            f"checkpoint.memory_copies={copies}: with executor=inline there is one process, and "
+            "what is in its memory is lost with it. Set executor=ray or checkpoint.memory_copies=0."
+        )
+    if copies and not config.checkpoint.asynchronous:
+        raise ConfigError(
+            f"checkpoint.memory_copies={copies}: the copy that goes to memory is the one of "
+            "checkpoint.asynchronous=true. Set that, or checkpoint.memory_copies=0."
+        )

@@ -19,8 +19,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.resume import SETTINGS, steps_folder
-from hybridrl.core.locations import write_whole
-from hybridrl.errors import ConfigError, DataError, HybridRLError
+from hybridrl.core.locations import copy_files, sizes_below, write_whole
+from hybridrl.errors import ConfigError, DataError, HybridRLError, LostError, WorkerError
 from hybridrl.observe.kept_steps import KeepRule, check_best
 from hybridrl.observe.step_folders import StepFolders
 from hybridrl.observe.storage import explain_write_errors
@@ -54,6 +54,8 @@ class Checkpoints:
         settings = job.config.checkpoint
         self._folders = StepFolders(steps_folder(job.directory.path.absolute(), settings.folder))
         self._keep = KeepRule(settings.keep_last, settings.keep_every, settings.best)
+        copies = job.keep_copies()
+        self._copies = None if copies is None else StepFolders(copies)
         self._saved_at = time.monotonic()
         self._warmed_up = warms_up(job)
         self._saving: Saving | None = None
@@ -102,7 +104,12 @@ class Checkpoints:
         with self._discarded_if_it_fails(step):
             self._driver, self._evaluated = self._state_of_driver(step), dict(figures)
             groups = {role: self.job.groups[role] for role in self._roles()}
-            self._saving = Saving(step, part, groups, self.job.config.checkpoint.asynchronous)
+            copy = None
+            if self._copies is not None:
+                self.job.keep_copies()
+                copy = self._copies.at(step)
+            asynchronous = self.job.config.checkpoint.asynchronous
+            self._saving = Saving(step, part, groups, asynchronous, copy)
         self.job.executor.take_records()
         # Samples of later steps must not depend on weights that a resumed run does not have.
         self.job.publish()
@@ -155,6 +162,23 @@ class Checkpoints:
             self._saving = None
             raise
 
+    @contextlib.contextmanager
+    def _forgotten_if_unreadable(self, found: Resumed) -> Iterator[None]:
+        """Where a copy in memory cannot be read, the run goes on from the files that are left.
+
+        Raises:
+            LostError: then, for the workers that could not read take no more calls.
+        """
+        try:
+            yield
+        except LostError:
+            raise
+        except WorkerError as error:
+            if self._copies is None or found.copy is None:
+                raise
+            self._copies.discard(found.step)
+            raise LostError(f"The copy in memory could not be read. {error}") from error
+
     def _complete(self) -> Saving:
         saving, begin = self._saving, time.perf_counter()
         folder = self._folders.at(saving.step)
@@ -167,21 +191,63 @@ class Checkpoints:
         self._folders.complete(saving.step, self._evaluated)
         self._saving = None
         self._folders.prune(self._keep)
+        if self._copies is not None:
+            self._complete_copy(self._copies, saving)
         saving.stall += time.perf_counter() - begin
         return saving
 
+    def _complete_copy(self, copies: StepFolders, saving: Saving) -> None:
+        """Adds to a copy what the ranks have not written, and removes the one before it. Where that
+        fails there is no copy, and the run goes on."""
+        step, fault = saving.step, saving.copy_fault
+        try:
+            if not fault:
+                copy_files(self._folders.at(step), copies.at(step), self._missing(copies, step))
+                copies.complete(step, self._evaluated)
+                copies.prune(KeepRule(last=1))
+        except (HybridRLError, OSError) as error:
+            fault = str(error)
+        if fault:
+            copies.discard(step)
+            saving.copy_fault = fault
+
+    def _missing(self, copies: StepFolders, step: int) -> list[str]:
+        """Files of a step, but for tensors, that its copy does not have."""
+        there = sizes_below(copies.at(step))
+        files = self._folders.completed(step).files
+        return [name for name, file in files.items() if "crc32" in file and name not in there]
+
+    def newest_step(self) -> int:
+        """The newest step that is complete, or where the run began. Reads no files of it."""
+        return max(self._folders.steps(), default=self.job.resumed.step)
+
     def newest(self) -> Resumed:
         """What a run that has lost its workers goes on from: its newest whole step, or where it
-        began.
+        began. Where the memory of nodes has a copy of the step, no other file is read.
 
         Raises:
             ConfigError: if there are steps and none of them is whole.
         """
+        run, missed = self.job.directory.path, list[str]()
+        if self._copies is not None and (newest := max(self._folders.steps(), default=0)):
+            copied = self._newest_copy(self._copies)
+            if copied == newest:
+                copy = self._copies.at(newest)
+                return Resumed(run, newest, self._folders.at(newest), [], copy)
+            missed = [f"No whole copy of step {newest} is in memory; its files are read."]
         step, notices = self._folders.newest()
-        run = self.job.directory.path
         if step is None:
             return replace(self.job.resumed, run=run)  # of a fork, the step of another run
-        return Resumed(run, step, self._folders.at(step), notices)
+        return Resumed(run, step, self._folders.at(step), missed + notices)
+
+    def _newest_copy(self, copies: StepFolders) -> int | None:
+        """The newest step of which all is in memory. What else is there is removed."""
+        try:
+            step, _ = copies.newest()
+            copies.forget_after(step or 0)
+        except (HybridRLError, OSError):
+            return None
+        return step
 
     def load(self, found: Resumed) -> int:
         """Goes on from a checkpoint, or from the beginning if there is none; gives the number of
@@ -192,7 +258,8 @@ class Checkpoints:
             DataError: if it is of other data.
         """
         if found.folder is not None:
-            state = json.loads((found.folder / DRIVER).read_text(encoding="utf-8"))
+            source = found.copy or found.folder
+            state = json.loads((source / DRIVER).read_text(encoding="utf-8"))
             if self._fingerprint != state["data"]:
                 raise DataError(
                     f"{found.folder} was written by a run on other data than this one's "
@@ -206,11 +273,12 @@ class Checkpoints:
             self.trainer.load_state(state["trainer"])
             self.trainer.figures |= state["figures"]
             loading = [
-                self.job.groups[role].load_state(str((found.folder / role).absolute()))
+                self.job.groups[role].load_state(str((source / role).absolute()))
                 for role in self._roles()
             ]
-            for handle in loading:
-                handle.get()
+            with self._forgotten_if_unreadable(found):
+                for handle in loading:
+                    handle.get()
             # As that run did, whatever the settings of this one say.
             self._warmed_up = state["warmed_up"]
             if self._warmed_up:
