@@ -55,10 +55,11 @@ def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = Non
                 "to resume. Set checkpoint.every to a number of steps."
             )
         return
-    _check_memory_copies(config)
     if checkpoint.folder is not None:
         location_of(checkpoint.folder)  # refuses what nothing is known of
-    for role, spec in (load_roles(config) if roles is None else roles).items():
+    roles = load_roles(config) if roles is None else roles
+    _check_memory_copies(config, roles)
+    for role, spec in roles.items():
         if spec.trains and not spec.keeps_state:
             raise ConfigError(
                 f"checkpoint.every={checkpoint.every}: the role `{role}` trains, and its "
@@ -68,7 +69,7 @@ def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = Non
             )
 
 
-def _check_memory_copies(config: Config) -> None:
+def _check_memory_copies(config: Config, roles: Mapping[str, RoleSpec]) -> None:
     copies = config.checkpoint.memory_copies
     if copies < 0:
         raise ConfigError(f"checkpoint.memory_copies={copies}: must be 0 (none) or more.")
@@ -82,3 +83,13 @@ def _check_memory_copies(config: Config) -> None:
             f"checkpoint.memory_copies={copies}: the copy that goes to memory is the one of "
             "checkpoint.asynchronous=true. Set that, or checkpoint.memory_copies=0."
         )
+    for role, spec in roles.items():
+        if copies and spec.trains and not hasattr(spec.worker, "start_saving"):
+            if isinstance(spec.worker, str):  # the library's own have it
+                continue
+            raise ConfigError(
+                f"checkpoint.memory_copies={copies}: the role `{role}` trains, and its worker "
+                f"{spec.worker.__name__} has no `start_saving(folder, copy)`. Derive it from "  # type: ignore[union-attr]
+                "hybridrl.workers.trained_model.TrainedModelWorker, or set "
+                "checkpoint.memory_copies=0."
+            )

@@ -117,7 +117,9 @@ class Planner:
         the copy that is written; and those that `checkpoint.memory_copies` asks for, twice, because
         the one before stays until a new one is whole."""
         settings = self.config.checkpoint
-        if not (settings.wanted and settings.asynchronous and self.trains(role)):
+        if not (settings.wanted and settings.asynchronous):
+            return 0.0
+        if not (self.has_model(role) and self.trains(role)):
             return 0.0
         whole = CHECKPOINT * self.shape(role, whole=True).parameters.trained
         share = whole / len(self.placement.roles[role].devices)

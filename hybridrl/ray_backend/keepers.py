@@ -50,7 +50,8 @@ class Keepers:
         """Has one on each of these nodes, anew where one was lost. Does not wait for them."""
         there = ray.util.list_named_actors()
         for node in sorted(set(nodes)):
-            if (name := f"{self._job}/{node}") not in there:
+            if not any(name.startswith(f"{self._job}/{node}/") for name in there):
+                name = f"{self._job}/{node}/{len(self._actors)}"  # of a lost one it is not free
                 pin = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, False)
                 made = RayKeeper.options(name=name, scheduling_strategy=pin)
                 self._actors[name] = made.remote()  # which ends with its handle
@@ -67,7 +68,7 @@ class RayKeptFiles(KeptFiles):
 
     def keepers(self, job: str) -> list[Any]:
         names = sorted(n for n in ray.util.list_named_actors() if n.startswith(f"{job}/"))
-        here = f"{job}/{ray.get_runtime_context().get_node_id()}"
+        here = f"{job}/{ray.get_runtime_context().get_node_id()}/"
         found = []
         for name in [*(n for n in names if n >= here), *(n for n in names if n < here)]:
             with contextlib.suppress(ValueError):  # it has just ended

@@ -19,11 +19,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.resume import SETTINGS, steps_folder
-from hybridrl.core.locations import copy_files, sizes_below, write_whole
-from hybridrl.errors import ConfigError, DataError, HybridRLError, LostError, WorkerError
+from hybridrl.core.locations import write_whole
+from hybridrl.errors import DataError, HybridRLError, LostError, WorkerError
 from hybridrl.observe.kept_steps import KeepRule, check_best
 from hybridrl.observe.step_folders import StepFolders
 from hybridrl.observe.storage import explain_write_errors
+from hybridrl.trainers.memory_copies import MemoryCopies
+from hybridrl.trainers.plain_state import check_plain
 from hybridrl.trainers.resumed import Resumed
 from hybridrl.trainers.same_model import MADE_WITH
 from hybridrl.trainers.saving import Saving
@@ -55,7 +57,7 @@ class Checkpoints:
         self._folders = StepFolders(steps_folder(job.directory.path.absolute(), settings.folder))
         self._keep = KeepRule(settings.keep_last, settings.keep_every, settings.best)
         copies = job.keep_copies()
-        self._copies = None if copies is None else StepFolders(copies)
+        self._copies = None if copies is None else MemoryCopies(copies)
         self._saved_at = time.monotonic()
         self._warmed_up = warms_up(job)
         self._saving: Saving | None = None
@@ -167,13 +169,13 @@ class Checkpoints:
         """Where a copy in memory cannot be read, the run goes on from the files that are left.
 
         Raises:
-            LostError: then, for the workers that could not read take no more calls.
+            LostError: then, for workers that could not read take no more calls.
         """
         try:
             yield
         except LostError:
             raise
-        except WorkerError as error:
+        except (WorkerError, OSError) as error:
             if self._copies is None or found.copy is None:
                 raise
             self._copies.discard(found.step)
@@ -192,30 +194,9 @@ class Checkpoints:
         self._saving = None
         self._folders.prune(self._keep)
         if self._copies is not None:
-            self._complete_copy(self._copies, saving)
+            self._copies.complete(saving, self._folders, self._evaluated)
         saving.stall += time.perf_counter() - begin
         return saving
-
-    def _complete_copy(self, copies: StepFolders, saving: Saving) -> None:
-        """Adds to a copy what the ranks have not written, and removes the one before it. Where that
-        fails there is no copy, and the run goes on."""
-        step, fault = saving.step, saving.copy_fault
-        try:
-            if not fault:
-                copy_files(self._folders.at(step), copies.at(step), self._missing(copies, step))
-                copies.complete(step, self._evaluated)
-                copies.prune(KeepRule(last=1))
-        except (HybridRLError, OSError) as error:
-            fault = str(error)
-        if fault:
-            copies.discard(step)
-            saving.copy_fault = fault
-
-    def _missing(self, copies: StepFolders, step: int) -> list[str]:
-        """Files of a step, but for tensors, that its copy does not have."""
-        there = sizes_below(copies.at(step))
-        files = self._folders.completed(step).files
-        return [name for name, file in files.items() if "crc32" in file and name not in there]
 
     def newest_step(self) -> int:
         """The newest step that is complete, or where the run began. Reads no files of it."""
@@ -229,25 +210,16 @@ class Checkpoints:
             ConfigError: if there are steps and none of them is whole.
         """
         run, missed = self.job.directory.path, list[str]()
-        if self._copies is not None and (newest := max(self._folders.steps(), default=0)):
-            copied = self._newest_copy(self._copies)
-            if copied == newest:
+        if self._copies is not None and (steps := self._folders.steps()):
+            newest = steps[-1]
+            if self._copies.newest() == newest:
                 copy = self._copies.at(newest)
-                return Resumed(run, newest, self._folders.at(newest), [], copy)
+                return Resumed(run, newest, self._folders.at(newest), copy=copy)
             missed = [f"No whole copy of step {newest} is in memory; its files are read."]
         step, notices = self._folders.newest()
         if step is None:
             return replace(self.job.resumed, run=run)  # of a fork, the step of another run
         return Resumed(run, step, self._folders.at(step), missed + notices)
-
-    def _newest_copy(self, copies: StepFolders) -> int | None:
-        """The newest step of which all is in memory. What else is there is removed."""
-        try:
-            step, _ = copies.newest()
-            copies.forget_after(step or 0)
-        except (HybridRLError, OSError):
-            return None
-        return step
 
     def load(self, found: Resumed) -> int:
         """Goes on from a checkpoint, or from the beginning if there is none; gives the number of
@@ -259,7 +231,8 @@ class Checkpoints:
         """
         if found.folder is not None:
             source = found.copy or found.folder
-            state = json.loads((source / DRIVER).read_text(encoding="utf-8"))
+            with self._forgotten_if_unreadable(found):
+                state = json.loads((source / DRIVER).read_text(encoding="utf-8"))
             if self._fingerprint != state["data"]:
                 raise DataError(
                     f"{found.folder} was written by a run on other data than this one's "
@@ -298,8 +271,8 @@ class Checkpoints:
     def _state_of_driver(self, step: int) -> str:
         """What is to stand in `driver.json`."""
         config, feed, trainer = self.job.config, self.job.feed.state(), self.trainer.state()
-        _check_plain(f"data.sampler={config.data.sampler}", feed.get("sampler"))
-        _check_plain(f"trainer.name={config.trainer.name}", trainer)
+        check_plain(f"data.sampler={config.data.sampler}", feed.get("sampler"))
+        check_plain(f"trainer.name={config.trainer.name}", trainer)
         state = {
             "step": step,
             "feed": feed,
@@ -320,34 +293,6 @@ def _evaluated(found: Resumed) -> Mapping[str, float]:
     """The figures that are known of the evaluations of a run."""
     folders = StepFolders(found.folder.parent)
     return {name: value for step in folders.figures().values() for name, value in step.items()}
-
-
-def _check_plain(whose: str, state: Any) -> None:
-    """Refuses what would come back from a file as something else.
-
-    Raises:
-        ConfigError: naming whose it is.
-    """
-    shown = f"a {type(state).__name__} that contains itself, or too large a number"
-    try:
-        plain = _is_plain(state) and bool(json.dumps(state))
-        shown = "" if plain else str(state)[:200]
-    except (RecursionError, ValueError):
-        plain = False
-    if not plain:
-        raise ConfigError(
-            f"{whose}: its state() cannot be written to a checkpoint. It must be plain data: "
-            "Python's numbers, texts, lists, and dictionaries whose keys are texts; it is "
-            f"{shown}"
-        )
-
-
-def _is_plain(state: Any) -> bool:
-    if isinstance(state, dict):
-        return all(isinstance(key, str) and _is_plain(value) for key, value in state.items())
-    if isinstance(state, list | tuple):
-        return all(map(_is_plain, state))
-    return state is None or isinstance(state, bool | int | float | str)
 
 
 def _fingerprint(rows: Batch) -> int:
