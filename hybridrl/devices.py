@@ -10,12 +10,14 @@ from hybridrl.checks.placement import check_placement
 from hybridrl.checks.shared_paths import paths_of_workers
 from hybridrl.config.schema import Config
 from hybridrl.core.cluster import Cluster
+from hybridrl.core.locations import Location, location_of
 from hybridrl.errors import ConfigError
 from hybridrl.trainers.role_spec import RoleSpec
 
 if TYPE_CHECKING:
     from hybridrl.controller.executor import Executor
     from hybridrl.ray_backend.cluster import Connection
+    from hybridrl.ray_backend.keepers import Keepers
 
 
 class Devices:
@@ -34,6 +36,8 @@ class Devices:
         self._cluster: Cluster | None = None
         self._number = config.num_devices
         self._cpus_per_host: float | None = None
+        self._keepers: Keepers | None = None
+        self._nodes: list[str] = []
         self.wanted = 0
 
     def executor(self) -> Executor:
@@ -60,6 +64,7 @@ class Devices:
             paths=paths_of_workers(self._config, self._run),
         )
         self._cluster, self._cpus_per_host = made.cluster, made.cpus_per_host
+        self._nodes = made.nodes
         self.wanted = self.wanted or len(made.cluster.devices)
         return made
 
@@ -91,8 +96,22 @@ class Devices:
 
         return free_devices(nodes(), self._cluster.kind, self._cpus_per_host or 1.0) >= missing
 
+    def keep_copies(self) -> Location | None:
+        """Has a keeper of checkpoints on every node, again where one was lost; gives the folder of
+        their files, None if none are wanted."""
+        others = self._config.checkpoint.memory_copies
+        if not others or not self._config.checkpoint.wanted or self._ray is None:
+            return None
+        from hybridrl.ray_backend.keepers import Keepers
+
+        self._keepers = self._keepers or Keepers(others)
+        self._keepers.start(self._nodes)
+        return location_of(self._keepers.url)
+
     def close(self) -> None:
         """Leaves the cluster."""
+        if self._keepers is not None:
+            self._keepers.close()
         if self._ray is not None:
             self._ray.close()
 
@@ -108,4 +127,6 @@ class Devices:
         modules = ["hybridrl.workers.actor"]
         if any(spec.generates for spec in self._roles.values()):
             modules.append(f"hybridrl.rollout.{self._config.rollout.engine}")
+        if self._config.checkpoint.memory_copies:  # which makes its URLs known
+            modules.append("hybridrl.ray_backend.keepers")
         return modules

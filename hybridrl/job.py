@@ -181,6 +181,11 @@ class Job:
         """Whether a restart would bring devices back, after the job went on with fewer."""
         return self._devices.may_grow()
 
+    def keep_copies(self) -> Location | None:
+        """Has a process on each node that keeps copies of checkpoints in its memory, and gives the
+        folder of what they keep; None without `checkpoint.memory_copies`."""
+        return self._devices.keep_copies()
+
     def __enter__(self) -> Job:
         return self
 

@@ -60,6 +60,7 @@ class Plan:
     pause: float
     number: int
     again_after: float | None
+    copies: int = 0
 
     @classmethod
     def drawn(cls, kind: str, draw: random.Random) -> Plan:
@@ -71,12 +72,14 @@ class Plan:
             pause=draw.random() * 0.6,
             number=draw.randrange(2),
             again_after=draw.random() * 10 if draw.random() < 0.2 else None,
+            copies=draw.randrange(2) if kind != "inline" else 0,
         )
 
     def __str__(self) -> str:
         moment = "in the save" if self.in_save else f"{self.pause:.2f} s"
         twice = "" if self.again_after is None else f", again after {self.again_after:.1f} s"
-        return f"every={self.every}, {moment} after step {self.step}{twice}"
+        copies = ", copies in memory" if self.copies else ""
+        return f"every={self.every}, {moment} after step {self.step}{twice}{copies}"
 
 
 class Chaos:
@@ -94,6 +97,7 @@ class Chaos:
     def settings(self, plan: Plan) -> list[str]:
         """Of a round's job."""
         own = [f"reward.function={self._folder}/own.py:odd", f"checkpoint.every={plan.every}"]
+        own += [f"checkpoint.memory_copies={plan.copies}"]
         return [*JOB, *own, *(["executor=inline"] if plan.kind == "inline" else ["num_devices=2"])]
 
     def reference(self, plan: Plan) -> Victim:

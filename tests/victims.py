@@ -23,7 +23,12 @@ from safetensors.torch import load_file
 MARK = "HYBRIDRL_VICTIM"
 MEASURED = ("time/", "share/", "throughput/", "memory/", "sync/", "checkpoint/")
 """Figures of the machine, which no two runs have in common."""
-PATTERNS = {"host": "RayHost", "relay": "ray::Relay", "reward": "hybridrl.rewards.child"}
+PATTERNS = {
+    "host": "RayHost",
+    "relay": "ray::Relay",
+    "reward": "hybridrl.rewards.child",
+    "keeper": "RayKeeper",
+}
 """What is in the command of each kind of process."""
 WITH_RELAY = (
     "import hybridrl.ray_backend.executor as e; e.DIRECT_HOSTS = 0; "
@@ -119,6 +124,10 @@ class Victim:
     def wait_for_step(self, step: int) -> bool:
         """Waits until this step has figures; False if the job ends first."""
         return self._wait(lambda: any(row["step"] >= step for row in self.rows()))
+
+    def wait_for_line(self, words: str) -> bool:
+        """Waits until it has printed a line with these words; False if the job ends first."""
+        return self._wait(lambda: words in self.output)
 
     def wait_for_save(self, step: int) -> bool:
         """Waits until this step or a later one is being saved."""

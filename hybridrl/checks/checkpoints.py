@@ -82,11 +82,39 @@ def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = Non
                 f"checkpoint.folder={checkpoint.folder} is run.directory itself. Leave it out: "
                 "checkpoints then are in the run's `checkpoints`."
             )
-    for role, spec in (load_roles(config) if roles is None else roles).items():
+    roles = load_roles(config) if roles is None else roles
+    _check_memory_copies(config, roles)
+    for role, spec in roles.items():
         if spec.trains and not spec.keeps_state:
             raise ConfigError(
                 f"checkpoint.every={checkpoint.every}: the role `{role}` trains, and its "
                 f"worker {spec.worker.__name__} has no `save_state(folder)` and "  # type: ignore[union-attr]
                 "`load_state(folder)`. Give it both (hybridrl.engine.training_state has them for "
                 "an engine), or set checkpoint.every=0."
+            )
+
+
+def _check_memory_copies(config: Config, roles: Mapping[str, RoleSpec]) -> None:
+    copies = config.checkpoint.memory_copies
+    if copies < 0:
+        raise ConfigError(f"checkpoint.memory_copies={copies}: must be 0 (none) or more.")
+    if copies and config.executor == "inline":
+        raise ConfigError(
+            f"checkpoint.memory_copies={copies}: with executor=inline there is one process, and "
+            "what is in its memory is lost with it. Set executor=ray or checkpoint.memory_copies=0."
+        )
+    if copies and not config.checkpoint.asynchronous:
+        raise ConfigError(
+            f"checkpoint.memory_copies={copies}: the copy that goes to memory is the one of "
+            "checkpoint.asynchronous=true. Set that, or checkpoint.memory_copies=0."
+        )
+    for role, spec in roles.items():
+        if copies and spec.trains and not hasattr(spec.worker, "start_saving"):
+            if isinstance(spec.worker, str):  # the library's own have it
+                continue
+            raise ConfigError(
+                f"checkpoint.memory_copies={copies}: the role `{role}` trains, and its worker "
+                f"{spec.worker.__name__} has no `start_saving(folder, copy)`. Derive it from "  # type: ignore[union-attr]
+                "hybridrl.workers.trained_model.TrainedModelWorker, or set "
+                "checkpoint.memory_copies=0."
             )

@@ -180,6 +180,10 @@ class CheckpointConfig:
     asynchronous: bool = True
     """Write a copy of the state while the next steps go on; false: wait until it is written, which
     saves the memory for the copy, 12 bytes of the host for each parameter that a device trains."""
+    memory_copies: int = 0
+    """Keep the newest checkpoint in the memory of nodes, too: what a device writes on its own node
+    and on so many others. After a loss of a worker, or of as many nodes, it is read from there. 0:
+    nowhere."""
 
     @property
     def wanted(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -248,13 +248,16 @@ def remove(location: Location) -> None:
         location.unlink(missing_ok=True)
 
 
-def copy_files(source: Location, target: Location) -> None:
-    """Copies every file of a folder and of those in it.
+def copy_files(source: Location, target: Location, names: Iterable[str] | None = None) -> None:
+    """Copies files of a folder and of those in it.
+
+    Args:
+        names: From there; None: all of them.
 
     Raises:
         OSError: if that fails.
     """
-    for name in sizes_below(source):
+    for name in sizes_below(source) if names is None else names:
         file = target / name
         if isinstance(file, Path):
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -139,10 +139,14 @@ class Saved(NamedTuple):
     Attributes:
         bytes: Of tensors.
         seconds: From the beginning of the writing until everything was on the disk.
+        copy_seconds: From then until a copy was in the memory of nodes; 0 if none was wanted.
+        copy_fault: Why there is none, though it was wanted; else empty.
     """
 
     bytes: int
     seconds: float
+    copy_seconds: float = 0.0
+    copy_fault: str = ""
 
 
 def list_of(folder: Location, rank: int) -> Location:

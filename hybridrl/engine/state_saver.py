@@ -88,19 +88,38 @@ class StateSaver:
             StorageError: if a file cannot be written; names it.
         """
         self._background.settle()
-        write, sources = self._writing(folder, counters, beside), local_state(self._engine)
-        return write(_values(self.parts, sources), lambda: False)
+        self._check_unused(folder)
+        write, sources = self._writing(counters, beside), local_state(self._engine)
+        return write(folder, _values(self.parts, sources), lambda: False)
 
-    def start(self, folder: Location, counters: Numbers, beside: Mapping[str, Numbers]) -> None:
+    def start(
+        self,
+        folder: Location,
+        counters: Numbers,
+        beside: Mapping[str, Numbers],
+        copy: Location | None = None,
+    ) -> None:
         """Copies the state and has the copy written on another thread, after what was begun before;
-        see `save`."""
+        see `save`.
+
+        Args:
+            copy: Where it is then written a second time, if that can be done.
+        """
         self._background.settle()  # until then the memory for the copy is in use
-        write = self._writing(folder, counters, beside)
+        self._check_unused(folder)
+        write = self._writing(counters, beside)
         copied = self._copy.fill(local_state(self._engine))
 
         def work(stop: Callable[[], bool]) -> Saved:
             copied()
-            return write(self._copy.values, stop)
+            saved = write(folder, self._copy.values, stop)
+            if copy is None:
+                return saved
+            try:
+                again = write(copy, self._copy.values, stop)
+            except StorageError as error:  # the state is on the disk all the same
+                return saved._replace(copy_fault=str(error.__cause__ or error))
+            return saved._replace(copy_seconds=again.seconds)
 
         self._background.start(work)
 
@@ -113,16 +132,19 @@ class StateSaver:
         """Breaks off what is under way."""
         self._background.close()
 
-    def _writing(
-        self, folder: Location, counters: Numbers, beside: Mapping[str, Numbers]
-    ) -> Callable[[Iterable[Tensor], Callable[[], bool]], Saved]:
-        """A function that writes values of `parts`; whatever else is written is as it is now."""
+    def _check_unused(self, folder: Location) -> None:
         mine = list_of(folder, self._engine.mesh.place)
         if mine.is_file():
             raise StorageError(
                 f"{folder} holds a state already, of which {mine.name} is a part. Give each save a "
                 "folder of its own."
             )
+
+    def _writing(
+        self, counters: Numbers, beside: Mapping[str, Numbers]
+    ) -> Callable[[Location, Iterable[Tensor], Callable[[], bool]], Saved]:
+        """A function that writes values of `parts` to a folder; whatever else it writes is as it is
+        now."""
         parts, steps = self.parts, self._steps()
         small, headers = dict[str, bytes](), dict[str, WrittenHeader]()
         if self._engine.mesh.place == 0:
@@ -131,7 +153,7 @@ class StateSaver:
             small |= self._description | self._indices
             headers = {f: h for plan in self._plans for f, h in headers_of(plan).items()}
 
-        def write(values: Iterable[Tensor], stop: Callable[[], bool]) -> Saved:
+        def write(folder: Location, values: Iterable[Tensor], stop: Callable[[], bool]) -> Saved:
             begin = time.perf_counter()
             for name, content in small.items():
                 write_bytes(folder / name, content)
@@ -141,6 +163,7 @@ class StateSaver:
                 own, boxes = write_apart(folder, self._engine.mesh.place, parts, values, stop)
             if len(boxes) < len(parts):
                 raise StorageError(f"{folder} was not written: the worker ended before.")
+            mine = list_of(folder, self._engine.mesh.place)
             write_bytes(mine, Written(boxes, headers, steps, own).to_json().encode())
             return Saved(sum(part.size for part in parts), time.perf_counter() - begin)
 

@@ -91,10 +91,10 @@ class SeparatedActor:
         self._generator.save_state(folder).get()
         return self._trainer.save_state(folder)
 
-    def start_saving(self, folder: str) -> Handle:
+    def start_saving(self, folder: str, copy: str | None = None) -> Handle:
         """As `save_state`; see `TrainedModelWorker.start_saving`."""
         self._generator.save_state(folder).get()
-        return self._trainer.start_saving(folder)
+        return self._trainer.start_saving(folder, copy)
 
     def load_state(self, folder: str) -> Handle:
         """Has both groups go on where those stopped that were saved; `publish` gives the

@@ -125,6 +125,8 @@ def _resident(planner: Planner, role: str, stage: int) -> Parts:
     rollout, found = planner.config.rollout, Parts()
     if role != GENERATOR and planner.has_model(role):
         found = planner.part(role, stage).resident()
+    if not planner.machines.is_cuda and (size := planner.checkpoint_bytes(role)):
+        found["checkpoint"] = size
     if role in planner.generators and not planner.sleeps:
         found["generation copy"] = memory.generation_copy(planner.generation_shape(role))
         if rollout.engine == "vllm":

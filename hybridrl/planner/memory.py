@@ -19,6 +19,8 @@ SMALL_MODEL_BYTES = 256 << 20
 """`hybridrl.parallel.fsdp.SMALL_MODEL_BYTES`, which a test compares."""
 MASTER = 4
 """Bytes of float32: parameters, their summed gradients and each of Adam's two moments."""
+CHECKPOINT = 3 * MASTER
+"""Bytes of a trained parameter and its two moments in a checkpoint."""
 LOGITS_SCORING, LOGITS_TRAINING = 4, 6
 """Chunks of float32 logits that live at once in `token_log_probs`, forward and backward."""
 SAMPLING_COPIES = 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -34,6 +35,8 @@ class Plan:
         memory: Of the devices, those alike together.
         lacking: What cannot work whatever else is moved, as a sentence; empty if all can.
         sync_bytes: That a device receives at a weight sync, at most.
+        host_bytes: That checkpoints take of a node's memory, at most, while training goes on.
+        nodes_of_a_copy: On how many nodes a checkpoint is in memory.
         times: Of a step, where rates are known.
     """
 
@@ -48,6 +51,8 @@ class Plan:
     memory: Sequence[DeviceMemory]
     lacking: str
     sync_bytes: float
+    host_bytes: float
+    nodes_of_a_copy: int
     times: Times | None
 
     @property
@@ -100,8 +105,20 @@ def make_plan(
         memory=memory_of(planner),
         lacking=lacking_of(planner),
         sync_bytes=max((planner.sync_bytes(role) for role in syncing), default=0.0),
+        host_bytes=_host_bytes(planner),
+        nodes_of_a_copy=planner.nodes_of_a_copy,
         times=None if rates is None else estimate(planner, rates),
     )
+
+
+def _host_bytes(planner: Planner) -> float:
+    """Of the node that has most."""
+    taken: defaultdict[str, float] = defaultdict(float)
+    for role, place in planner.placement.roles.items():
+        for device in place.devices:
+            node = planner.machines.cluster.devices[device].node
+            taken[node] += planner.checkpoint_bytes(role)
+    return max(taken.values(), default=0.0)
 
 
 def to_json(plan: Plan) -> str:
@@ -129,6 +146,7 @@ def to_json(plan: Plan) -> str:
             for device in plan.memory
         ],
         "sync_bytes": plan.sync_bytes,
+        "host_bytes": plan.host_bytes,
         "fits": plan.fits(),
         "notice": plan.notice,
     }

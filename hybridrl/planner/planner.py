@@ -14,7 +14,7 @@ from hybridrl.models import load_config
 from hybridrl.placement import GENERATOR, Placement
 from hybridrl.planner.dataflow import Sizes, micro_batches
 from hybridrl.planner.devices import Machines
-from hybridrl.planner.memory import ModelPart, generation_copy
+from hybridrl.planner.memory import CHECKPOINT, ModelPart, generation_copy
 from hybridrl.planner.model_shape import ModelShape, shape_of
 from hybridrl.planner.recording import recorded_calls
 from hybridrl.trainers.role_spec import RoleSpec
@@ -111,6 +111,26 @@ class Planner:
             scalar=role != GENERATOR and bool(self.roles[role].scalar),
             trains=self.trains(role),
         )
+
+    def checkpoint_bytes(self, role: str) -> float:
+        """Host memory that a device's share of a role's checkpoints takes while training goes on:
+        the copy that is written; and those that `checkpoint.memory_copies` asks for, twice, because
+        the one before stays until a new one is whole."""
+        settings = self.config.checkpoint
+        if not (settings.wanted and settings.asynchronous):
+            return 0.0
+        if not (self.has_model(role) and self.trains(role)):
+            return 0.0
+        whole = CHECKPOINT * self.shape(role, whole=True).parameters.trained
+        share = whole / len(self.placement.roles[role].devices)
+        return share * (1 + 2 * self.nodes_of_a_copy)
+
+    @property
+    def nodes_of_a_copy(self) -> int:
+        """On how many nodes a checkpoint is in memory; 0: on none."""
+        others = self.config.checkpoint.memory_copies
+        nodes = {device.node for device in self.machines.cluster.devices}
+        return min(others + 1, len(nodes)) if others else 0
 
     def sync_bytes(self, role: str) -> float:
         """What the busiest device of a role that generates receives: what its part of the

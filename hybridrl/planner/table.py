@@ -117,7 +117,19 @@ def short(plan: Plan) -> list[str]:
         f"memory      up to {phase.bytes / GIB:.1f} of {plan.machines.memory / GIB:.1f} GiB a "
         f"device, while {phase.role} {SHORT.get(phase.phase, phase.phase)}"
     )
+    if plan.host_bytes:
+        size = gib(plan.host_bytes)
+        lines.append(f"checkpoints up to {size} GiB of a node's memory{_kept(plan)}")
     return lines
+
+
+def _kept(plan: Plan) -> str:
+    """Where the memory of nodes has a copy."""
+    if not (nodes := plan.nodes_of_a_copy):
+        return ""
+    if nodes == 1:
+        return "; there is 1 node, and when it is lost the files are read"
+    return f"; each is on {nodes} nodes, of which {nodes - 1} may be lost"
 
 
 def cut(plan: Plan, role: str) -> str:

@@ -68,6 +68,7 @@ class RayExecutor(Executor):
 
     Attributes:
         cpus_per_host: Cores of each host.
+        nodes: Where each host lives, by Ray's name for it.
     """
 
     def __init__(
@@ -156,9 +157,10 @@ class RayExecutor(Executor):
         self._watch = Watch(self._hosts)
         is_many = number > DIRECT_HOSTS
         self._transport: Transport = (RelayTransport if is_many else DirectTransport)(self._hosts)
-        if len(nodes := [identity.node for identity in self._identities]) and len(set(nodes)) > 1:
+        self.nodes = [identity.node for identity in self._identities]
+        if len(set(self.nodes)) > 1:
             for host in self._hosts:
-                host.introduce.remote(self._hosts, nodes)
+                host.introduce.remote(self._hosts, self.nodes)
         self.cluster = Cluster(
             [Device(kind, identity.address, i) for i, identity in enumerate(self._identities)]
         )

@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.resume import SETTINGS, steps_folder
 from hybridrl.core.locations import write_whole
-from hybridrl.errors import ConfigError, DataError, HybridRLError
+from hybridrl.errors import DataError, HybridRLError, LostError, WorkerError
 from hybridrl.observe.kept_steps import KeepRule, check_best
 from hybridrl.observe.step_folders import StepFolders
 from hybridrl.observe.storage import explain_write_errors
+from hybridrl.trainers.memory_copies import MemoryCopies
+from hybridrl.trainers.plain_state import check_plain
 from hybridrl.trainers.resumed import Resumed
 from hybridrl.trainers.same_model import MADE_WITH
 from hybridrl.trainers.saving import Saving
@@ -54,6 +56,8 @@ class Checkpoints:
         settings = job.config.checkpoint
         self._folders = StepFolders(steps_folder(job.directory.path.absolute(), settings.folder))
         self._keep = KeepRule(settings.keep_last, settings.keep_every, settings.best)
+        copies = job.keep_copies()
+        self._copies = None if copies is None else MemoryCopies(copies)
         self._saved_at = time.monotonic()
         self._warmed_up = warms_up(job)
         self._saving: Saving | None = None
@@ -103,7 +107,12 @@ class Checkpoints:
         with self._discarded_if_it_fails(step):
             self._driver, self._evaluated = self._state_of_driver(step), dict(figures)
             groups = {role: self.job.groups[role] for role in self._roles()}
-            self._saving = Saving(step, part, groups, self.job.config.checkpoint.asynchronous)
+            copy = None
+            if self._copies is not None:
+                self.job.keep_copies()
+                copy = self._copies.at(step)
+            asynchronous = self.job.config.checkpoint.asynchronous
+            self._saving = Saving(step, part, groups, asynchronous, copy)
         self.job.executor.take_records()
         # Samples of later steps must not depend on weights that a resumed run does not have.
         self.job.publish()
@@ -164,6 +173,23 @@ class Checkpoints:
             self._discard(step)
             raise
 
+    @contextlib.contextmanager
+    def _forgotten_if_unreadable(self, found: Resumed) -> Iterator[None]:
+        """Where a copy in memory cannot be read, the run goes on from the files that are left.
+
+        Raises:
+            LostError: then, for workers that could not read take no more calls.
+        """
+        try:
+            yield
+        except LostError:
+            raise
+        except (WorkerError, OSError) as error:
+            if self._copies is None or found.copy is None:
+                raise
+            self._copies.discard(found.step)
+            raise LostError(f"The copy in memory could not be read. {error}") from error
+
     def _complete(self) -> Saving:
         saving, begin = self._saving, time.perf_counter()
         folder = self._folders.at(saving.step)
@@ -177,21 +203,33 @@ class Checkpoints:
         self._folders.complete(saving.step, self._evaluated)
         self._saving = None
         self._folders.prune(self._keep)
+        if self._copies is not None:
+            self._copies.complete(saving, self._folders, self._evaluated)
         saving.stall += time.perf_counter() - begin
         return saving
 
+    def newest_step(self) -> int:
+        """The newest step that is complete, or where the run began. Reads no files of it."""
+        return max(self._folders.steps(), default=self.job.resumed.step)
+
     def newest(self) -> Resumed:
         """What a run that has lost its workers goes on from: its newest whole step, or where it
-        began.
+        began. Where the memory of nodes has a copy of the step, no other file is read.
 
         Raises:
             ConfigError: if there are steps and none of them is whole.
         """
+        run, missed = self.job.directory.path, list[str]()
+        if self._copies is not None and (steps := self._folders.steps()):
+            newest = steps[-1]
+            if self._copies.newest() == newest:
+                copy = self._copies.at(newest)
+                return Resumed(run, newest, self._folders.at(newest), copy=copy)
+            missed = [f"No whole copy of step {newest} is in memory; its files are read."]
         step, notices = self._folders.newest()
-        run = self.job.directory.path
         if step is None:
             return replace(self.job.resumed, run=run)  # of a fork, the step of another run
-        return Resumed(run, step, self._folders.at(step), notices)
+        return Resumed(run, step, self._folders.at(step), missed + notices)
 
     def load(self, found: Resumed) -> int:
         """Goes on from a checkpoint, or from the beginning if there is none; gives the number of
@@ -202,7 +240,9 @@ class Checkpoints:
             DataError: if it is of other data.
         """
         if found.folder is not None:
-            state = json.loads((found.folder / DRIVER).read_text(encoding="utf-8"))
+            source = found.copy or found.folder
+            with self._forgotten_if_unreadable(found):
+                state = json.loads((source / DRIVER).read_text(encoding="utf-8"))
             if self._fingerprint != state["data"]:
                 raise DataError(
                     f"{found.folder} was written by a run on other data than this one's "
@@ -216,11 +256,12 @@ class Checkpoints:
             self.trainer.load_state(state["trainer"])
             self.trainer.figures |= state["figures"]
             loading = [
-                self.job.groups[role].load_state(str((found.folder / role).absolute()))
+                self.job.groups[role].load_state(str((source / role).absolute()))
                 for role in self._roles()
             ]
-            for handle in loading:
-                handle.get()
+            with self._forgotten_if_unreadable(found):
+                for handle in loading:
+                    handle.get()
             # As that run did, whatever the settings of this one say.
             self._warmed_up = state["warmed_up"]
             if self._warmed_up:
@@ -240,8 +281,8 @@ class Checkpoints:
     def _state_of_driver(self, step: int) -> str:
         """What is to stand in `driver.json`."""
         config, feed, trainer = self.job.config, self.job.feed.state(), self.trainer.state()
-        _check_plain(f"data.sampler={config.data.sampler}", feed.get("sampler"))
-        _check_plain(f"trainer.name={config.trainer.name}", trainer)
+        check_plain(f"data.sampler={config.data.sampler}", feed.get("sampler"))
+        check_plain(f"trainer.name={config.trainer.name}", trainer)
         state = {
             "step": step,
             "feed": feed,
@@ -262,34 +303,6 @@ def _evaluated(found: Resumed) -> Mapping[str, float]:
     """The figures that are known of the evaluations of a run."""
     folders = StepFolders(found.folder.parent)
     return {name: value for step in folders.figures().values() for name, value in step.items()}
-
-
-def _check_plain(whose: str, state: Any) -> None:
-    """Refuses what would come back from a file as something else.
-
-    Raises:
-        ConfigError: naming whose it is.
-    """
-    shown = f"a {type(state).__name__} that contains itself, or too large a number"
-    try:
-        plain = _is_plain(state) and bool(json.dumps(state))
-        shown = "" if plain else str(state)[:200]
-    except (RecursionError, ValueError):
-        plain = False
-    if not plain:
-        raise ConfigError(
-            f"{whose}: its state() cannot be written to a checkpoint. It must be plain data: "
-            "Python's numbers, texts, lists, and dictionaries whose keys are texts; it is "
-            f"{shown}"
-        )
-
-
-def _is_plain(state: Any) -> bool:
-    if isinstance(state, dict):
-        return all(isinstance(key, str) and _is_plain(value) for key, value in state.items())
-    if isinstance(state, list | tuple):
-        return all(map(_is_plain, state))
-    return state is None or isinstance(state, bool | int | float | str)
 
 
 def _fingerprint(rows: Batch) -> int:

@@ -130,8 +130,8 @@ class Loop:
             if self._preempted:  # whoever ended the driver has ended the workers, too
                 raise Preempted from lost
             self.checkpoints.abandon()
-            found = self.checkpoints.newest()
-            self._recoveries.begin(lost, found.step, self.summary, self.steps.ended)
+            newest = self.checkpoints.newest_step()
+            self._recoveries.begin(lost, newest, self.summary, self.steps.ended)
             self.view.message(str(lost).partition("\n")[0])
             try:
                 self.job.restart(self.view.phase)
@@ -139,6 +139,9 @@ class Loop:
                 lost = another
                 continue
             self._begin_run()
+            found = self.checkpoints.newest()  # now it is known which nodes are left
+            for notice in found.notices:
+                self.view.message(notice)
             return found
 
     def _go_back(self, rewind: Rewind) -> Resumed:
@@ -161,8 +164,8 @@ class Loop:
             self.view.phase(f"loading the checkpoint of step {found.step}")
         done = self._saved = self.checkpoints.load(found)
         self._began = True
-        devices = len(self.job.executor.cluster.devices)
-        if said := self._recoveries.end(done, self.summary, devices):
+        devices, from_memory = len(self.job.executor.cluster.devices), found.copy is not None
+        if said := self._recoveries.end(done, self.summary, devices, from_memory):
             self.view.message(said)
         self._recoveries.count(self.summary)
         return done
@@ -219,6 +222,11 @@ class Loop:
         waited = readable_seconds(figures["checkpoint/stall_seconds"])
         self.view.message(f"step {saved.step}: checkpoint saved; training waited {waited} for it")
         self._saved_figures |= figures
+        if saved.copy_fault:
+            self.view.message(
+                f"step {saved.step}: no copy of it is in memory ({saved.copy_fault}); after a loss "
+                "its files would be read"
+            )
 
     def _train(self, done: int, steps: int) -> None:
         """Makes the calls of a step while up to `placement.staleness` earlier ones are under way:

@@ -63,17 +63,21 @@ class Recoveries:
         what = str(lost).partition("\n")[0]
         self._loss = _Loss(what, summary["steps"], summary["seconds_train"], since)
 
-    def end(self, step: int, summary: Mapping[str, Any], devices: int) -> str:
-        """The run goes on from this step: a sentence that says so; empty if nothing was lost."""
+    def end(
+        self, step: int, summary: Mapping[str, Any], devices: int, from_memory: bool = False
+    ) -> str:
+        """The run goes on from this step, of which the memory of nodes had a copy or not: a
+        sentence that says so; empty if nothing was lost."""
         if (loss := self._loss) is None:
             return ""
         again = max(0.0, loss.seconds_train - summary["seconds_train"])
-        seconds = readable_seconds(self._end(step, again, devices) - loss.noticed)
+        seconds = readable_seconds(self._end(step, again, devices, from_memory) - loss.noticed)
         repeated = loss.after_step - step
         steps = f"{repeated} {'step is' if repeated == 1 else 'steps are'}"
         return (
             f"Going on after {seconds} from "
-            f"{f'the checkpoint of step {step}' if step else 'the beginning'} with {devices} "
+            f"{f'the checkpoint of step {step}' if step else 'the beginning'}"
+            f"{', read from memory,' if from_memory else ''} with {devices} "
             f"{'device' if devices == 1 else 'devices'}; {steps} repeated."
         )
 
@@ -108,7 +112,9 @@ class Recoveries:
                 f"{tried + ' before.' if most else ''}"
             ) from lost
 
-    def _end(self, step: int, again: float, devices: int | None) -> float:
+    def _end(
+        self, step: int, again: float, devices: int | None, from_memory: bool = False
+    ) -> float:
         """Writes the line of the loss; the time now."""
         loss, self._loss, now = self._loss, None, time.perf_counter()
         assert loss is not None
@@ -117,6 +123,7 @@ class Recoveries:
             "lost": loss.what,
             "after_step": loss.after_step,
             "from_step": step,
+            "from_memory": from_memory,
             "seconds": round(now - loss.noticed, 1),
             "seconds_lost": round(now - loss.since + again, 1),
             "devices": devices,

@@ -27,12 +27,14 @@ class Resumed:
         step: The last one that is done; 0: none.
         folder: Of its checkpoint, this run's or the one that is forked; None without one.
         notices: Sentences for the user.
+        copy: Of the same in the memory of nodes, which is read in its place; None: there is none.
     """
 
     run: Path | None = None
     step: int = 0
     folder: Location | None = None
     notices: list[str] = field(default_factory=list)
+    copy: Location | None = None
 
 
 def find_checkpoint(

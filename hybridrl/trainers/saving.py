@@ -23,26 +23,38 @@ class Saving:
         folder: Of the step; each role gets one of its name in it.
         groups: By role.
         asynchronous: False: all of them write at once.
+        copy: A second folder for the step; None: none.
 
     Attributes:
         step: As given.
         stall: Seconds that the program has waited for it so far; added up by who waits.
+        copy_fault: Why there is no second one, though it was wanted; else empty.
     """
 
     def __init__(
-        self, step: int, folder: Location, groups: Mapping[str, Any], asynchronous: bool
+        self,
+        step: int,
+        folder: Location,
+        groups: Mapping[str, Any],
+        asynchronous: bool,
+        copy: Location | None = None,
     ) -> None:
         self.step = step
         self.stall = 0.0
+        self.copy_fault = ""
+        self._copies = copy is not None
         self._asked: list[Handle] = []
-        self._bytes, self._seconds = 0, 0.0
+        self._bytes, self._seconds, self._copy_seconds = 0, 0.0, 0.0
         self._groups: list[Any] = []
         begun = []
         for role, group in groups.items():
             start = getattr(group, "start_saving", None) if asynchronous else None
-            begun.append((start or group.save_state)(str((folder / role).absolute())))
-            if start is not None:
-                self._groups.append(group)
+            target = str((folder / role).absolute())
+            if start is None:
+                begun.append(group.save_state(target))
+                continue
+            begun.append(start(target, *([] if copy is None else [str(copy / role)])))
+            self._groups.append(group)
         for handle in begun:
             handle.get()
 
@@ -75,17 +87,22 @@ class Saving:
         return self._note([answer for handle in asked for answer in handle.get()])
 
     def figures(self) -> dict[str, float]:
-        """Seconds that the program waited, seconds of the rank that wrote longest, and bytes of all
-        ranks."""
-        return {
+        """Seconds that the program waited, seconds of the rank that wrote longest and of the one
+        that then copied longest, and bytes of all ranks."""
+        found = {
             "checkpoint/stall_seconds": self.stall,
             "checkpoint/write_seconds": self._seconds,
             "checkpoint/bytes": float(self._bytes),
         }
+        if self._copies:
+            found["checkpoint/copy_seconds"] = self._copy_seconds
+        return found
 
     def _note(self, answers: list[Any]) -> bool:
         if any(answer is None for answer in answers):
             return False
         self._bytes = sum(answer.bytes for answer in answers)
         self._seconds = max((answer.seconds for answer in answers), default=0.0)
+        self._copy_seconds = max((answer.copy_seconds for answer in answers), default=0.0)
+        self.copy_fault = next((a.copy_fault for a in answers if a.copy_fault), "")
         return True

@@ -65,10 +65,11 @@ class TrainedModelWorker(ModelWorker):
         self._saver.save(location_of(folder), self.counters(), self.beside())
 
     @transfer(ONE_TO_ALL)
-    def start_saving(self, folder: str) -> None:
-        """As `save_state`, but returns when a copy is made, which is written meanwhile; after what
-        was begun before."""
-        self._saver.start(location_of(folder), self.counters(), self.beside())
+    def start_saving(self, folder: str, copy: str | None = None) -> None:
+        """As `save_state`, but returns when a copy is made, which is written meanwhile, also to a
+        second folder if that can be done; after what was begun before."""
+        second = None if copy is None else location_of(copy)
+        self._saver.start(location_of(folder), self.counters(), self.beside(), second)
 
     @transfer(ONE_TO_ALL)
     def finish_saving(self, wait: bool = True) -> Saved | None:

@@ -142,6 +142,24 @@ def test_fewer_tokens_and_offloading_take_less():
         assert fullest(override) < usual
 
 
+def test_checkpoints_take_memory_of_their_nodes():
+    from hybridrl.planner.described import with_described_models
+
+    base = ["model.path=llama-7b", "algorithm=ppo"]
+
+    def bytes_of(devices, *overrides):
+        with with_described_models(configured([*base, *overrides])) as config:
+            return make_plan(config, named(devices)).host_bytes
+
+    copy = bytes_of("2x8xA100", "checkpoint.every=1")
+    assert copy == pytest.approx(12 * 2 * 6.7e9 / 2, rel=0.02)  # actor and critic, over two nodes
+    assert bytes_of("2x8xA100") == 0
+    assert bytes_of("2x8xA100", "checkpoint.every=1", "checkpoint.asynchronous=false") == 0
+    kept = ["checkpoint.every=1", "checkpoint.memory_copies=1"]
+    assert bytes_of("2x8xA100", *kept) == 5 * copy  # two nodes, the one before and the new one
+    assert bytes_of("8xA100", *kept) == 3 * 2 * copy  # one node has all
+
+
 def test_every_node_shares_its_memory_among_its_slots():
     one = present(Cluster.of_one_node("cpu", 1))
     assert present(Cluster.of_one_node("cpu", 4)).memory == one.memory / 4

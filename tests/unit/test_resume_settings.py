@@ -126,6 +126,15 @@ def test_checkpoints_that_are_elsewhere_are_found_by_the_run_and_know_its_settin
         (["checkpoint.folder=gs://x/y", "checkpoint.every=1"], "needs a package"),
         (["resume=auto"], "run.directory, which is not set"),
         (["resume=auto", "run.directory={tmp}/new"], "resume=auto without checkpoint.every"),
+        (["checkpoint.memory_copies=-1", "checkpoint.every=1"], "must be 0"),
+        (
+            ["checkpoint.memory_copies=1", "checkpoint.every=1", "executor=inline"],
+            "executor=ray or",
+        ),
+        (
+            ["checkpoint.memory_copies=1", "checkpoint.every=1", "checkpoint.asynchronous=false"],
+            "asynchronous=true. Set that",
+        ),
         (["resume={run}", "algorithm=evaluate"], "trains nothing"),
         (["resume={run}", "trainer.stepz=1"], "no setting `trainer.stepz`"),
     ],

@@ -2,14 +2,17 @@
 
 import os
 import threading
+import uuid
 
 import pytest
 import torch
 from engine_cases import LEARNING, make_engine, make_model, update
 from engine_cases import make_batch as batch
+from fsspec.implementations.memory import MemoryFileSystem
 from transformers import AutoModelForCausalLM
 
 from hybridrl.checkpoint import writing
+from hybridrl.core.locations import location_of
 from hybridrl.core.written import damage, lacking, read_lists
 from hybridrl.engine import state_saver
 from hybridrl.engine.state_saver import StateSaver
@@ -147,3 +150,24 @@ def test_the_model_is_as_it_was(engine):
     """A guard of these tests: the engine learns."""
     begun = dict(make_model().named_parameters())
     assert any(not torch.equal(begun[name], p) for name, p in engine.full_parameters())
+
+
+def test_a_second_copy_is_the_same_state_and_may_fail(engine, mesh, tmp_path, monkeypatch):
+    saver, wanted = StateSaver(engine), state(engine)
+    copy = location_of(f"memory://{uuid.uuid4()}/actor")
+    saver.start(tmp_path / "1", {"number": 1}, {}, copy)
+    for _ in range(2):
+        update(engine, batch())
+    assert saver.finish(wait=True).copy_seconds > 0
+    for folder in (tmp_path / "1", copy):
+        assert_holds(folder, mesh, wanted, {"number": 1})
+
+    def lost(*_, **__):
+        raise OSError("a process that keeps copies is lost")
+
+    wanted = state(engine)
+    monkeypatch.setattr(MemoryFileSystem, "open", lost)
+    saver.start(tmp_path / "2", {"number": 2}, {}, copy.parent / "other")
+    saved = saver.finish(wait=True)
+    assert saved.copy_fault == "a process that keeps copies is lost" and not saved.copy_seconds
+    assert_holds(tmp_path / "2", mesh, wanted, {"number": 2})

@@ -12,7 +12,7 @@ from hybridrl.errors import ConfigError, StorageError
 from hybridrl.observe.kept_steps import KeepRule, check_best
 from hybridrl.observe.run_directory import RunDirectory
 from hybridrl.observe.step_folders import StepFolders
-from hybridrl.trainers.checkpoints import _check_plain
+from hybridrl.trainers.plain_state import check_plain
 
 
 @pytest.fixture(params=["disk", "memory://"])
@@ -168,7 +168,7 @@ def test_a_state_that_no_file_can_hold_is_a_sentence(endless):
         state = []
         state.append(state)
     with pytest.raises(ConfigError, match=r"mine: its state.*that contains itself, or too"):
-        _check_plain("mine", state)
+        check_plain("mine", state)
 
 
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path):

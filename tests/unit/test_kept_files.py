@@ -1,0 +1,145 @@
+"""Copies in the memory of keepers: whole on those that should, read from any that is there."""
+
+import uuid
+from typing import ClassVar
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from layout_cases import full_tensors, layout_pairs, numbered
+
+from hybridrl.checkpoint.apart import open_tensors, write_apart
+from hybridrl.checkpoint.file_plan import plan_files, share
+from hybridrl.checkpoint.writing import headers_of, values_of
+from hybridrl.core.boxes import extent
+from hybridrl.core.locations import location_of, sizes_below, write_whole
+from hybridrl.core.written import Written, damage, lacking, list_of, read_lists
+from hybridrl.observe.step_folders import StepFolders
+from hybridrl.ray_backend.kept_files import SCHEME, Keeper, KeptFiles
+
+NODES = 3
+
+
+class Node(Keeper):
+    lost = False
+
+
+class Cluster(KeptFiles):
+    """Keepers of this process, by job."""
+
+    nodes: ClassVar[dict[str, list[Node]]] = {}
+    here = 0
+
+    def keepers(self, job):
+        ring = self.nodes[job]
+        return ring[self.here :] + ring[: self.here]
+
+    def ask(self, keepers, method, *arguments):
+        lost = OSError("lost")
+        return [lost if k.lost else getattr(k, method)(*arguments) for k in keepers]
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    fsspec.register_implementation(SCHEME, Cluster, clobber=True)
+    Cluster.here = 0
+
+
+def new_folder(holders=2):
+    job = f"{holders}-{uuid.uuid4().hex}"
+    Cluster.nodes[job] = [Node() for _ in range(NODES)]
+    return location_of(f"{SCHEME}://{job}"), Cluster.nodes[job]
+
+
+def write_from(node, file, content):
+    Cluster.here = node
+    write_whole(file, content)
+    Cluster.here = 0
+
+
+def test_a_file_is_on_the_node_of_its_writer_and_on_the_next(tmp_path):
+    folder, keepers = new_folder()
+    for node in range(NODES):
+        write_from(node, folder / "step-000001" / f"{node}", bytes([node]) * 10)
+    held = [sorted(path[-1] for path in keeper._files) for keeper in keepers]
+    assert held == [["0", "2"], ["0", "1"], ["1", "2"]]
+    assert sizes_below(folder / "step-000001") == {"0": 10, "1": 10, "2": 10}
+    assert (folder / "step-000001" / "1").read_range(8, 10) == b"\1\1"
+
+
+@pytest.mark.parametrize("lost", range(NODES))
+def test_one_lost_keeper_loses_nothing_and_two_are_noticed(lost):
+    folder, keepers = new_folder()
+    for node in range(NODES):
+        write_from(node, folder / "step" / f"{node}", f"of {node}".encode())
+    texts = ["of 0", "of 1", "of 2"]
+    assert [(folder / "step" / f"{n}").read_text() for n in range(NODES)] == texts
+    keepers[lost].lost = True
+    assert [(folder / "step" / f"{n}").read_text() for n in range(NODES)] == texts
+    keepers[(lost + 1) % NODES].lost = True
+    assert len(sizes_below(folder / "step")) == 2
+    with pytest.raises(FileNotFoundError):
+        (folder / "step" / f"{lost}").read_text()
+    with pytest.raises(OSError, match="lost"):
+        write_from(lost, folder / "step" / "more", b"")
+
+
+def test_what_is_not_sent_to_its_end_is_not_there_and_takes_no_memory():
+    folder, keepers = new_folder()
+    with pytest.raises(ValueError, match="enough"), (folder / "a" / "b").writing() as sending:
+        sending.write(bytes(40 << 20))
+        raise ValueError("enough")
+    assert not (folder / "a").is_dir() and not any(keeper._unfinished for keeper in keepers)
+    keepers[0].add("x", 0, np.zeros(5, np.uint8))
+    keepers[0].add("x", 0, np.ones(3, np.uint8))  # begun anew, by who came after a loss
+    with pytest.raises(ValueError, match="does not follow"):
+        keepers[0].add("x", 5, np.zeros(1, np.uint8))
+    keepers[0].commit("x")
+    assert keepers[0].read("x", 0, None).tolist() == [1, 1, 1]
+
+
+def test_steps_in_memory_are_steps():
+    folder, keepers = new_folder()
+    folders = StepFolders(folder)
+    for step in (2, 10):
+        write_whole(folders.at(step) / "driver.json", b"{}")
+        folders.complete(step)
+    write_whole(folders.at(12) / "driver.json", b"")
+    assert (folders.steps(), folders.unfinished(), folders.newest()[0]) == ([2, 10], [12], 10)
+    folders.discard(10)
+    folders.forget_after(2)
+    assert sizes_below(folder) == {
+        f"step-000002/{name}": size for name, size in sizes_below(folders.at(2)).items()
+    }
+    folders.discard(2)
+    assert not any(keeper._files for keeper in keepers) and folders.steps() == []
+
+
+@settings(max_examples=20)
+@given(layout_pairs())
+def test_any_layout_reads_what_any_wrote_when_a_node_is_lost(pair):
+    layout, other = pair
+    values, (folder, keepers) = numbered(layout), new_folder()
+    folder = folder / "actor"
+    for rank in sorted(layout.pieces):
+        Cluster.here = rank % NODES
+        mine = [(move.name, move) for move in share(layout, layout.shapes, rank)]
+        plan = plan_files(layout.shapes, mine, torch.float32, 1 << 20, "model")
+        local = full_tensors(layout, rank, values)
+        parts = [values_of(part, local[part.source.tensor]) for part in plan.parts]
+        own, boxes = write_apart(folder, rank, plan.parts, parts)
+        headers = headers_of(plan) if rank == 0 else {}
+        write_whole(list_of(folder, rank), Written(boxes, headers, {}, own).to_json().encode())
+    keepers[0].lost = True
+    lists = read_lists(folder)
+    if any(value.numel() for value in values.values()):
+        assert lacking(folder, lists) == "" and damage(folder, lists) == ""
+    tensors = open_tensors(folder, "model")
+    for held in other.pieces.values():
+        for name, pieces in held.items():
+            for piece in pieces:
+                into = torch.empty(extent(piece.box))
+                tensors.read(name, piece.box, into)
+                assert torch.equal(into, values[name][tuple(slice(*side) for side in piece.box)])
