@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _UPLOAD_BYTES = 16 << 20
 """Of one part of an upload, and what a writer holds in memory; S3 takes 10,000 parts of a file."""
+_OF_DISK = ("file://", "local://")
 _PACKAGES = {
     "s3": "pip install hybridrl[s3]",
     "gs": "pip install gcsfs",
@@ -176,14 +177,15 @@ def location_of(text: str | Path) -> Location:
         MissingPackageError: if the package for them is not installed.
     """
     text = str(text)
-    if text.startswith("file://"):
-        return Path(text.removeprefix("file://"))
+    for scheme in _OF_DISK:
+        if text.startswith(scheme):
+            return Path(text.removeprefix(scheme))
     return RemotePath(text) if is_url(text) else Path(text).expanduser()
 
 
 def is_url(text: str) -> bool:
     """Whether it is no path of this machine."""
-    return "://" in text and not text.startswith("file://")
+    return "://" in text and not text.startswith(_OF_DISK)
 
 
 def sizes_below(folder: Location) -> dict[str, int]:

@@ -164,7 +164,7 @@ class Checkpoints:
             write_whole(folder / SETTINGS, self.job.directory.config_file.read_bytes())
         if self.job.config.checkpoint.folder is not None:
             keep_copies(self.job, self._folders.path)
-        self._folders.complete(saving.step, self._evaluated)
+        self._folders.complete(saving.step, self._evaluated, self._roles())
         self._saving = None
         self._folders.prune(self._keep)
         saving.stall += time.perf_counter() - begin
