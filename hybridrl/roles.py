@@ -81,6 +81,7 @@ def _source(job: Built, path: str | None = None) -> ModelSource:
         eos_token_ids=_ends(job.model_path, job.tokenizer),
         save_dtype=job.config.model.save_dtype,
         file_bytes=round(job.config.model.file_gib * 2**30),
+        seed=job.config.run.seed,
     )
 
 

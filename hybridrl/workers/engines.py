@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+from transformers import PreTrainedModel
+
 from hybridrl.checkpoint.file_plan import FILE_BYTES
 from hybridrl.checkpoint.reading import TensorFiles
-from hybridrl.config.schema import ActorConfig
+from hybridrl.config.schema import ActorConfig, LoraSettings
 from hybridrl.controller import Context
 from hybridrl.core.training_mesh import training_mesh
 from hybridrl.engine.train import TrainEngine
@@ -37,6 +40,7 @@ class ModelSource:
         eos_token_ids: Tokens that end a response.
         save_dtype: Precision of the model in files; None: that of the files at `path`.
         file_bytes: Largest file, unless one tensor is larger.
+        seed: Of what is made at random beside it.
     """
 
     path: str
@@ -46,6 +50,7 @@ class ModelSource:
     eos_token_ids: tuple[int, ...]
     save_dtype: str | None = None
     file_bytes: int = FILE_BYTES
+    seed: int = 0
 
 
 def policy_engine(
@@ -64,7 +69,7 @@ def policy_engine(
     if trains and config.lora.rank:
         # Read whole: peft makes adapters on the device of what they stand beside.
         model, files = load_model(source.path, "float32"), None
-        add_adapters(model, config.lora)
+        _adapt(model, config.lora, source.seed)
     else:
         model, files = unread_model(source.path)
     return _engine(context, source, config, CausalPolicy(model), files, trains, rollout_tp)
@@ -81,11 +86,18 @@ def scalar_engine(
     """As `policy_engine`, for a model with a scalar head; see `ScalarModel`."""
     if trains and config.lora.rank:
         model, files = load_scalar_model(source.path, "float32"), None
-        add_adapters(model, config.lora)
+        _adapt(model, config.lora, source.seed)
     else:
         model, files = unread_scalar_model(source.path)
     scalar = ScalarModel(model, reads)
     return _engine(context, source, config, scalar, files, trains, rollout_tp=1)
+
+
+def _adapt(model: PreTrainedModel, settings: LoraSettings, seed: int) -> None:
+    """Adds adapters that are the same on every rank, and in every job of this seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        add_adapters(model, settings)
 
 
 def _engine(
