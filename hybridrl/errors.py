@@ -43,19 +43,21 @@ class WorkerError(HybridRLError):
 
 
 class LostError(WorkerError):
-    """The job's processes are to be started again, for one of them or a machine is gone: a host,
-    the relay, a node. A run with checkpoints goes on from the newest; see `recover`.
+    """The job's processes are to be started again, for one of them or a machine is gone or does
+    not go on: a host, the relay, a node. A run with checkpoints goes on from the newest; see
+    `recover`.
 
     Args:
-        memory_of: The call during which the machine ran out of memory, if that is why.
+        if_again: A sentence, of a loss that will not be the last one if the one before it was the
+            same: why it does not help to go on.
     """
 
-    def __init__(self, message: str, memory_of: str = "") -> None:
+    def __init__(self, message: str, if_again: str = "") -> None:
         super().__init__(message)
-        self.memory_of = memory_of
+        self.if_again = if_again
 
 
-class CallTimeoutError(WorkerError):
+class CallTimeoutError(LostError):
     """A call outlived `controller.timeout_s`. Names role, rank and method; carries all stacks."""
 
 

@@ -77,8 +77,8 @@ class Executor(ABC):
         """Waits until these calls are done, for `limit` seconds at most; whether they are.
 
         Raises:
-            WorkerError: if any call failed or any host died meanwhile.
-            CallTimeoutError: if a call ran longer than the deadline.
+            WorkerError: if any call failed meanwhile; LostError if any host died, CallTimeoutError
+                if a call ran longer than the deadline.
         """
 
     @abstractmethod

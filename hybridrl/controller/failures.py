@@ -98,17 +98,20 @@ def _of_death(death: Death, hosts: Hosts) -> LostError:
         f"{death.call.name}."
     )
     memory = out_of_memory(death.text)
-    memory_of = death.call.name if memory else ""
+    if_again = memory and (
+        f"Memory ran out in {death.call.name} the time before, too: it needs more than there is, "
+        "and to go on would not help."
+    )
     sentence += memory or (
         " A process that ends without a traceback was killed from outside (kill -9, the kernel's"
         " out-of-memory killer) or crashed in native code."
     )
     if hosts.run_directory is None or role not in hosts.roles.get(death.host, {}):
-        return LostError(sentence, memory_of)
+        return LostError(sentence, if_again)
     log = hosts.run_directory / "logs" / f"{role}-{rank}.log"
     lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
     tail = "\n".join(f"  {line}" for line in lines) or "  (empty)"
-    return LostError(f"{sentence}\nThe last lines of {log}:\n{tail}", memory_of)
+    return LostError(f"{sentence}\nThe last lines of {log}:\n{tail}", if_again)
 
 
 def out_of_memory(text: str) -> str:

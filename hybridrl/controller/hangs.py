@@ -49,15 +49,22 @@ class Hang:
         idle = [host for host in behind if not self._waits(host)]
         # Of messages from rank to rank nobody counts how many there were.
         busy = [host for host in self.pending if self._does_something_else(host)]
-        return idle or busy or behind
+        # What hosts wait for may lie on one that has no call itself.
+        apart = [host for host, snapshot in enumerate(self.snapshots) if snapshot is None]
+        return idle or busy or behind or apart
 
     def error(self) -> CallTimeoutError:
         """The sentence, and where the stacks of every host are: in a file of the run, or below it.
         Writes that file."""
+        missing = [host for host in self.missing() if host in self.pending]
+        if_again = (
+            f"{self._calls(missing or self.late)} hung the time before, too: to go on would not "
+            "help."
+        )
         said = " ".join(
             (
-                f"{self._calls()} did not finish within {self.limit:g} s (controller.timeout_s)"
-                f"{self.why}.",
+                f"{self._calls(self.late)} did not finish within {self.limit:g} s "
+                f"(controller.timeout_s){self.why}.",
                 *self._causes(),
                 "If the work is only slow, raise that setting.",
             )
@@ -65,18 +72,19 @@ class Hang:
         stacks = "\n".join(map(self._stack, range(len(self.snapshots))))
         folder = self.hosts.run_directory
         if folder is None:
-            return CallTimeoutError(f"{said} The stacks of every host:\n\n{stacks}")
+            return CallTimeoutError(f"{said} The stacks of every host:\n\n{stacks}", if_again)
         step = 1 + min(self.pending[host][0].step for host in self.late)
         file = folder / f"stacks-{step:06d}.txt"
         try:
             file.write_text(f"{said}\n\n{stacks}\n", encoding="utf-8")
         except OSError as error:
-            return CallTimeoutError(f"{said} ({file}: {error.strerror}) The stacks:\n\n{stacks}")
-        return CallTimeoutError(f"{said} The stacks of every host are in {file}.")
+            said += f" ({file}: {error.strerror}) The stacks:\n\n{stacks}"
+            return CallTimeoutError(said, if_again)
+        return CallTimeoutError(f"{said} The stacks of every host are in {file}.", if_again)
 
-    def _calls(self) -> str:
+    def _calls(self, hosts: Iterable[int]) -> str:
         ranks: dict[str, list[int]] = {}
-        for host in self.late:
+        for host in hosts:
             call, rank = self.pending[host]
             ranks.setdefault(call.name, []).append(rank)
         return ", ".join(f"{name} on {_ranks(found)}" for name, found in ranks.items())

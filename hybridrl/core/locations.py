@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _UPLOAD_BYTES = 16 << 20
 """Of one part of an upload, and what a writer holds in memory; S3 takes 10,000 parts of a file."""
+_OF_DISK = ("file://", "local://")
 _PACKAGES = {
     "s3": "pip install hybridrl[s3]",
     "gs": "pip install gcsfs",
@@ -176,19 +177,20 @@ def location_of(text: str | Path) -> Location:
         MissingPackageError: if the package for them is not installed.
     """
     text = str(text)
-    path = text.partition("://")[2] if is_url(text) else text.removeprefix("file://")
-    if not path.strip() or "\0" in path or (is_url(text) and not path.strip("/")):
+    remote = is_url(text)
+    for scheme in _OF_DISK:
+        text = text.removeprefix(scheme)
+    path = text.partition("://")[2].strip("/") if remote else text
+    if not path.strip() or "\0" in path:
         raise ConfigError(
             f"{text!r} names no folder. Give a path, or a URL with a bucket: s3://bucket/runs/mine."
         )
-    if text.startswith("file://"):
-        return Path(text.removeprefix("file://"))
-    return RemotePath(text) if is_url(text) else Path(text).expanduser()
+    return RemotePath(text) if remote else Path(text).expanduser()
 
 
 def is_url(text: str) -> bool:
     """Whether it is no path of this machine."""
-    return "://" in text and not text.startswith("file://")
+    return "://" in text and not text.startswith(_OF_DISK)
 
 
 def sizes_below(folder: Location) -> dict[str, int]:

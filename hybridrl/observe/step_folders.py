@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -103,18 +103,27 @@ class StepFolders:
                 folder.mkdir(parents=True)
         return folder
 
-    def complete(self, step: int, figures: Mapping[str, float] | None = None) -> Location:
+    def complete(
+        self, step: int, figures: Mapping[str, float] | None = None, parts: Iterable[str] = ()
+    ) -> Location:
         """Lists what `begin` gave was filled with; from now on it counts.
 
         Args:
             figures: What was evaluated after the step.
+            parts: Folders that others have written in it.
 
         Raises:
-            StorageError: if that cannot be written.
+            StorageError: if that cannot be written, or a part is not there.
         """
         folder = self.at(step)
         with explain_write_errors(folder):
             files = _contents(folder, apart=_written_together(folder))
+            if missing := set(parts) - {name.partition("/")[0] for name in files}:
+                raise StorageError(
+                    f"{folder} has nothing of what the workers of `{min(missing)}` wrote there. "
+                    "They and the driver must see the same files: set checkpoint.folder to a place "
+                    "that all nodes share (memory:// is of one process)."
+                )
             completed = Completed(step, files, dict(figures or {}), time.time())
             text = json.dumps(vars(completed), indent=1)
             write_whole(folder / COMPLETE, f"{text}\n".encode())

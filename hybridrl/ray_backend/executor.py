@@ -307,7 +307,8 @@ class RayExecutor(Executor):
         statuses = self._watch.statuses
         late = [h for h in pending if self._watch.seconds_on(h, pending[h][0]) > self._timeout]
         why = ""
-        if silent or not pending or any(s is not None and s.is_working for s in statuses):
+        may_work = any(host in pending for host in silent)
+        if may_work or not pending or any(s is not None and s.is_working for s in statuses):
             self._stalled = time.monotonic()
         elif time.monotonic() - self._stalled > self._timeout:
             late = list(pending)

@@ -200,7 +200,7 @@ class Checkpoints:
             write_whole(folder / SETTINGS, self.job.directory.config_file.read_bytes())
         if self.job.config.checkpoint.folder is not None:
             keep_copies(self.job, self._folders.path)
-        self._folders.complete(saving.step, self._evaluated)
+        self._folders.complete(saving.step, self._evaluated, self._roles())
         self._saving = None
         self._folders.prune(self._keep)
         if self._copies is not None:

@@ -42,7 +42,7 @@ class Recoveries:
         self._loss: _Loss | None = None
         self._in_a_row = 0
         self._from_step = -1
-        self._memory_of = ""
+        self._before = ""
 
     def begin(
         self, lost: LostError, from_step: int, summary: Mapping[str, Any], since: float
@@ -96,15 +96,12 @@ class Recoveries:
                 "checkpoint."
             ) from lost
         if from_step > self._from_step:
-            self._in_a_row, self._memory_of = 0, ""
+            self._in_a_row, self._before = 0, ""
         self._from_step = from_step
         self._in_a_row += 1
-        if lost.memory_of and lost.memory_of == self._memory_of:
-            raise LostError(
-                f"{lost}\nMemory ran out in {lost.memory_of} the time before, too: it needs more "
-                "than there is, and to go on would not help."
-            ) from lost
-        self._memory_of = lost.memory_of
+        if lost.if_again and lost.if_again == self._before:
+            raise LostError(f"{lost}\n{lost.if_again}") from lost
+        self._before = lost.if_again
         if self._in_a_row > most:
             tried = f" {most} times in a row, without a new checkpoint, workers had been lost"
             raise LostError(

@@ -20,6 +20,16 @@ def model(tmp_path) -> Path:
 
 
 @pytest.mark.ray
+def test_adapters_are_the_same_on_all_ranks_and_in_all_runs_of_one_seed(run, model, tmp_path):
+    pytest.importorskip("peft")
+    settings = [*SHORT, "rollout=transformers", "warmup.steps=0", f"model.path={model}"]
+    settings += ["actor.lora={rank: 2, alpha: 4}", "actor.parallel.shards=1", "num_devices=2"]
+    one, other = (run(*settings, f"run.directory={tmp_path / name}") for name in ("one", "other"))
+    found, expected = (load_file(f / "model" / "adapter_model.safetensors") for f in (one, other))
+    assert all(found[name].equal(tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.ray
 @pytest.mark.vllm
 def test_ppo_with_adapters_samples_from_what_it_has_learned(run, model):
     directory = run(

@@ -2,9 +2,11 @@
 
 import importlib.util
 import json
+import re
 import socket
 
 import pytest
+from test_resume_ray import SLOW_REWARD
 
 from hybridrl.cli import main
 from hybridrl.config.load import load_config
@@ -79,10 +81,10 @@ def test_a_run_keeps_its_steps_in_a_bucket_and_survives_when_that_goes_away(
 
     complete = StepFolders.complete
 
-    def goes_away(self, step, figures=None):
+    def goes_away(self, step, *rest):
         if step == 3:
             server.stop()
-        return complete(self, step, figures)
+        return complete(self, step, *rest)
 
     monkeypatch.setattr(StepFolders, "complete", goes_away)
     words = r"Cannot write s3://.*/runs/mine/step-000003: .*See whether it can be reached"
@@ -96,6 +98,42 @@ def test_a_run_keeps_its_steps_in_a_bucket_and_survives_when_that_goes_away(
     assert folders.steps() == [2, 3] and folders.unfinished() == []
     exported = main_json(capsys, "checkpoint", "export", url, str(tmp_path / "out"), "--json")
     assert exported["step"] == 3 and (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.ray
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_job_of_two_ranks_is_killed_and_loses_its_bucket(server, command, tmp_path):
+    url = f"{server.bucket}/runs/ray"
+    (tmp_path / "own.py").write_text(SLOW_REWARD)
+    own = ["executor=ray", "num_devices=2", f"reward.function={tmp_path}/own.py:odd"]
+    job = [*SMALL, *own, f"checkpoint.folder={url}", "resume=auto", "trainer.steps=12"]
+    folders = StepFolders(location_of(url))
+
+    killed = command(*job)
+    killed.wait_for("step 2: checkpoint saved")
+    killed.process.kill()
+    killed.finish()
+    done = folders.steps()[-1]
+    assert 2 <= done < 12 and not folders.fault(done)
+
+    robbed = command(*job)
+    robbed.wait_for(rf"after step {done}\b")
+    robbed.wait_for(rf"step {done + 1}: checkpoint saved")
+    server.stop()
+    assert robbed.finish() == 1, robbed.output
+    assert re.search(rf"Cannot write {url}/step-\d+.* See whether it can be reached", robbed.output)
+    assert "Traceback" not in robbed.output
+    server.start()
+    done = folders.steps()[-1]
+    assert done < 12 and not folders.fault(done)
+
+    last = command(*job, "num_devices=1")  # which reads what two have written
+    assert last.finish() == 0, last.output
+    assert f"after step {done}\n" in last.output
+    assert folders.steps() == [11, 12] and not folders.unfinished()
+    rows = [json.loads(row) for row in (last.directory / "metrics.jsonl").open()]
+    assert [row["step"] for row in rows if "reward/mean" in row] == list(range(1, 13))
 
 
 def test_large_files_are_sent_in_parts_and_only_whole_ones_are_there(server):

@@ -90,6 +90,23 @@ def test_ranks_in_different_operations_are_all_told():
     assert "which waits for other ranks itself, in broadcast (number 5" in str(found.error())
 
 
+def test_a_hang_is_the_same_again_if_the_same_ranks_are_missing_in_the_same_call():
+    found = [
+        hang([IN_COLLECTIVE, rank_1, IN_COLLECTIVE]).error() for rank_1 in (None, IN_USERS_CODE)
+    ]
+    assert found[0].if_again == found[1].if_again
+    assert "update_actor on rank 1 hung the time before, too" in found[0].if_again
+    other = hang([IN_COLLECTIVE, IN_COLLECTIVE, None]).error()
+    assert other.if_again != found[0].if_again
+
+
+def test_a_silent_host_without_a_call_is_named_when_the_others_wait_for_its_data():
+    waits = Snapshot(Status("actor", 0, "update_actor", 0.0, waiting=True))
+    found = hang([waits, None, waits], late=[0, 2], done=[1])
+    assert found.missing() == [1]
+    assert "actor rank 1 (process 101 on 10.0.0.1), which does not answer" in str(found.error())
+
+
 def test_the_stacks_are_in_a_file_of_the_run(tmp_path):
     hosts = Hosts(HOSTS.identities, HOSTS.roles, tmp_path)
     text = str(hang([IN_COLLECTIVE, None, IN_COLLECTIVE], hosts=hosts).error())

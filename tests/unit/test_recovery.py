@@ -23,8 +23,8 @@ def made(tmp_path):
     return lambda *overrides: Recoveries(configured(overrides), tmp_path)
 
 
-def lose(recoveries, from_step=6, summary=AT_STEP, **of_memory):
-    recoveries.begin(LostError("a worker died.\nits log", **of_memory), from_step, summary, 0.0)
+def lose(recoveries, from_step=6, summary=AT_STEP, if_again=""):
+    recoveries.begin(LostError("a worker died.\nits log", if_again), from_step, summary, 0.0)
 
 
 def test_a_recovery_is_a_line_a_sentence_and_a_count(made, tmp_path):
@@ -68,12 +68,13 @@ def test_without_checkpoints_it_says_what_they_are_good_for(made):
         lose(made())
 
 
-def test_memory_that_runs_out_twice_in_one_place_ends_it(made):
-    recoveries = made("checkpoint.every=2")
-    lose(recoveries, memory_of="actor.update_actor")
-    lose(recoveries, memory_of="actor.generate_sequences")
-    with pytest.raises(LostError, match=r"Memory ran out in actor\.generate_sequences the time"):
-        lose(recoveries, memory_of="actor.generate_sequences")
+def test_what_comes_twice_in_a_row_in_one_place_ends_it(made):
+    recoveries = made("checkpoint.every=2", "recover.max_restarts=9")
+    for where in ("It hung here.", "It hung there.", "", "It hung there."):
+        lose(recoveries, if_again=where)
+    lose(recoveries, 8, if_again="It hung there.")  # there was a new checkpoint
+    with pytest.raises(LostError, match=r"(?s)a worker died.*It hung there\."):
+        lose(recoveries, 8, if_again="It hung there.")
 
 
 PROGRAM = """

@@ -177,6 +177,19 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path):
         StepFolders(tmp_path / "checkpoints").begin(3)
 
 
+def test_what_workers_wrote_where_the_driver_does_not_see_it_does_not_count(folders):
+    write(folders, 2)
+    write_whole(folders.begin(4) / "driver.json", b"{}")
+    with pytest.raises(StorageError, match=r"nothing of what the workers of `actor` wrote there"):
+        folders.complete(4, parts=["actor"])
+    assert folders.steps() == [2] and folders.complete(2, parts=["actor"])
+
+
+def test_a_url_of_the_disk_is_a_path(tmp_path):
+    for scheme in ("file", "local"):
+        assert location_of(f"{scheme}://{tmp_path}/run") == tmp_path / "run"
+
+
 def test_a_store_that_goes_away_is_a_sentence_and_the_step_before_still_loads(monkeypatch):
     folders = StepFolders(location_of(f"memory://{uuid.uuid4()}/run"))
     write(folders, 2)
