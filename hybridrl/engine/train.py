@@ -36,7 +36,7 @@ from hybridrl.engine.token_columns import token_columns, token_places
 from hybridrl.engine.update_metrics import UpdateMetrics
 from hybridrl.engine.whole_parameters import whole_parameters
 from hybridrl.errors import TrainingError
-from hybridrl.models import PackedModel, PackedSamples
+from hybridrl.models import PackedModel, PackedSamples, Rows
 from hybridrl.models.adapters import has_adapters, merged
 from hybridrl.models.stored_names import stored_form
 from hybridrl.parallel import tensor as tensor_parallel
@@ -44,7 +44,7 @@ from hybridrl.parallel.fsdp import is_small, shard
 from hybridrl.parallel.layout import training_layout
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.pipeline import Pipeline
-from hybridrl.parallel.sequence import SequenceParallel
+from hybridrl.parallel.sequence import SequenceParallel, check_rows
 
 MOST_SKIPPED = 20
 """So many updates in a row with gradients that are not finite are an error, also in programs that
@@ -93,6 +93,7 @@ class TrainEngine:
         self.has_adapters = has_adapters(model.inner)
         cuts = tensor_parallel.cut(model, mesh)
         self.cuts = cuts.cuts
+        check_rows(model.rows, mesh.size("ring") * mesh.size("ulysses"))
         self._sequence = SequenceParallel.of(mesh)
         self._pipeline: Pipeline | None = None
         if (group := mesh.group("pp")) is not None:
@@ -314,8 +315,8 @@ class TrainEngine:
         load_weights(self.model.inner, folder, self.cuts, self.mesh.index("tp"))
 
     def _pack(self, batch: Batch) -> PackedSamples:
-        """The rows as one row of tokens, or this rank's part of it."""
-        samples = PackedSamples.of(batch, self.device)
+        """The rows as the model takes them, or this rank's part of it."""
+        samples = PackedSamples.of(batch, self.device, self.model.rows)
         if self._sequence is None:
             return samples
         return self._sequence.split(samples, self.model.shift)
@@ -344,11 +345,13 @@ class TrainEngine:
         """Rows of each micro-batch within the token budget; equally many on every rank, because
         each is a round of collectives. A rank that has too few rows gets empty ones."""
         lengths = batch.lengths("prompt_ids") + batch.lengths("response_ids")
-        units = lengths.reshape(-1, rows_together).sum(1).tolist()
+        rows = lengths.reshape(-1, rows_together)
+        is_padded = self.model.rows is Rows.PADDED
+        units = (rows_together * rows.max(1) if is_padded else rows.sum(1)).tolist()
         budget, setting = self.config.tokens_per_microbatch, "actor.tokens_per_microbatch"
         if self._sequence is not None:  # the budget is what one device takes
             budget, setting = budget * self._sequence.size, f"{setting} x sequence-parallel ranks"
-        packed = pack(units, budget, setting=setting) or [[]]
+        packed = pack(units, budget, setting=setting, padded=is_padded) or [[]]
         count = torch.tensor([len(packed)])
         if (group := self.mesh.group("dp")) is not None:
             dist.all_reduce(count, dist.ReduceOp.MAX, group=group)

@@ -15,6 +15,7 @@ from hybridrl.models import (
     CausalPolicy,
     PackedModel,
     ScalarModel,
+    admit,
     load_model,
     load_scalar_model,
     unread_model,
@@ -67,7 +68,8 @@ def policy_engine(
         add_adapters(model, config.lora)
     else:
         model, files = unread_model(source.path)
-    return _engine(context, source, config, CausalPolicy(model), files, trains, rollout_tp)
+    policy = CausalPolicy(model, admit(model.config, source.path))
+    return _engine(context, source, config, policy, files, trains, rollout_tp)
 
 
 def scalar_engine(
@@ -84,7 +86,7 @@ def scalar_engine(
         add_adapters(model, config.lora)
     else:
         model, files = unread_scalar_model(source.path)
-    scalar = ScalarModel(model, reads)
+    scalar = ScalarModel(model, reads, admit(model.config, source.path, scalar=True))
     return _engine(context, source, config, scalar, files, trains, rollout_tp=1)
 
 
