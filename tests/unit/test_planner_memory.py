@@ -3,7 +3,7 @@
 import pytest
 import torch
 from settings import configured
-from transformers import Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.config.schema import LoraSettings
 from hybridrl.core.batch import Batch
@@ -146,3 +146,13 @@ def test_every_node_shares_its_memory_among_its_slots():
     one = present(Cluster.of_one_node("cpu", 1))
     assert present(Cluster.of_one_node("cpu", 4)).memory == one.memory / 4
     assert isinstance(one, Machines) and one.memory > GIB / 4
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt2", "qwen3_5_text", "deepseek_v3"])
+def test_layers_of_several_kinds_are_counted_on_average(family):
+    config = AutoConfig.for_model(family)
+    shape = shape_of(config, "bfloat16")
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config)
+    assert shape.parameters.all == pytest.approx(whole.num_parameters(), rel=0.06)
+    assert shape.training.per_layer > shape.scoring.per_layer >= 0
