@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from hybridrl.core.batch import Batch
+from hybridrl.core.device import logits_at_a_time
 from hybridrl.models import (
     CausalPolicy,
     PackedSamples,
@@ -216,7 +217,8 @@ def test_chunks_change_nothing_and_logits_never_exist_whole(tokens_per_chunk, mo
         return logits
 
     monkeypatch.setattr(log_probs, "_logits", watched)
-    monkeypatch.setattr(log_probs, "CHUNK_ELEMENTS", tokens_per_chunk * VOCABULARY + 5)
+    at_a_time = tokens_per_chunk * VOCABULARY + 5
+    monkeypatch.setattr(log_probs, "logits_at_a_time", lambda _: at_a_time)
     outputs = token_log_probs(hidden, weight, targets, 0.7)
     found = torch.autograd.grad(
         sum((c * out).sum() for c, out in zip(coefficients, outputs, strict=True)),
@@ -231,9 +233,14 @@ def test_chunks_change_nothing_and_logits_never_exist_whole(tokens_per_chunk, mo
 
 
 def test_a_vocabulary_larger_than_a_chunk_goes_token_by_token(monkeypatch):
-    monkeypatch.setattr(log_probs, "CHUNK_ELEMENTS", 10)
+    monkeypatch.setattr(log_probs, "logits_at_a_time", lambda _: 10)
     found, _ = token_log_probs(torch.zeros(3, 2), torch.zeros(VOCABULARY, 2), torch.arange(3))
     assert_same(found, -torch.full((3,), float(VOCABULARY)).log(), 1e-6)
+
+
+def test_an_accelerator_takes_enough_tokens_at_a_time_to_be_worth_reading_the_embedding():
+    assert logits_at_a_time("cuda") // 152_000 >= 1024
+    assert logits_at_a_time("cpu") == 1 << 22
 
 
 def test_no_response_tokens():
