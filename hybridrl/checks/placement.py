@@ -46,6 +46,8 @@ def check_placement(config: Config, cluster: Cluster, roles: Roles | None = None
             path = specs[name].path(name, config) if name in specs else None
             adapts = name in specs and specs[name].trains and config.actor.lora.rank
             _check_cut(config, where.parallel, setting, path or config.model.path, bool(adapts))
+            if name in specs and specs[name].has_model(name, config):
+                _check_admitted(path or config.model.path, bool(specs[name].scalar), where.parallel)
     return placement
 
 
@@ -116,6 +118,15 @@ def _check_cut(
 
         model = load_config(path) if path else _tiny(config)
         check_model_fits(parallel, model, path or "the tiny model")
+
+
+def _check_admitted(path: str | None, scalar: bool, parallel: ParallelConfig) -> None:
+    if path is not None:  # the tiny model is known to be right
+        from hybridrl.models import admit, load_config
+        from hybridrl.parallel.sequence import check_rows
+
+        rows = admit(load_config(path), path, scalar=scalar)
+        check_rows(rows, parallel.ring * parallel.ulysses)
 
 
 def _check_flow(config: Config, placement: Placement) -> None:

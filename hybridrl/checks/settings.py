@@ -130,6 +130,11 @@ def _check_names(config: Config) -> None:
     one_of("executor", config.executor, ("ray", "inline"))
     one_of("devices", config.devices, ("auto", "cpu", "cuda"))
     one_of("model.dtype", config.model.dtype, DTYPES)
+    if config.model.dtype == "float16" and load_trainer(config.trainer.name).TRAINS:
+        raise ConfigError(
+            "model.dtype=float16: small gradients would become 0 in it, the more the fewer devices "
+            "there are, because nothing scales the loss. Set model.dtype=bfloat16, or float32."
+        )
     if config.model.save_dtype is not None:
         one_of("model.save_dtype", config.model.save_dtype, DTYPES)
     one_of("data.too_long", config.data.too_long, ("error", "drop"))

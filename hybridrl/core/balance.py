@@ -60,9 +60,14 @@ def partition(costs: Sequence[float], parts: int, equal_count: bool = False) -> 
 
 
 def pack(
-    lengths: Iterable[int], budget: int, *, setting: str = "actor.tokens_per_microbatch"
+    lengths: Iterable[int],
+    budget: int,
+    *,
+    setting: str = "actor.tokens_per_microbatch",
+    padded: bool = False,
 ) -> list[list[int]]:
-    """Packs rows into few lists of at most ``budget`` tokens each: first-fit decreasing.
+    """Packs rows into few lists of at most ``budget`` tokens each: first-fit decreasing; rows that
+    are ``padded`` to the longest of their list, the longest first.
 
     lengths: tokens of each row. Returns lists of row indices, each ascending, that hold every
     row once; no rows give no lists. At most 11/9 of the fewest possible lists, plus one.
@@ -79,6 +84,8 @@ def pack(
             )
         if size < 0:
             raise ConfigError(f"Row {row} has a length of {size} tokens; expected 0 or more.")
+    if padded:
+        return _rectangles(sizes, budget)
     leaves = 1 << max(len(sizes) - 1, 0).bit_length()
     # A tree over the lists, opened or not, that knows the most room left in each half: the first
     # list with enough room is found in log steps where a scan would take as many as lists.
@@ -97,6 +104,16 @@ def pack(
         while node > 1:
             node //= 2
             room[node] = max(room[2 * node], room[2 * node + 1])
+    return [sorted(rows) for rows in lists]
+
+
+def _rectangles(sizes: Sequence[int], budget: int) -> list[list[int]]:
+    lists: list[list[int]] = []
+    for row in sorted(range(len(sizes)), key=lambda row: (-sizes[row], row)):
+        if lists and sizes[lists[-1][0]] * (len(lists[-1]) + 1) <= budget:
+            lists[-1].append(row)
+        else:
+            lists.append([row])
     return [sorted(rows) for rows in lists]
 
 

@@ -10,6 +10,18 @@ COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """torch.distributed back ends by kind of device; small CPU tensors travel by gloo everywhere."""
 
 
+LOGITS_AT_A_TIME = {"cpu": 1 << 22}
+"""Of tokens times vocabulary: as many as a processor's cache holds."""
+LOGITS_OF_ACCELERATORS = 160 << 20
+"""1,100 tokens of a vocabulary of 152,000, 4 GiB while training. Each time the whole output
+embedding is read, and few tokens would not be worth it."""
+
+
+def logits_at_a_time(kind: str) -> int:
+    """How many logits a device of this kind is to compute before it goes on with others."""
+    return LOGITS_AT_A_TIME.get(kind, LOGITS_OF_ACCELERATORS)
+
+
 def make_current(kind: str, local_rank: int) -> torch.device:
     """Makes the device the current one of this process and returns it.
 

@@ -28,9 +28,9 @@ from hybridrl.engine.sharded_model import ShardedModel
 from hybridrl.engine.token_columns import token_columns, token_places
 from hybridrl.engine.update_metrics import UpdateMetrics
 from hybridrl.errors import TrainingError
-from hybridrl.models import PackedModel, PackedSamples
+from hybridrl.models import PackedModel, PackedSamples, Rows
 from hybridrl.parallel.mesh import ParallelMesh
-from hybridrl.parallel.sequence import SequenceParallel
+from hybridrl.parallel.sequence import SequenceParallel, check_rows
 
 MOST_SKIPPED = 20
 """So many updates in a row with gradients that are not finite are an error, also in programs that
@@ -68,6 +68,7 @@ class TrainEngine(ShardedModel):
         config: ActorConfig,
         files: TensorFiles | None = None,
     ) -> None:
+        check_rows(model.rows, mesh.size("ring") * mesh.size("ulysses"))
         super().__init__(model, mesh, device, dtype, config, files)
         self.fault: Fault | None = None
         self._sequence = SequenceParallel.of(mesh)
@@ -200,8 +201,8 @@ class TrainEngine(ShardedModel):
         return metrics
 
     def _pack(self, batch: Batch) -> PackedSamples:
-        """The rows as one row of tokens, or this rank's part of it."""
-        samples = PackedSamples.of(batch, self.device)
+        """The rows as the model takes them, or this rank's part of it."""
+        samples = PackedSamples.of(batch, self.device, self.model.rows)
         if self._sequence is None:
             return samples
         return self._sequence.split(samples, self.model.shift)
@@ -225,11 +226,13 @@ class TrainEngine(ShardedModel):
         """Rows of each micro-batch within the token budget; equally many on every rank, because
         each is a round of collectives. A rank that has too few rows gets empty ones."""
         lengths = batch.lengths("prompt_ids") + batch.lengths("response_ids")
-        units = lengths.reshape(-1, rows_together).sum(1).tolist()
+        rows = lengths.reshape(-1, rows_together)
+        is_padded = self.model.rows is Rows.PADDED
+        units = (rows_together * rows.max(1) if is_padded else rows.sum(1)).tolist()
         budget, setting = self.config.tokens_per_microbatch, "actor.tokens_per_microbatch"
         if self._sequence is not None:  # the budget is what one device takes
             budget, setting = budget * self._sequence.size, f"{setting} x sequence-parallel ranks"
-        packed = pack(units, budget, setting=setting) or [[]]
+        packed = pack(units, budget, setting=setting, padded=is_padded) or [[]]
         count = torch.tensor([len(packed)])
         if (group := self.mesh.group("dp")) is not None:
             dist.all_reduce(count, dist.ReduceOp.MAX, group=group)

@@ -1,5 +1,6 @@
 """Building and loading transformers models, and their forward over packed samples."""
 
+from hybridrl.models.admission import admit
 from hybridrl.models.loading import (
     load_config,
     load_model,
@@ -13,14 +14,16 @@ from hybridrl.models.loading import (
 )
 from hybridrl.models.log_probs import token_log_probs
 from hybridrl.models.packed_models import CausalPolicy, PackedModel, ScalarModel
-from hybridrl.models.packing import PackedSamples, Packing
+from hybridrl.models.packing import PackedSamples, Packing, Rows
 
 __all__ = [
     "CausalPolicy",
     "PackedModel",
     "PackedSamples",
     "Packing",
+    "Rows",
     "ScalarModel",
+    "admit",
     "load_config",
     "load_model",
     "load_scalar_model",

@@ -35,17 +35,22 @@ def packed_attention(
     """Causal attention inside each packed sample.
 
     Args:
-        query: `[1, heads, tokens, head_dim]`; key and value have the key-value heads.
-        packing: Bounds of the samples, passed to the model's forward as a keyword.
+        query: `[rows, heads, tokens, head_dim]`, of one packed row, or of a sample in each; key and
+            value have the key-value heads.
+        packing: Bounds of the samples in all rows, one after the other; passed to the model's
+            forward as a keyword.
 
     Returns:
-        `[1, tokens, heads, head_dim]`.
+        `[rows, tokens, heads, head_dim]`.
     """
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    rows = len(query)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     window = sliding_window if sliding_window and sliding_window < packing.longest else None
     if packing.split is not None:
-        return packing.split.attend(q, k, v, scaling, window).unsqueeze(0), None
-    return causal_attention(q, k, v, packing, scaling, window).unsqueeze(0), None
+        out = packing.split.attend(q, k, v, scaling, window)
+    else:
+        out = causal_attention(q, k, v, packing, scaling, window)
+    return out.unflatten(0, (rows, -1)), None
 
 
 def causal_attention(
@@ -59,9 +64,13 @@ def causal_attention(
     """Causal attention inside each packed sample, all on this rank.
 
     Args:
-        q: `[tokens, heads, head_dim]`, also what is returned; k and v have the key-value heads.
+        q: `[tokens, heads, head_dim]`; k and v have the key-value heads, and those of v may be
+            less wide.
         scale: Of the scores; 1 / sqrt(head_dim) if None.
         window: How many tokens a query sees, itself included; None for all before it.
+
+    Returns:
+        `[tokens, heads, width of v]`.
     """
     if not packing.buckets:
         if q.dtype in (torch.float16, torch.bfloat16):
@@ -69,7 +78,7 @@ def causal_attention(
         packing = _with_buckets(packing)
     if len(packing.buckets) == 1:
         return _rectangle(q, k, v, packing.buckets[0], scale, window)
-    output = torch.zeros_like(q)
+    output = q.new_zeros(*q.shape[:-1], v.shape[-1])
     for bucket in packing.buckets:
         part = _rectangle(
             *(x.index_select(0, bucket.source) for x in (q, k, v)), bucket, scale, window
@@ -88,10 +97,11 @@ def _variable_length(
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    width = v.shape[-1]  # the kernel wants that of the keys, which latent attention makes wider
     return varlen_attn(
         q.contiguous(),
         k.contiguous(),
-        v.contiguous(),
+        F.pad(v, (0, k.shape[-1] - width)).contiguous(),
         packing.cu_seqlens,
         packing.cu_seqlens,
         packing.longest,
@@ -99,7 +109,7 @@ def _variable_length(
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=q.shape[1] != k.shape[1],
-    )
+    )[..., :width]
 
 
 def _rectangle(
@@ -130,7 +140,7 @@ def _rectangle(
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
-    flat = out.transpose(1, 2).reshape(bucket.rows * bucket.longest, *q.shape[1:])
+    flat = out.transpose(1, 2).flatten(0, 1)
     return flat if full else _Gather.apply(flat, bucket.target)
 
 

@@ -25,13 +25,6 @@ from hybridrl.models.empty import empty_model
 
 logging.disable_progress_bar()
 
-UNKNOWN_ARITHMETIC = (
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-)
-
 
 def load_config(path: str) -> PretrainedConfig:
     """The architecture of the model at `path`."""
@@ -66,7 +59,7 @@ def load_model(path: str, dtype: str) -> PreTrainedModel:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={path} could not be loaded: {_first_line(error)}") from error
-    return _finished(model, path)
+    return _finished(model)
 
 
 def unread_model(path: str) -> tuple[PreTrainedModel, TensorFiles | None]:
@@ -74,7 +67,7 @@ def unread_model(path: str) -> tuple[PreTrainedModel, TensorFiles | None]:
     are; with weights and None where they cannot be read by parts."""
     if (found := empty_model(path, load_config(path), scalar=False)) is None:
         return load_model(path, "float32"), None
-    return _finished(found.model, path), found.files
+    return _finished(found.model), found.files
 
 
 def load_scalar_model(path: str, dtype: str) -> PreTrainedModel:
@@ -98,7 +91,7 @@ def load_scalar_model(path: str, dtype: str) -> PreTrainedModel:
         ) from error
     if any(name.startswith("score.") for name in found["missing_keys"]):
         torch.nn.init.zeros_(model.score.weight)
-    return _finished(model, path)
+    return _finished(model)
 
 
 def unread_scalar_model(path: str) -> tuple[PreTrainedModel, TensorFiles | None]:
@@ -108,7 +101,7 @@ def unread_scalar_model(path: str) -> tuple[PreTrainedModel, TensorFiles | None]
     config.num_labels = 1
     if (found := empty_model(path, config, scalar=True)) is None:
         return load_scalar_model(path, "float32"), None
-    return _finished(found.model, path), found.files
+    return _finished(found.model), found.files
 
 
 def _refuse_labels(config: PretrainedConfig, path: str) -> None:
@@ -120,25 +113,9 @@ def _refuse_labels(config: PretrainedConfig, path: str) -> None:
         )
 
 
-def _finished(model: PreTrainedModel, path: str) -> PreTrainedModel:
+def _finished(model: PreTrainedModel) -> PreTrainedModel:
     model.config.use_cache = False
-    _refuse_what_would_be_wrong(model, path)
     return model
-
-
-def _refuse_what_would_be_wrong(model: PreTrainedModel, path: str) -> None:
-    """Models that change attention scores or logits in ways that the packed forward does not know
-    would be trained on wrong log-probabilities without a word."""
-    text = model.config.get_text_config()
-    strange = [name for name in UNKNOWN_ARITHMETIC if getattr(text, name, None) not in (None, 1.0)]
-    strange += ["attention sinks"] if any("sinks" in n for n, _ in model.named_parameters()) else []
-    head = model.get_output_embeddings()
-    strange += ["a bias of lm_head"] if getattr(head, "bias", None) is not None else []
-    if strange:
-        raise ConfigError(
-            f"model.path={path} ({model.config.model_type}) uses {', '.join(strange)}, which "
-            "packed training does not support yet. Qwen2, Qwen3, Llama and Mistral work."
-        )
 
 
 def tiny_config(*, hidden_size: int, layers: int, heads: int, context: int) -> Qwen2Config:

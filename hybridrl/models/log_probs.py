@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-CHUNK_ELEMENTS = 1 << 22
-"""Logits computed at a time: tokens per chunk = this divided by the vocabulary."""
+from hybridrl.core.device import logits_at_a_time
 
 
 class Vocabulary(NamedTuple):
@@ -120,7 +119,7 @@ def _local(
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
-    size = max(1, CHUNK_ELEMENTS // len(weight))
+    size = max(1, logits_at_a_time(weight.device.type) // len(weight))
     return [slice(start, start + size) for start in range(0, len(hidden), size)]
 
 

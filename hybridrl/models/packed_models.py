@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hybridrl.models.log_probs import Vocabulary, token_log_probs
-from hybridrl.models.packing import PackedSamples
+from hybridrl.models.packing import PackedSamples, Rows
 
 
 class PackedModel(nn.Module):
@@ -20,6 +20,7 @@ class PackedModel(nn.Module):
 
     Attributes:
         OUTPUTS: Names of what `forward` gives, each `[response tokens]` in float32.
+        rows: How its samples are laid out.
         shift: So many places after a response token's predictor it is read: 1 where the token
             itself stands.
     """
@@ -27,18 +28,22 @@ class PackedModel(nn.Module):
     OUTPUTS: ClassVar[tuple[str, ...]]
     shift: int = 0
 
-    def __init__(self, inner: PreTrainedModel) -> None:
+    def __init__(self, inner: PreTrainedModel, rows: Rows = Rows.PACKED) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.rows = inner, rows
+        for module in inner.modules():
+            if isinstance(module, nn.Dropout):  # a sample's log-probabilities have to stay the same
+                module.p = 0.0
 
     def hidden(self, samples: PackedSamples) -> torch.Tensor:
-        """The last hidden states, `[tokens, hidden]`."""
+        """The last hidden states, `[tokens, hidden]` of all rows."""
+        ids = samples.input_ids
         return self.inner.base_model(
-            input_ids=samples.input_ids[None],
-            position_ids=samples.packing.position_ids()[None],
+            input_ids=ids,
+            position_ids=samples.packing.position_ids().view(ids.shape),
             packing=samples.packing,
             use_cache=False,
-        ).last_hidden_state.squeeze(0)
+        ).last_hidden_state.flatten(0, 1)
 
 
 class CausalPolicy(PackedModel):
@@ -70,8 +75,13 @@ class ScalarModel(PackedModel):
 
     OUTPUTS = ("values",)
 
-    def __init__(self, inner: PreTrainedModel, reads: Literal["before", "after"]) -> None:
-        super().__init__(inner)
+    def __init__(
+        self,
+        inner: PreTrainedModel,
+        reads: Literal["before", "after"],
+        rows: Rows = Rows.PACKED,
+    ) -> None:
+        super().__init__(inner, rows)
         self.shift = 1 if reads == "after" else 0
 
     def forward(self, samples: PackedSamples) -> dict[str, torch.Tensor]:

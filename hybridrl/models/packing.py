@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -11,6 +12,15 @@ from hybridrl.core.batch import Batch, Ragged
 
 WASTE = 1.25
 """Samples share an attention bucket while padded tokens stay within this multiple of real ones."""
+
+
+class Rows(enum.Enum):
+    """How samples are laid out for a model; see `hybridrl.models.admission`."""
+
+    PACKED = "packed"
+    """One after the other in one row, nothing padded."""
+    PADDED = "padded"
+    """Each in a row of its own, as long as the longest."""
 
 
 class Bucket(NamedTuple):
@@ -77,12 +87,14 @@ class Packing:
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """Prompts and responses of a micro-batch as one row of tokens.
+    """Prompts and responses of a micro-batch.
 
     Attributes:
-        input_ids: `[tokens]`, prompt and response of each sample in turn.
-        packing: Bounds of the samples.
-        predictors: `[response tokens]`: the place whose output predicts each response token.
+        input_ids: `[rows, tokens]`: one row with prompt and response of each sample in turn, or a
+            row for each sample, with zeros after it.
+        packing: Bounds of the samples, or of the rows, all rows one after the other.
+        predictors: `[response tokens]`: the place, in all rows one after the other, whose output
+            predicts each response token.
         targets: `[response tokens]`: the response tokens, in the order of the batch's own column.
         response_bounds: `[samples + 1]`: bounds of the samples in `targets`.
     """
@@ -94,8 +106,8 @@ class PackedSamples:
     response_bounds: torch.Tensor
 
     @classmethod
-    def of(cls, batch: Batch, device: torch.device) -> PackedSamples:
-        """Packs all rows of `batch` (columns `prompt_ids` and `response_ids`).
+    def of(cls, batch: Batch, device: torch.device, rows: Rows = Rows.PACKED) -> PackedSamples:
+        """Lays out all rows of `batch` (columns `prompt_ids` and `response_ids`).
 
         A batch without rows gives one token that predicts nothing: no model runs on no tokens, and
         a rank without rows still takes part in its peers' collectives.
@@ -103,14 +115,16 @@ class PackedSamples:
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
         bounds = prompts.cu_seqlens + responses.cu_seqlens
         bounds = bounds if len(batch) else torch.tensor([0, 1])
+        if rows is Rows.PADDED:
+            bounds = torch.arange(len(bounds)) * bounds.diff().max()
         tokens = torch.zeros(int(bounds[-1]), dtype=torch.int64)
-        starts = bounds[:-1]
+        starts = bounds[: len(batch)]
         prompt_places = _places(prompts, starts)
         response_places = _places(responses, starts + prompts.lengths)
         tokens[prompt_places] = prompts.values
         tokens[response_places] = responses.values
         return cls(
-            input_ids=tokens.to(device),
+            input_ids=tokens.view(1 if rows is Rows.PACKED else len(starts) or 1, -1).to(device),
             packing=Packing.of(bounds, device),
             predictors=(response_places - 1).to(device),
             targets=responses.values.to(device, copy=True),  # a plain tensor

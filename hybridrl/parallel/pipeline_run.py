@@ -108,7 +108,7 @@ class PipelineRun:
 
     def _receive(self, action: Action, from_stage: int) -> None:
         tokens = self._micro_batches[action.micro_batch].input_ids
-        shape = (len(tokens), self._model.hidden_size)
+        shape = (tokens.numel(), self._model.hidden_size)
         buffer = torch.empty(shape, dtype=self._model.dtype, device=tokens.device)
         work = dist.irecv(buffer, group=self._group, group_src=from_stage % self._ranks)
         self._received[action] = (work, buffer)

@@ -26,7 +26,7 @@ from torch import Tensor
 from hybridrl.core.zigzag import even_bounds, rank_places, ring_rows
 from hybridrl.errors import ConfigError
 from hybridrl.models.attention import causal_attention
-from hybridrl.models.packing import PackedSamples, Packing
+from hybridrl.models.packing import PackedSamples, Packing, Rows
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.ring_attention import RingPlan, ring_attention
 from hybridrl.parallel.token_gather import Reading, gather_tokens
@@ -97,7 +97,7 @@ class SequenceParallel:
             plan=plan,
         )
         return PackedSamples(
-            input_ids=_not_empty(samples.input_ids[mine.to(device)]),
+            input_ids=_not_empty(samples.input_ids[0, mine.to(device)])[None],
             packing=dataclasses.replace(samples.packing, split=held),
             predictors=reading.local - shift,
             targets=samples.targets[reading.mine],
@@ -173,6 +173,16 @@ def check_window(window: int | None) -> None:
             f"The model's attention has windows of {window} tokens, shorter than the longest "
             "sample, which ring attention cannot do. Use `actor.parallel.ulysses` in place of "
             "`actor.parallel.ring`, or turn the windows off in the model's configuration."
+        )
+
+
+def check_rows(rows: Rows, ranks: int) -> None:
+    """Raises `ConfigError` for a model whose samples cannot be divided over so many ranks."""
+    if ranks > 1 and rows is Rows.PADDED:
+        raise ConfigError(
+            "The model hands on states from token to token besides attention, by convolutions or "
+            "recurrences, so its sequences cannot be divided over ranks. Set "
+            "actor.parallel.ring=1 and actor.parallel.ulysses=1."
         )
 
 

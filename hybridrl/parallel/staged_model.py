@@ -32,9 +32,9 @@ class Received(nn.Module):
 
     states: Tensor | None = None
 
-    def forward(self, _: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         assert self.states is not None
-        return self.states[None]
+        return self.states.view(*ids.shape, -1)
 
 
 class StagedModel(nn.Module):
@@ -52,7 +52,7 @@ class StagedModel(nn.Module):
         chunks: Stages on each rank.
 
     Attributes:
-        OUTPUTS, shift: As of `model`.
+        OUTPUTS, shift, rows: As of `model`.
         tied: Name of the parameter that the first and the last rank share, or None.
         hidden_size: Length of a token's state.
         dtype: As given.
@@ -67,7 +67,7 @@ class StagedModel(nn.Module):
         super().__init__()
         self.model = model
         self.dtype = dtype
-        self.OUTPUTS, self.shift = model.OUTPUTS, model.shift
+        self.OUTPUTS, self.shift, self.rows = model.OUTPUTS, model.shift, model.rows
         inner, base = model.inner, model.inner.base_model
         if has_adapters(inner):
             raise ConfigError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridrl.models.log_probs import CHUNK_ELEMENTS
+from hybridrl.core.device import logits_at_a_time
 from hybridrl.planner.dataflow import MicroBatches, Sizes
 from hybridrl.planner.model_shape import Counts, ModelShape
 
@@ -41,6 +41,7 @@ class ModelPart:
         shards: Devices that share its parameters.
         micro_batches_held: Forwards that wait for their backward in a pipeline.
         trains: Whether it learns.
+        device: Kind of the device.
         offload_parameters, offload_optimizer: See `ActorConfig`.
     """
 
@@ -50,6 +51,7 @@ class ModelPart:
     shards: int
     micro_batches_held: int
     trains: bool
+    device: str
     offload_parameters: bool
     offload_optimizer: bool
 
@@ -162,7 +164,7 @@ class ModelPart:
         if not self.ends[1] or self.shape.vocabulary == 1:
             return 0.0
         logits = batch.tokens * sizes.response_share * self.shape.vocabulary
-        return MASTER * min(CHUNK_ELEMENTS, logits)
+        return MASTER * min(logits_at_a_time(self.device), logits)
 
 
 def generation_copy(shape: ModelShape) -> float:

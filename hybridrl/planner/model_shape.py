@@ -1,14 +1,16 @@
 """What a model is to a planner: its parameters, and what a token costs on its way through it.
 
 Both are counted on torch's meta device: the transformers model itself runs forward and backward,
-two and three layers deep, on tensors without memory. No table per architecture is needed, and what
-autograd saves is what it will save.
+a few layers deep, on tensors without memory. No table per architecture is needed, and what autograd
+saves is what it will save.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +32,12 @@ from hybridrl.models.adapters import add_adapters
 
 ATTENTION = "hybridrl_planned"
 TOKENS = 1 << 20
-"""Of the row that is run: so many that what does not grow with tokens counts for nothing."""
+"""Of the row that is run, and of one twice as long: their difference is what grows with tokens."""
+FEW_TOKENS = 1 << 8
+"""Of a model that goes from token to token in Python, where there is no kernel for it."""
 DEPTHS = (2, 3)
+ALIKE = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layers that have the same parameters and cost a token the same."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,8 @@ class Counts:
     def __sub__(self, other: Counts) -> Counts:
         return Counts(self.all - other.all, self.trained - other.trained)
 
-    def times(self, number: int) -> Counts:
-        return Counts(self.all * number, self.trained * number)
+    def times(self, number: float) -> Counts:
+        return Counts(round(self.all * number), round(self.trained * number))
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,9 @@ class TokenBytes:
 
     per_layer: float
     fixed: float
+
+    def times(self, factor: float) -> TokenBytes:
+        return TokenBytes(self.per_layer * factor, self.fixed * factor)
 
     def of(self, layers: int) -> float:
         """In a model, or stage, of so many layers."""
@@ -141,9 +150,15 @@ def _count(
     lora: LoraSettings | None,
 ) -> ModelShape:
     whole = narrowed(config, tp, config.get_text_config().num_hidden_layers)
-    shallow, deep = (_build(narrowed(whole, 1, n), dtype, scalar, lora) for n in DEPTHS)
+    item = DTYPES[dtype].itemsize
+    if _has_experts(whole):  # whose products torch can count in this precision only
+        dtype = "bfloat16"
+    depths = _depths(getattr(whole.get_text_config(), "layer_types", None) or ())
+    shallow, deep = (_build(narrowed(whole, 1, n), dtype, scalar, lora) for n in depths)
+    between = depths[1] - depths[0]
     text = whole.get_text_config()
-    in_two, in_three = (_layer_counts(model) for model in (shallow, deep))
+    few, more = (_counts(model.parameters()) for model in (shallow, deep))
+    layer = (more - few).times(1 / between)
     embedding = deep.get_input_embeddings().weight
     output = deep.score if scalar else deep.get_output_embeddings()
     head = output.weight if hasattr(output, "weight") else next(output.parameters())
@@ -153,22 +168,38 @@ def _count(
         for model in (shallow, deep):
             model.gradient_checkpointing_enable({"use_reentrant": False})
     width = _head_width(text)
+    share = item / DTYPES[dtype].itemsize
     return ModelShape(
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         vocabulary=1 if scalar else head.shape[0],
         key_value=2 * width * _key_value_heads(text),
         query=width * text.num_attention_heads,
-        layer=in_three - in_two,
+        layer=layer,
         embedding=_counts([embedding]),
         head=_counts([head]),
-        norm=_counts(deep.parameters()) - in_three - known,
+        norm=more - layer.times(depths[1]) - known,
         tied=tied,
-        tensors=len(list(deep.parameters())) - len(list(shallow.parameters())),
-        item=DTYPES[dtype].itemsize,
-        training=_token_bytes(shallow, deep, trains=True),
-        scoring=_token_bytes(shallow, deep, trains=False),
+        tensors=(len(list(deep.parameters())) - len(list(shallow.parameters()))) // between,
+        item=item,
+        training=_token_bytes(shallow, deep, depths, trains=True).times(share),
+        scoring=_token_bytes(shallow, deep, depths, trains=False).times(share),
     )
+
+
+def _has_experts(config: PretrainedConfig) -> bool:
+    text = config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any((getattr(text, name, None) or 0) > 1 for name in names)
+
+
+def _depths(kinds: Sequence[str]) -> tuple[int, int]:
+    """How deep the two models are whose difference is what a layer takes: where layers differ, on
+    average over as many as come again and again."""
+    if set(kinds) <= ALIKE:
+        return DEPTHS
+    period = next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[: len(kinds) - n])
+    return period, 2 * period
 
 
 def _head_width(text: PretrainedConfig) -> int:
@@ -184,15 +215,21 @@ def narrowed(config: PretrainedConfig, tp: int, layers: int) -> PretrainedConfig
     narrower model."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
-    text.head_dim = _head_width(text)
-    text.num_key_value_heads = max(1, _key_value_heads(text) // tp)
-    text.num_attention_heads //= tp
-    text.intermediate_size = math.ceil(text.intermediate_size / tp)
-    text.vocab_size = math.ceil(text.vocab_size / tp)
+    if tp > 1:
+        text.head_dim = _head_width(text)
+        text.num_key_value_heads = max(1, _key_value_heads(text) // tp)
+        text.num_attention_heads //= tp
+        text.intermediate_size = math.ceil(text.intermediate_size / tp)
+        text.vocab_size = math.ceil(text.vocab_size / tp)
     text.pad_token_id = text.bos_token_id = text.eos_token_id = None
     text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None):
-        text.layer_types = (text.layer_types * layers)[:layers]
+    if kinds := getattr(text, "layer_types", None):
+        with contextlib.suppress(AttributeError):  # it follows from others
+            text.layer_types = (kinds * layers)[:layers]
+    if getattr(text, "first_k_dense_replace", None):
+        text.first_k_dense_replace = 0  # a few of many
+    if kinds := getattr(text, "mlp_layer_types", None):
+        text.mlp_layer_types = (kinds * layers)[-layers:]  # the first few may be others
     return config
 
 
@@ -213,34 +250,47 @@ def _build(
     return model.train()
 
 
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
 def _counts(parameters: Any) -> Counts:
     parameters = list(parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     return Counts(sum(p.numel() for p in parameters), trained)
 
 
-def _layer_counts(model: nn.Module) -> Counts:
-    return _counts(p for name, p in model.named_parameters() if "layers." in name)
+def _token_bytes(
+    shallow: nn.Module, deep: nn.Module, depths: tuple[int, int], trains: bool
+) -> TokenBytes:
+    kinds = getattr(deep.config.get_text_config(), "layer_types", None) or ()
+    tokens = TOKENS
+    if not set(kinds) <= ALIKE:
+        tokens = FEW_TOKENS
+        for parameter in (*shallow.parameters(), *deep.parameters()):
+            if parameter.requires_grad and trains:  # its gradient would be the larger part
+                parameter.register_post_accumulate_grad_hook(_drop_gradient)
+    low, high = (
+        (_peak(model, 2 * tokens, trains) - _peak(model, tokens, trains)) / tokens
+        for model in (shallow, deep)
+    )
+    per_layer = (high - low) / (depths[1] - depths[0])
+    return TokenBytes(per_layer, max(0.0, low - depths[0] * per_layer))
 
 
-def _token_bytes(shallow: nn.Module, deep: nn.Module, trains: bool) -> TokenBytes:
-    low, high = (_peak(model, trains) / TOKENS for model in (shallow, deep))
-    return TokenBytes(high - low, low - DEPTHS[0] * (high - low))
-
-
-def _peak(model: nn.Module, trains: bool) -> int:
+def _peak(model: nn.Module, tokens: int, trains: bool) -> int:
     model.zero_grad()
     with _Live(model) as live, torch.set_grad_enabled(trains):
-        states = _forward(model)
+        states = _forward(model, tokens)
         if trains:
             states.backward(torch.empty_like(states))
     return live.peak
 
 
-def _forward(model: nn.Module) -> Tensor:
+def _forward(model: nn.Module, tokens: int) -> Tensor:
     # A mask of four dims is passed on as it is, and nobody asks for its values.
     mask = torch.empty(1, 1, 1, 1, device="meta")
-    ids = torch.empty(1, TOKENS, dtype=torch.int64, device="meta")
+    ids = torch.empty(1, tokens, dtype=torch.int64, device="meta")
     return model.base_model(
         input_ids=ids, attention_mask=mask, use_cache=False
     ).last_hidden_state.squeeze(0)
@@ -258,7 +308,10 @@ class _Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, list | tuple) else (made,):
+        several = isinstance(made, list | tuple)
+        if not several and getattr(made, "_base", None) is not None:
+            return made  # a view of what is counted
+        for tensor in made if several else (made,):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._model:
@@ -274,7 +327,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.empty_like(q)
+        rows, heads, tokens, _ = q.shape
+        out = q.new_empty(rows, tokens, heads, v.shape[-1]).transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
         return out
 

@@ -85,6 +85,7 @@ class Planner:
             shards=parallel.shards or len(place.devices) // (parallel.tp * parallel.pp),
             micro_batches_held=parallel.pp - stage,
             trains=self.trains(role),
+            device=self.machines.cluster.kind,
             offload_parameters=offload,
             offload_optimizer=actor.offload_optimizer and is_cuda and not offload,
         )

@@ -102,6 +102,7 @@ class VLLMRollout(RolloutEngine):
         self._asleep = False
         self._has_cache = True
         self._running: dict[str, int] = {}  # samples of each request
+        self._weights = 0  # how often they have changed
         self._pieces: Pieces = {}
         if self._sleeps:
             memory: dict[str, Any] = {
@@ -155,7 +156,7 @@ class VLLMRollout(RolloutEngine):
         greedy = sampling.temperature == 0  # then all copies are alike, and vLLM allows one only
         groups = list(_folded(prompts, row_seeds(seed, len(prompts))))
         found = self._llm.generate(
-            [{"prompt_token_ids": ids} for ids, _, _ in groups],
+            [{"prompt_token_ids": ids, "cache_salt": self._salt()} for ids, _, _ in groups],
             [self._parameters(sampling, 1 if greedy else n, first) for _, first, n in groups],
             use_tqdm=False,
         )
@@ -177,7 +178,8 @@ class VLLMRollout(RolloutEngine):
         parameters = self._parameters(request.sampling, samples, request.seed)
         parameters.output_kind = RequestOutputKind.FINAL_ONLY
         key = str(request.key)
-        prompt = {"type": "token", "prompt_token_ids": request.prompt_ids}
+        ids = request.prompt_ids
+        prompt = {"type": "token", "prompt_token_ids": ids, "cache_salt": self._salt()}
         self._llm.llm_engine.add_request(key, prompt, parameters)
         self._running[key] = request.samples
 
@@ -259,7 +261,7 @@ class VLLMRollout(RolloutEngine):
 
     def writer(self) -> WeightWriter:
         self._groups.enter()
-        self._llm.reset_prefix_cache()
+        self._forget_prefixes()
         worker = self._worker
         return vllm_weights.VLLMWeightWriter(worker.get_model(), worker.vllm_config, self._pieces)
 
@@ -278,7 +280,16 @@ class VLLMRollout(RolloutEngine):
             # The CPU back end packs the output embedding when it is loaded; a tied one is not
             # loaded but shared, so its packed copy has to be made again.
             head.quant_method.process_weights_after_loading(head)
+        self._forget_prefixes()
+
+    def _forget_prefixes(self) -> None:
+        """Other weights come. vLLM keeps what it has cached while requests are under way, so what
+        begins after is told apart from it by a salt."""
+        self._weights += 1
         self._llm.reset_prefix_cache()
+
+    def _salt(self) -> str:
+        return str(self._weights)
 
     def wake(self) -> None:
         if self._sleeps and self._asleep:

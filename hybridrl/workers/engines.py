@@ -15,6 +15,7 @@ from hybridrl.models import (
     CausalPolicy,
     PackedModel,
     ScalarModel,
+    admit,
     unread_model,
     unread_scalar_model,
 )
@@ -64,7 +65,8 @@ def policy_engine(
     model, files = unread_model(source.path)
     if trains and config.lora.rank:
         add_adapters(model, config.lora, source.seed)
-    return _engine(context, source, config, CausalPolicy(model), files, trains, rollout_tp)
+    policy = CausalPolicy(model, admit(model.config, source.path))
+    return _engine(context, source, config, policy, files, trains, rollout_tp)
 
 
 def scalar_engine(
@@ -79,7 +81,7 @@ def scalar_engine(
     model, files = unread_scalar_model(source.path)
     if trains and config.lora.rank:
         add_adapters(model, config.lora, source.seed)
-    scalar = ScalarModel(model, reads)
+    scalar = ScalarModel(model, reads, admit(model.config, source.path, scalar=True))
     return _engine(context, source, config, scalar, files, trains, rollout_tp=1)
 
 

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from hybridrl.core.batch import Batch
-from hybridrl.models import CausalPolicy, PackedSamples, Packing, log_probs, token_log_probs
+from hybridrl.core.device import logits_at_a_time
+from hybridrl.models import (
+    CausalPolicy,
+    PackedSamples,
+    Packing,
+    Rows,
+    log_probs,
+    token_log_probs,
+)
 from hybridrl.models.attention import NAME
 from hybridrl.models.packing import WASTE
 
@@ -53,7 +61,7 @@ def make_model(config, attention, seed=0):
             if parameter.ndim == 1:
                 parameter.data += 0.3 * torch.randn_like(parameter)
     model.config.use_cache = False
-    return model
+    return model.eval()
 
 
 def make_batch(lengths, seed=0):
@@ -100,10 +108,10 @@ def assert_same(found, expected, tolerance, terms=1.0):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * scale)
 
 
-def assert_packed_equals_alone(config, batch, temperature=1.0):
-    policy, alone = CausalPolicy(make_model(config, NAME)), make_model(config, "eager")
+def assert_packed_equals_alone(config, batch, temperature=1.0, rows=Rows.PACKED):
+    policy, alone = CausalPolicy(make_model(config, NAME), rows), make_model(config, "eager")
     assert policy.inner.config._attn_implementation == NAME
-    outputs = both(policy(PackedSamples.of(batch, CPU), temperature))
+    outputs = both(policy(PackedSamples.of(batch, CPU, rows), temperature))
     expected = one_by_one(alone, batch, temperature)
     for found, wanted in zip(outputs, expected, strict=True):
         assert found.dtype == torch.float32
@@ -209,7 +217,8 @@ def test_chunks_change_nothing_and_logits_never_exist_whole(tokens_per_chunk, mo
         return logits
 
     monkeypatch.setattr(log_probs, "_logits", watched)
-    monkeypatch.setattr(log_probs, "CHUNK_ELEMENTS", tokens_per_chunk * VOCABULARY + 5)
+    at_a_time = tokens_per_chunk * VOCABULARY + 5
+    monkeypatch.setattr(log_probs, "logits_at_a_time", lambda _: at_a_time)
     outputs = token_log_probs(hidden, weight, targets, 0.7)
     found = torch.autograd.grad(
         sum((c * out).sum() for c, out in zip(coefficients, outputs, strict=True)),
@@ -224,9 +233,14 @@ def test_chunks_change_nothing_and_logits_never_exist_whole(tokens_per_chunk, mo
 
 
 def test_a_vocabulary_larger_than_a_chunk_goes_token_by_token(monkeypatch):
-    monkeypatch.setattr(log_probs, "CHUNK_ELEMENTS", 10)
+    monkeypatch.setattr(log_probs, "logits_at_a_time", lambda _: 10)
     found, _ = token_log_probs(torch.zeros(3, 2), torch.zeros(VOCABULARY, 2), torch.arange(3))
     assert_same(found, -torch.full((3,), float(VOCABULARY)).log(), 1e-6)
+
+
+def test_an_accelerator_takes_enough_tokens_at_a_time_to_be_worth_reading_the_embedding():
+    assert logits_at_a_time("cuda") // 152_000 >= 1024
+    assert logits_at_a_time("cpu") == 1 << 22
 
 
 def test_no_response_tokens():
@@ -287,9 +301,9 @@ def test_packed_samples_know_where_each_token_is(lengths, seed):
         torch.cat(pair)
         for pair in zip(batch["prompt_ids"].rows(), batch["response_ids"].rows(), strict=True)
     ]
-    assert torch.equal(samples.input_ids, torch.cat(rows))
+    assert torch.equal(samples.input_ids, torch.cat(rows)[None])
     assert torch.equal(samples.targets, batch["response_ids"].values)
-    assert torch.equal(samples.input_ids[samples.predictors + 1], samples.targets)
+    assert torch.equal(samples.input_ids[0, samples.predictors + 1], samples.targets)
     expected = []
     for (prompt, response), start in zip(
         lengths, samples.packing.cu_seqlens.tolist(), strict=False

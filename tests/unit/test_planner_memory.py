@@ -3,7 +3,7 @@
 import pytest
 import torch
 from settings import configured
-from transformers import Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.config.schema import LoraSettings
 from hybridrl.core.batch import Batch
@@ -75,7 +75,7 @@ def test_saved_activations_are_what_autograd_saves():
         samples = PackedSamples.of(batch, torch.device("cpu"))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             states = CausalPolicy(model).hidden(samples)
-        found.append(sum(saved.values()) / len(samples.input_ids))
+        found.append(sum(saved.values()) / samples.input_ids.numel())
         del states
     shape = shape_of(CONFIG, "float32")
     assert shape.training.per_layer == pytest.approx(found[1] - found[0], rel=0.05)
@@ -164,3 +164,13 @@ def test_every_node_shares_its_memory_among_its_slots():
     one = present(Cluster.of_one_node("cpu", 1))
     assert present(Cluster.of_one_node("cpu", 4)).memory == one.memory / 4
     assert isinstance(one, Machines) and one.memory > GIB / 4
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt2", "qwen3_5_text", "deepseek_v3"])
+def test_layers_of_several_kinds_are_counted_on_average(family):
+    config = AutoConfig.for_model(family)
+    shape = shape_of(config, "bfloat16")
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config)
+    assert shape.parameters.all == pytest.approx(whole.num_parameters(), rel=0.06)
+    assert shape.training.per_layer > shape.scoring.per_layer >= 0

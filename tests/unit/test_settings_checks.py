@@ -69,6 +69,12 @@ def test_what_is_out_of_range_is_refused(override, words):
         check(configured([*HERE, override]))
 
 
+def test_half_precision_with_small_range_is_for_generation_only():
+    with pytest.raises(ConfigError, match=r"model\.dtype=float16: .* Set model\.dtype=bfloat16"):
+        check(configured([*HERE, "model.dtype=float16"]))
+    check(configured([*HERE, "model.dtype=float16", "algorithm=evaluate"]))
+
+
 def test_options_of_the_users_functions_are_theirs():
     options = ["reward.function=length", "reward.options={length: {limit: .inf}}"]
     check(configured([*HERE, *options]))

@@ -1,0 +1,133 @@
+"""Whether a model may be trained on packed samples: by trial, of a small copy, not by its name.
+
+The copy has the model's class and settings and random weights. It scores samples as training does,
+and transformers scores each alone. Where these differ, the model would be trained on wrong
+log-probabilities without a word: because something besides attention hands on states from token to
+token (a convolution, a recurrence), which goes on into the next sample of a packed row; or because
+attention or head do something that the packed forward does not know.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from hybridrl.core.batch import Batch
+from hybridrl.errors import ConfigError
+from hybridrl.models.attention import NAME
+from hybridrl.models.packed_models import CausalPolicy, ScalarModel
+from hybridrl.models.packing import PackedSamples, Rows
+from hybridrl.models.shrunk import VOCABULARY, shrunk
+
+LENGTHS = (11, 40, 7)
+"""Of the samples: the second is longer than a window and than what rotary positions were made
+for."""
+TOLERANCE = 1e-3
+"""Of a log-probability. Rounding is below 1e-4, what is wrong above 1e-2."""
+MOST_PARAMETERS = 50_000_000
+"""A copy with more would cost seconds."""
+
+
+_admitted: dict[str, Rows] = {}
+
+
+def admit(config: PretrainedConfig, path: str, *, scalar: bool = False) -> Rows:
+    """How samples are to be laid out for the model, which is tried the first time it is asked for.
+
+    Args:
+        scalar: The model has a scalar head instead of logits.
+
+    Raises:
+        ConfigError: in either way its log-probabilities, or values, would be wrong.
+    """
+    known = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+    key = repr((sorted(known.items()), scalar))
+    if key not in _admitted:
+        _admitted[key] = _tried(config, path, scalar)
+    return _admitted[key]
+
+
+def _tried(config: PretrainedConfig, path: str, scalar: bool) -> Rows:
+    who = f"{path} ({config.model_type})"
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        samples = [torch.randint(VOCABULARY, (length,)) for length in LENGTHS]
+        try:
+            ours, alone = _twins(shrunk(config), scalar)
+            expected = torch.cat([_expected(alone, sample) for sample in samples])
+        except Exception as error:  # of whatever kind: nobody knows what models will come
+            raise ConfigError(
+                f"{who} cannot be trained here: a small copy of it, which would prove that its "
+                f"samples can be packed, does not run ({type(error).__name__}: {error})."
+            ) from error
+        batch = Batch.from_columns(
+            {"prompt_ids": [x[:1] for x in samples], "response_ids": [x[1:] for x in samples]}
+        )
+        for rows in Rows:
+            model = ScalarModel(ours, "before", rows) if scalar else CausalPolicy(ours, rows)
+            try:
+                outputs = model.train()(PackedSamples.of(batch, torch.device("cpu"), rows))
+            except Exception as error:
+                raise ConfigError(
+                    f"{who} cannot be trained here: its attention does not go through the "
+                    "interface of transformers that packed samples need "
+                    f"({type(error).__name__}: {error})."
+                ) from error
+            off = _difference(outputs[model.OUTPUTS[0]], expected)
+            if off <= TOLERANCE:
+                return rows
+    raise ConfigError(
+        f"{who} cannot be trained here: {'values' if scalar else 'log-probabilities'} of samples "
+        f"would be off by up to {off:.2g}, because its attention or its head does what the packed "
+        "forward does not know, such as attention sinks, soft caps, a scale or a bias of the "
+        "logits, or because it drops out. Qwen, Llama, Mistral, Gemma 3, OLMo, Phi 3, GLM, "
+        "DeepSeek 3 and many others work."
+    )
+
+
+def _twins(config: PretrainedConfig, scalar: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Two copies of the same weights: one as it is trained, one of transformers."""
+    kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    if scalar:
+        config.num_labels = 1
+    with torch.device("meta"):
+        meta = kind.from_config(copy.deepcopy(config), attn_implementation="eager")
+    if (size := sum(p.numel() for p in meta.parameters())) > MOST_PARAMETERS:
+        raise ValueError(f"it would still have {size:,} parameters")
+    ours, alone = (
+        kind.from_config(
+            copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention
+        ).eval()
+        for attention in (NAME, "eager")
+    )
+    for parameter in ours.parameters():  # biases and norms must matter, too
+        if parameter.ndim > 1:
+            parameter *= 5
+        else:
+            parameter += 0.3 * torch.randn_like(parameter)
+    alone.load_state_dict(ours.state_dict())
+    return ours, alone
+
+
+def _expected(model: PreTrainedModel, sample: Tensor) -> Tensor:
+    """What transformers says of a sample that is alone: log-probabilities of its tokens after the
+    first, or the values before these."""
+    row = sample[None]
+    if model.get_output_embeddings() is None:
+        return model.score(model.base_model(row, use_cache=False).last_hidden_state[0, :-1])[:, 0]
+    scores = torch.log_softmax(model(row, use_cache=False).logits[0, :-1], 1)
+    return scores.gather(1, sample[1:, None])[:, 0]
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    off = float((found - expected).abs().max())
+    return off if math.isfinite(off) else math.inf

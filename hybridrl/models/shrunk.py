@@ -1,0 +1,108 @@
+"""A model's architecture, so small that a proof about it takes a moment."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+from transformers import PretrainedConfig
+
+HEADS, HEAD_WIDTH, VOCABULARY, WINDOW, TRAINED_LENGTH = 4, 16, 128, 8, 24
+MOST = {
+    "hidden_size": HEADS * HEAD_WIDTH,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": WINDOW,
+    "mamba_chunk_size": WINDOW,
+    "chunk_size": WINDOW,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 2 * HEAD_WIDTH,
+    "qk_rope_head_dim": HEAD_WIDTH,
+    "v_head_dim": HEAD_WIDTH,
+}
+"""What is larger is made as large as this."""
+
+
+def shrunk(config: PretrainedConfig) -> PretrainedConfig:
+    """The language model of `config` with few and narrow layers, one or more of each kind that it
+    has. Whatever else makes its arithmetic its own stays: kinds of layers, norms, biases, caps,
+    scales, rotary positions."""
+    small = copy.deepcopy(config.get_text_config())
+    heads = _get(small, "num_attention_heads") or HEADS
+    groups = max(1, heads // (_get(small, "num_key_value_heads") or heads))
+    for name, most in MOST.items():
+        if _is_above(_get(small, name), most):
+            _set(small, name, most)
+    _set(small, "vocab_size", VOCABULARY)
+    _narrow_states(small)
+    _set(small, "num_attention_heads", HEADS)
+    if _get(small, "num_key_value_heads"):
+        _set(small, "num_key_value_heads", max(1, HEADS // groups))
+    if _is_above(_get(small, "head_dim"), HEAD_WIDTH):
+        _set(small, "head_dim", HEAD_WIDTH)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        _set(small, name, None)
+    _shorten_positions(small)
+    kinds = _some_of_each(_get(small, "layer_types") or ())
+    _set(small, "num_hidden_layers", max(2, len(kinds)))
+    if kinds:
+        _set(small, "layer_types", kinds)
+    return small
+
+
+def _some_of_each(kinds: Any) -> list[str]:
+    """Two or more layers, in their order, with one of each kind."""
+    first = {kind: at for at, kind in reversed(list(enumerate(kinds)))}
+    others = [at for at in range(len(kinds)) if at not in first.values()]
+    return [kinds[at] for at in sorted([*first.values(), *others[: max(0, 2 - len(first))]])]
+
+
+def _narrow_states(small: PretrainedConfig) -> None:
+    """State space layers: heads whose width is that of the layer's inside."""
+    for heads, width in (("mamba_n_heads", "mamba_d_head"), ("num_heads", "head_dim")):
+        expand = _get(small, "mamba_expand") or _get(small, "expand")
+        if _get(small, heads) and expand:
+            _set(small, width, HEAD_WIDTH)
+            _set(small, heads, int(expand * small.hidden_size) // HEAD_WIDTH)
+    if _get(small, "mamba_d_ssm"):
+        _set(small, "mamba_d_ssm", small.mamba_n_heads * HEAD_WIDTH)
+
+
+def _shorten_positions(small: PretrainedConfig) -> None:
+    """Where positions are treated otherwise past the length of the first training, they are so
+    here, too."""
+    name = "original_max_position_embeddings"
+    if _get(small, name):
+        _set(small, name, TRAINED_LENGTH)
+    rotary = _get(small, "rope_parameters") or {}
+    if name in rotary:
+        rotary[name] = TRAINED_LENGTH
+    for name in ("short_factor", "long_factor"):  # of each pair of a head's dims that is turned
+        if name in rotary:
+            share = rotary.get("partial_rotary_factor") or 1.0
+            rotary[name] = rotary[name][: int(HEAD_WIDTH * share) // 2]
+
+
+def _is_above(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > most
+
+
+def _get(config: PretrainedConfig, name: str) -> Any:
+    """None also where layers differ in it, which some configurations answer with an error."""
+    with contextlib.suppress(Exception):
+        return getattr(config, name, None)
+    return None
+
+
+def _set(config: Any, name: str, value: Any) -> None:
+    """Some configurations compute it from others, or do not let it be changed: then it stays."""
+    with contextlib.suppress(AttributeError, ValueError, TypeError, NotImplementedError):
+        setattr(config, name, value)

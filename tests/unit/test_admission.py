@@ -1,0 +1,97 @@
+"""Which models may be trained on packed samples, which on padded ones, and which on neither."""
+
+import pytest
+import torch
+from test_models import UNEVEN, assert_packed_equals_alone, make_batch
+from transformers import AutoConfig
+
+from hybridrl.core.batch import Batch
+from hybridrl.errors import ConfigError
+from hybridrl.models import PackedSamples, Rows, admit
+from hybridrl.models.shrunk import shrunk
+from hybridrl.parallel.sequence import check_rows
+
+FACTORS = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096}
+FAMILIES = {
+    "qwen3": (Rows.PACKED, {}),
+    "qwen3_moe": (Rows.PACKED, {}),
+    "llama": (Rows.PACKED, {}),
+    "mistral": (Rows.PACKED, {"sliding_window": 4096}),
+    "mixtral": (Rows.PACKED, {}),
+    "gemma3_text": (Rows.PACKED, {}),
+    "phi3": (Rows.PACKED, {}),
+    "olmo2": (Rows.PACKED, {}),
+    "glm4": (Rows.PACKED, {}),
+    "deepseek_v3": (Rows.PACKED, {}),
+    "gpt2": (Rows.PACKED, {}),
+    "qwen3_next": (Rows.PADDED, {}),
+    "qwen3_5_text": (Rows.PADDED, {}),
+    "bamba": (Rows.PADDED, {}),
+    "lfm2": (Rows.PADDED, {"layer_types": ["conv", "full_attention"] * 16}),
+    "jamba": (Rows.PADDED, {}),
+    "falcon_h1": (Rows.PADDED, {}),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_is_admitted_scores_and_learns_as_transformers_does(family):
+    rows, settings = FAMILIES[family]
+    config = AutoConfig.for_model(family, **settings)
+    assert admit(config, family) is rows
+    small = shrunk(config)
+    small.initializer_range = 0.1
+    assert_packed_equals_alone(small, make_batch(UNEVEN), rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "why"),
+    [
+        ("gpt_oss", {}, "off by up to .* sinks"),
+        ("gemma2", {}, "off by up to .* soft caps"),
+        ("cohere", {}, "off by up to .* a scale"),
+        ("phi", {}, "off by up to .* bias of the logits"),
+        ("phi3", {"rope_parameters": LONG_ROPE | FACTORS}, "off by up to"),
+        ("stablelm", {}, "its attention does not go through"),
+        ("t5gemma", {}, "a small copy of it, which would prove .* does not run"),
+    ],
+)
+def test_what_would_be_wrong_is_a_sentence(family, settings, why):
+    with pytest.raises(ConfigError, match=rf"mine \({family}\) cannot be trained here: .*{why}"):
+        admit(AutoConfig.for_model(family, **settings), "mine")
+
+
+def test_models_with_a_scalar_head_are_tried_too():
+    assert admit(AutoConfig.for_model("qwen3"), "critic", scalar=True) is Rows.PACKED
+    assert admit(AutoConfig.for_model("qwen3_next"), "critic", scalar=True) is Rows.PADDED
+    # What only the head does is none of theirs.
+    assert admit(AutoConfig.for_model("phi"), "critic", scalar=True) is Rows.PACKED
+
+
+def test_a_trial_draws_no_random_numbers_of_the_job(monkeypatch):
+    monkeypatch.setattr("hybridrl.models.admission._admitted", {})
+    before = torch.get_rng_state()
+    admit(AutoConfig.for_model("qwen2"), "mine")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_sequences_of_a_recurrent_model_are_not_divided():
+    check_rows(Rows.PACKED, ranks=4)
+    check_rows(Rows.PADDED, ranks=1)
+    with pytest.raises(ConfigError, match=r"ring=1 and actor\.parallel\.ulysses=1"):
+        check_rows(Rows.PADDED, ranks=2)
+
+
+def test_padded_samples():
+    batch = Batch.from_columns(
+        {
+            "prompt_ids": [torch.tensor([1, 2]), torch.tensor([5])],
+            "response_ids": [torch.tensor([3, 4]), torch.tensor([6])],
+        }
+    )
+    samples = PackedSamples.of(batch, torch.device("cpu"), Rows.PADDED)
+    assert samples.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
+    assert samples.predictors.tolist() == [1, 2, 4] and samples.targets.tolist() == [3, 4, 6]
+    assert samples.packing.position_ids().tolist() == [0, 1, 2, 3] * 2
+    none = PackedSamples.of(batch.take([]), torch.device("cpu"), Rows.PADDED)
+    assert none.input_ids.tolist() == [[0]] and len(none.predictors) == 0
