@@ -13,7 +13,7 @@ from test_resume import rows_of
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 LIMIT = 12
 JOB = [
-    *(*SHORT, "rollout=transformers", "resume=auto", "trainer.steps=8", "checkpoint.every=3"),
+    *(*SHORT, "rollout=transformers", "resume=auto", "trainer.steps=12", "checkpoint.every=3"),
     *(f"controller.timeout_s={LIMIT}", "controller.heartbeat_s=3", "recover.wait_s=30"),
 ]
 ENDLESS = """
@@ -32,7 +32,7 @@ def endless(scores, groups):
 
 def test_a_job_goes_on_after_a_rank_froze(command, run, tmp_path):
     frozen = command(*JOB)
-    frozen.wait_for_step(4)
+    frozen.wait_for("step 3: checkpoint saved")
     stopped = frozen.workers()[1]
     stopped.suspend()
     assert frozen.finish() == 0, frozen.output
@@ -41,7 +41,7 @@ def test_a_job_goes_on_after_a_rank_froze(command, run, tmp_path):
     assert named and "The stacks of every host are in" in named[0], frozen.output
     assert "Going on after" in frozen.output and "Traceback" not in frozen.output
     (row,) = map(json.loads, (frozen.directory / "recoveries.jsonl").open())
-    assert f"process {stopped.pid}" in row["lost"] and row["from_step"] in (3, 6)
+    assert f"process {stopped.pid}" in row["lost"] and row["from_step"] in (3, 6, 9)
     assert "did not answer" in next(frozen.directory.glob("stacks-*.txt")).read_text()
     whole = run(*JOB, f"run.directory={tmp_path / 'whole'}")
     assert rows_of(frozen.directory) == rows_of(whole)
@@ -57,4 +57,3 @@ def test_what_hangs_again_in_the_same_place_ends_the_job(command, tmp_path):
     assert job.output.count("Going on after") == 1, job.output
     assert re.search(r"missing: .*own\.py:\d+ in endless", job.output)
     assert "hung the time before, too" in job.output and "Traceback" not in job.output
-    assert [path.name for path in (job.directory / "checkpoints").iterdir()] == ["step-000003"]
