@@ -258,6 +258,8 @@ def _check_rewards(config: Config) -> None:
                 f"{kind}.judge.context={judge.context} leaves no room beside "
                 f"{kind}.judge.max_tokens={judge.max_tokens}."
             )
+        if not 0 < judge.memory_share < 1:
+            raise ConfigError(f"{kind}.judge.memory_share={judge.memory_share}: must be in (0, 1).")
         # A model, a judge or an episode may give all the reward there is.
         if functions or not (settings.model or judge.path or config.rollout.episode):
             RewardPool.check(functions, settings.weights, settings.options)

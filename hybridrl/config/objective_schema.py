@@ -68,6 +68,8 @@ class JudgeConfig:
     context: int = 4096
     """Longest template with its values, and what the judge writes, in tokens."""
     weight: float = 1.0
+    memory_share: float = 0.2
+    """Of a GPU's memory, for its weights and its cache, beside rollout.memory_share."""
 
 
 @dataclass

@@ -52,7 +52,7 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
         _set(small, name, None)
     _shorten_positions(small)
     kinds = _some_of_each(_get(small, "layer_types") or ())
-    _set(small, "num_hidden_layers", max(2, len(kinds)))
+    _set(small, "num_hidden_layers", len(kinds) or 2)
     if kinds:
         _set(small, "layer_types", kinds)
     return small

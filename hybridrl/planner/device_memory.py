@@ -132,11 +132,12 @@ def _resident(planner: Planner, role: str, stage: int) -> Parts:
         if rollout.engine == "vllm":
             found["kv_cache"] = rollout.kv_cache_gib * GIB
     kind = None if role == GENERATOR else planner.roles[role].worker
-    if kind in SCORING and (path := getattr(planner.config, str(kind)).judge.path):
+    judge = getattr(planner.config, str(kind)).judge if kind in SCORING else None
+    if judge is not None and judge.path:
         if planner.sleeps:
-            found["judge"] = rollout.memory_share * planner.machines.memory
+            found["judge"] = judge.memory_share * planner.machines.memory
         else:
-            copy = memory.generation_copy(shape_at(path, planner.config))
+            copy = memory.generation_copy(shape_at(judge.path, planner.config))
             found["judge"] = copy + rollout.kv_cache_gib * GIB
     return found
 

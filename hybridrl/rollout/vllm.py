@@ -76,6 +76,8 @@ class VLLMRollout(RolloutEngine):
         job: Name that no other job on this machine has, for shared memory.
         coming: Shapes of the weights that are brought before the first generation, by checkpoint
             name: the folder's are not read if these fill the model. None: none are brought.
+        sleeps: It gives its memory to others between generations, with its weights: they are
+            brought again. One engine of a process can.
     """
 
     continuous = True
@@ -93,22 +95,23 @@ class VLLMRollout(RolloutEngine):
         seed: int,
         job: str,
         coming: Mapping[str, tuple[int, ...]] | None = None,
+        sleeps: bool = False,
     ) -> None:
         super().__init__()
         self._awaits_weights = coming is not None
         self._device = device
         self._eos_token_ids = eos_token_ids
-        self._sleeps = device.type != "cpu"
+        self._sleeps = sleeps and device.type != "cpu"
         self._asleep = False
         self._has_cache = True
         self._running: dict[str, int] = {}  # samples of each request
         self._weights = 0  # how often they have changed
         self._pieces: Pieces = {}
-        if self._sleeps:
+        if device.type != "cpu":
             memory: dict[str, Any] = {
                 "gpu_memory_utilization": config.memory_share,
                 "enforce_eager": not config.cuda_graphs,
-                "enable_sleep_mode": True,
+                "enable_sleep_mode": sleeps,
                 "enable_prefix_caching": True,
             }
         else:
@@ -276,7 +279,7 @@ class VLLMRollout(RolloutEngine):
         worker = self._worker
         worker.reload_weights(weights_iterator=weights)
         head = getattr(worker.get_model(), "lm_head", None)
-        if head is not None and not self._sleeps:
+        if head is not None and self._device.type == "cpu":
             # The CPU back end packs the output embedding when it is loaded; a tied one is not
             # loaded but shared, so its packed copy has to be made again.
             head.quant_method.process_weights_after_loading(head)

@@ -103,7 +103,7 @@ class ActorWorker(TrainedModelWorker):
         engine = None
         if generates:
             coming = trained_weights(source, train)
-            engine = build_rollout(source, rollout, train.device, seed, job, coming)
+            engine = build_rollout(source, rollout, train.device, seed, job, coming, sleeps=True)
         self._engine = HybridEngine(
             train, engine, self.phase, source.dtype, verify=rollout.verify_weights
         )

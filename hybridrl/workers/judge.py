@@ -59,7 +59,13 @@ class Judge:
         self._context_length = source.context_length
         self._sampling = Sampling(config.max_tokens, temperature=0.0)
         # It keeps its weights, so it never sleeps, and takes no tools.
-        settings = replace(rollout, episode=None, parallel=RolloutParallelConfig(), stop=[])
+        settings = replace(
+            rollout,
+            episode=None,
+            parallel=RolloutParallelConfig(),
+            stop=[],
+            memory_share=config.memory_share,
+        )
         self._engine = build_generator(source, settings, join(context), 0, f"{job}-judge")
 
     def grade(self, rows: Sequence[Mapping[str, Any]]) -> torch.Tensor:

@@ -33,20 +33,21 @@ def build_rollout(
     seed: int,
     job: str,
     coming: Mapping[str, tuple[int, ...]] | None = None,
+    sleeps: bool = False,
 ) -> RolloutEngine:
     """vLLM or transformers, with episodes of tools around it if there are any.
 
     Args:
-        coming: See `VLLMRollout`.
+        coming, sleeps: See `VLLMRollout`.
     """
     if config.episode is None:
-        return build_generator(source, config, device, seed, job, coming)
+        return build_generator(source, config, device, seed, job, coming, sleeps)
     from hybridrl.rollout.episode_class import load_episode
     from hybridrl.rollout.episodes import EpisodeRollout
 
     episode = load_episode(config.episode)  # first: it is what may be wrong
     return EpisodeRollout(
-        build_generator(source, config, device, seed, job, coming),
+        build_generator(source, config, device, seed, job, coming, sleeps),
         episode,
         load_tokenizer(source.tokenizer),
         max_turns=config.max_turns,
@@ -62,6 +63,7 @@ def build_generator(
     seed: int,
     job: str,
     coming: Mapping[str, tuple[int, ...]] | None = None,
+    sleeps: bool = False,
 ) -> RolloutEngine:
     """vLLM or transformers alone; see `build_rollout`."""
     if config.engine == "transformers":
@@ -88,4 +90,5 @@ def build_generator(
         seed=seed,
         job=job,
         coming=coming,
+        sleeps=sleeps,
     )

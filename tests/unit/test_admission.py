@@ -68,6 +68,10 @@ def test_models_with_a_scalar_head_are_tried_too():
     assert admit(AutoConfig.for_model("phi"), "critic", scalar=True) is Rows.PACKED
 
 
+def test_a_model_of_one_layer():
+    assert admit(AutoConfig.for_model("qwen2", num_hidden_layers=1), "mine") is Rows.PACKED
+
+
 def test_a_trial_draws_no_random_numbers_of_the_job(monkeypatch):
     monkeypatch.setattr("hybridrl.models.admission._admitted", {})
     before = torch.get_rng_state()
