@@ -59,7 +59,7 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _some_of_each(kinds: Any) -> list[str]:
-    """Two or more layers, in their order, with one of each kind."""
+    """A few layers in their order, with one of each kind."""
     first = {kind: at for at, kind in reversed(list(enumerate(kinds)))}
     others = [at for at in range(len(kinds)) if at not in first.values()]
     return [kinds[at] for at in sorted([*first.values(), *others[: max(0, 2 - len(first))]])]
