@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridrl.checks.checkpoints import check_min_devices
-from hybridrl.checks.model_folder import check_model
 from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import Config, ParallelConfig
 from hybridrl.core.cluster import Cluster
@@ -127,7 +126,6 @@ def _check_admitted(path: str | None, scalar: bool, parallel: ParallelConfig) ->
         from hybridrl.models import admit, load_config
         from hybridrl.parallel.sequence import check_rows
 
-        check_model(path)
         rows = admit(load_config(path), path, scalar=scalar)
         check_rows(rows, parallel.ring * parallel.ulysses)
 

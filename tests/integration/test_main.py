@@ -140,7 +140,7 @@ def test_the_command_says_what_is_wrong_in_a_sentence(command):
 
 def test_a_model_folder_without_weights(refusal, tmp_path):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "config.json").write_text("{}")
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "qwen2"}')
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     settings = ["data=jsonl", "data.path=prompts.jsonl", "model.path=empty"]
     assert "no weights" in refusal(*INLINE, *settings)
