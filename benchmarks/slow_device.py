@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,21 +44,28 @@ class Run:
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
-        self.step, self.right, self.wrong = 0, 0, 0
+        self.step, self.slow, self.right, self.wrong = 0, None, 0, 0
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
-    def go_on(self, steps: int, slow: int | None = None) -> None:
-        """Reads the output of so many steps, or until the slow device has been named."""
-        end, right = self.step + steps, self.right
-        while self.step < end and self.right == right:
-            line = self._process.stdout.readline()
-            if not line:
-                raise SystemExit("The job has ended.")
+    def _read(self) -> None:
+        for line in self._process.stdout:
             if found := re.search(r"device (\d+) on .* times as long", line):
-                self.right += int(found[1]) == slow
-                self.wrong += int(found[1]) != slow
+                self.right += int(found[1]) == self.slow
+                self.wrong += int(found[1]) != self.slow
                 print(line.strip(), flush=True)
             elif found := re.match(r"step +(\d+)/", line):
                 self.step = int(found[1])
+
+    def go_on(self, steps: int, slow: int | None = None) -> None:
+        """Waits for so many steps, or until the slow device has been named."""
+        self.slow = slow
+        end, right = self.step + steps, self.right
+        while self.step < end and self.right == right:
+            if not self._reader.is_alive():
+                raise SystemExit("The job has ended.")
+            time.sleep(0.05)
+        self.slow = None
 
     def workers(self) -> list[psutil.Process]:
         """In the order of their devices: each writes to the log of its rank."""
@@ -71,7 +79,7 @@ class Run:
 
     def close(self) -> None:
         os.killpg(self._process.pid, signal.SIGINT)
-        self._process.communicate(timeout=120)
+        self._process.wait(timeout=120)
 
 
 def main() -> None:
