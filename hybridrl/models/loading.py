@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -32,6 +33,9 @@ def load_config(path: str) -> PretrainedConfig:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={path} could not be read: {_first_line(error)}") from error
+    except StrictDataclassError as error:  # which key on its first line, why on its second
+        why = " ".join(str(error).split())
+        raise ConfigError(f"model.path={path} could not be read: config.json: {why}") from error
 
 
 def stored_dtype(path: str) -> str:
