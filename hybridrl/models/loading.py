@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,11 +30,10 @@ def load_config(path: str) -> PretrainedConfig:
     """The architecture of the model at `path`."""
     try:
         return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={path} could not be read: {_first_line(error)}") from error
-    except StrictDataclassError as error:  # which key on its first line, why on its second
-        why = " ".join(str(error).split())
-        raise ConfigError(f"model.path={path} could not be read: config.json: {why}") from error
+    except Exception as error:  # of many kinds: a config.json may hold anything
+        raise ConfigError(
+            f"model.path={path}: its config.json could not be read: {_first_line(error)}"
+        ) from error
 
 
 def stored_dtype(path: str) -> str:
@@ -156,4 +154,7 @@ def make_tiny_model(
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
