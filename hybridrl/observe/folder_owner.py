@@ -49,7 +49,8 @@ class FolderOwner:
         with explain_write_errors(self._folder / OWNER):
             owner, mine = _read(self._folder / OWNER), _read(self._run / OWNER)
         is_free = owner is None or (mine is None and (resumes or is_dead(owner, silent=0)))
-        if owner is not None and not is_free and (mine is None or mine["run"] != owner["run"]):
+        is_mine = owner is not None and mine is not None and mine["run"] == owner["run"]
+        if owner is not None and not is_free and (not is_mine or self._is_copied(owner)):
             raise self._refused(owner)
         run = secrets.token_hex(8) if mine is None else mine["run"]
         self._note = this_process() | {"run": run, "folder": str(self._run)}
@@ -85,6 +86,12 @@ class FolderOwner:
             if not self.is_taken() and not StepFolders(self._folder).steps():
                 for place in self._places:
                     remove(place)
+
+    def _is_copied(self, owner: dict[str, Any]) -> bool:
+        """Whether the run's folder, with its note, is a copy of one in which a job goes on, as far
+        as this machine knows."""
+        here = owner["machine"] == this_process()["machine"]
+        return here and owner["folder"] != str(self._run) and not is_dead(owner, silent=0)
 
     @property
     def _places(self) -> tuple[Location, Location]:

@@ -1,6 +1,7 @@
 """A folder of checkpoints that stands apart is one run's, on a disk and at a URL."""
 
 import json
+import shutil
 import uuid
 
 import pytest
@@ -97,3 +98,13 @@ def test_a_folder_without_a_step_is_given_back(shared, owner_of, tmp_path):
 def test_a_note_that_is_damaged_is_nobodys(shared, owner_of):
     write_whole(shared / OWNER, b'{"run"')
     owner_of("one").check()
+
+
+def test_a_copy_of_a_run_takes_nothing_from_a_job_that_goes_on(shared, owner_of, tmp_path):
+    first = owner_of("one")
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    with pytest.raises(ConfigError, match=rf"is that of the run in {tmp_path}/one "):
+        owner_of("copy", resumes=True)
+    first.check()
+    dead(shared)  # then it may be the run itself, under another name
+    owner_of("copy", resumes=True).check()
