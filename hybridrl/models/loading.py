@@ -46,7 +46,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer beside the model."""
     try:
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # libraries raise many kinds
         raise ConfigError(
             f"No tokenizer could be loaded from {path} (model.tokenizer, or model.path where that "
             f"is not set): {_first_line(error)}"
@@ -59,7 +59,7 @@ def load_model(path: str, dtype: str) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=DTYPES[dtype], attn_implementation=NAME
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # libraries raise many kinds
         raise ConfigError(f"model.path={path} could not be loaded: {_first_line(error)}") from error
     return _finished(model)
 
@@ -87,7 +87,7 @@ def load_scalar_model(path: str, dtype: str) -> PreTrainedModel:
             attn_implementation=NAME,
             output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # libraries raise many kinds
         raise ConfigError(
             f"{path} could not be loaded with a scalar head: {_first_line(error)}"
         ) from error
