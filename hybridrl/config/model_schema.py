@@ -24,8 +24,10 @@ class ModelConfig:
     """Folder or hub name; null makes a tiny model and a character tokenizer."""
     tokenizer: str | None = None
     """Where the tokenizer lies, if not with the model."""
-    dtype: str = "float32"
-    """Precision of computation; master weights and optimizer are float32."""
+    dtype: str = "auto"
+    """Precision of computation: `bfloat16`, `float32`, or `auto`: bfloat16 on accelerators, and on
+    CPUs that multiply it from 8 million parameters on, else float32. Master weights and optimizer
+    are float32. The run's `config.yaml` has the one that was chosen."""
     save_dtype: str | None = None
     """Precision of trained models in files; null: that of the folder that the model comes from.
     Checkpoints and adapters are float32."""

@@ -9,17 +9,38 @@ import torch
 COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """torch.distributed back ends by kind of device; small CPU tensors travel by gloo everywhere."""
 
-
 LOGITS_AT_A_TIME = {"cpu": 1 << 22}
 """Of tokens times vocabulary: as many as a processor's cache holds."""
 LOGITS_OF_ACCELERATORS = 160 << 20
 """1,100 tokens of a vocabulary of 152,000, 4 GiB while training. Each time the whole output
 embedding is read, and few tokens would not be worth it."""
 
+MULTIPLIES_INTO_FLOAT32 = {"cuda"}
+"""Kinds whose `torch.mm` of half-precision matrices can give float32."""
+
+BFLOAT16_FROM = {"cpu": 8_000_000}
+"""Parameters. On a CPU with the instructions an update takes half of float32's time (seen at 4 to
+34 million parameters); what is smaller has little to gain."""
+
 
 def logits_at_a_time(kind: str) -> int:
     """How many logits a device of this kind is to compute before it goes on with others."""
     return LOGITS_AT_A_TIME.get(kind, LOGITS_OF_ACCELERATORS)
+
+
+def multiplies_into_float32(kind: str) -> bool:
+    """Whether `torch.mm` of half-precision matrices gives float32 (`out_dtype`) on such a device,
+    without a copy of its operands."""
+    return kind in MULTIPLIES_INTO_FLOAT32
+
+
+def bfloat16_from(kind: str) -> int | None:
+    """The number of parameters from which a model gains by bfloat16 on such a device: 0 on
+    accelerators; None on CPUs that do not multiply it (those of this machine are asked)."""
+    multiplies = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    if kind == "cpu" and not multiplies:
+        return None
+    return BFLOAT16_FROM.get(kind, 0)
 
 
 def make_current(kind: str, local_rank: int) -> torch.device:

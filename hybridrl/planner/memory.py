@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridrl.core.device import logits_at_a_time
+from hybridrl.core.device import logits_at_a_time, multiplies_into_float32
 from hybridrl.planner.dataflow import MicroBatches, Sizes
 from hybridrl.planner.model_shape import Counts, ModelShape
 
@@ -97,7 +97,7 @@ class ModelPart:
         layers = batch.tokens * self.shape.scoring.of(self.layers)
         head = {"activations": self._states(batch, sizes)}
         if chunk := self._logits(batch, sizes):
-            head["logits"] = LOGITS_SCORING * chunk
+            head["logits"] = LOGITS_SCORING * chunk + self._head_copy
         return _fullest({**gathered, "activations": layers}, {**gathered, **head})
 
     def training(self, batch: MicroBatches, sizes: Sizes) -> Parts:
@@ -127,9 +127,11 @@ class ModelPart:
         }
         if chunk := self._logits(batch, sizes):
             states = batch.tokens * sizes.response_share * shape.hidden * item
-            loss["logits"] = LOGITS_TRAINING * chunk + states
-            # The backward sums the output's gradient in float32, and makes that of the states.
-            loss["gradients"] += (MASTER + (item if item != MASTER else 0)) * shape.head.trained
+            loss["logits"] = LOGITS_TRAINING * chunk + states + self._head_copy
+            # The backward sums the output's gradient in float32; a half-precision product is
+            # another such tensor before it is added.
+            tensors = 1 if item == MASTER or self._head_copy else 2
+            loss["gradients"] += tensors * MASTER * shape.head.trained
         gathered = self._gathered(forward=False)
         layers = {"gathered": gathered, "gradients": before + unit, "activations": kept + backward}
         best = _fullest(
@@ -151,6 +153,13 @@ class ModelPart:
             return item * self.parameters.all * (1 + (buffer and forward))
         layers = min(self.layers, 2 if buffer else 1)
         return item * (self.around.all + (layers + (buffer and forward)) * self.shape.layer.all)
+
+    @property
+    def _head_copy(self) -> float:
+        """The output embedding in float32, where the device cannot sum half-precision products
+        in it."""
+        exact = self.shape.item == MASTER or multiplies_into_float32(self.device)
+        return 0.0 if exact else MASTER * float(self.shape.head.all)
 
     def _states(self, batch: MicroBatches, sizes: Sizes) -> float:
         """The last hidden states, and those of them that are read."""
