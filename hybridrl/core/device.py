@@ -18,6 +18,10 @@ embedding is read, and few tokens would not be worth it."""
 MULTIPLIES_INTO_FLOAT32 = {"cuda"}
 """Kinds whose `torch.mm` of half-precision matrices can give float32."""
 
+SMALL_MODEL_BYTES = 256 << 20
+"""A float32 model below this is gathered in one piece, on all kinds: many small collectives cost
+more than its memory."""
+
 BFLOAT16_FROM = {"cpu": 8_000_000}
 """Parameters. On a CPU with the instructions an update takes half of float32's time (seen at 4 to
 34 million parameters); what is smaller has little to gain."""

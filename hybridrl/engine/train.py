@@ -132,6 +132,7 @@ class TrainEngine(ShardedModel):
         else:
             for number, packed in enumerate(samples):
                 keep(number, self.model(packed, **options))
+        self._drop_gathered()  # their memory is for others now
         return Batch.from_columns(
             {name: responses._replace(values=values) for name, values in outputs.items()}
         )
@@ -172,8 +173,7 @@ class TrainEngine(ShardedModel):
             token_loss = loss(outputs, columns, segments)
             value = torch.where(mask, token_loss.loss * columns["loss_weights"], 0.0).sum()
             gathered.add(value, token_loss.metrics, mask, segments.lengths > 0)
-            # FSDP averages gradients over ranks; the weights already are those of the global loss.
-            return value * self.mesh.data_ranks
+            return value
 
         if self._pipeline is not None:
             self._pipeline.train(
