@@ -99,10 +99,11 @@ class ActorConfig:
     offload_parameters: bool = False
     """Keep parameters, gradients and optimizer state on the CPU (GPUs only)."""
     offload_optimizer: bool = False
-    """Keep the optimizer state on the CPU between updates (GPUs only)."""
+    """Keep the optimizer state on the CPU; an optimizer step brings that of a layer at a time, the
+    next one's while one is stepped (GPUs only)."""
     offload_between_calls: bool = False
-    """Roles that share a device take its memory in turns: what a role keeps moves to the CPU while
-    others work (GPUs only)."""
+    """Roles that share a device take its memory in turns: what a role keeps moves to the CPU when
+    another one, or its own generator, is to work (GPUs only)."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     lora: LoraSettings = field(default_factory=LoraSettings)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -83,3 +84,43 @@ def mark(device: torch.device) -> Callable[[], None]:
     event = torch.Event(device)
     event.record()
     return event.synchronize
+
+
+class SideStream:
+    """A stream for copies beside the current one: `with` it, copies that do not block run beside
+    the work of the current stream. On CPUs everything happens in order.
+
+    Args:
+        device: Whose stream it is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._stream.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._stream is not None:
+            self._stream.__exit__(*raised)
+
+    def wait_for_current(self) -> None:
+        """What comes on this stream begins when the current one has done what it was given."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream())
+
+    def join(self) -> None:
+        """What comes on the current stream begins when this one has done what it was given."""
+        if self._stream is not None:
+            torch.accelerator.current_stream().wait_stream(self._stream)
+
+    def reads(self, tensor: torch.Tensor) -> None:
+        """The memory of a tensor that others made is free when this stream has read it."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+
+    def finish(self) -> None:
+        """Waits until everything on this stream is done."""
+        if self._stream is not None:
+            self._stream.synchronize()

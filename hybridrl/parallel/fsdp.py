@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 from hybridrl.core.device import SMALL_MODEL_BYTES
 from hybridrl.models import PackedModel
 
+
 def is_small(model: nn.Module) -> bool:
     """Whether the float32 model is small enough to be gathered whole."""
     return sum(p.numel() for p in model.parameters()) * 4 < SMALL_MODEL_BYTES
@@ -61,6 +62,17 @@ def shard(
 def units(model: nn.Module) -> list[FSDPModule]:
     """The modules whose parameters are gathered together."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def unit_parameters(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The trained parameters of each unit, those of inner ones first."""
+    seen: set[nn.Parameter] = set()
+    found = []
+    for unit in reversed(units(model)):
+        own = [p for p in unit.parameters() if p.requires_grad and p not in seen]
+        seen.update(own)
+        found.append(own)
+    return found
 
 
 def _shard_ends(model: PackedModel, settings: dict[str, Any]) -> None:

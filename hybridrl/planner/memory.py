@@ -149,16 +149,20 @@ class ModelPart:
             "activations": kept + self._states(batch, sizes),
         }
         layers = {"gathered": gathered, "gradients": before + unit, "activations": kept + backward}
-        best = _fullest(
+        step: Parts = {}
+        if self.offload_optimizer:  # the moments of two units at a time
+            largest = max(shape.layer.trained, self.around.trained)
+            unit_of_step = trained if self.is_small else largest
+            both = min(trained, 2 * unit_of_step)
+            step = {"gradients": shard, "optimizer": 2 * MASTER * both / self.shards}
+        return _fullest(
             loss,
             *([] if self.is_small else [summed]),
             layers,
             {"gathered": gathered, "gradients": end},
             {"gradients": reduced},
+            step,
         )
-        if self.offload_optimizer:
-            best["optimizer"] = best.get("optimizer", 0.0) + 2 * shard
-        return best
 
     def _gathered(self, forward: bool) -> float:
         """Parameters in the precision of computation. A forward over several shards keeps the
