@@ -86,6 +86,10 @@ class ParallelConfig:
     Fewer gather over shorter ways and take more memory (hybrid sharding)."""
 
 
+CHECKPOINTING = ("none", "selective", "full", "offload")
+"""What `actor.gradient_checkpointing` may be."""
+
+
 @dataclass
 class ActorConfig:
     """How the model is trained: the policy, or with trainer `reward_model` the reward model. Other
@@ -95,7 +99,10 @@ class ActorConfig:
     """Tokens, prompts included, of one forward and backward on one device."""
     updates_per_step: int = 1
     """Optimizer updates on the samples of one step, each on its own part of them."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: str = "none"
+    """What a layer does not keep of its forward is computed again in its backward. `none`: it keeps
+    all; `selective`: results of matrix products and attention; `full` (or `true`): its input only;
+    `offload`: that too, on the CPU."""
     offload_parameters: bool = False
     """Keep parameters, gradients and optimizer state on the CPU (GPUs only)."""
     offload_optimizer: bool = False
@@ -107,6 +114,10 @@ class ActorConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     lora: LoraSettings = field(default_factory=LoraSettings)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        said = str(self.gradient_checkpointing).lower()
+        self.gradient_checkpointing = {"true": "full", "false": "none"}.get(said, said)
 
 
 @dataclass

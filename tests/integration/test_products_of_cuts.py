@@ -54,7 +54,13 @@ def program(rank):
             # Of this one every layer, the embedding and the head are gathered for themselves.
             in_units = "untied" in model and cut != "one rank"
             fsdp.SMALL_MODEL_BYTES = 0 if in_units else 1 << 28
-            engine = make_engine(mesh, make_model(**settings), tokens_per_microbatch=60)
+            kept = "selective" if "llama" in model and cut != "one rank" else "none"
+            engine = make_engine(
+                mesh,
+                make_model(**settings),
+                tokens_per_microbatch=60,
+                gradient_checkpointing=kept,
+            )
             steps = 8 if cut in LONG and model == next(iter(MODELS)) else 2
             found[cut, model] = learn(engine, mine, steps) | {
                 "dp": mesh.index("dp"),
