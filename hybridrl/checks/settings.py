@@ -15,6 +15,7 @@ from hybridrl.checks.checkpoints import check_checkpoints
 from hybridrl.checks.model_folder import check_model
 from hybridrl.checks.placement import check_placement
 from hybridrl.checks.roles import check_roles
+from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import CHECKPOINTING, Config
 from hybridrl.core.cluster import Cluster, choose_devices
 from hybridrl.errors import ConfigError, MissingPackageError, nearest
@@ -137,6 +138,7 @@ def _check_names(config: Config) -> None:
         )
     if config.model.save_dtype is not None:
         one_of("model.save_dtype", config.model.save_dtype, DTYPES)
+    one_of("actor.compile", config.actor.compile, (AUTO, "true", "false"))
     one_of("actor.gradient_checkpointing", config.actor.gradient_checkpointing, CHECKPOINTING)
     one_of("data.too_long", config.data.too_long, ("error", "drop"))
     one_of("reward.on_error", config.reward.on_error, ("fail", "drop", "value"))
@@ -174,6 +176,20 @@ def _check_data(config: Config) -> None:
         )
 
 
+def _check_ring(config: Config) -> None:
+    """Ring attention merges its blocks in place, which kept results do not survive."""
+    if config.actor.gradient_checkpointing != "selective":
+        return
+    cuts = {f"models.{role}": model_settings(config, role).parallel for role in config.models}
+    for name, cut in {"actor": config.actor.parallel, **cuts}.items():
+        if cut is not None and cut.ring > 1:
+            raise ConfigError(
+                f"actor.gradient_checkpointing=selective does not go with {name}.parallel.ring="
+                f"{cut.ring}. Set actor.gradient_checkpointing=full, or cut samples with "
+                f"{name}.parallel.ulysses."
+            )
+
+
 def _check_sizes(config: Config) -> None:
     betas = config.actor.optimizer.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
@@ -185,6 +201,7 @@ def _check_sizes(config: Config) -> None:
             f"num_devices={config.num_devices}: must be 1 or more, or null for every GPU or two "
             "CPU slots."
         )
+    _check_ring(config)
     samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
     if config.actor.updates_per_step > samples:
         raise ConfigError(

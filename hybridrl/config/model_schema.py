@@ -103,6 +103,9 @@ class ActorConfig:
     """What a layer does not keep of its forward is computed again in its backward. `none`: it keeps
     all; `selective`: results of matrix products and attention; `full` (or `true`): its input only;
     `offload`: that too, on the CPU."""
+    compile: str = "auto"
+    """Compile layers with torch: `true`, `false`, or `auto`: on accelerators. What does not compile
+    runs as it is, and the log says so."""
     offload_parameters: bool = False
     """Keep parameters, gradients and optimizer state on the CPU (GPUs only)."""
     offload_optimizer: bool = False
@@ -118,6 +121,7 @@ class ActorConfig:
     def __post_init__(self) -> None:
         said = str(self.gradient_checkpointing).lower()
         self.gradient_checkpointing = {"true": "full", "false": "none"}.get(said, said)
+        self.compile = str(self.compile).lower()
 
 
 @dataclass

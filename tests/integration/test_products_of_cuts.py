@@ -54,7 +54,8 @@ def program(rank):
             # Of this one every layer, the embedding and the head are gathered for themselves.
             in_units = "untied" in model and cut != "one rank"
             fsdp.SMALL_MODEL_BYTES = 0 if in_units else 1 << 28
-            kept = "selective" if "llama" in model and cut != "one rank" else "none"
+            splits = cut != "one rank" and "ring" not in cut
+            kept = "selective" if "llama" in model and splits else "none"
             engine = make_engine(
                 mesh,
                 make_model(**settings),
