@@ -71,6 +71,8 @@ NOT_NEGATIVE = (
     "observe.show_every",
     "observe.timeline_every",
 )
+SLOWEST_OF_BFLOAT16 = 0.99
+"""Largest beta of moments in bfloat16, which has 8 bits: a change of 0.4 % may be lost."""
 OF_FUNCTIONS = ("reward.options", "cost.options")
 """Settings whose meaning only the user's functions know."""
 
@@ -176,6 +178,21 @@ def _check_data(config: Config) -> None:
         )
 
 
+def _check_moments(config: Config) -> None:
+    actor = config.actor.optimizer
+    others = {f"models.{r}": model_settings(config, r).optimizer_of(actor) for r in config.models}
+    for name, optimizer in {"actor": actor, **others}.items():
+        setting = f"{name}.optimizer.moments"
+        one_of(setting, optimizer.moments, ("float32", "bfloat16"))
+        slowest = max(optimizer.betas, default=0.0)
+        if optimizer.moments == "bfloat16" and slowest > SLOWEST_OF_BFLOAT16:
+            raise ConfigError(
+                f"{setting}=bfloat16: with {name}.optimizer.betas={optimizer.betas} a step changes "
+                f"a moment by {1 - slowest:.2g} of it or less, which bfloat16 rounds away. Set "
+                f"betas of {SLOWEST_OF_BFLOAT16} or less, or {setting}=float32."
+            )
+
+
 def _check_ring(config: Config) -> None:
     """Ring attention merges its blocks in place, which kept results do not survive."""
     if config.actor.gradient_checkpointing != "selective":
@@ -202,6 +219,7 @@ def _check_sizes(config: Config) -> None:
             "CPU slots."
         )
     _check_ring(config)
+    _check_moments(config)
     samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
     if config.actor.updates_per_step > samples:
         raise ConfigError(

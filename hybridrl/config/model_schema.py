@@ -42,6 +42,9 @@ class OptimizerConfig:
 
     learning_rate: float = 1e-6
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    moments: str = "float32"
+    """Precision in which both moments are kept between steps, which compute in float32: `float32`,
+    or `bfloat16`, which halves their memory and loses updates of the second one below 0.4 %."""
     weight_decay: float = 0.0
     warmup_steps: int = 0
     schedule: str = "constant"

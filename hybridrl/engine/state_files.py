@@ -6,7 +6,7 @@
     training.json         what is a plain number
     rank-00000.json ...   what each rank wrote, and its checksums; see `hybridrl.core.written`
 
-Tensors are float32.
+Tensors are float32; moments that are kept in half precision lose nothing by it.
 """
 
 from __future__ import annotations

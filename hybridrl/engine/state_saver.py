@@ -261,7 +261,10 @@ class StateSaver:
 def _values(parts: Iterable[FilePart], sources: Mapping[str, Tensor | None]) -> Iterator[Tensor]:
     for part in parts:
         source = sources[part.source.tensor]
-        yield torch.zeros(extent(part.box)) if source is None else values_of(part, source)
+        if source is None:
+            yield torch.zeros(extent(part.box))
+        else:
+            yield values_of(part, source).to(part.entry.dtype)
 
 
 def _moment(kind: str, weight: Place) -> Place:

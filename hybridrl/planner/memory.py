@@ -43,6 +43,7 @@ class ModelPart:
         trains: Whether it learns.
         device: Kind of the device.
         offload_parameters, offload_optimizer: See `ActorConfig`.
+        moment: Bytes of an element of an optimizer's moment.
     """
 
     shape: ModelShape
@@ -54,6 +55,7 @@ class ModelPart:
     device: str
     offload_parameters: bool
     offload_optimizer: bool
+    moment: int = MASTER
 
     @property
     def around(self) -> Counts:
@@ -96,7 +98,7 @@ class ModelPart:
             return {}
         shards: Parts = {"parameters": MASTER * self.parameters.all / self.shards}
         if self.trains and not self.offload_optimizer:
-            shards["optimizer"] = 2 * MASTER * self.parameters.trained / self.shards
+            shards["optimizer"] = 2 * self.moment * self.parameters.trained / self.shards
         return shards
 
     def scoring(self, batch: MicroBatches, sizes: Sizes) -> Parts:
@@ -150,7 +152,7 @@ class ModelPart:
         }
         layers = {"gathered": gathered, "gradients": before + unit, "activations": kept + backward}
         step: Parts = {}
-        if self.offload_optimizer:  # the moments of two units at a time
+        if self.offload_optimizer or self.moment != MASTER:  # those of two units are in use
             largest = max(shape.layer.trained, self.around.trained)
             unit_of_step = trained if self.is_small else largest
             both = min(trained, 2 * unit_of_step)
