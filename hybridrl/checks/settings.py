@@ -45,6 +45,7 @@ POSITIVE = (
     "recover.grace_s",
     "controller.heartbeat_s",
     "guard.most_skipped",
+    "guard.most_mismatch",
     "reward.processes",
     "reward.timeout_s",
 )
@@ -86,7 +87,7 @@ def check(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
     """
     _check_finite(config)
     for name in POSITIVE:
-        if (value := _get(config, name)) <= 0:
+        if (value := _get(config, name)) is not None and value <= 0:
             raise ConfigError(f"{name}={value}: must be more than 0.")
     for name in NOT_NEGATIVE:
         if (value := _get(config, name)) < 0:

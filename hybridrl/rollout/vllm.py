@@ -145,8 +145,8 @@ class VLLMRollout(RolloutEngine):
                 disable_log_stats=True,
                 **memory,
             )
-        except ValueError as error:
-            raise ConfigError(_explain(error, config)) from error
+        except Exception as error:  # of many kinds: models and devices have their own
+            raise ConfigError(_explain(error, path, config)) from error
         finally:
             torch.set_num_threads = set_threads  # vLLM replaces it on CPUs
             torch.set_num_threads(threads)
@@ -343,10 +343,17 @@ def _name_shared_memory(job: str) -> None:
     ExecutorWithExternalLauncher._distributed_args = distributed_args
 
 
-def _explain(error: ValueError, config: RolloutConfig) -> str:
-    text = str(error).strip().splitlines()[0]
+def _explain(error: Exception, path: str, config: RolloutConfig) -> str:
+    said = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(said) > 1 and "validation error" in said[0]:  # pydantic's: what is wrong comes below
+        said = [said[1].removeprefix("Value error, ").partition(" [type=")[0]]
+    why = said[0] if said else "it does not say why"
+    if not isinstance(error, ValueError):
+        why = f"{type(error).__name__}: {why}"
     return (
-        f"vLLM refused the settings: {text} (rollout.max_tokens={config.max_tokens}, "
+        f"vLLM does not start with {path}: {why} (rollout.max_tokens={config.max_tokens}, "
         f"rollout.parallel.tp={config.parallel.tp}, rollout.kv_cache_gib="
-        f"{config.kv_cache_gib}, rollout.memory_share={config.memory_share})"
+        f"{config.kv_cache_gib}, rollout.memory_share={config.memory_share}). The worker's log has "
+        "all that it said. A model that vLLM cannot run on this device can be generated with by "
+        "rollout=transformers."
     )
