@@ -29,6 +29,7 @@ from hybridrl.rollout.base import (
     row_seeds,
 )
 from hybridrl.rollout.vllm_layout import NotProbedError
+from hybridrl.rollout.vllm_options import SPECULATIVE
 from hybridrl.rollout.weights import Pieces, WeightWriter, differences
 
 # Read by vLLM when it is imported.
@@ -59,6 +60,11 @@ except ImportError as error:
         "transformers: rollout=transformers."
     ) from error
 
+DRAFTS = {
+    "vllm:spec_decode_num_draft_tokens": "drafted_tokens",
+    "vllm:spec_decode_num_accepted_tokens": "accepted_tokens",
+}
+"""vLLM's counters of tokens that were guessed ahead, and how we call them."""
 _log = logging.getLogger(__name__)
 
 
@@ -107,6 +113,8 @@ class VLLMRollout(RolloutEngine):
         self._running: dict[str, int] = {}  # samples of each request
         self._weights = 0  # how often they have changed
         self._pieces: Pieces = {}
+        self._guesses = bool(config.engine_options.get(SPECULATIVE))
+        self._counted: dict[str, int] = {}
         if device.type != "cpu":
             memory: dict[str, Any] = {
                 "gpu_memory_utilization": config.memory_share,
@@ -140,10 +148,10 @@ class VLLMRollout(RolloutEngine):
                 skip_tokenizer_init=not config.stop,  # only stop texts need text
                 tensor_parallel_size=config.parallel.tp,
                 distributed_executor_backend="external_launcher",
-                logprobs_mode="processed_logprobs",
-                async_scheduling=False,
-                disable_log_stats=True,
-                **memory,
+                # Those that vLLM calls processed are wrong for tokens that were guessed.
+                logprobs_mode="raw_logprobs" if self._guesses else "processed_logprobs",
+                disable_log_stats=not self._guesses,
+                **{"async_scheduling": False} | memory | dict(config.engine_options),
             )
         except Exception as error:  # of many kinds: models and devices have their own
             raise ConfigError(_explain(error, path, config)) from error
@@ -221,6 +229,15 @@ class VLLMRollout(RolloutEngine):
     def cancel(self) -> None:
         self._llm.llm_engine.abort_request(list(self._running))
         self._running.clear()
+
+    def counts(self) -> dict[str, int]:
+        if not self._guesses:
+            return {}
+        now = {
+            metric.name: metric.value for metric in self._llm.get_metrics() if metric.name in DRAFTS
+        }
+        before, self._counted = self._counted, now
+        return {DRAFTS[name]: value - before.get(name, 0) for name, value in now.items()}
 
     def _take_cache(self) -> None:
         self._groups.enter()

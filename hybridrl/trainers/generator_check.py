@@ -27,6 +27,9 @@ def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
     Raises:
         TrainingError: if the generator is another model.
     """
+    rollout = config.rollout
+    if rollout.min_tokens or rollout.top_p != 1 or rollout.top_k:
+        return  # tokens were left out when samples were drawn, which the trainer counts
     found = metrics.get("mismatch/k3", math.nan)
     most = config.guard.most_mismatch or MOST[config.model.dtype]
     if not found > most or metrics.get("staleness/max", 0.0) > 0:
@@ -34,7 +37,7 @@ def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
     raise TrainingError(
         f"The generator is not the model that is trained: its log-probabilities of its own samples "
         f"are off by {metrics['mismatch/max_abs']:.2g} at most, mismatch/k3 is {found:.2g}, and "
-        f"rounding in {config.model.dtype} explains {most:g}. {config.rollout.engine}'s class for "
+        f"rounding in {config.model.dtype} explains {most:g}. {rollout.engine}'s class for "
         f"this model computes something else on this device than transformers', which trains it. "
         "rollout=transformers generates with the class that is trained; guard.most_mismatch lets a "
         "larger difference pass, which algorithm.correction should then correct."

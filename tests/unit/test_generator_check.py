@@ -28,3 +28,6 @@ def test_what_cannot_be_compared_passes():
     check_generator(Config(), {})
     check_generator(Config(), figures(float("nan")))
     check_generator(Config(), figures(1.0, **{"staleness/max": 1.0}))
+    config = Config()
+    config.rollout.min_tokens = 4
+    check_generator(config, figures(1.0))
