@@ -212,7 +212,7 @@ def _check_sizes(config: Config) -> None:
                 f"rollout.engine_options has {', '.join(options)}, which are vLLM's; they need "
                 "rollout=vllm."
             )
-        check_engine_options(options, config.rollout.temperature)
+        check_engine_options(options, config.rollout.temperature, config.placement.in_flight)
     if config.rollout.engine == "transformers" and config.rollout.parallel.tp > 1:
         raise ConfigError(
             f"rollout.parallel.tp={config.rollout.parallel.tp} needs rollout=vllm; "

@@ -37,12 +37,15 @@ OURS = (
 SPECULATIVE = "speculative_config"
 
 
-def check_engine_options(options: Mapping[str, Any], temperature: float) -> None:
+def check_engine_options(
+    options: Mapping[str, Any], temperature: float, in_flight: bool = False
+) -> None:
     """Refuses what vLLM does not know, and what is not the user's to set.
 
     Args:
         options: By vLLM's names.
         temperature: Of the samples that are learned from.
+        in_flight: New weights come between two tokens.
 
     Raises:
         ConfigError: names the option, and the setting to use instead.
@@ -67,6 +70,11 @@ def check_engine_options(options: Mapping[str, Any], temperature: float) -> None
             f"rollout.engine_options.{SPECULATIVE} with rollout.temperature={temperature}: vLLM's "
             "log-probabilities of tokens that were guessed are right at temperature 1 only. Set "
             "rollout.temperature=1."
+        )
+    if options.get("async_scheduling") and in_flight:
+        raise ConfigError(
+            "rollout.engine_options.async_scheduling=true with placement.in_flight=true: a token "
+            "would be under way when weights change, and nobody could say whose it is. Choose one."
         )
 
 

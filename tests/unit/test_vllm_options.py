@@ -33,3 +33,8 @@ def test_what_is_left_to_the_user_passes():
 def test_what_is_not_is_a_sentence(options, said):
     with pytest.raises(ConfigError, match=said):
         check_engine_options(options, temperature=0.7)
+
+
+def test_weights_between_tokens_need_to_know_which_token():
+    with pytest.raises(ConfigError, match=r"in_flight=true: .* Choose one"):
+        check_engine_options({"async_scheduling": True}, temperature=1.0, in_flight=True)
