@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from hybridrl.core.boxes import Box, intersection, volume
 from hybridrl.core.layout import Piece
+from hybridrl.core.views import storage, view_box
 
 aten = torch.ops.aten
 
@@ -90,14 +91,14 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.pieces: dict[str, list[Piece]] = {name: [] for name in checkpoint}
         self.filled: dict[str, list[Box]] = {name: [] for name in parameters}
-        self._checkpoint = {_storage(t): (name, t) for name, t in checkpoint.items()}
-        self._parameters = {_storage(t): (name, t) for name, t in parameters.items()}
+        self._checkpoint = {storage(t): (name, t) for name, t in checkpoint.items()}
+        self._parameters = {storage(t): (name, t) for name, t in parameters.items()}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is aten.copy_.default and _storage(args[0]) in self._parameters:
+        if func is aten.copy_.default and storage(args[0]) in self._parameters:
             self._copy(args[0], args[1])
         elif self._fills_with_zero(func, args):
             if args[0].numel():
@@ -112,7 +113,7 @@ class _Watch(TorchDispatchMode):
         if not target.numel():
             return
         name, box = self._box(self._parameters, target)
-        if _storage(source) not in self._checkpoint:
+        if storage(source) not in self._checkpoint:
             raise NotProbedError(f"{name} is not copied from the checkpoint but computed")
         if source.shape != target.shape:
             raise NotProbedError(f"{name} repeats elements of the checkpoint")
@@ -122,10 +123,10 @@ class _Watch(TorchDispatchMode):
 
     def _fills_with_zero(self, func: Any, args: tuple[Any, ...]) -> bool:
         fills = func is aten.zero_.default or (func is aten.fill_.Scalar and args[1:] == (0,))
-        return fills and _storage(args[0]) in self._parameters
+        return fills and storage(args[0]) in self._parameters
 
     def _box(self, known: Mapping[int, tuple[str, Tensor]], view: Tensor) -> tuple[str, Box]:
-        name, whole = known[_storage(view)]
+        name, whole = known[storage(view)]
         box = view_box(view, whole)
         if box is None:
             raise NotProbedError(
@@ -138,26 +139,9 @@ class _Watch(TorchDispatchMode):
         if not isinstance(leaf, Tensor):
             return
         for known in (self._parameters, self._checkpoint):
-            if _storage(leaf) in known:
-                name, _ = known[_storage(leaf)]
+            if storage(leaf) in known:
+                name, _ = known[storage(leaf)]
                 raise NotProbedError(f"the loader of {name} uses {func}, not a plain copy")
-
-
-def view_box(view: Tensor, whole: Tensor) -> Box | None:
-    """The box of the contiguous tensor `whole` that `view` shows, or None if it shows another
-    choice or order of elements."""
-    if view.ndim != whole.ndim or view.dtype != whole.dtype:
-        return None
-    offset = view.storage_offset()
-    box = []
-    for shown, length, stride, step in zip(
-        view.shape, whole.shape, view.stride(), whole.stride(), strict=True
-    ):
-        start, offset = divmod(offset, step)
-        if start + shown > length or (shown > 1 and stride != step):
-            return None
-        box.append((start, start + shown))
-    return tuple(box)
 
 
 def _check_filled(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
@@ -192,8 +176,3 @@ def _replaced_parameters(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 def _set(model: nn.Module, name: str, parameter: Tensor) -> None:
     module, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(module), attribute, parameter)
-
-
-def _storage(tensor: Tensor) -> int:
-    """Of tensors that are alive, the same number means the same memory, real or not."""
-    return tensor.untyped_storage()._cdata

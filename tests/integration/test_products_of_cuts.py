@@ -31,6 +31,7 @@ MODELS = {
         "tied": False,
     },
     "llama, tied, 4 key-value heads": {"architecture": "llama", "key_value_heads": 4},
+    "qwen3 of experts, untied": {"architecture": "qwen3_moe", "tied": False},
 }
 # Cuts that take 8 steps with the first model, and 2 with others.
 LONG = ("one rank", "dp2", "tp2", "dp2 x tp2", "tp2 x pp2")
