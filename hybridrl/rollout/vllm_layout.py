@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from hybridrl.core.boxes import Box, intersection, volume
 from hybridrl.core.layout import Piece
 from hybridrl.core.views import storage, view_box
+from hybridrl.rollout.weights import place_of
 
 aten = torch.ops.aten
 
@@ -80,7 +81,7 @@ def probe(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
         except Exception as error:  # of the loaders, which are vLLM's or a user's
             raise NotProbedError(f"a loader failed: {type(error).__name__}: {error}") from error
     for name, twin in twins.items():
-        _check_filled(name, tuple(twin.shape), watch.filled[name])
+        _check_filled(name, tuple(twin.shape), watch.filled(name))
     return {name: tuple(pieces) for name, pieces in watch.pieces.items()}
 
 
@@ -90,7 +91,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, checkpoint: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.pieces: dict[str, list[Piece]] = {name: [] for name in checkpoint}
-        self.filled: dict[str, list[Box]] = {name: [] for name in parameters}
+        self._zeros: dict[str, list[Box]] = {name: [] for name in parameters}
         self._checkpoint = {storage(t): (name, t) for name, t in checkpoint.items()}
         self._parameters = {storage(t): (name, t) for name, t in parameters.items()}
 
@@ -103,7 +104,7 @@ class _Watch(TorchDispatchMode):
         elif self._fills_with_zero(func, args):
             if args[0].numel():
                 name, box = self._box(self._parameters, args[0])
-                self.filled[name].append(box)
+                self._zeros[name].append(box)
         elif func._schema.is_mutable:
             for leaf in tree_leaves((args, kwargs)):
                 self._refuse_known(func, leaf)
@@ -118,8 +119,15 @@ class _Watch(TorchDispatchMode):
         if source.shape != target.shape:
             raise NotProbedError(f"{name} repeats elements of the checkpoint")
         origin, cut = self._box(self._checkpoint, source)
-        self.filled[name].append(box)
-        self.pieces[origin].append(Piece(cut, name, tuple(start for start, _ in box)))
+        pieces = self.pieces[origin]
+        pieces.append(Piece(cut, name, tuple(start for start, _ in box)))
+        while len(pieces) > 1 and (one := _joined(*pieces[-2:])) is not None:
+            pieces[-2:] = [one]
+
+    def filled(self, name: str) -> list[Box]:
+        """The boxes of a parameter that have been given values."""
+        pieces = (piece for held in self.pieces.values() for piece in held if piece.tensor == name)
+        return [*self._zeros[name], *map(place_of, pieces)]
 
     def _fills_with_zero(self, func: Any, args: tuple[Any, ...]) -> bool:
         fills = func is aten.zero_.default or (func is aten.fill_.Scalar and args[1:] == (0,))
@@ -142,6 +150,25 @@ class _Watch(TorchDispatchMode):
             if storage(leaf) in known:
                 name, _ = known[storage(leaf)]
                 raise NotProbedError(f"the loader of {name} uses {func}, not a plain copy")
+
+
+def _joined(first: Piece, second: Piece) -> Piece | None:
+    """Two pieces as one, if the second goes on where the first ends in both tensors. Loaders of
+    experts copy one after the other."""
+    moved = [
+        dim
+        for dim, (one, other) in enumerate(zip(first.box, second.box, strict=True))
+        if one != other
+    ]
+    if first.tensor != second.tensor or len(moved) != 1:
+        return None
+    (dim,) = moved
+    (low, middle), (start, high) = first.box[dim], second.box[dim]
+    goes_on = list(first.start)
+    goes_on[dim] += middle - low
+    if start != middle or tuple(goes_on) != second.start:
+        return None
+    return first._replace(box=(*first.box[:dim], (low, high), *first.box[dim + 1 :]))
 
 
 def _check_filled(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
