@@ -50,6 +50,7 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     "run.seed",
+    "model.tiny.experts",
     "warmup.steps",
     "eval.every",
     "checkpoint.every",

@@ -14,6 +14,8 @@ class TinyModelConfig:
     layers: int = 2
     heads: int = 4
     context: int = 128
+    experts: int = 0
+    """Of each layer, two of which take a token; 0: layers are dense."""
 
 
 @dataclass
