@@ -51,7 +51,10 @@ def program(rank):
                 continue
             dp = mesh.mesh.axes["dp"]
             mine = batch.take(deal(batch, [len(batch)] if dp == 1 else [7, 4])[mesh.index("dp")])
-            engine = make_engine(mesh, make_model(**settings), tokens_per_microbatch=60)
+            weight = 0.1 if settings["architecture"] == "qwen3_moe" else 0.0
+            engine = make_engine(
+                mesh, make_model(**settings), tokens_per_microbatch=60, router_loss_weight=weight
+            )
             steps = 8 if cut in LONG and model == next(iter(MODELS)) else 2
             found[cut, model] = learn(engine, mine, steps) | {
                 "dp": mesh.index("dp"),
