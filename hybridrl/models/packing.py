@@ -77,12 +77,14 @@ class Packing:
         buckets = tuple(_buckets(lengths, cu_seqlens.tolist())) if device.type == "cpu" else ()
         return cls(cu_seqlens.to(device, torch.int32), max(lengths), buckets)
 
-    def position_ids(self) -> torch.Tensor:
-        """Positions that start at 0 in each sample, `[tokens]`."""
+    def position_ids(self, tokens: int) -> torch.Tensor:
+        """Positions that start at 0 in each sample, `[tokens]`. So many there are, which the host
+        would have to ask an accelerator for."""
         if self.split is not None:
             return self.split.position_ids
-        starts = self.cu_seqlens[:-1].repeat_interleave(self.cu_seqlens.diff())
-        return torch.arange(len(starts), device=starts.device) - starts
+        lengths = self.cu_seqlens.diff()
+        starts = self.cu_seqlens[:-1].repeat_interleave(lengths, output_size=tokens)
+        return torch.arange(tokens, device=starts.device) - starts
 
 
 @dataclass(frozen=True)
