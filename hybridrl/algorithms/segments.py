@@ -45,8 +45,8 @@ class Segments:
         """Samples of a packed ``[tokens]`` layout.
 
         cu_seqlens: integers ``[rows + 1]`` from 0 to the number of tokens; sample i is
-        ``tokens[cu_seqlens[i]:cu_seqlens[i + 1]]``. mask: ``[tokens]``, for samples with holes; where
-        it is on an accelerator, the bounds are better left on the host, which need not wait then.
+        ``tokens[cu_seqlens[i]:cu_seqlens[i + 1]]``. mask: ``[tokens]``, for samples with holes;
+        where it is on an accelerator, the bounds are better left on the host, which need not wait.
         """
         lengths = cu_seqlens.diff()
         rows = lengths.numel()
