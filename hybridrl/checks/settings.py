@@ -19,6 +19,7 @@ from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import CHECKPOINTING, Config
 from hybridrl.core.cluster import Cluster, choose_devices
 from hybridrl.errors import ConfigError, MissingPackageError, nearest
+from hybridrl.rollout.vllm_options import check_engine_options
 from hybridrl.trainers.role_spec import RoleSpec
 
 POSITIVE = (
@@ -46,11 +47,13 @@ POSITIVE = (
     "recover.grace_s",
     "controller.heartbeat_s",
     "guard.most_skipped",
+    "guard.most_mismatch",
     "reward.processes",
     "reward.timeout_s",
 )
 NOT_NEGATIVE = (
     "run.seed",
+    "model.tiny.experts",
     "warmup.steps",
     "eval.every",
     "checkpoint.every",
@@ -60,6 +63,7 @@ NOT_NEGATIVE = (
     "recover.wait_s",
     "rollout.temperature",
     "rollout.top_k",
+    "actor.router_loss_weight",
     "actor.optimizer.warmup_steps",
     "actor.optimizer.max_grad_norm",
     "actor.optimizer.weight_decay",
@@ -73,8 +77,8 @@ NOT_NEGATIVE = (
 )
 SLOWEST_OF_BFLOAT16 = 0.99
 """Largest beta of moments in bfloat16, which has 8 bits: a change of 0.4 % may be lost."""
-OF_FUNCTIONS = ("reward.options", "cost.options")
-"""Settings whose meaning only the user's functions know."""
+OF_OTHERS = ("reward.options", "cost.options", "rollout.engine_options")
+"""Settings whose meaning only the user's functions, or vLLM, know."""
 
 
 def check(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
@@ -89,7 +93,7 @@ def check(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
     """
     _check_finite(config)
     for name in POSITIVE:
-        if (value := _get(config, name)) <= 0:
+        if (value := _get(config, name)) is not None and value <= 0:
             raise ConfigError(f"{name}={value}: must be more than 0.")
     for name in NOT_NEGATIVE:
         if (value := _get(config, name)) < 0:
@@ -113,7 +117,7 @@ def _check_finite(value: Any, name: str = "") -> None:
         raise ConfigError(f"{name}={value}: must be a finite number.")
     if is_dataclass(value):
         value = vars(value)
-    if isinstance(value, Mapping) and name not in OF_FUNCTIONS:
+    if isinstance(value, Mapping) and name not in OF_OTHERS:
         for key, entry in value.items():
             _check_finite(entry, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list | tuple):
@@ -240,6 +244,13 @@ def _check_sizes(config: Config) -> None:
         raise ConfigError(f"rollout.top_p={config.rollout.top_p}: must be in (0, 1].")
     if not 0 < config.rollout.memory_share < 1:
         raise ConfigError(f"rollout.memory_share={config.rollout.memory_share}: must be in (0, 1).")
+    if options := config.rollout.engine_options:
+        if config.rollout.engine == "transformers":
+            raise ConfigError(
+                f"rollout.engine_options has {', '.join(options)}, which are vLLM's; they need "
+                "rollout=vllm."
+            )
+        check_engine_options(options, config.rollout.temperature, config.placement.in_flight)
     if config.rollout.engine == "transformers" and config.rollout.parallel.tp > 1:
         raise ConfigError(
             f"rollout.parallel.tp={config.rollout.parallel.tp} needs rollout=vllm; "

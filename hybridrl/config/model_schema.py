@@ -14,6 +14,8 @@ class TinyModelConfig:
     layers: int = 2
     heads: int = 4
     context: int = 128
+    experts: int = 0
+    """Of each layer, two of which take a token; 0: layers are dense."""
 
 
 @dataclass
@@ -102,6 +104,9 @@ class ActorConfig:
     """Tokens, prompts included, of one forward and backward on one device."""
     updates_per_step: int = 1
     """Optimizer updates on the samples of one step, each on its own part of them."""
+    router_loss_weight: float = 0.0
+    """Of the auxiliary loss that keeps a mixture of experts in balance, see
+    `hybridrl.models.routing`; with it an update forwards its samples once more. 0: none."""
     gradient_checkpointing: str = "none"
     """What a layer does not keep of its forward is computed again in its backward. `none`: it keeps
     all; `selective`: results of matrix products and attention; `full` (or `true`): its input only;
@@ -181,5 +186,8 @@ class RolloutConfig:
     memory_share: float = 0.5
     """Share of a GPU's memory for the engine: its weights and KV cache."""
     cuda_graphs: bool = True
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    """Further options of vLLM's engine by vLLM's names, such as `max_num_batched_tokens`,
+    `kv_cache_dtype`, `async_scheduling` or `speculative_config`."""
     verify_weights: bool = False
     """Compare all weights of the generator with the trainer's after each sync; slow."""

@@ -7,6 +7,7 @@ real: buffers, and the scalar head of a model that had none.
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from transformers import (
 
 from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.models.attention import NAME
-from hybridrl.models.stored_names import is_converted
+from hybridrl.models.stored_names import parts_in_files
 
 HEAD = "score.weight"
 """The scalar head. It is small, and every rank reads it whole."""
@@ -35,7 +36,7 @@ class Unread(NamedTuple):
 
     Attributes:
         model: float32, with packed attention.
-        files: Where each meta parameter stands under its own name.
+        files: Where each meta parameter stands, in one tensor or in several.
     """
 
     model: PreTrainedModel
@@ -44,8 +45,8 @@ class Unread(NamedTuple):
 
 def empty_model(path: str, config: PretrainedConfig, *, scalar: bool) -> Unread | None:
     """The model at `path` without its weights; None, with the reason in the log, if only
-    transformers can read them: from a hub, from other than safetensors files, quantised, or under
-    names that are not the parameters' own.
+    transformers can read them: from a hub, from other than safetensors files, quantised, or as
+    tensors that are no parts of the parameters.
 
     Args:
         config: Of the model.
@@ -68,20 +69,21 @@ def empty_model(path: str, config: PretrainedConfig, *, scalar: bool) -> Unread 
     except ValueError as error:
         return _left_to_transformers(path, str(error))
     parameters = dict(model.named_parameters())
-    if is_converted(model):
-        return _left_to_transformers(path, "its tensors are put together to those of the model")
     if scalar and HEAD not in parameters:
         return _left_to_transformers(path, f"its head is not `{HEAD}`")
     wanted = {name: p for name, p in parameters.items() if not (scalar and name == HEAD)}
-    for name, parameter in wanted.items():
-        if files.shapes.get(name) != tuple(parameter.shape):
+    found = parts_in_files(model, {n: tuple(p.shape) for n, p in wanted.items()}, files.shapes)
+    for name in wanted:
+        parts = found.get(name, ())
+        if not parts or any(files.shapes[part.name] != part.shape for part in parts):
             return _left_to_transformers(path, f"`{name}` is not in it as the model has it")
     tied = model.all_tied_weights_keys.keys()
     if others := sorted(model.state_dict().keys() - parameters.keys() - tied):
         return _left_to_transformers(path, f"`{others[0]}` is no parameter")
     if twice := sorted(tied & files.shapes.keys()):
         return _left_to_transformers(path, f"`{twice[0]}` is tied, and in it besides")
-    _compute_buffers(model)
+    if (buffer := _compute_buffers(model)) is not None:
+        return _left_to_transformers(path, f"`{buffer}` is not computed by its class")
     if scalar:
         _read_head(model, files)
     _read_generation_config(model, path)
@@ -92,15 +94,41 @@ def _left_to_transformers(path: str, why: str) -> None:
     _log.info("Every rank reads the whole of %s, by transformers' own loading: %s.", path, why)
 
 
-def _compute_buffers(model: PreTrainedModel) -> None:
+def _compute_buffers(model: PreTrainedModel) -> str | None:
     """Computes what constructors could not on the meta device, such as rotary frequencies; in the
-    way in which `from_pretrained`, which builds models there, too, does it."""
+    way in which `from_pretrained`, which builds models there, too, does it.
+
+    Returns:
+        The first buffer that nothing has been written to; None if there is no such.
+    """
+    unwritten = {}
     for module in model.modules():
-        empty = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-        for name in empty:
-            setattr(module, name, torch.empty_like(getattr(module, name), device="cpu"))
-        module._is_hf_initialized = not empty
+        # A module may compute the buffers of those inside it.
+        module._is_hf_initialized = not any(buffer.is_meta for buffer in module.buffers())
+    for path, module in model.named_modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                blank = torch.full(buffer.shape, _mark(buffer.dtype), dtype=buffer.dtype)
+                setattr(module, name, blank)
+                unwritten[f"{path}.{name}"] = blank.clone()
     model.initialize_weights()  # of the modules that are not
+    buffers = dict(model.named_buffers())
+    return next(
+        (name for name, blank in unwritten.items() if _is_blank(buffers[name], blank)), None
+    )
+
+
+def _mark(dtype: torch.dtype) -> float | int | bool:
+    """What no class computes."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return True if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _is_blank(buffer: torch.Tensor, blank: torch.Tensor) -> bool:
+    if blank.dtype is torch.bool or not blank.numel():
+        return False
+    return bool(torch.isnan(buffer).any() if blank.is_floating_point() else (buffer == blank).any())
 
 
 def _read_head(model: PreTrainedModel, files: TensorFiles) -> None:

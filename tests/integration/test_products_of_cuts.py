@@ -32,6 +32,7 @@ MODELS = {
         "tied": False,
     },
     "llama, tied, 4 key-value heads": {"architecture": "llama", "key_value_heads": 4},
+    "qwen3 of experts, untied": {"architecture": "qwen3_moe", "tied": False},
 }
 # Cuts that take 8 steps with the first model, and 2 with others.
 LONG = ("one rank", "dp2", "tp2", "dp2 x tp2", "tp2 x pp2")
@@ -56,11 +57,13 @@ def program(rank):
             fsdp.SMALL_MODEL_BYTES = 0 if in_units else 1 << 28
             splits = cut != "one rank" and "ring" not in cut
             kept = "selective" if "llama" in model and splits else "none"
+            weight = 0.1 if settings["architecture"] == "qwen3_moe" else 0.0
             engine = make_engine(
                 mesh,
                 make_model(**settings),
                 tokens_per_microbatch=60,
                 gradient_checkpointing=kept,
+                router_loss_weight=weight,
             )
             steps = 8 if cut in LONG and model == next(iter(MODELS)) else 2
             found[cut, model] = learn(engine, mine, steps) | {

@@ -69,8 +69,8 @@ def learn(engine, steps):
 
 def moments(engine):
     return [
-        state[kind].to_local()
-        for state in engine.optimizer.state.values()
+        engine.optimizer.state[parameter][kind].to_local()
+        for parameter in engine.model.parameters()
         for kind in ("exp_avg", "exp_avg_sq")
     ]
 
