@@ -112,7 +112,8 @@ class ModelPart:
 
     def scoring(self, batch: MicroBatches, sizes: Sizes) -> Parts:
         """A forward's fullest moment, beside what is resident."""
-        gathered = {"gathered": self._gathered(forward=True)}
+        again = 0 if self.is_small or batch.count < 2 else self.shape.item * self.head.all
+        gathered = {"gathered": self._gathered(forward=True) + again}  # the head stays meanwhile
         layers = batch.tokens * self.shape.scoring.of(self.layers)
         head = {"gathered": self._gathered_at_head(), "activations": self._states(batch, sizes)}
         if chunk := self._logits(batch, sizes):

@@ -117,7 +117,8 @@ class VLLMRollout(RolloutEngine):
         self._running: dict[str, int] = {}  # samples of each request
         self._weights = 0  # how often they have changed
         self._pieces: Pieces = {}
-        self._guesses = bool(config.engine_options.get(SPECULATIVE))
+        options = dict(config.engine_options)
+        self._guesses = bool(options.get(SPECULATIVE))
         self._counted: dict[str, int] = {}
         if device.type != "cpu":
             memory: dict[str, Any] = {
@@ -144,7 +145,7 @@ class VLLMRollout(RolloutEngine):
                 path,
                 tokenizer=tokenizer,
                 dtype=dtype,
-                hf_overrides={"head_dtype": HEAD_DTYPE},
+                hf_overrides={"head_dtype": HEAD_DTYPE} | options.pop("hf_overrides", {}),
                 seed=seed,
                 max_model_len=context_length,
                 max_num_seqs=config.max_sequences,
@@ -156,7 +157,7 @@ class VLLMRollout(RolloutEngine):
                 # Those that vLLM calls processed are wrong for tokens that were guessed.
                 logprobs_mode="raw_logprobs" if self._guesses else "processed_logprobs",
                 disable_log_stats=not self._guesses,
-                **{"async_scheduling": False} | memory | dict(config.engine_options),
+                **{"async_scheduling": False} | memory | options,
             )
         except Exception as error:  # of many kinds: models and devices have their own
             raise ConfigError(_explain(error, path, config)) from error
