@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hybridrl.core.boxes import Box, intersection, volume
-from hybridrl.core.layout import Piece
+from hybridrl.core.pieces import Piece
 
 aten = torch.ops.aten
 

@@ -21,16 +21,9 @@ from layout_cases import (
 
 from hybridrl.core import boxes
 from hybridrl.core.footprint import peak, redundant
-from hybridrl.core.layout import (
-    Layout,
-    Piece,
-    Place,
-    Plan,
-    flat_pieces,
-    join,
-    local_pieces,
-    plan,
-)
+from hybridrl.core.layout import Layout, Plan, join
+from hybridrl.core.pieces import BoxTable, Piece, Place, flat_pieces, local_pieces
+from hybridrl.core.plan import plan
 from hybridrl.errors import ConfigError, LayoutError
 
 
@@ -92,14 +85,16 @@ def test_every_target_element_is_written_once_by_a_rank_that_has_it(pair):
     before = {rank: full_tensors(source, rank, values) for rank in source.pieces}
     written = Counter()
     for move in (*found.moves, *found.copies):
-        assert (move.sender == move.receiver) == (move in found.copies)
+        assert (move.receivers == (move.sender,)) == (move in found.copies)
+        assert move in found.copies or move.sender not in move.receivers
         sent = cut(values[move.name], move.box)
         here = local(before[move.sender][move.source.tensor], Piece(move.box, *move.source))
         assert torch.equal(here, sent)
         starts = itertools.product(*(range(n) for n in boxes.extent(move.box)))
         for offset, number in zip(starts, sent.flatten().tolist(), strict=True):
             at = tuple(a + b for a, b in zip(move.target.start, offset, strict=True))
-            written[move.receiver, move.target.tensor, at, number] += 1
+            for receiver in move.receivers:
+                written[receiver, move.target.tensor, at, number] += 1
     wanted = Counter(
         (rank, piece.tensor, tuple(a + b for a, b in zip(piece.start, offset, strict=True)), n)
         for rank, of_rank in target.pieces.items()
@@ -177,15 +172,68 @@ def test_replicas_share_the_work_and_each_stays_with_its_own(replicas):
     target = shards((8, 3), 1, 4 * replicas)
     found = plan(source, target)
     assert set(found.sent().values()) == {3 * 6}
-    assert all(move.sender // 4 == move.receiver // 4 for move in found.moves)
+    for move in found.moves:
+        assert {receiver // 4 for receiver in move.receivers} == {move.sender // 4}
 
 
-def test_a_sender_that_has_sent_more_is_spared():
-    """Only rank 1 has `a`; rank 0 has `b` too, and gives it to rank 2 although 1 is nearer."""
-    a, b = local_pieces("a", ((0, 2),)), local_pieces("b", ((0, 4),))
-    source = Layout({"a": (2,), "b": (4,)}, {0: {"b": b}, 1: {"a": a, "b": b}})
-    target = Layout(source.shapes, {2: {"a": a, "b": b}})
-    assert plan(source, target).sent() == {0: 4, 1: 2}
+@pytest.mark.parametrize("receivers", [1, 2, 3])
+def test_who_holds_the_same_sends_as_much(receivers):
+    """Two ranks hold eight tensors of different sizes, in different places of their memory."""
+    shapes = {f"{i}": (2 + i,) for i in range(8)}
+    here = {name: local_pieces(name, boxes.whole(shape)) for name, shape in shapes.items()}
+    there = {name: (Piece(boxes.whole(s), "flat", (7,)),) for name, s in shapes.items()}
+    source = Layout(shapes, {0: here, 1: there})
+    target = Layout(shapes, dict.fromkeys(range(2, 2 + receivers), here))
+    sent = plan(source, target).sent()
+    assert abs(sent[0] - sent[1]) <= max(2 + i for i in range(8))
+    assert sent.total() == receivers * sum(2 + i for i in range(8))
+
+
+@given(layout_pairs())
+def test_a_rank_finds_its_own_part_of_the_plan(pair):
+    found = plan(*pair)
+    for rank in {*pair[0].pieces, *pair[1].pieces, 99}:
+        assert plan(*pair, rank) == found.of(rank)
+
+
+def test_the_source_of_everything_is_looked_for_by_every_rank():
+    """Or one would raise, and the others wait for it."""
+    target = shards((8, 3), 2)
+    source = Layout(target.shapes, {0: {"w": local_pieces("w", ((0, 7), (0, 3)))}})
+    for rank in range(3):
+        with pytest.raises(LayoutError, match="which rank 1 of the target"):
+            plan(source, target, rank)
+
+
+@st.composite
+def box_tables(draw):
+    """A table, and the same with everything in dictionaries."""
+    ranks = tuple(draw(st.sets(st.integers(0, 9), min_size=1)))
+    shape = (6, 5)
+    columns = tuple(
+        tuple(draw(st.one_of(boxes_in(shape), st.just(((0, 0), (0, 5))))) for _ in ranks)
+        for _ in range(draw(st.integers(1, 3)))
+    )
+    columns_of = st.integers(0, len(columns) - 1)
+    tensors = {f"t{i}": (f"local{i}", draw(columns_of)) for i in range(draw(st.integers(1, 4)))}
+    table = BoxTable(tuple(sorted(ranks)), columns, tensors)
+    shapes = dict.fromkeys(tensors, shape)
+    pieces = {rank: dict(table[rank]) for rank in table}
+    return Layout(shapes, table), Layout(shapes, pieces)
+
+
+@given(box_tables())
+def test_tables_of_boxes_are_layouts(pair):
+    short, plain = pair
+    assert dict(short.pieces) == dict(plain.pieces)
+    assert short.to_json() == plain.to_json()
+    assert short.shifted(3) == plain.shifted(3)
+    names = {name: f"new.{name}" for name in list(short.shapes)[::2]}
+    assert short.renamed(names) == plain.renamed(names)
+    target = Layout(plain.shapes, {rank + 1: here for rank, here in plain.pieces.items()})
+    assert plan(short, target) == plan(plain, target)
+    assert 99 not in short.pieces
+    assert short.of(99).pieces == {}
 
 
 def test_fused_parameters_and_replicated_heads():
@@ -212,7 +260,7 @@ def test_fused_parameters_and_replicated_heads():
     )
     found = plan(source, target)
     assert found.received() == {1: 8, 2: 8, 3: 8}
-    keys = [move for move in found.moves if move.name == "k" and move.receiver == 3]
+    keys = [move for move in found.moves if move.name == "k" and 3 in move.receivers]
     assert [(move.sender, move.source, move.target) for move in keys] == [
         (1, Place("k", (0, 0)), Place("qk", (2, 0)))
     ]
