@@ -32,14 +32,14 @@ def training_layout(
         shapes[name] = tuple(parameter.shape) if cut is None else cut.shape
         boxes[name] = box_of(parameter, cut, index)
     if (group := mesh.group()) is None:
-        return Layout(shapes, _table(shapes, _numbers(shapes, boxes)[None]))
+        return Layout(shapes, table_of(shapes, numbers_of(shapes, boxes)[None]))
     # Pipeline stages have parameters of their own.
     stages = {id(each): each for each in all_values(shapes, group)}
     shapes = join(Layout(each, {}) for each in stages.values()).shapes
-    mine = _numbers(shapes, boxes)
+    mine = numbers_of(shapes, boxes)
     found = torch.empty(group.size() * len(mine), dtype=torch.int64)
     dist.all_gather_into_tensor(found, mine, group=group)
-    return Layout(shapes, _table(shapes, found.view(group.size(), -1)))
+    return Layout(shapes, table_of(shapes, found.view(group.size(), -1)))
 
 
 def box_of(parameter: nn.Parameter, cut: Cut | None, index: int) -> Box:
@@ -59,7 +59,7 @@ def box_of(parameter: nn.Parameter, cut: Cut | None, index: int) -> Box:
     return tuple(box)
 
 
-def _numbers(shapes: Mapping[str, tuple[int, ...]], boxes: Mapping[str, Box]) -> Tensor:
+def numbers_of(shapes: Mapping[str, tuple[int, ...]], boxes: Mapping[str, Box]) -> Tensor:
     """The boxes of one rank one after the other, each after a 1; zeros where it has none."""
     found: list[int] = []
     for name, shape in shapes.items():
@@ -70,8 +70,8 @@ def _numbers(shapes: Mapping[str, tuple[int, ...]], boxes: Mapping[str, Box]) ->
     return torch.tensor(found)
 
 
-def _table(shapes: Mapping[str, tuple[int, ...]], numbers: Tensor) -> BoxTable:
-    """What `_numbers` says of all ranks, `[ranks, numbers]`."""
+def table_of(shapes: Mapping[str, tuple[int, ...]], numbers: Tensor) -> BoxTable:
+    """What `numbers_of` says of all ranks, `[ranks, numbers]`."""
     columns: dict[bytes, int] = {}
     boxes: list[tuple[Box | None, ...]] = []
     tensors, start = {}, 0

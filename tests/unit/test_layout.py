@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -292,3 +293,30 @@ def test_what_the_source_lacks_is_named():
     cut_off = Layout(target.shapes, {0: {"w": local_pieces("w", ((0, 7), (0, 3)))}})
     with pytest.raises(LayoutError, match=r"\[\(7, 8\), \(0, 3\)\] of tensor `w`, which rank 1"):
         plan(cut_off, target)
+
+
+def test_a_thousand_ranks_are_planned_in_little_memory():
+    """Eight layers, cut in eight and sharded over 128 ranks each, to 128 replicas of eight."""
+    ranks, tp = 1024, 8
+    shapes = {f"{i}.{name}": (4096, 512) for i in range(8) for name in ("up", "gate", "q")}
+    column = tuple(
+        boxes.shard_box((4096, 512), [(0, rank % tp, tp), (0, rank // tp, ranks // tp)])
+        for rank in range(ranks)
+    )
+    table = BoxTable(tuple(range(ranks)), (column,), {name: (name, 0) for name in shapes})
+    generated = [
+        {
+            name: local_pieces(name, boxes.shard_box(shape, [(0, i, tp)]))
+            for name, shape in shapes.items()
+        }
+        for i in range(tp)
+    ]
+    target = Layout(shapes, {rank: generated[rank % tp] for rank in range(ranks)})
+    tracemalloc.start()
+    found = plan(Layout(shapes, table), target, 9)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 20e6
+    assert found.received()[9] == 24 * 4096 * 512 // tp * 127 // 128
+    assert found.sent()[9] == found.received()[9]
+    assert len(found.moves) == 24 * 128  # what many need is one move
