@@ -10,6 +10,7 @@ figure (tracing memory takes time). The exchange of the boxes between ranks is n
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import time
 import tracemalloc
 from typing import NamedTuple
@@ -17,14 +18,14 @@ from typing import NamedTuple
 import torch
 from figures import report
 
-from hybridrl.core.boxes import Box, extent, shard_box, whole
+from hybridrl.core.boxes import extent, shard_box, whole
 from hybridrl.core.device import message_bytes
 from hybridrl.core.footprint import peak, redundant
 from hybridrl.core.layout import Layout
-from hybridrl.core.pieces import OfRank, Piece
+from hybridrl.core.pieces import OfRank, Piece, local_pieces
 from hybridrl.core.plan import plan
 from hybridrl.core.transition import Parameter
-from hybridrl.parallel.layout import numbers_of, table_of
+from hybridrl.parallel.layout import Said, layout_of
 from hybridrl.reshard.rounds import Load, loads_of, parts_of, room_of, schedule, streams_of
 
 ALLOWED_BYTES = 200_000_000
@@ -95,24 +96,19 @@ CASES = {
 }
 
 
-def boxes_trained(case: Case, parameters: dict[str, Parameter]) -> torch.Tensor:
-    """What all ranks say of themselves, as it reaches each of them."""
-    shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    known: dict[tuple[Parameter, int], Box] = {}
-
-    def box(parameter: Parameter, rank: int) -> Box:
-        if (parameter, rank) not in known:
-            tp = [(parameter.dim, rank % case.tp, case.tp)] if parameter.dim is not None else []
-            shards = [*tp, (0, rank // case.tp, case.trainers // case.tp)]
-            known[parameter, rank] = shard_box(parameter.shape, shards)
-        return known[parameter, rank]
-
-    return torch.stack(
-        [
-            numbers_of(shapes, {name: box(each, rank) for name, each in parameters.items()})
-            for rank in range(case.trainers)
-        ]
-    )
+def all_said(case: Case, parameters: dict[str, Parameter]) -> list[Said]:
+    """What all ranks say of what they train, as it reaches each of them."""
+    found = []
+    for rank in range(case.trainers):
+        known: dict[Parameter, tuple[Piece, ...]] = {}
+        for each in parameters.values():
+            if each not in known:
+                tp = [] if each.dim is None else [(each.dim, rank % case.tp, case.tp)]
+                shards = [*tp, (0, rank // case.tp, case.trainers // case.tp)]
+                known[each] = local_pieces("", shard_box(each.shape, shards))
+        said = Said.of_pieces({name: known[each] for name, each in parameters.items()})
+        found.append(pickle.loads(pickle.dumps(said)))
+    return found
 
 
 def pieces_generated(parameters: dict[str, Parameter], index: int, count: int) -> OfRank:
@@ -128,10 +124,10 @@ def pieces_generated(parameters: dict[str, Parameter], index: int, count: int) -
     return found
 
 
-def prepare(case: Case, rank: int, boxes: torch.Tensor, generated: list[OfRank]) -> None:
+def prepare(case: Case, rank: int, said: list[Said], generated: list[OfRank]) -> None:
     """What `WeightSync` and `Reshard` do of a rank's own before the first sync."""
     shapes = {name: each.shape for name, each in case.model.parameters().items()}
-    source = Layout(shapes, table_of(shapes, boxes))
+    source = layout_of([shapes] * case.trainers, said)
     first = case.trainers if case.separated else 0
     receivers = range(first, first + case.trainers)
     target = Layout(shapes, {r: generated[(r - first) % case.rollout_tp] for r in receivers})
@@ -148,20 +144,21 @@ def prepare(case: Case, rank: int, boxes: torch.Tensor, generated: list[OfRank])
 def measure(name: str, traces: bool, results: multiprocessing.Queue) -> None:
     """Seconds of this process's work, or the most bytes."""
     case = CASES[name]
+    if traces:
+        tracemalloc.start()  # what others say counts, too
     parameters = case.model.parameters()
-    boxes = boxes_trained(case, parameters)
+    said = all_said(case, parameters)
     generated = [pieces_generated(parameters, i, case.rollout_tp) for i in range(case.rollout_tp)]
     ranks = [0, case.ranks - 1]  # of separated groups one of each
     worst = 0.0
     for rank in ranks:
         if traces:
-            tracemalloc.start()
-            prepare(case, rank, boxes, generated)
-            worst = max(worst, tracemalloc.get_traced_memory()[1] + boxes.nbytes)
-            tracemalloc.stop()
+            tracemalloc.reset_peak()
+            prepare(case, rank, said, generated)
+            worst = max(worst, tracemalloc.get_traced_memory()[1])
         else:
             begin = time.process_time()
-            prepare(case, rank, boxes, generated)
+            prepare(case, rank, said, generated)
             worst = max(worst, time.process_time() - begin)
     results.put(worst)
 

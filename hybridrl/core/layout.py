@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hybridrl.core.boxes import Box, volume
-from hybridrl.core.pieces import BoxTable, OfRank, Piece, Place
+from hybridrl.core.pieces import OfRank, Part, Piece, PieceTable, Place
 from hybridrl.errors import LayoutError
 
 
@@ -56,19 +56,19 @@ class Layout:
 
     def holders(self, name: str) -> Mapping[int, tuple[Piece, ...]]:
         """By rank the pieces of one tensor."""
-        if isinstance(self.pieces, BoxTable):
+        if isinstance(self.pieces, PieceTable):
             return self.pieces.holders(name)
         return {rank: held for rank, here in self.pieces.items() if (held := here.get(name))}
 
     def tensor(self, name: str, rank: int, number: int) -> str:
         """The local tensor of one of a rank's pieces."""
-        if isinstance(self.pieces, BoxTable):
-            return self.pieces.tensors[name][0]
+        if isinstance(self.pieces, PieceTable):
+            return self.pieces.tensor(name, rank, number)
         return self.pieces[rank][name][number].tensor
 
     def kind(self, name: str) -> Hashable:
         """The same for tensors that lie alike, in local tensors of whatever name."""
-        if isinstance(self.pieces, BoxTable):
+        if isinstance(self.pieces, PieceTable):
             return self.pieces.tensors[name][1]
         return tuple(
             (rank, tuple((piece.box, piece.start) for piece in held))
@@ -77,17 +77,29 @@ class Layout:
 
     def shifted(self, by: int) -> Layout:
         """The same layout on ranks numbered from `by`, for a plan between separate groups."""
-        if isinstance(self.pieces, BoxTable):
+        if isinstance(self.pieces, PieceTable):
             return Layout(self.shapes, self.pieces.shifted(by))
         return Layout(self.shapes, {rank + by: here for rank, here in self.pieces.items()})
 
     def renamed(self, names: Mapping[str, str]) -> Layout:
         """The tensors that have a new name in `names`, under it and in its order."""
-        shapes = {new: self.shapes[name] for name, new in names.items()}
-        if isinstance(self.pieces, BoxTable):
-            return Layout(shapes, self.pieces.renamed(names))
+        parts = {
+            new: Part(name, self.shapes[name], "whole", lambda piece: piece)
+            for name, new in names.items()
+        }
+        return self.parts(parts)
+
+    def parts(self, parts: Mapping[str, Part]) -> Layout:
+        """Tensors that are made of those of this layout, by name."""
+        shapes = {name: part.shape for name, part in parts.items()}
+        if isinstance(self.pieces, PieceTable):
+            return Layout(shapes, self.pieces.parts(parts))
         pieces = {
-            rank: {new: here[name] for name, new in names.items() if name in here}
+            rank: {
+                name: held
+                for name, part in parts.items()
+                if (held := part.pieces(here.get(part.of, ())))
+            }
             for rank, here in self.pieces.items()
         }
         return Layout(shapes, pieces)

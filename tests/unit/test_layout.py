@@ -23,7 +23,7 @@ from layout_cases import (
 from hybridrl.core import boxes
 from hybridrl.core.footprint import peak, redundant
 from hybridrl.core.layout import Layout, Plan, join
-from hybridrl.core.pieces import BoxTable, Piece, Place, flat_pieces, local_pieces
+from hybridrl.core.pieces import Part, Piece, PieceTable, Place, flat_pieces, local_pieces
 from hybridrl.core.plan import plan
 from hybridrl.errors import ConfigError, LayoutError
 
@@ -207,32 +207,60 @@ def test_the_source_of_everything_is_looked_for_by_every_rank():
 
 
 @st.composite
-def box_tables(draw):
+def tables(draw):
     """A table, and the same with everything in dictionaries."""
-    ranks = tuple(draw(st.sets(st.integers(0, 9), min_size=1)))
+    ranks = tuple(sorted(draw(st.sets(st.integers(0, 9), min_size=1))))
     shape = (6, 5)
-    columns = tuple(
-        tuple(draw(st.one_of(boxes_in(shape), st.just(((0, 0), (0, 5))))) for _ in ranks)
-        for _ in range(draw(st.integers(1, 3)))
-    )
+
+    def pieces():
+        found = draw(st.lists(boxes_in(shape), max_size=2))
+        return tuple(Piece(box, f"/{i}" * i, (i, 0)) for i, box in enumerate(found))
+
+    columns = tuple(tuple(pieces() for _ in ranks) for _ in range(draw(st.integers(1, 3))))
     columns_of = st.integers(0, len(columns) - 1)
     tensors = {f"t{i}": (f"local{i}", draw(columns_of)) for i in range(draw(st.integers(1, 4)))}
-    table = BoxTable(tuple(sorted(ranks)), columns, tensors)
+    table = PieceTable(ranks, columns, tensors)
     shapes = dict.fromkeys(tensors, shape)
-    pieces = {rank: dict(table[rank]) for rank in table}
+    pieces = {
+        rank: {
+            name: tuple(Piece(b, begin + end, at) for b, end, at in columns[column][place])
+            for name, (begin, column) in tensors.items()
+        }
+        for place, rank in enumerate(ranks)
+    }
     return Layout(shapes, table), Layout(shapes, pieces)
 
 
-@given(box_tables())
-def test_tables_of_boxes_are_layouts(pair):
-    short, plain = pair
-    assert dict(short.pieces) == dict(plain.pieces)
-    assert short.to_json() == plain.to_json()
-    assert short.shifted(3) == plain.shifted(3)
+def first_rows(piece):
+    """What of a piece is in the first three rows, as a tensor of its own."""
+    shared = boxes.intersection(piece.box, ((0, 3), (0, 5)))
+    if shared is None:
+        return None
+    place = piece.at(shared)
+    return Piece(shared, f"{place.tensor}/first", place.start)
+
+
+def plain(layout):
+    """Its pieces in dictionaries, without those that are none."""
+    return {
+        rank: {name: held for name, held in here.items() if held}
+        for rank, here in layout.pieces.items()
+    }
+
+
+@given(tables())
+def test_tables_of_pieces_are_layouts(pair):
+    short, long = pair
+    assert plain(short) == plain(long)
+    assert plain(short.shifted(3)) == plain(long.shifted(3))
     names = {name: f"new.{name}" for name in list(short.shapes)[::2]}
-    assert short.renamed(names) == plain.renamed(names)
-    target = Layout(plain.shapes, {rank + 1: here for rank, here in plain.pieces.items()})
-    assert plan(short, target) == plan(plain, target)
+    assert plain(short.renamed(names)) == plain(long.renamed(names))
+    assert list(short.renamed(names).shapes) == list(names.values())
+    parts = {f"{name}/head": Part(name, (3, 5), "head", first_rows) for name in short.shapes}
+    parts["again"] = next(iter(parts.values()))._replace(kind="other", piece=lambda piece: piece)
+    assert plain(short.parts(parts)) == plain(long.parts(parts))
+    target = Layout(long.shapes, {rank + 1: here for rank, here in long.pieces.items()})
+    assert plan(short, target) == plan(long, target)
     assert 99 not in short.pieces
     assert short.of(99).pieces == {}
 
@@ -300,10 +328,12 @@ def test_a_thousand_ranks_are_planned_in_little_memory():
     ranks, tp = 1024, 8
     shapes = {f"{i}.{name}": (4096, 512) for i in range(8) for name in ("up", "gate", "q")}
     column = tuple(
-        boxes.shard_box((4096, 512), [(0, rank % tp, tp), (0, rank // tp, ranks // tp)])
+        local_pieces(
+            "", boxes.shard_box((4096, 512), [(0, rank % tp, tp), (0, rank // tp, ranks // tp)])
+        )
         for rank in range(ranks)
     )
-    table = BoxTable(tuple(range(ranks)), (column,), {name: (name, 0) for name in shapes})
+    table = PieceTable(tuple(range(ranks)), (column,), {name: (name, 0) for name in shapes})
     generated = [
         {
             name: local_pieces(name, boxes.shard_box(shape, [(0, i, tp)]))
