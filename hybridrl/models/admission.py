@@ -88,7 +88,7 @@ def _tried(config: PretrainedConfig, path: str, scalar: bool) -> Rows:
     raise ConfigError(
         f"{who} cannot be trained here: {'values' if scalar else 'log-probabilities'} of samples "
         f"would be off by up to {off:.2g}, because its attention or its head does what the packed "
-        "forward does not know, such as attention sinks, soft caps, a scale or a bias of the "
+        "forward does not know, such as soft caps, a scale or a bias of the "
         "logits, or because it drops out. Qwen, Llama, Mistral, Gemma 3, OLMo, Phi 3, GLM, "
         "DeepSeek 3 and many others work."
     )
