@@ -165,5 +165,9 @@ class RolloutConfig:
     memory_share: float = 0.5
     """Share of a GPU's memory for the engine: its weights and KV cache."""
     cuda_graphs: bool = True
+    routing_replay: bool = False
+    """Of a mixture of experts: the trainer lets each token be taken by the experts that took it in
+    generation (Ma et al. 2025, arXiv:2510.11370), with the weights that its own router gives them.
+    Rounding alone would choose others now and then. A byte for each of them and each token."""
     verify_weights: bool = False
     """Compare all weights of the generator with the trainer's after each sync; slow."""

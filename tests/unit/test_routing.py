@@ -8,11 +8,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.algorithms import TokenLoss
 from hybridrl.config.schema import OptimizerConfig
-from hybridrl.core.batch import Batch
+from hybridrl.core.batch import ROUTES, Batch
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.models.packing import Rows
-from hybridrl.models.routing import ROUTES, Routing, check_routing, find_routers
+from hybridrl.models.routing import Routing, check_routing, find_routers
 
 WEIGHT = 0.5
 TINY = {
