@@ -45,7 +45,8 @@ class Segments:
         """Samples of a packed ``[tokens]`` layout.
 
         cu_seqlens: integers ``[rows + 1]`` from 0 to the number of tokens; sample i is
-        ``tokens[cu_seqlens[i]:cu_seqlens[i + 1]]``. mask: ``[tokens]``, for samples with holes.
+        ``tokens[cu_seqlens[i]:cu_seqlens[i + 1]]``. mask: ``[tokens]``, for samples with holes;
+        where it is on an accelerator, the bounds are better left on the host, which need not wait.
         """
         lengths = cu_seqlens.diff()
         rows = lengths.numel()
@@ -57,6 +58,7 @@ class Segments:
                 f"The mask has shape {tuple(mask.shape)} and `cu_seqlens` tells of "
                 f"{row.numel()} tokens; a packed mask is [tokens]."
             )
+        row = row.to(mask.device)
         return cls(row, as_bool(mask), rows)
 
     def within(self, mask: Tensor) -> Segments:

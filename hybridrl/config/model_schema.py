@@ -169,5 +169,8 @@ class RolloutConfig:
     """Of a mixture of experts: the trainer lets each token be taken by the experts that took it in
     generation (Ma et al. 2025, arXiv:2510.11370), with the weights that its own router gives them.
     Rounding alone would choose others now and then. A byte for each of them and each token."""
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    """Further options of vLLM's engine by vLLM's names, such as `max_num_batched_tokens`,
+    `kv_cache_dtype`, `async_scheduling` or `speculative_config`."""
     verify_weights: bool = False
     """Compare all weights of the generator with the trainer's after each sync; slow."""

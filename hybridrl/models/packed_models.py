@@ -40,7 +40,7 @@ class PackedModel(nn.Module):
         ids = samples.input_ids
         return self.inner.base_model(
             input_ids=ids,
-            position_ids=samples.packing.position_ids().view(ids.shape),
+            position_ids=samples.packing.position_ids(ids.numel()).view(ids.shape),
             packing=samples.packing,
             use_cache=False,
         ).last_hidden_state.flatten(0, 1)

@@ -95,12 +95,14 @@ class Packing:
             routes=None if routes is None else routes.to(device),
         )
 
-    def position_ids(self) -> torch.Tensor:
-        """Positions that start at 0 in each sample, `[tokens]`."""
+    def position_ids(self, tokens: int) -> torch.Tensor:
+        """Positions that start at 0 in each sample, `[tokens]`. So many there are, which the host
+        would have to ask an accelerator for."""
         if self.split is not None:
             return self.split.position_ids
-        starts = self.cu_seqlens[:-1].repeat_interleave(self.cu_seqlens.diff())
-        return torch.arange(len(starts), device=starts.device) - starts
+        lengths = self.cu_seqlens.diff()
+        starts = self.cu_seqlens[:-1].repeat_interleave(lengths, output_size=tokens)
+        return torch.arange(tokens, device=starts.device) - starts
 
 
 @dataclass(frozen=True)

@@ -77,14 +77,23 @@ class ModelPart:
         """Gathered whole, its gradients summed once in an update."""
         return self.parameters.all * MASTER < SMALL_MODEL_BYTES
 
+    @property
+    def _shard(self) -> float:
+        return MASTER * self.parameters.all / self.shards
+
     def resident(self) -> Parts:
         """What stays on the device between calls."""
         if self.offload_parameters:
             return {}
-        shards: Parts = {"parameters": MASTER * self.parameters.all / self.shards}
+        shards: Parts = {"parameters": self._shard}
         if self.trains and not self.offload_optimizer:
             shards["optimizer"] = 2 * MASTER * self.parameters.trained / self.shards
         return shards
+
+    def loading(self) -> Parts:
+        """What is there once the weights are: each rank reads its shards, a window at a time. The
+        moments come with the first update."""
+        return {} if self.offload_parameters else {"parameters": self._shard}
 
     def left_gathered(self) -> Parts:
         """What a forward without a backward leaves until the next."""

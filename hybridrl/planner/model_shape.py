@@ -28,6 +28,11 @@ from hybridrl.models.adapters import add_adapters
 from hybridrl.planner.token_bytes import ALIKE, ATTENTION, TokenBytes, token_bytes
 
 DEPTHS = (2, 3)
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+CHOSEN = ("num_experts_per_tok", "experts_per_token", "top_k_experts")
+"""What configurations call the number of experts, and of those that a token goes to."""
+WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+"""What they call the widths that are cut over tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ class ModelShape:
             `head` is that of the output, whether it is the embedding's own tensor or not.
         tied: Whether output and input embedding are one.
         tensors: Number of parameters of a layer.
+        active_of_layer: Parameters of one layer that a token is multiplied with: of experts, as
+            many as it goes to.
         item: Bytes of an element in computation.
         training, scoring: Memory of a token in forward and backward, and in a forward alone.
     """
@@ -76,6 +83,7 @@ class ModelShape:
     norm: Counts
     tied: bool
     tensors: int
+    active_of_layer: int
     item: int
     training: TokenBytes
     scoring: TokenBytes
@@ -83,8 +91,16 @@ class ModelShape:
     @property
     def parameters(self) -> Counts:
         """Of this rank, all layers."""
-        around = self.embedding + self.norm + (Counts(0, 0) if self.tied else self.head)
-        return self.layer.times(self.layers) + around
+        return self.layer.times(self.layers) + self._around
+
+    @property
+    def active(self) -> int:
+        """Of all parameters those that a token meets."""
+        return self.active_of_layer * self.layers + self._around.all
+
+    @property
+    def _around(self) -> Counts:
+        return self.embedding + self.norm + (Counts(0, 0) if self.tied else self.head)
 
 
 _counted: dict[str, ModelShape] = {}
@@ -156,6 +172,7 @@ def _count(
         norm=more - layer.times(depths[1]) - known,
         tied=tied,
         tensors=(len(list(deep.parameters())) - len(list(shallow.parameters()))) // between,
+        active_of_layer=layer.all - round((_idle(deep) - _idle(shallow)) / between),
         item=item,
         training=token_bytes(shallow, deep, depths, trains=True).times(share),
         scoring=token_bytes(shallow, deep, depths, trains=False).times(share),
@@ -163,9 +180,19 @@ def _count(
 
 
 def _has_experts(config: PretrainedConfig) -> bool:
+    return _first(config, EXPERTS) > 1
+
+
+def _first(config: PretrainedConfig, names: Sequence[str]) -> int:
+    """What the configuration says under the first of these names that it has; else 1."""
     text = config.get_text_config()
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return any((getattr(text, name, None) or 0) > 1 for name in names)
+    return next((value for name in names if (value := getattr(text, name, None))), 1)
+
+
+def _idle(model: nn.Module) -> float:
+    """Parameters of experts to which a token does not go."""
+    here = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    return here * (1 - _first(model.config, CHOSEN) / _first(model.config, EXPERTS))
 
 
 def _depths(kinds: Sequence[str]) -> tuple[int, int]:
@@ -194,7 +221,9 @@ def narrowed(config: PretrainedConfig, tp: int, layers: int) -> PretrainedConfig
         text.head_dim = _head_width(text)
         text.num_key_value_heads = max(1, _key_value_heads(text) // tp)
         text.num_attention_heads //= tp
-        text.intermediate_size = math.ceil(text.intermediate_size / tp)
+        for name in WIDTHS:
+            if width := getattr(text, name, None):
+                setattr(text, name, math.ceil(width / tp))
         text.vocab_size = math.ceil(text.vocab_size / tp)
     text.pad_token_id = text.bos_token_id = text.eos_token_id = None
     text.num_hidden_layers = layers

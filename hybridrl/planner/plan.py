@@ -31,7 +31,7 @@ class Plan:
         notice: A sentence if the calls of a step had to be guessed; else empty.
         sizes: Of a step.
         batches: Micro-batches of each role and phase.
-        parameters: Of each role's model.
+        parameters, active: Of each role's model: all, and those that a token meets.
         memory: Of the devices, those alike together.
         lacking: What cannot work whatever else is moved, as a sentence; empty if all can.
         sync_bytes: That a device receives at a weight sync, at most.
@@ -48,6 +48,7 @@ class Plan:
     sizes: Sizes
     batches: Mapping[tuple[str, str], MicroBatches]
     parameters: Mapping[str, int]
+    active: Mapping[str, int]
     memory: Sequence[DeviceMemory]
     lacking: str
     sync_bytes: float
@@ -88,6 +89,9 @@ def make_plan(
     placed = [role for role in placement.roles if role != GENERATOR]
     roles = wanted_roles(config, placed if roles is None else roles)
     planner = Planner(config, machines, placement, sizes_of(config, lengths), roles)
+    wholes = {
+        role: planner.shape(role, whole=True) for role in placement.roles if planner.has_model(role)
+    }
     syncing = [call.role for call in planner.calls if call.phase == "sync"]
     return Plan(
         config=config,
@@ -97,11 +101,8 @@ def make_plan(
         notice=planner.notice,
         sizes=planner.sizes,
         batches=planner.batches,
-        parameters={
-            role: planner.shape(role, whole=True).parameters.all
-            for role in placement.roles
-            if planner.has_model(role)
-        },
+        parameters={role: shape.parameters.all for role, shape in wholes.items()},
+        active={role: shape.active for role, shape in wholes.items()},
         memory=memory_of(planner),
         lacking=lacking_of(planner),
         sync_bytes=max((planner.sync_bytes(role) for role in syncing), default=0.0),
@@ -135,6 +136,7 @@ def to_json(plan: Plan) -> str:
             f"{role}/{phase}": asdict(batch) for (role, phase), batch in plan.batches.items()
         },
         "parameters": plan.parameters,
+        "active_parameters": plan.active,
         "memory": [
             {
                 "devices": device.devices,

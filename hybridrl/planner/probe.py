@@ -153,7 +153,7 @@ def _run(
     bounds = _bounds(tokens, length)
     packing = Packing.of(bounds, device)
     ids = torch.zeros(1, int(bounds[-1]), dtype=torch.int64, device=device)
-    positions = packing.position_ids()[None]
+    positions = packing.position_ids(ids.numel())[None]
 
     def once() -> None:
         with contextlib.nullcontext() if trains else torch.no_grad():

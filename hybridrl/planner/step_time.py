@@ -221,7 +221,7 @@ class _Clock:
         length = self.planner.sizes.sample_tokens
         passes = 3 if trains else 1
         # Two operations for each parameter, and causal attention over half of the sample.
-        operations = 2 * shape.layer.all + 2 * length * shape.query
+        operations = 2 * shape.active_of_layer + 2 * length * shape.query
         overhead, rate = rates.forward_overhead, rates.forward
         if trains:
             overhead, rate = rates.training_overhead, rates.training
@@ -273,7 +273,7 @@ class _Clock:
         rounds = max(1.0, rows / running)
         steps = sizes.response_tokens
         kv = cache_bytes(shape, running * (sizes.prompt_tokens + steps / 2))
-        operations = 2 * shape.layer.all * shape.layers
+        operations = 2 * shape.active_of_layer * shape.layers
         head = 2 * running * shape.head.all / rates.forward
         head += 8 * MASTER * running * shape.vocabulary / rates.memory
         copy = generation_copy(shape) / rates.memory

@@ -35,15 +35,22 @@ def roles_table(plan: Plan) -> Table:
     """Role by device: where it lives, how it is cut, with whom it shares."""
     table = _table("where roles live", ["role"], ["parameters"], ["devices", "cut", "beside"])
     for role, place in plan.placement.roles.items():
-        size = plan.parameters.get(role)
         table.add_row(
             role,
-            count(size) if size else "",
+            _parameters(plan, role),
             ranges(place.devices),
             cut(plan, role),
             ", ".join(plan.placement.co_residents(role)) or "nobody",
         )
     return table
+
+
+def _parameters(plan: Plan, role: str) -> str:
+    """How many a role's model has: `30.5B, 3.35B active`."""
+    if role not in plan.parameters:
+        return ""
+    size, active = plan.parameters[role], plan.active[role]
+    return count(size) if size == active else f"{count(size)}, {count(active)} active"
 
 
 def memory_table(plan: Plan) -> Table:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -15,7 +15,9 @@ ATTENTION = "hybridrl_planned"
 TOKENS = 1 << 20
 """Of the row that is run, and of one twice as long: their difference is what grows with tokens."""
 FEW_TOKENS = 1 << 8
-"""Of a model that goes from token to token in Python, where there is no kernel for it."""
+"""Of a model whose layers do more than attention: as many as are worked on together, or more."""
+LEAST_TOKENS = 1 << 3
+"""Of one that goes from token to token in Python, where there is no kernel for it."""
 ALIKE = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers that have the same parameters and cost a token the same."""
 
@@ -47,12 +49,14 @@ def token_bytes(
     kinds = getattr(deep.config.get_text_config(), "layer_types", None) or ()
     tokens = TOKENS
     if not set(kinds) <= ALIKE:
-        tokens = FEW_TOKENS
+        few, more = (_run(shallow, n * LEAST_TOKENS, trains=False).operations for n in (1, 2))
+        tokens = FEW_TOKENS if few == more else LEAST_TOKENS
         for parameter in (*shallow.parameters(), *deep.parameters()):
             if parameter.requires_grad and trains:  # its gradient would be the larger part
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
     low, high = (
-        (_peak(model, 2 * tokens, trains) - _peak(model, tokens, trains)) / tokens
+        (_run(model, 2 * tokens, trains=trains).peak - _run(model, tokens, trains=trains).peak)
+        / tokens
         for model in (shallow, deep)
     )
     per_layer = (high - low) / (depths[1] - depths[0])
@@ -63,13 +67,13 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _peak(model: nn.Module, tokens: int, trains: bool) -> int:
+def _run(model: nn.Module, tokens: int, trains: bool) -> _Live:
     model.zero_grad()
     with _Live(model) as live, torch.set_grad_enabled(trains):
         states = _forward(model, tokens)
         if trains:
             states.backward(torch.empty_like(states))
-    return live.peak
+    return live
 
 
 def _forward(model: nn.Module, tokens: int) -> Tensor:
@@ -82,29 +86,35 @@ def _forward(model: nn.Module, tokens: int) -> Tensor:
 
 
 class _Live(TorchDispatchMode):
-    """Counts the bytes of the storages that operations make, while they live; not those of the
-    model."""
+    """Counts operations, and the bytes of the storages that they make, while these live; not those
+    of the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.peak = 0
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.operations = self.peak = self._bytes = 0
+        self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._model = {p.untyped_storage()._cdata for p in model.parameters()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
         made = func(*args, **(kwargs or {}))
         several = isinstance(made, list | tuple)
         if not several and getattr(made, "_base", None) is not None:
             return made  # a view of what is counted
         for tensor in made if several else (made,):
             if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._model:
-                    reference = StorageWeakRef(storage)
-                    self._storages[reference.cdata] = (reference, storage.nbytes())
-        self._storages = {k: v for k, v in self._storages.items() if not v[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._storages.values()))
+                self._add(tensor.untyped_storage())
+        self.peak = max(self.peak, self._bytes)
         return made
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._model and key not in self._storages:
+            self._storages[key] = weakref.ref(storage, lambda _: self._remove(key)), len(storage)
+            self._bytes += len(storage)
+
+    def _remove(self, key: int) -> None:
+        self._bytes -= self._storages.pop(key)[1]
 
 
 class _Attention(torch.autograd.Function):

@@ -14,6 +14,8 @@ import numpy.typing as npt
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
+from hybridrl.errors import RolloutError
+
 Routes = npt.NDArray[np.integer[Any]]
 """`[tokens, layers with experts, experts chosen]`, of all tokens of a sample but the last."""
 
@@ -37,7 +39,7 @@ def of_engine(model: nn.Module, routes: Routes | None) -> Routes:
 
 
 class RouteRecorder:
-    """Watches the routers of an engine whose tokens are all computed, none taken from a cache.
+    """Watches the routers of an engine that computes all tokens, and takes none from a cache.
 
     Args:
         engine: vLLM's, in this process.
@@ -57,14 +59,15 @@ class RouteRecorder:
         self._execute = self._runner.execute_model
         self._runner.execute_model = self._watched
 
-    def take(self, request: str, number: int) -> Routes:
+    def take(self, request: str, number: int, tokens: int) -> Routes:
         """Of a sample that has finished; it is forgotten here.
 
         Args:
             request: The name under which its prompt was given to the engine.
             number: Of the sample, among those of the prompt.
+            tokens: So many, the first.
         """
-        return np.concatenate(self._of_samples.pop((request, number)))
+        return np.concatenate(self._of_samples.pop((request, number)))[:tokens]
 
     def forget(self) -> None:
         """Of all samples: those under way are dropped."""
@@ -86,8 +89,17 @@ class RouteRecorder:
         for place, name in enumerate(batch.req_ids):
             count = tokens[name]
             held = self._of_samples.setdefault(self._key(name), [])
-            if not batch.num_computed_tokens_cpu[place]:
-                held.clear()  # it began, or begins anew after it had to give its memory to others
+            before = int(batch.num_computed_tokens_cpu[place])
+            known = sum(map(len, held))
+            if before > known:
+                raise RolloutError(
+                    f"Of a sample {before - known} tokens were not computed but taken from a "
+                    "cache, so nobody knows which experts took them. With "
+                    "rollout.routing_replay=true leave enable_prefix_caching out of "
+                    "rollout.engine_options, on CPUs."
+                )
+            if before < known:  # it begins anew after it had given its memory to others, or tokens
+                held[:] = [np.concatenate(held)[:before]]  # that were guessed ahead were wrong
             held.append(chosen[at : at + count].astype(self._dtype))
             at += count
 

@@ -96,6 +96,6 @@ def test_padded_samples():
     samples = PackedSamples.of(batch, torch.device("cpu"), Rows.PADDED)
     assert samples.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
     assert samples.predictors.tolist() == [1, 2, 4] and samples.targets.tolist() == [3, 4, 6]
-    assert samples.packing.position_ids().tolist() == [0, 1, 2, 3] * 2
+    assert samples.packing.position_ids(8).tolist() == [0, 1, 2, 3] * 2
     none = PackedSamples.of(batch.take([]), torch.device("cpu"), Rows.PADDED)
     assert none.input_ids.tolist() == [[0]] and len(none.predictors) == 0

@@ -261,7 +261,7 @@ def test_no_samples():
 
 def test_position_ids_begin_anew_in_each_sample():
     packing = Packing.of(torch.tensor([0, 3, 4, 6]), CPU)
-    assert packing.position_ids().tolist() == [0, 1, 2, 0, 0, 1]
+    assert packing.position_ids(6).tolist() == [0, 1, 2, 0, 0, 1]
     assert packing.longest == 3 and packing.cu_seqlens.dtype == torch.int32
 
 

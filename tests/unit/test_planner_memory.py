@@ -11,7 +11,7 @@ from hybridrl.core.cluster import Cluster
 from hybridrl.models import CausalPolicy, PackedSamples, tiny_config
 from hybridrl.models.adapters import add_adapters
 from hybridrl.parallel import fsdp
-from hybridrl.planner import memory
+from hybridrl.planner import memory, model_shape, token_bytes
 from hybridrl.planner.devices import GIB, Machines, named, present
 from hybridrl.planner.model_shape import shape_of
 from hybridrl.planner.plan import make_plan
@@ -174,3 +174,54 @@ def test_layers_of_several_kinds_are_counted_on_average(family):
         whole = AutoModelForCausalLM.from_config(config)
     assert shape.parameters.all == pytest.approx(whole.num_parameters(), rel=0.06)
     assert shape.training.per_layer > shape.scoring.per_layer >= 0
+
+
+def test_experts_that_a_token_does_not_meet_are_counted_apart():
+    """Qwen3-30B-A3B: 30.5 billion parameters, of which 3.3 are active."""
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        vocab_size=151936,
+        tie_word_embeddings=False,
+    )
+    shape = shape_of(config, "bfloat16")
+    assert shape.parameters.all == 30_532_122_624
+    assert shape.active == pytest.approx(3.35e9, rel=0.005)
+    halves = shape_of(config, "bfloat16", tp=2)
+    assert halves.parameters.all == pytest.approx(shape.parameters.all / 2, rel=0.01)
+    assert halves.active_of_layer == pytest.approx(shape.active_of_layer / 2, rel=0.01)
+    dense = shape_of(CONFIG, "bfloat16")
+    assert dense.active == dense.parameters.all
+
+
+def test_a_model_that_goes_from_token_to_token_is_counted_with_few(monkeypatch):
+    """Recurrence in Python makes operations for every token, and each counts alike."""
+    config = AutoConfig.for_model(
+        "jamba",
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=4,
+        use_mamba_kernels=False,
+        num_hidden_layers=4,
+    )
+    ran = []
+    run = token_bytes._run
+    monkeypatch.setattr(token_bytes, "_run", lambda m, n, **k: (ran.append(n), run(m, n, **k))[1])
+    few = shape_of(config, "bfloat16")
+    assert max(ran) == 2 * token_bytes.LEAST_TOKENS
+    monkeypatch.setattr(token_bytes, "LEAST_TOKENS", 4 * token_bytes.LEAST_TOKENS)
+    monkeypatch.setattr(model_shape, "_counted", {})
+    more = shape_of(config, "bfloat16")
+    assert max(ran) == 2 * token_bytes.LEAST_TOKENS
+    assert few.training.per_layer == pytest.approx(more.training.per_layer, rel=0.02)

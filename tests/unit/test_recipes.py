@@ -1,5 +1,6 @@
 """Every recipe composes, passes the checks, and says what it is."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,12 @@ import pytest
 from hybridrl.checks.settings import check
 from hybridrl.config.load import load_config
 from hybridrl.config.recipe import expand
+from hybridrl.planner.devices import named
+from hybridrl.planner.plan import make_plan
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*/config.yaml"))
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*/config.yaml"))
+PLANNED = [path.parent for path in RECIPES if (path.parent / "model").is_dir()]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.parent.name)
@@ -18,6 +23,29 @@ def test_a_recipe_is_ready_to_run(path):
     assert config.model.path and config.data.path and config.devices == "cuda"
     readme = (path.parent / "README.md").read_text()
     assert f"recipe=recipes/{path.parent.name}/config.yaml" in readme
+
+
+@pytest.mark.parametrize("recipe", PLANNED, ids=lambda path: path.name)
+def test_a_recipe_for_many_devices_is_planned_without_the_hub(recipe):
+    config = load_config(
+        [f"recipe={recipe}/config.yaml", f"model.path={recipe}/model", "run.dry=true"]
+    )
+    machines = named(recipe.name.rpartition("_")[2])
+    check(config)
+    assert config.num_devices == len(machines.cluster.devices)
+    assert make_plan(config, machines).fits()
+    page = (recipe / "README.md").read_text()
+    assert _plans().written(page, recipe) == page, (
+        f"The plan in recipes/{recipe.name}/README.md is out of date: python docs/generate_plans.py"
+    )
+
+
+def _plans():
+    path = ROOT / "docs" / "generate_plans.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_numbers_that_equal_a_truth_value_stay_numbers(tmp_path):

@@ -1,0 +1,292 @@
+"""Large jobs, rehearsed: what one rank of many allocates, sends and waits for.
+
+    python tests/at_size.py                 # all of JOBS: what docs/sizing.md shows
+    python tests/at_size.py llama3-70b-1024 # one of them
+    python tests/at_size.py --json
+
+The real engine, models and plans run as one rank of a job of the planner's, with simulated devices
+(see `simulated`), and beside each figure stands what the planner foresees. It needs neither the
+devices nor the memory, nor any weights: half a minute for each ten billion parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 2**30
+LENGTHS = (1024, 3072)
+"""Tokens of a prompt and of a response."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job to rehearse one rank of.
+
+    Attributes:
+        kind: Class of the model's configuration in transformers.
+        model: Its values.
+        devices: How many.
+        settings: Of the job.
+    """
+
+    kind: str
+    model: dict
+    devices: int
+    settings: tuple[str, ...] = ()
+
+
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+QWEN3_32B = QWEN3_8B | {
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+}
+QWEN3_30B_A3B = QWEN3_8B | {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+LLAMA3_70B = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+SMALL = QWEN3_8B | {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 4096}
+TP8 = ("actor.parallel.tp=8", "rollout.parallel.tp=8")
+JOBS = {
+    "qwen3-8b-8": Job("Qwen3Config", QWEN3_8B, 8),
+    "qwen3-32b-64": Job("Qwen3Config", QWEN3_32B, 64, ("rollout.parallel.tp=2",)),
+    "qwen3-30b-a3b-128": Job("Qwen3MoeConfig", QWEN3_30B_A3B, 128, ("rollout.parallel.tp=2",)),
+    "llama3-70b-128": Job("LlamaConfig", LLAMA3_70B, 128, TP8),
+    "llama3-70b-1024": Job("LlamaConfig", LLAMA3_70B, 1024, TP8),
+}
+OTHERS = {
+    "small-8": Job("Qwen3Config", SMALL, 8),
+    "small-16-tp2": Job("Qwen3Config", SMALL, 16, ("actor.parallel.tp=2", "rollout.parallel.tp=2")),
+    "small-8-whole": Job("Qwen3Config", SMALL, 8, ("actor.gradient_checkpointing=false",)),
+}
+"""Quick ones, for tests."""
+SETTINGS = (
+    "algorithm=grpo",
+    "devices=cuda",
+    "model.dtype=bfloat16",
+    "actor.gradient_checkpointing=true",
+    "actor.tokens_per_microbatch=16384",
+    f"data.max_prompt_tokens={LENGTHS[0]}",
+    f"rollout.max_tokens={LENGTHS[1]}",
+    "rollout.samples_per_prompt=8",
+)
+
+
+def rehearse(name: str) -> dict:
+    """What is seen of rank 0 of a job, and what its plan says: by phase, bytes of the device at the
+    fullest moment, `seen` and `planned`; the collectives; seconds of planning. Once in a process.
+    """
+    import transformers
+
+    job = (JOBS | OTHERS)[name]
+    with tempfile.TemporaryDirectory(prefix="hybridrl-at-size-") as folder:
+        getattr(transformers, job.kind)(**job.model).save_pretrained(folder)
+        # Two micro-batches of four samples for each rank that has rows of its own.
+        cut = [setting for setting in job.settings if setting.startswith("actor.parallel.tp=")]
+        rows = 8 * job.devices // int(cut[0].partition("=")[2] if cut else 1)
+        prompts = f"data.prompts_per_step={rows // 8}"
+        return _rehearse(job, folder, [*SETTINGS, *job.settings, prompts, f"model.path={folder}"])
+
+
+def _rehearse(job: Job, folder: str, overrides: list[str]) -> dict:
+    import torch
+    from settings import configured
+    from simulated import DEVICE, Accelerator, join_as
+    from transformers import AutoModelForCausalLM
+
+    from hybridrl.algorithms import PolicyObjective
+    from hybridrl.core.training_mesh import training_mesh
+    from hybridrl.engine.train import TrainEngine
+    from hybridrl.models import CausalPolicy, load_config
+    from hybridrl.models.attention import NAME
+    from hybridrl.parallel.mesh import ParallelMesh
+
+    config = configured(overrides)
+    planned, rows = _planned(config, job.devices)
+    join_as(0, job.devices)
+    batch = _batch(rows)
+    objective = PolicyObjective("ppo_clip", {}, kl_coefficient=0.1, entropy_coefficient=0.0)
+    seconds = {}
+    with Accelerator() as device:
+        began = time.perf_counter()
+        share = config.rollout.parallel.tp
+        at = training_mesh(job.devices, config.actor.parallel, share)
+        mesh = ParallelMesh(at, DEVICE, config.actor.parallel.shards)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                load_config(folder), dtype=torch.float32, attn_implementation=NAME
+            )
+        model.config.use_cache = False
+        for module in model.modules():
+            for buffer, value in module.named_buffers(recurse=False):
+                setattr(module, buffer, torch.empty(value.shape, dtype=value.dtype, device=DEVICE))
+        files = _Files(model)
+        with device.phase("load"):
+            engine = TrainEngine(
+                CausalPolicy(model), mesh, DEVICE, config.model.dtype, config.actor, files
+            )
+        engine.start_optimizer(config.actor.optimizer, 10)
+        seconds["load"] = time.perf_counter() - began
+        with device.phase("score"):
+            engine.forward(batch)
+        with device.phase("first update"):
+            engine.update(batch, objective)
+        with device.phase("train"):
+            engine.update(batch, objective)
+    first = device.phases.pop("first update")
+    assert first.peak <= device.phases["train"].peak
+    return {
+        "devices": job.devices,
+        "parameters": sum(p.numel() for p in engine.model.parameters()),
+        "bytes_read": files.bytes_read,
+        "phases": {
+            phase: {
+                "seen": found.peak,
+                "planned": planned[phase],
+                "collectives": dict(found.collectives),
+                "host_collectives": dict(found.host_collectives),
+                "waits": found.waits,
+            }
+            for phase, found in device.phases.items()
+        },
+        "seconds": seconds,
+    }
+
+
+def _planned(config, devices):
+    """Bytes of the actor on its first device, by phase, as the planner has it; and rows of a rank
+    in an update."""
+    from hybridrl.checks.placement import check_placement, wanted_roles
+    from hybridrl.planner.dataflow import sizes_of
+    from hybridrl.planner.devices import named
+    from hybridrl.planner.planner import Planner
+
+    machines = named(f"{devices}xH100")
+    placement = check_placement(config, machines.cluster, None)
+    planner = Planner(config, machines, placement, sizes_of(config), wanted_roles(config, None))
+    part, train = planner.part("actor", 0), planner.batches["actor", "train"]
+    there = sum(part.resident().values())
+    found = {
+        "load": sum(part.loading().values()),
+        "score": sum(part.loading().values()) + sum(part.scoring(train, planner.sizes).values()),
+        "train": there + sum(part.training(train, planner.sizes).values()),
+    }
+    return found, train.total // round(planner.sizes.sample_tokens)
+
+
+def _batch(rows: int):
+    import torch
+
+    from hybridrl.core.batch import Batch, Ragged
+
+    prompt, response = LENGTHS
+    bounds = torch.arange(rows + 1) * response
+
+    def column(value):
+        return Ragged(torch.full((rows * response,), value), bounds)
+
+    return Batch.from_columns(
+        {
+            "prompt_ids": [torch.ones(prompt, dtype=torch.int64)] * rows,
+            "response_ids": column(1),
+            "response_mask": column(True),
+            "loss_weights": column(1e-4),
+            "advantages": torch.ones(rows),
+            **dict.fromkeys(("log_probs", "ref_log_probs", "rollout_log_probs"), column(-1.0)),
+        }
+    )
+
+
+class _Files:
+    """Stands for the tensors of a model's folder in bfloat16."""
+
+    folder = Path("a folder of bfloat16")
+
+    def __init__(self, model):
+        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self.bytes_read = 0
+
+    def read(self, name, box, into):
+        self.bytes_read += 2 * into.numel()
+
+
+def in_a_process(name: str) -> dict:
+    """`rehearse` in a process of its own."""
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, __file__, "--here", name],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{name}:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("jobs", nargs="*", metavar="JOB", help=", ".join(JOBS | OTHERS))
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--here", action="store_true", help="one job, in this process, as JSON")
+    chosen = parser.parse_args()
+    if chosen.here:
+        print(json.dumps(rehearse(chosen.jobs[0])), flush=True)
+        os._exit(0)  # threads of autograd do not end well with a device that is none
+    found = {name: in_a_process(name) for name in chosen.jobs or JOBS}
+    print(json.dumps(found, indent=2) if chosen.json else table(found))
+
+
+def table(found: dict) -> str:
+    """The figures as Markdown."""
+    lines = ["| job | phase | seen, GiB | planned, GiB | planned / seen |", "|---|---|---|---|---|"]
+    for name, job in found.items():
+        for phase, figures in job["phases"].items():
+            seen, planned = figures["seen"] / GIB, figures["planned"] / GIB
+            lines.append(
+                f"| {name} | {phase} | {seen:.2f} | {planned:.2f} | {planned / seen:.2f} |"
+            )
+    lines += ["", "| job | phase | collective | calls | GiB |", "|---|---|---|---|---|"]
+    for name, job in found.items():
+        for phase, figures in job["phases"].items():
+            for kind, (calls, size) in figures["collectives"].items():
+                lines.append(f"| {name} | {phase} | {kind} | {calls} | {size / GIB:.2f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

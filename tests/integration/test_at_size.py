@@ -1,0 +1,45 @@
+"""Large jobs, rehearsed (see `at_size`): what the plan says of a rank's memory is what it takes,
+and nothing makes the host wait for the device in a layer."""
+
+import pytest
+from at_size import JOBS, OTHERS, in_a_process
+
+TOLERANCE = 0.1
+WAITS = 20
+"""More often the host may not wait for the device in an update of two micro-batches: for fifteen
+metrics, the norm of the gradients, and in each micro-batch whether the entropy has a gradient."""
+
+
+def check(name):
+    found = in_a_process(name)
+    phases = found["phases"]
+    for phase, figures in phases.items():
+        assert figures["planned"] == pytest.approx(figures["seen"], rel=TOLERANCE), (name, phase)
+    assert phases["load"]["waits"] == 0
+    job = (JOBS | OTHERS)[name]
+    assert found["bytes_read"] <= 1.05 * 2 * found["parameters"] / (job.devices / _tp(job)), (
+        "a rank reads what it holds"
+    )
+    return found
+
+
+def _tp(job):
+    return next((int(s[-1]) for s in job.settings if s.startswith("actor.parallel.tp=")), 1)
+
+
+@pytest.mark.slow
+def test_a_small_job_takes_what_its_plan_says():
+    small, cut = check("small-8"), check("small-16-tp2")
+    layers = OTHERS["small-8"].model["num_hidden_layers"]
+    train = small["phases"]["train"]
+    # Two micro-batches; in each, gradients are summed once for every layer, and what is around.
+    assert 2 * layers < train["collectives"]["reduce_scatter of 8"][0] <= 2 * (layers + 3)
+    # Two sums of the states in each layer forward, as many backward and in what is repeated.
+    assert cut["phases"]["train"]["collectives"]["allreduce of 2"][0] >= 2 * 2 * 3 * layers
+    assert train["waits"] <= WAITS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", JOBS)
+def test_a_large_job_takes_what_its_plan_says(name):
+    check(name)
