@@ -7,7 +7,7 @@ from parallel_cases import assemble, make_engine, make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.algorithms import TokenLoss
-from hybridrl.config.schema import OptimizerConfig
+from hybridrl.config.schema import CHECKPOINTING, OptimizerConfig
 from hybridrl.core.batch import ROUTES, Batch
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.models import CausalPolicy, PackedSamples
@@ -76,7 +76,9 @@ def expected():
 
 
 @pytest.mark.parametrize("rows", Rows)
-@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, *({"gradient_checkpointing": kept} for kept in CHECKPOINTING[1:])], ids=str
+)
 def test_the_balancing_loss_is_that_of_the_paper_however_tokens_are_divided(
     mesh, expected, settings, rows
 ):
