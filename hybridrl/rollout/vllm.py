@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from multiprocessing import shared_memory
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybridrl.rollout.vllm_engine import RequestOutputKind, SamplingParams, start_engine
+
+# isort: split
+# That comes first, because it sets what vLLM reads when it is imported.
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.core.batch import Batch
-from hybridrl.errors import ConfigError, MissingPackageError
+from hybridrl.rollout import vllm_routes, vllm_weights
 from hybridrl.rollout.base import (
     Finished,
     Request,
@@ -28,37 +30,10 @@ from hybridrl.rollout.base import (
     responses,
     row_seeds,
 )
+from hybridrl.rollout.vllm_groups import EngineGroups
 from hybridrl.rollout.vllm_layout import NotProbedError
 from hybridrl.rollout.vllm_options import SPECULATIVE
 from hybridrl.rollout.weights import Pieces, WeightWriter, differences
-
-# Read by vLLM when it is imported.
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine lives in this process
-    VLLM_CPU_OMP_THREADS_BIND="nobind",  # threads are shared with training
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_DO_NOT_TRACK="1",
-)
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-if not torch.accelerator.is_available():
-    # On CPUs vLLM compiles two helper functions at the first generation: half a minute on a new
-    # machine, to save microseconds a token.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    torch._dynamo.config.disable = True
-
-try:
-    from vllm import LLM, SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
-
-    from hybridrl.rollout import vllm_routes, vllm_weights
-    from hybridrl.rollout.vllm_groups import EngineGroups
-except ImportError as error:
-    raise MissingPackageError(
-        "rollout=vllm needs vLLM, which could not be imported "
-        f"({error}): pip install 'hybridrl[cpu]' (or 'hybridrl[gpu]'). Or generate with "
-        "transformers: rollout=transformers."
-    ) from error
 
 DRAFTS = {
     "vllm:spec_decode_num_draft_tokens": "drafted_tokens",
@@ -66,10 +41,6 @@ DRAFTS = {
 }
 """vLLM's counters of tokens that were guessed ahead, and how we call them."""
 _log = logging.getLogger(__name__)
-
-HEAD_DTYPE = "float32"
-"""Of logits, as `hybridrl.models.log_probs` computes them: rounded to half precision they would be
-most of the difference between the trainer's log-probabilities and the generator's."""
 
 
 class VLLMRollout(RolloutEngine):
@@ -119,54 +90,22 @@ class VLLMRollout(RolloutEngine):
         self._running: dict[str, int] = {}  # samples of each request
         self._weights = 0  # how often they have changed
         self._pieces: Pieces = {}
-        options = dict(config.engine_options)
-        self._guesses = bool(options.get(SPECULATIVE))
+        self._guesses = bool(config.engine_options.get(SPECULATIVE))
         self._counted: dict[str, int] = {}
-        if device.type != "cpu":
-            memory: dict[str, Any] = {
-                "gpu_memory_utilization": config.memory_share,
-                "enforce_eager": not config.cuda_graphs,
-                "enable_sleep_mode": sleeps,
-                "enable_prefix_caching": True,
-                "enable_return_routed_experts": self._replays,
-            }
-        else:
-            memory = {
-                "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
-                "enforce_eager": True,
-                "enable_prefix_caching": False,
-                # A request's own seed and a prompt read in parts do not go together on CPUs: vLLM
-                # winds the random state back after each part, which only CUDA's can be.
-                "enable_chunked_prefill": False,
-            }
-        _name_shared_memory(job)
         self._groups = EngineGroups()
         self._groups.enter()
-        threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-        try:
-            self._llm = LLM(
-                path,
-                tokenizer=tokenizer,
-                dtype=dtype,
-                hf_overrides={"head_dtype": HEAD_DTYPE} | options.pop("hf_overrides", {}),
-                seed=seed,
-                max_model_len=context_length,
-                max_num_seqs=config.max_sequences,
-                load_format=vllm_weights.LOAD_FORMAT,
-                model_loader_extra_config={vllm_weights.COMING: coming or {}},
-                skip_tokenizer_init=not config.stop,  # only stop texts need text
-                tensor_parallel_size=config.parallel.tp,
-                distributed_executor_backend="external_launcher",
-                # Those that vLLM calls processed are wrong for tokens that were guessed.
-                logprobs_mode="raw_logprobs" if self._guesses else "processed_logprobs",
-                disable_log_stats=not self._guesses,
-                **{"async_scheduling": False} | memory | options,
-            )
-        except Exception as error:  # of many kinds: models and devices have their own
-            raise ConfigError(_explain(error, path, config)) from error
-        finally:
-            torch.set_num_threads = set_threads  # vLLM replaces it on CPUs
-            torch.set_num_threads(threads)
+        self._llm = start_engine(
+            path,
+            tokenizer,
+            dtype,
+            config,
+            context_length=context_length,
+            device=device,
+            seed=seed,
+            job=job,
+            coming=coming,
+            sleeps=sleeps,
+        )
         if self._replays:
             self.routes_dtype = vllm_routes.routes_dtype(self._worker.get_model())
         if self._replays and device.type == "cpu":
@@ -370,38 +309,3 @@ def _folded(prompts: list[list[int]], seeds: list[int]) -> Iterator[tuple[list[i
     for (ids, _), run in itertools.groupby(rows, lambda row: (row[1][0], row[1][1] - row[0])):
         copies = list(run)
         yield ids, copies[0][1][1], len(copies)
-
-
-def _name_shared_memory(job: str) -> None:
-    """Gives vLLM's shared-memory segments the job's own name, so that they can be told from others'
-    and removed when their processes were killed.
-
-    The segments of its CPU collectives are named by what follows the last colon of the address to
-    meet at, which with an external launcher is the same in every job: the leftovers of a killed one
-    would stop the next. The address is not used otherwise, because the process group exists
-    already. Those of its message queues are named by Python, at random.
-    """
-    shared_memory._SHM_NAME_PREFIX = f"/{job}-"
-    shared_memory._SHM_SAFE_NAME_LENGTH = len(job) + 2 + 8
-
-    def distributed_args(self: ExecutorWithExternalLauncher) -> tuple[str, int, int]:
-        rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-        return f"env://:{job}", rank, local_rank
-
-    ExecutorWithExternalLauncher._distributed_args = distributed_args
-
-
-def _explain(error: Exception, path: str, config: RolloutConfig) -> str:
-    said = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if len(said) > 1 and "validation error" in said[0]:  # pydantic's: what is wrong comes below
-        said = [said[1].removeprefix("Value error, ").partition(" [type=")[0]]
-    why = said[0] if said else "it does not say why"
-    if not isinstance(error, ValueError):
-        why = f"{type(error).__name__}: {why}"
-    return (
-        f"vLLM does not start with {path}: {why} (rollout.max_tokens={config.max_tokens}, "
-        f"rollout.parallel.tp={config.parallel.tp}, rollout.kv_cache_gib="
-        f"{config.kv_cache_gib}, rollout.memory_share={config.memory_share}). The worker's log has "
-        "all that it said. A model that vLLM cannot run on this device can be generated with by "
-        "rollout=transformers."
-    )
