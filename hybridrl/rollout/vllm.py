@@ -15,10 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.rollout.vllm_engine import RequestOutputKind, SamplingParams, start_engine
+from hybridrl.rollout.vllm_engine import start_engine
 
 # isort: split
 # That comes first, because it sets what vLLM reads when it is imported.
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.core.batch import Batch
 from hybridrl.rollout import vllm_routes, vllm_weights

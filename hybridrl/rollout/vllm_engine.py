@@ -29,8 +29,7 @@ if not torch.accelerator.is_available():
     torch._dynamo.config.disable = True
 
 try:
-    from vllm import LLM, SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm import LLM
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     from hybridrl.rollout import vllm_weights
