@@ -105,6 +105,7 @@ def check(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
     check_roles(config, roles)
     check_algorithm(config)
     _check_episode(config)
+    _check_replay(config)
     _check_rewards(config)
     _check_packages(config)
     if not config.run.dry:  # a recipe for other machines can be looked at on this one
@@ -281,6 +282,22 @@ def _check_episode(config: Config) -> None:
             f"{rollout.episode}: the devices that share a model must generate the same tokens at "
             "the same time, but each would see the tools answer at another moment. Set "
             "rollout.parallel.tp=1."
+        )
+
+
+def _check_replay(config: Config) -> None:
+    rollout = config.rollout
+    if not rollout.routing_replay:
+        return
+    if rollout.engine != "vllm":
+        raise ConfigError(
+            f"rollout.routing_replay=true with rollout={rollout.engine}: only vLLM says which "
+            "experts took a token. Set rollout=vllm, or rollout.routing_replay=false."
+        )
+    if rollout.episode is not None:
+        raise ConfigError(
+            f"rollout.routing_replay=true with rollout.episode={rollout.episode}: of samples of "
+            "several turns experts are not kept yet. Set rollout.routing_replay=false."
         )
 
 

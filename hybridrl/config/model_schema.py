@@ -186,6 +186,10 @@ class RolloutConfig:
     memory_share: float = 0.5
     """Share of a GPU's memory for the engine: its weights and KV cache."""
     cuda_graphs: bool = True
+    routing_replay: bool = False
+    """Of a mixture of experts: the trainer lets each token be taken by the experts that took it in
+    generation (Ma et al. 2025, arXiv:2510.11370), with the weights that its own router gives them.
+    Rounding alone would choose others now and then. A byte for each of them and each token."""
     engine_options: dict[str, Any] = field(default_factory=dict)
     """Further options of vLLM's engine by vLLM's names, such as `max_num_batched_tokens`,
     `kv_cache_dtype`, `async_scheduling` or `speculative_config`."""
