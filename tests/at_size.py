@@ -98,6 +98,7 @@ SETTINGS = (
     "devices=cuda",
     "model.dtype=bfloat16",
     "actor.gradient_checkpointing=true",
+    "actor.compile=false",  # what is not there cannot be compiled for
     "actor.tokens_per_microbatch=16384",
     f"data.max_prompt_tokens={LENGTHS[0]}",
     f"rollout.max_tokens={LENGTHS[1]}",

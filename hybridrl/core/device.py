@@ -16,9 +16,6 @@ LOGITS_OF_ACCELERATORS = 160 << 20
 """1,100 tokens of a vocabulary of 152,000, 4 GiB while training. Each time the whole output
 embedding is read, and few tokens would not be worth it."""
 
-MULTIPLIES_INTO_FLOAT32 = {"cuda"}
-"""Kinds whose `torch.mm` of half-precision matrices can give float32."""
-
 SMALL_MODEL_BYTES = 256 << 20
 """A float32 model below this is gathered in one piece, on all kinds: many small collectives cost
 more than its memory."""
@@ -43,7 +40,7 @@ def logits_at_a_time(kind: str) -> int:
 def multiplies_into_float32(kind: str) -> bool:
     """Whether `torch.mm` of half-precision matrices gives float32 (`out_dtype`) on such a device,
     without a copy of its operands."""
-    return kind in MULTIPLIES_INTO_FLOAT32
+    return kind != "cpu"
 
 
 def bfloat16_from(kind: str) -> int | None:

@@ -108,6 +108,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if with_entropy:
                 grad -= grad_entropy[chunk, None] * probs * (log_softmax + entropy[chunk, None])
             grad = (grad / ctx.temperature).to(table.dtype)
+            del probs, log_softmax  # the products below are large themselves
             grad_hidden[chunk] = (grad @ table).to(hidden.dtype)
             if grad_weight is None:
                 continue

@@ -149,11 +149,13 @@ class ModelPart:
         }
         if chunk := self._logits(batch, sizes):
             states = batch.tokens * sizes.response_share * shape.hidden * item
-            loss["logits"] = LOGITS_TRAINING * chunk + states + self._head_copy
-            # The backward sums the output's gradient in float32; a half-precision product is
-            # another such tensor before it is added.
-            tensors = 1 if item == MASTER or self._head_copy else 2
-            loss["gradients"] += tensors * MASTER * shape.head.trained
+            # The backward sums the output's gradient in float32. When a chunk's part of it comes,
+            # which in half precision is another such tensor, all that is left of the chunk is its
+            # gradient.
+            part = 0 if item == MASTER or self._head_copy else MASTER * shape.head.trained
+            work = max(LOGITS_TRAINING * chunk, chunk * item / MASTER + part)
+            loss["logits"] = work + states + self._head_copy
+            loss["gradients"] += MASTER * shape.head.trained
         gathered = self._gathered(forward=False)
         summed = {
             "gathered": self._gathered_at_head(),
