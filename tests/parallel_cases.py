@@ -2,16 +2,35 @@
 
 import torch
 from engine_cases import CLIPPED, CPU, TEMPERATURE
+from layout_cases import cut
+from layout_cases import local as local_part
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.engine.train import TrainEngine
 from hybridrl.models import CausalPolicy
 from hybridrl.models.attention import NAME
-from hybridrl.parallel.layout import box_of
+from hybridrl.parallel.layout import pieces_of, whole_shape
 
-ARCHITECTURES = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+ARCHITECTURES = {
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "llama": LlamaConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 LEARNING = OptimizerConfig(learning_rate=0.01)
 
 
@@ -29,6 +48,7 @@ def make_model(architecture="qwen2", key_value_heads=2, tied=True, layers=2, voc
         initializer_range=0.3,
         tie_word_embeddings=tied,
         pad_token_id=0,
+        **(EXPERTS if architecture == "qwen3_moe" else {}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -52,15 +72,15 @@ def make_engine(mesh, model=None, optimizer=LEARNING, **settings):
 
 
 def parts(engine, of=lambda parameter: parameter):
-    """By name: the box that this rank holds, and what stands in it."""
+    """By name: the whole shape, the pieces that this rank holds, and what it has of them."""
     index = engine.mesh.index("tp")
     found = {}
     for name, parameter in engine.model.inner.named_parameters():
-        cut = engine.cuts.get(name)
+        parted = engine.cuts.get(name)
         value = of(parameter).detach()
         local = value.to_local() if isinstance(value, DTensor) else value
-        shape = tuple(parameter.shape) if cut is None else cut.shape
-        found[name] = shape, box_of(parameter, cut, index), local.clone()
+        pieces = pieces_of(name, parameter, parted, index)
+        found[name] = whole_shape(parameter, parted), pieces, local.clone()
     return found
 
 
@@ -68,12 +88,13 @@ def assemble(found):
     """Whole tensors of what all ranks hold; what several hold must be alike."""
     whole = {}
     for rank in found:
-        for name, (shape, box, local) in rank.items():
+        for name, (shape, pieces, local) in rank.items():
             tensor = whole.setdefault(name, torch.full(shape, float("nan")))
-            place = tensor[tuple(slice(*side) for side in box)]
-            known = ~place.isnan()
-            torch.testing.assert_close(place[known], local[known], rtol=1e-5, atol=1e-6)
-            place.copy_(local)
+            for piece in pieces:
+                place, here = cut(tensor, piece.box), local_part(local, piece)
+                known = ~place.isnan()
+                torch.testing.assert_close(place[known], here[known], rtol=1e-5, atol=1e-6)
+                place.copy_(here)
     for name, tensor in whole.items():
         assert not tensor.isnan().any(), f"nobody holds all of {name}"
     return whole

@@ -50,6 +50,7 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     "run.seed",
+    "model.tiny.experts",
     "warmup.steps",
     "eval.every",
     "checkpoint.every",
@@ -59,6 +60,7 @@ NOT_NEGATIVE = (
     "recover.wait_s",
     "rollout.temperature",
     "rollout.top_k",
+    "actor.router_loss_weight",
     "actor.optimizer.warmup_steps",
     "actor.optimizer.max_grad_norm",
     "actor.optimizer.weight_decay",

@@ -14,6 +14,8 @@ class TinyModelConfig:
     layers: int = 2
     heads: int = 4
     context: int = 128
+    experts: int = 0
+    """Of each layer, two of which take a token; 0: layers are dense."""
 
 
 @dataclass
@@ -93,6 +95,9 @@ class ActorConfig:
     """Tokens, prompts included, of one forward and backward on one device."""
     updates_per_step: int = 1
     """Optimizer updates on the samples of one step, each on its own part of them."""
+    router_loss_weight: float = 0.0
+    """Of the auxiliary loss that keeps a mixture of experts in balance, see
+    `hybridrl.models.routing`; with it an update forwards its samples once more. 0: none."""
     gradient_checkpointing: bool = False
     offload_parameters: bool = False
     """Keep parameters, gradients and optimizer state on the CPU (GPUs only)."""

@@ -45,7 +45,7 @@ class Gradients:
             if parameter.grad is None:
                 continue
             local = _local(parameter.grad)
-            parts = [(0, 0)] if cut is None else sorted(set(cut.bounds))
+            parts = [()] if cut is None else sorted(set(cut.bounds))
             mine = 0 if cut is None else parts.index(cut.bounds[index])
             # All parts side by side: the ranks of each need no group of their own.
             sums = local.new_zeros(len(parts), *local.shape)

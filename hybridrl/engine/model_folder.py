@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,18 +18,21 @@ from transformers import PreTrainedModel
 from hybridrl.checkpoint.agreement import agreed, explained
 from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.checkpoint.writing import write_tensors
-from hybridrl.core.boxes import volume
+from hybridrl.core.boxes import intersection
 from hybridrl.core.layout import Layout
 from hybridrl.errors import ConfigError
 from hybridrl.models import PackedModel
 from hybridrl.models.adapters import ADAPTER, has_adapters
 from hybridrl.models.stored_names import (
     StoredForm,
-    is_stored_as_named,
+    StoredPart,
+    index_of,
+    is_converted,
     most_bytes,
+    parts_in_files,
     stored_name,
 )
-from hybridrl.parallel.layout import box_of
+from hybridrl.parallel.layout import pieces_of, whole_shape
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.tensor import Cut
 
@@ -49,7 +53,7 @@ def save_model(
 
     Args:
         model: This rank's part, for the configuration.
-        form: Which weights, and their names in the files.
+        form: Which weights, and as which tensors they stand in the files.
         layout: Of all ranks.
         parts: What this rank holds, by name.
         dtype: Of the weights in the files.
@@ -63,9 +67,9 @@ def save_model(
             describe(model, folder, dtype)
     write_tensors(
         folder,
-        layout.renamed(form.names),
+        form.layout(layout),
         mesh.place,
-        parts.__getitem__,
+        partial(index_of, parts),
         dtype,
         mesh.group(),
         file_bytes=most_bytes(form.stem, file_bytes),
@@ -109,7 +113,7 @@ def fill(
         # The same object: it may be tied, and FSDP knows it.
         torch.utils.swap_tensors(parameter, real)
     model._apply(lambda tensor: tensor)  # has FSDP look at what it shards again
-    _read(files, empty, cuts, index)
+    _read(files, empty, _in_files(model.inner, empty, files, cuts), cuts, index)
 
 
 def load_weights(model: PreTrainedModel, folder: Path, cuts: Mapping[str, Cut], index: int) -> None:
@@ -125,12 +129,12 @@ def load_weights(model: PreTrainedModel, folder: Path, cuts: Mapping[str, Cut], 
     """
     files = TensorFiles(folder)
     parameters = dict(model.named_parameters())
-    shapes = {name: _whole(parameter, cuts.get(name)) for name, parameter in parameters.items()}
-    found = {n: p for n, p in parameters.items() if stored_name(n) in files.shapes}
-    if files.shapes and len(found) < len(parameters) and not is_stored_as_named(model, shapes):
+    parts = _in_files(model, parameters, files, cuts)
+    found = {name: parameter for name, parameter in parameters.items() if name in parts}
+    if files.shapes and len(found) < len(parameters) and is_converted(model):
         found = _load_whole(model, folder, cuts, index)
     elif found:
-        _read(files, found, cuts, index)
+        _read(files, found, parts, cuts, index)
     else:
         raise ConfigError(
             f"{folder} has no weights for this model: none of its safetensors files' tensors "
@@ -144,15 +148,40 @@ def load_weights(model: PreTrainedModel, folder: Path, cuts: Mapping[str, Cut], 
         )
 
 
+def _in_files(
+    model: PreTrainedModel,
+    parameters: Mapping[str, nn.Parameter],
+    files: TensorFiles,
+    cuts: Mapping[str, Cut],
+) -> dict[str, tuple[StoredPart, ...]]:
+    shapes = {
+        name: whole_shape(parameter, cuts.get(name)) for name, parameter in parameters.items()
+    }
+    return parts_in_files(model, shapes, files.shapes)
+
+
 def _read(
-    files: TensorFiles, parameters: Mapping[str, nn.Parameter], cuts: Mapping[str, Cut], index: int
+    files: TensorFiles,
+    parameters: Mapping[str, nn.Parameter],
+    parts: Mapping[str, tuple[StoredPart, ...]],
+    cuts: Mapping[str, Cut],
+    index: int,
 ) -> None:
+    for name in parameters:
+        for part in parts[name]:
+            _check_shape(files.folder, part.name, files.shapes[part.name], part.shape)
     for name, parameter in parameters.items():
-        _check_shape(files.folder, name, files.shapes[stored_name(name)], parameter, cuts.get(name))
-    for name, parameter in parameters.items():
-        box = box_of(parameter, cuts.get(name), index)
-        if volume(box):
-            files.read(stored_name(name), box, _local(parameter))
+        local = _local(parameter)
+        for piece in pieces_of(name, parameter, cuts.get(name), index):
+            for part in parts[name]:
+                if (shared := intersection(piece.box, part.box)) is None:
+                    continue
+                place = tuple(
+                    slice(at, at + stop - start)
+                    for at, (start, stop) in zip(piece.at(shared).start, shared, strict=True)
+                )
+                target = local[place][(0,) * part.lacking]
+                files.read(part.name, part.inside(shared), target)
 
 
 @torch.no_grad()
@@ -174,24 +203,21 @@ def _load_whole(
     }
     for name, parameter in found.items():
         whole, cut = values[stored_name(name)], cuts.get(name)
-        _check_shape(folder, name, tuple(whole.shape), parameter, cut)
-        place = tuple(slice(*side) for side in box_of(parameter, cut, index))
-        _local(parameter).copy_(whole[place])
+        _check_shape(folder, name, tuple(whole.shape), whole_shape(parameter, cut))
+        local = _local(parameter)
+        for piece in pieces_of(name, parameter, cut, index):
+            values_here = whole[tuple(slice(*side) for side in piece.box)]
+            inner = zip(piece.start, values_here.shape, strict=True)
+            local[tuple(slice(at, at + n) for at, n in inner)].copy_(values_here)
     return found
 
 
-def _check_shape(
-    folder: Path, name: str, found: tuple[int, ...], parameter: nn.Parameter, cut: Cut | None
-) -> None:
-    if found != (wanted := _whole(parameter, cut)):
+def _check_shape(folder: Path, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if found != wanted:
         raise ConfigError(
             f"{folder} has `{name}` of the shape {list(found)}, and the model's is "
             f"{list(wanted)}. Give the folder of a model of the same size."
         )
-
-
-def _whole(parameter: nn.Parameter, cut: Cut | None) -> tuple[int, ...]:
-    return tuple(parameter.shape) if cut is None else cut.shape
 
 
 def _local(parameter: nn.Parameter) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybridrl.engine.train import TrainEngine
-from hybridrl.models.stored_names import StoredForm, stored_form
+from hybridrl.models.stored_names import stored_form
 
 NUMBERS = "training.json"
 MOMENTS_STEM = "moments"
@@ -47,7 +47,9 @@ def state_files(engine: TrainEngine) -> StateFiles:
     """What is kept of an engine. Collective."""
     shapes = engine.layout().shapes
     form = stored_form(engine.model.inner, shapes)
-    stem, names = form or StoredForm(WEIGHTS_STEM, {name: name for name in shapes})
+    names = None if form is None else form.names()
+    stem = WEIGHTS_STEM if names is None else form.stem
+    names = names or {name: name for name in shapes}
     mine, group = set(trained_parameters(engine)), engine.mesh.group()
     found = [mine]
     if group is not None:  # a rank of a pipeline has the parameters of its stages only

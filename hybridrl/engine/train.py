@@ -29,6 +29,7 @@ from hybridrl.engine.token_columns import token_columns, token_places
 from hybridrl.engine.update_metrics import UpdateMetrics
 from hybridrl.errors import TrainingError
 from hybridrl.models import PackedModel, PackedSamples, Rows
+from hybridrl.models.routing import Routing, balance_of, figures
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.sequence import SequenceParallel, check_rows
 
@@ -69,6 +70,7 @@ class TrainEngine(ShardedModel):
         files: TensorFiles | None = None,
     ) -> None:
         check_rows(model.rows, mesh.size("ring") * mesh.size("ulysses"))
+        self._routing = Routing.of(model.inner)
         super().__init__(model, mesh, device, dtype, config, files)
         self.fault: Fault | None = None
         self._sequence = SequenceParallel.of(mesh)
@@ -144,7 +146,7 @@ class TrainEngine(ShardedModel):
         Args:
             batch: This rank's rows, with `prompt_ids`, `response_ids`, `response_mask`,
                 `loss_weights`, and the token columns that `loss` reads.
-            loss: See `Loss`.
+            loss: See `Loss`. With `actor.router_loss_weight` that of `Routing` is added.
             rows_together: So many neighbouring rows share a micro-batch: 2 for a loss of pairs.
             options: Of the model's forward, such as `temperature`.
 
@@ -162,6 +164,8 @@ class TrainEngine(ShardedModel):
         gathered = UpdateMetrics()
         parts = [batch.take(rows) for rows in self._micro_batches(batch, rows_together)]
         samples = [self._pack(part) for part in parts]
+
+        self._balance_routers(samples, options)
 
         def value_of(number: int, outputs: Mapping[str, Tensor]) -> Tensor:
             outputs = self._whole(outputs, samples[number])
@@ -183,12 +187,14 @@ class TrainEngine(ShardedModel):
                 last = number == len(samples) - 1
                 self.model.set_requires_gradient_sync(last or not self._reduce_once)
                 value_of(number, self.model(packed, **options)).backward()
+        found = self._routed()
         if self._pipeline is None or self._pipeline.is_last:
             metrics = gathered.reduce(self.mesh.group("dp"))
         else:
             metrics = {}
         if self._pipeline is not None:
             metrics = self._pipeline.from_last(metrics)
+        metrics |= found
         metrics["grad_norm"] = self._step()
         if self.skipped_in_a_row:
             self.fault = fault_of_batch(batch, gathered.loss) or self.fault
@@ -209,6 +215,40 @@ class TrainEngine(ShardedModel):
     def _whole(self, outputs: Mapping[str, Tensor], samples: PackedSamples) -> Mapping[str, Tensor]:
         """What the model says of all response tokens of a micro-batch."""
         return outputs if self._sequence is None else self._sequence.gather(outputs, samples)
+
+    def _balance_routers(self, samples: list[PackedSamples], options: dict[str, float]) -> None:
+        """Prepares the routers for an update. With a balancing loss, each one's choices among its
+        experts are counted first, over all micro-batches and ranks."""
+        if (routing := self._routing) is None:
+            return
+        if weight := self.config.router_loss_weight:
+            routing.keep_balance(None)
+            routing.count(self.device)
+            with torch.no_grad():
+                if self._pipeline is not None:
+                    self._pipeline.score(self.model, samples, lambda *_: None, **options)
+                else:
+                    for packed in samples:
+                        self.model(packed, **options)
+            # As the loss: gradients are averaged over these ranks.
+            weight *= self.mesh.data_ranks
+            routing.keep_balance(balance_of(self._of_all(routing), routing.chosen, weight))
+        routing.count(self.device)
+
+    def _routed(self) -> dict[str, float]:
+        """What is shown of the routers' choices in an update."""
+        if self._routing is None:
+            return {}
+        self._routing.keep_balance(None)
+        return figures(self._of_all(self._routing), self._routing.chosen)
+
+    def _of_all(self, routing: Routing) -> Tensor:
+        """What has been counted, of all tokens and layers."""
+        counted = routing.counted()
+        if (group := self.mesh.group()) is not None:
+            dist.all_reduce(counted, group=group)
+            counted /= self.mesh.size("tp")  # its ranks have the same tokens
+        return counted
 
     def _watch_gradients(self) -> Gradients:
         parameters = dict(self.model.inner.named_parameters())

@@ -22,7 +22,7 @@ from transformers import (
 
 from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.models.attention import NAME
-from hybridrl.models.stored_names import is_converted
+from hybridrl.models.stored_names import parts_in_files
 
 HEAD = "score.weight"
 """The scalar head. It is small, and every rank reads it whole."""
@@ -35,7 +35,7 @@ class Unread(NamedTuple):
 
     Attributes:
         model: float32, with packed attention.
-        files: Where each meta parameter stands under its own name.
+        files: Where each meta parameter stands, in one tensor or in several.
     """
 
     model: PreTrainedModel
@@ -44,8 +44,8 @@ class Unread(NamedTuple):
 
 def empty_model(path: str, config: PretrainedConfig, *, scalar: bool) -> Unread | None:
     """The model at `path` without its weights; None, with the reason in the log, if only
-    transformers can read them: from a hub, from other than safetensors files, quantised, or under
-    names that are not the parameters' own.
+    transformers can read them: from a hub, from other than safetensors files, quantised, or as
+    tensors that are no parts of the parameters.
 
     Args:
         config: Of the model.
@@ -68,13 +68,13 @@ def empty_model(path: str, config: PretrainedConfig, *, scalar: bool) -> Unread 
     except ValueError as error:
         return _left_to_transformers(path, str(error))
     parameters = dict(model.named_parameters())
-    if is_converted(model):
-        return _left_to_transformers(path, "its tensors are put together to those of the model")
     if scalar and HEAD not in parameters:
         return _left_to_transformers(path, f"its head is not `{HEAD}`")
     wanted = {name: p for name, p in parameters.items() if not (scalar and name == HEAD)}
-    for name, parameter in wanted.items():
-        if files.shapes.get(name) != tuple(parameter.shape):
+    found = parts_in_files(model, {n: tuple(p.shape) for n, p in wanted.items()}, files.shapes)
+    for name in wanted:
+        parts = found.get(name, ())
+        if not parts or any(files.shapes[part.name] != part.shape for part in parts):
             return _left_to_transformers(path, f"`{name}` is not in it as the model has it")
     tied = model.all_tied_weights_keys.keys()
     if others := sorted(model.state_dict().keys() - parameters.keys() - tied):

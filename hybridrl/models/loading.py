@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2Config,
+    Qwen3MoeConfig,
 )
 from transformers.utils import logging
 
@@ -120,23 +121,37 @@ def _finished(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def tiny_config(*, hidden_size: int, layers: int, heads: int, context: int) -> Qwen2Config:
-    """The architecture of `make_tiny_model`, but for its vocabulary."""
-    return Qwen2Config(
-        hidden_size=hidden_size,
-        intermediate_size=4 * hidden_size,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 2),
-        max_position_embeddings=context,
-        tie_word_embeddings=True,
+def tiny_config(
+    *, hidden_size: int, layers: int, heads: int, context: int, experts: int = 0
+) -> PretrainedConfig:
+    """The architecture of `make_tiny_model`, but for its vocabulary: Qwen2's, or with experts
+    Qwen3's, where a token meets as many parameters."""
+    shape = {
+        "hidden_size": hidden_size,
+        "intermediate_size": 4 * hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads // 2),
+        "max_position_embeddings": context,
+        "tie_word_embeddings": True,
+    }
+    if not experts:
+        return Qwen2Config(**shape)
+    chosen = min(2, experts)
+    return Qwen3MoeConfig(
+        **shape,
+        head_dim=hidden_size // heads,
+        moe_intermediate_size=4 * hidden_size // chosen,
+        num_experts=experts,
+        num_experts_per_tok=chosen,
+        norm_topk_prob=True,
     )
 
 
 def make_tiny_model(
     folder: Path, tokenizer: PreTrainedTokenizerBase, *, seed: int, **shape: int
 ) -> Path:
-    """Writes a Qwen2-architecture model of random weights and its tokenizer to `folder`.
+    """Writes a model of random weights and its tokenizer to `folder`.
 
     Args:
         shape: See `tiny_config`.

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from hybridrl.core.batch import Batch, Ragged
+from hybridrl.errors import DataError
 
 WASTE = 1.25
 """Samples share an attention bucket while padded tokens stay within this multiple of real ones."""
@@ -63,19 +64,36 @@ class Packing:
         longest: Tokens of the longest sample.
         buckets: For devices without a variable-length attention kernel; empty elsewhere.
         split: This rank's part of the row, if other ranks have the rest of it.
+        real: `[tokens]`, which of this rank's tokens are those of samples.
+        routes: `[tokens, experts chosen in all layers]` of this rank's tokens: the experts that are
+            to take each of them, or -1 where the model chooses itself; None: everywhere.
     """
 
     cu_seqlens: torch.Tensor
     longest: int
     buckets: tuple[Bucket, ...]
     split: SplitRow | None = None
+    real: torch.Tensor | None = None
+    routes: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, cu_seqlens: torch.Tensor, device: torch.device) -> Packing:
+    def of(
+        cls,
+        cu_seqlens: torch.Tensor,
+        device: torch.device,
+        real: torch.Tensor | None = None,
+        routes: torch.Tensor | None = None,
+    ) -> Packing:
         """Prepares the packing of samples whose bounds are `cu_seqlens` `[samples + 1]`."""
         lengths = cu_seqlens.diff().tolist()
         buckets = tuple(_buckets(lengths, cu_seqlens.tolist())) if device.type == "cpu" else ()
-        return cls(cu_seqlens.to(device, torch.int32), max(lengths), buckets)
+        return cls(
+            cu_seqlens.to(device, torch.int32),
+            max(lengths),
+            buckets,
+            real=None if real is None else real.to(device),
+            routes=None if routes is None else routes.to(device),
+        )
 
     def position_ids(self, tokens: int) -> torch.Tensor:
         """Positions that start at 0 in each sample, `[tokens]`. So many there are, which the host
@@ -109,7 +127,8 @@ class PackedSamples:
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device, rows: Rows = Rows.PACKED) -> PackedSamples:
-        """Lays out all rows of `batch` (columns `prompt_ids` and `response_ids`).
+        """Lays out all rows of `batch` (columns `prompt_ids`, `response_ids`, and `routes` if it
+        has them).
 
         A batch without rows gives one token that predicts nothing: no model runs on no tokens, and
         a rank without rows still takes part in its peers' collectives.
@@ -125,13 +144,34 @@ class PackedSamples:
         response_places = _places(responses, starts + prompts.lengths)
         tokens[prompt_places] = prompts.values
         tokens[response_places] = responses.values
+        real = torch.zeros(len(tokens), dtype=torch.bool)
+        real[prompt_places] = real[response_places] = True
+        routes = _routes(batch, starts, len(tokens)) if "routes" in batch.columns else None
         return cls(
             input_ids=tokens.view(1 if rows is Rows.PACKED else len(starts) or 1, -1).to(device),
-            packing=Packing.of(bounds, device),
+            packing=Packing.of(bounds, device, real, routes),
             predictors=(response_places - 1).to(device),
             targets=responses.values.to(device, copy=True),  # a plain tensor
             response_bounds=responses.cu_seqlens,
         )
+
+
+def _routes(batch: Batch, starts: torch.Tensor, tokens: int) -> torch.Tensor | None:
+    """The column `routes`, which lacks the last token of each sample, by places in the row."""
+    column = batch.ragged("routes")
+    lengths = torch.from_numpy(batch.lengths("prompt_ids") + batch.lengths("response_ids")) - 1
+    if not (count := int(lengths.sum())):
+        return None
+    width = len(column.values) // count
+    if not torch.equal(column.lengths, lengths * width):
+        raise DataError(
+            "The column `routes` does not have as many experts for each token but the last of a "
+            f"sample: rows of {column.lengths[:3].tolist()} for {lengths[:3].tolist()} tokens."
+        )
+    found = torch.full((tokens, width), -1, dtype=torch.int32)
+    shift = (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
+    found[torch.arange(count) + shift] = column.values.view(count, width).to(torch.int32)
+    return found
 
 
 def _places(column: Ragged, starts: torch.Tensor) -> torch.Tensor:

@@ -98,7 +98,12 @@ class SequenceParallel:
         )
         return PackedSamples(
             input_ids=_not_empty(samples.input_ids[0, mine.to(device)])[None],
-            packing=dataclasses.replace(samples.packing, split=held),
+            packing=dataclasses.replace(
+                samples.packing,
+                split=held,
+                real=_part(samples.packing.real, mine.to(device), False),
+                routes=_part(samples.packing.routes, mine.to(device), -1),
+            ),
             predictors=reading.local - shift,
             targets=samples.targets[reading.mine],
             response_bounds=samples.response_bounds,
@@ -184,6 +189,13 @@ def check_rows(rows: Rows, ranks: int) -> None:
             "recurrences, so its sequences cannot be divided over ranks. Set "
             "actor.parallel.ring=1 and actor.parallel.ulysses=1."
         )
+
+
+def _part(of_tokens: Tensor | None, mine: Tensor, of_none: int) -> Tensor | None:
+    """What is known of this rank's tokens, and `of_none` of the one that stands for none."""
+    if of_tokens is None:
+        return None
+    return of_tokens[mine] if len(mine) else of_tokens.new_full((1, *of_tokens.shape[1:]), of_none)
 
 
 def _not_empty(x: Tensor) -> Tensor:

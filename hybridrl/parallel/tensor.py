@@ -3,7 +3,8 @@ arXiv:1909.08053), by the plan that transformers models carry.
 
 The parameters stay plain tensors, smaller ones, so FSDP, the optimizer and the packed forward treat
 them as any others. Between two layers activations are alike on every rank; inside attention and MLP
-each rank has its own heads and columns. The vocabulary is cut as well.
+each rank has its own heads and columns, of every expert where there are several. The vocabulary is
+cut as well.
 """
 
 from __future__ import annotations
@@ -24,10 +25,15 @@ from hybridrl.models.log_probs import Vocabulary
 from hybridrl.parallel.collectives import copy_to_all, sum_over
 from hybridrl.parallel.mesh import ParallelMesh
 
-STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
-"""What a plan may say of a module."""
+EXPERTS, PACKED = "moe_tp_experts", "packed_colwise"
+"""A module that holds all experts of a layer, and in it the parameter that holds two matrices of
+every expert one after the other."""
+STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce", EXPERTS, PACKED)
+"""What a plan may say of a module or, of experts, a parameter."""
 EMBEDDING = "embedding_rowwise"
 """What it says of a tied embedding, which is cut along the vocabulary here, as untied ones are."""
+ALIGNED = 8
+"""Columns of an expert: torch's grouped matrix product wants rows of whole 16 bytes."""
 KEY_VALUE = ("k_proj", "v_proj")
 
 
@@ -37,14 +43,15 @@ class Cut:
 
     Attributes:
         shape: Of the whole parameter.
-        dim: The one that is cut; None: every rank holds it all.
-        bounds: By rank, [start, stop) on `dim`. Key and value heads are on several ranks where
-            there are fewer of them than ranks.
+        dim: The one that is cut.
+        bounds: By rank, the ranges [start, stop) on `dim` that it holds one after the other: one,
+            or of two matrices in one parameter a range of each. Key and value heads are on several
+            ranks where there are fewer of them than ranks.
     """
 
     shape: tuple[int, ...]
-    dim: int | None
-    bounds: tuple[tuple[int, int], ...]
+    dim: int
+    bounds: tuple[tuple[tuple[int, int], ...], ...]
 
     def copies(self) -> int:
         """Number of ranks that hold the same elements."""
@@ -52,10 +59,8 @@ class Cut:
 
     def of(self, whole: Tensor, index: int) -> Tensor:
         """The part of rank `index`."""
-        if self.dim is None:
-            return whole
-        start, stop = self.bounds[index]
-        return whole.narrow(self.dim, start, stop - start)
+        parts = [whole.narrow(self.dim, at, stop - at) for at, stop in self.bounds[index]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
 @dataclass
@@ -95,6 +100,14 @@ def check_heads(config: PretrainedConfig, size: int, path: str) -> None:
             f"actor.parallel.tp={size}: transformers has no plan of {', '.join(STYLES[:2])} layers "
             f"for {config.model_type} models ({path}). Set actor.parallel.tp=1."
         )
+    if EXPERTS in plan.values():
+        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        if width % (size * ALIGNED):
+            raise ConfigError(
+                f"actor.parallel.tp={size}: the experts of {path} are {width} wide, and kernels "
+                f"need a multiple of {ALIGNED} on each device. Set it to a divisor of "
+                f"{width // ALIGNED}."
+            )
 
 
 def cut(model: PackedModel, mesh: ParallelMesh) -> TensorCuts:
@@ -115,6 +128,9 @@ def cut(model: PackedModel, mesh: ParallelMesh) -> TensorCuts:
         if style is None:
             continue
         name = names[module]
+        if style == EXPERTS:
+            _cut_experts(module, path, name, config.base_model_tp_plan, mesh, done)
+            continue
         if style == "replicated_with_grad_allreduce":
             done.partial += [f"{name}.{leaf}" for leaf, _ in module.named_parameters()]
             continue
@@ -146,12 +162,51 @@ def _column_paths(base: PreTrainedModel) -> list[str]:
     return [path for path, _ in base.named_modules() if _style(plan, path) == "colwise"]
 
 
-def _even(shape: tuple[int, ...], dim: int, size: int, parts: int) -> Cut:
-    """Cut in `parts`, of which neighbouring ranks share one where there are more ranks."""
-    step = -(-shape[dim] // parts)
-    edges = [min(step * part, shape[dim]) for part in range(parts + 1)]
+def _even(shape: tuple[int, ...], dim: int, size: int, parts: int, matrices: int = 1) -> Cut:
+    """Each of the matrices that stand one after the other cut in `parts`, of which neighbouring
+    ranks share one where there are more ranks."""
+    length = shape[dim] // matrices
+    step = -(-length // parts)
+    edges = [min(step * part, length) for part in range(parts + 1)]
     index = [rank * parts // size for rank in range(size)]
-    return Cut(shape, dim, tuple((edges[i], edges[i + 1]) for i in index))
+    firsts = range(0, shape[dim], length)
+    return Cut(
+        shape, dim, tuple(tuple((at + edges[i], at + edges[i + 1]) for at in firsts) for i in index)
+    )
+
+
+def _cut_experts(
+    experts: nn.Module,
+    path: str,
+    name: str,
+    plan: dict[str, str],
+    mesh: ParallelMesh,
+    done: TensorCuts,
+) -> None:
+    """Every expert of a layer, cut as an MLP is. Their outputs are weighted and summed on each rank
+    before the one sum over ranks, so that the router, which all ranks have, gets the gradient of
+    its weights as a sum, too."""
+    group, size, rank = mesh.group("tp"), mesh.size("tp"), mesh.index("tp")
+    for leaf, parameter in list(experts.named_parameters(recurse=False)):
+        style, shape = _style(plan, f"{path}.{leaf}"), tuple(parameter.shape)
+        if style not in (PACKED, "rowwise") or getattr(experts, "is_transposed", False):
+            raise ConfigError(
+                f"actor.parallel.tp={size}: the experts of {type(experts).__name__} keep `{leaf}` "
+                "in a form that cannot be cut here. Set actor.parallel.tp=1."
+            )
+        if style == PACKED:
+            found = _even(shape, len(shape) - 2, size, size, matrices=2)
+        else:
+            found = _even(shape, len(shape) - 1, size, size)
+        _replace(experts, leaf, found.of(parameter.detach(), rank))
+        done.cuts[f"{name}.{leaf}"] = found
+
+    def copy_inputs(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden_states, top_k_index, top_k_weights = args
+        return copy_to_all(hidden_states, group), top_k_index, copy_to_all(top_k_weights, group)
+
+    experts.register_forward_pre_hook(copy_inputs)
+    experts.register_forward_hook(lambda _, __, output: sum_over(output, group))
 
 
 def _replace(module: nn.Module, leaf: str, value: Tensor) -> None:
@@ -190,7 +245,7 @@ def _cut_vocabulary(
     """The embedding, and the output embedding of a language model."""
     embedding, head = model.inner.get_input_embeddings(), model.inner.get_output_embeddings()
     found = _even(tuple(embedding.weight.shape), 0, size, size)
-    start, stop = found.bounds[rank]
+    ((start, stop),) = found.bounds[rank]
     tied = head is not None and head.weight is embedding.weight
     _replace(embedding, "weight", found.of(embedding.weight.detach(), rank))
     done.cuts[f"{names[embedding]}.weight"] = found

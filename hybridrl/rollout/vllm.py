@@ -277,6 +277,7 @@ class VLLMRollout(RolloutEngine):
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self._groups.enter()
         worker = self._worker
+        vllm_weights.forget_kernels(worker.get_model())
         worker.reload_weights(weights_iterator=weights)
         head = getattr(worker.get_model(), "lm_head", None)
         if head is not None and self._device.type == "cpu":

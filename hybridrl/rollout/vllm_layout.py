@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from hybridrl.core.boxes import Box, intersection, volume
 from hybridrl.core.layout import Piece
+from hybridrl.core.views import storage, view_box
+from hybridrl.rollout.weights import place_of
 
 aten = torch.ops.aten
 
@@ -79,7 +81,7 @@ def probe(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
         except Exception as error:  # of the loaders, which are vLLM's or a user's
             raise NotProbedError(f"a loader failed: {type(error).__name__}: {error}") from error
     for name, twin in twins.items():
-        _check_filled(name, tuple(twin.shape), watch.filled[name])
+        _check_filled(name, tuple(twin.shape), watch.filled(name))
     return {name: tuple(pieces) for name, pieces in watch.pieces.items()}
 
 
@@ -89,20 +91,20 @@ class _Watch(TorchDispatchMode):
     def __init__(self, checkpoint: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.pieces: dict[str, list[Piece]] = {name: [] for name in checkpoint}
-        self.filled: dict[str, list[Box]] = {name: [] for name in parameters}
-        self._checkpoint = {_storage(t): (name, t) for name, t in checkpoint.items()}
-        self._parameters = {_storage(t): (name, t) for name, t in parameters.items()}
+        self._zeros: dict[str, list[Box]] = {name: [] for name in parameters}
+        self._checkpoint = {storage(t): (name, t) for name, t in checkpoint.items()}
+        self._parameters = {storage(t): (name, t) for name, t in parameters.items()}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is aten.copy_.default and _storage(args[0]) in self._parameters:
+        if func is aten.copy_.default and storage(args[0]) in self._parameters:
             self._copy(args[0], args[1])
         elif self._fills_with_zero(func, args):
             if args[0].numel():
                 name, box = self._box(self._parameters, args[0])
-                self.filled[name].append(box)
+                self._zeros[name].append(box)
         elif func._schema.is_mutable:
             for leaf in tree_leaves((args, kwargs)):
                 self._refuse_known(func, leaf)
@@ -112,20 +114,27 @@ class _Watch(TorchDispatchMode):
         if not target.numel():
             return
         name, box = self._box(self._parameters, target)
-        if _storage(source) not in self._checkpoint:
+        if storage(source) not in self._checkpoint:
             raise NotProbedError(f"{name} is not copied from the checkpoint but computed")
         if source.shape != target.shape:
             raise NotProbedError(f"{name} repeats elements of the checkpoint")
         origin, cut = self._box(self._checkpoint, source)
-        self.filled[name].append(box)
-        self.pieces[origin].append(Piece(cut, name, tuple(start for start, _ in box)))
+        pieces = self.pieces[origin]
+        pieces.append(Piece(cut, name, tuple(start for start, _ in box)))
+        while len(pieces) > 1 and (one := _joined(*pieces[-2:])) is not None:
+            pieces[-2:] = [one]
+
+    def filled(self, name: str) -> list[Box]:
+        """The boxes of a parameter that have been given values."""
+        pieces = (piece for held in self.pieces.values() for piece in held if piece.tensor == name)
+        return [*self._zeros[name], *map(place_of, pieces)]
 
     def _fills_with_zero(self, func: Any, args: tuple[Any, ...]) -> bool:
         fills = func is aten.zero_.default or (func is aten.fill_.Scalar and args[1:] == (0,))
-        return fills and _storage(args[0]) in self._parameters
+        return fills and storage(args[0]) in self._parameters
 
     def _box(self, known: Mapping[int, tuple[str, Tensor]], view: Tensor) -> tuple[str, Box]:
-        name, whole = known[_storage(view)]
+        name, whole = known[storage(view)]
         box = view_box(view, whole)
         if box is None:
             raise NotProbedError(
@@ -138,26 +147,28 @@ class _Watch(TorchDispatchMode):
         if not isinstance(leaf, Tensor):
             return
         for known in (self._parameters, self._checkpoint):
-            if _storage(leaf) in known:
-                name, _ = known[_storage(leaf)]
+            if storage(leaf) in known:
+                name, _ = known[storage(leaf)]
                 raise NotProbedError(f"the loader of {name} uses {func}, not a plain copy")
 
 
-def view_box(view: Tensor, whole: Tensor) -> Box | None:
-    """The box of the contiguous tensor `whole` that `view` shows, or None if it shows another
-    choice or order of elements."""
-    if view.ndim != whole.ndim or view.dtype != whole.dtype:
+def _joined(first: Piece, second: Piece) -> Piece | None:
+    """Two pieces as one, if the second goes on where the first ends in both tensors. Loaders of
+    experts copy one after the other."""
+    moved = [
+        dim
+        for dim, (one, other) in enumerate(zip(first.box, second.box, strict=True))
+        if one != other
+    ]
+    if first.tensor != second.tensor or len(moved) != 1:
         return None
-    offset = view.storage_offset()
-    box = []
-    for shown, length, stride, step in zip(
-        view.shape, whole.shape, view.stride(), whole.stride(), strict=True
-    ):
-        start, offset = divmod(offset, step)
-        if start + shown > length or (shown > 1 and stride != step):
-            return None
-        box.append((start, start + shown))
-    return tuple(box)
+    (dim,) = moved
+    (low, middle), (start, high) = first.box[dim], second.box[dim]
+    goes_on = list(first.start)
+    goes_on[dim] += middle - low
+    if start != middle or tuple(goes_on) != second.start:
+        return None
+    return first._replace(box=(*first.box[:dim], (low, high), *first.box[dim + 1 :]))
 
 
 def _check_filled(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
@@ -192,8 +203,3 @@ def _replaced_parameters(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 def _set(model: nn.Module, name: str, parameter: Tensor) -> None:
     module, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(module), attribute, parameter)
-
-
-def _storage(tensor: Tensor) -> int:
-    """Of tensors that are alive, the same number means the same memory, real or not."""
-    return tensor.untyped_storage()._cdata

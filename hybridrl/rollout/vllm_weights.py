@@ -1,15 +1,17 @@
 """Writing boxes of weights into vLLM's parameters.
 
-Where a parameter is used as its loader fills it, which is everywhere on CUDA, it is written in
-place: its address, which CUDA graphs hold, stays. The CPU back end packs the weights of linear
-layers and drops the originals. There a layer's weights are put together in a raw buffer, and when
-all have come the layer's own processing packs them, as when vLLM loads a checkpoint.
+Where a parameter is used as its loader fills it, which is everywhere on CUDA but in some kernels
+for experts, it is written in place: its address, which CUDA graphs hold, stays. The CPU back end
+packs the weights of linear layers and of experts and drops the originals. There a layer's weights
+are put together in a raw buffer, and when all have come the layer's own processing packs them, as
+when vLLM loads a checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,11 @@ from vllm.config import (
     set_current_vllm_config,
 )
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -37,7 +44,10 @@ COMING = "coming"
 """The shapes of weights that will be written before anything is generated, in what vLLM hands on to
 the loader; none: it is to read them."""
 UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+"""Kernels that take experts as loaders fill them; others swap, shuffle or transpose them."""
 ROWS = 1024  # of an identity matrix at a time
+DIGIT_BITS = 8
 _log = logging.getLogger(__name__)
 
 
@@ -72,6 +82,11 @@ def probe_vllm(
         method = getattr(module, "quant_method", None)
         if not isinstance(method, QuantizeMethodBase) or isinstance(method, UNQUANTIZED):
             continue
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            kernel = method.unquantized_backend
+            if kernel in AS_LOADED or kernel is UnquantizedMoeBackend.CPU:
+                continue
+            raise NotProbedError(f"{name} keeps experts in the order of {kernel.value}'s kernels")
         if any(True for _ in module.parameters()):
             raise NotProbedError(f"{name} keeps its weights by {type(method).__name__}")
     with set_current_vllm_config(vllm_config):
@@ -124,7 +139,8 @@ class VLLMWeightWriter(WeightWriter):
     def _target(self, tensor: str) -> Tensor:
         if tensor not in self._targets:
             live, raw = self._parameters[tensor], self._model.raw_parameters[tensor]
-            if _is_raw(live, raw):
+            packed = any(packs_experts(module) for module, _ in self._owners[tensor])
+            if _is_raw(live, raw) and not packed:
                 self._targets[tensor] = live.data
                 if self._sizes.get(tensor, 0) < raw.numel():
                     live.data.zero_()  # the padding, which sleeping may have lost
@@ -147,6 +163,8 @@ class VLLMWeightWriter(WeightWriter):
             if isinstance(getattr(module, "quant_method", None), UNQUANTIZED):
                 with set_current_vllm_config(self._config):
                     module.quant_method.process_weights_after_loading(module)
+            elif packs_experts(module):
+                _kernel(module).process_weights_after_loading(module)
         for _, tensors in done:
             for name in tensors.values():
                 self._raw.pop(name, None)
@@ -157,15 +175,63 @@ def forms(model: nn.Module, tensor: str) -> Iterator[tuple[str, Tensor]]:
     """The values of a parameter in every form that its layers compute with: the parameter itself,
     and packed copies, which are read by multiplying with the identity matrix."""
     live, raw = model.get_parameter(tensor), model.raw_parameters[tensor]
-    if live.shape == raw.shape:
+    owners = _owners(model)[tensor]
+    if live.shape == raw.shape and not any(packs_experts(module) for module, _ in owners):
         yield tensor, live.data.to(raw.dtype)
-    for module, tensors in _owners(model)[tensor]:
+    for module, tensors in owners:
+        if packs_experts(module):
+            yield f"{tensor}, packed for its kernel,", _unpacked(module, tensors, tensor, model)
         if hasattr(module, "cpu_linear") and tensors.get("weight") == tensor:
             identity = torch.eye(raw.shape[1], dtype=raw.dtype, device=live.device)
             columns = [
                 module.quant_method.apply(module, rows, None) for rows in identity.split(ROWS)
             ]
             yield f"{tensor}, packed in a {type(module).__name__},", torch.cat(columns).T
+
+
+def packs_experts(module: nn.Module) -> bool:
+    """Whether a layer of experts keeps them in the order of a CPU's kernels."""
+    if not isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+        return False
+    kernel = _kernel(module)
+    return isinstance(kernel, CPUUnquantizedExperts) and not kernel._use_zentorch
+
+
+def forget_kernels(model: nn.Module) -> None:
+    """To be called before vLLM loads whole weights again: it packs experts for a CPU's kernels only
+    when it makes these."""
+    for module in model.modules():
+        if packs_experts(module):
+            module.quant_method.moe_kernel = None
+
+
+def _kernel(experts: nn.Module) -> Any:
+    kernel = experts.quant_method.moe_kernel
+    return None if kernel is None else kernel.fused_experts
+
+
+def _unpacked(
+    experts: nn.Module, tensors: Mapping[str, str], tensor: str, model: nn.Module
+) -> Tensor:
+    """What a layer of experts has packed, in the order in which it is loaded: the numbers of the
+    elements, packed in the same way, say where each one went. A number goes digit by digit, which
+    any precision can hold."""
+    (attribute,) = (name for name, of in tensors.items() if of == tensor)
+    packed = getattr(experts, attribute)
+    count = model.raw_parameters[tensor].numel()
+    numbers = torch.zeros(packed.shape, dtype=torch.int64)
+    for digit in range(0, count.bit_length(), DIGIT_BITS):
+        layer = nn.Module()
+        for name, of in tensors.items():
+            raw = model.raw_parameters[of]
+            elements = torch.arange(1, raw.numel() + 1) >> digit & (1 << DIGIT_BITS) - 1
+            values = elements.to(raw.dtype).view(raw.shape)
+            layer.register_parameter(name, nn.Parameter(values, requires_grad=False))
+        _kernel(experts).process_weights_after_loading(layer)
+        numbers += getattr(layer, attribute).long() << digit
+    values = packed.new_zeros(count + 1)  # the first is for padding
+    values[numbers.flatten()] = packed.flatten()
+    return values[1:].view(model.raw_parameters[tensor].shape)
 
 
 def _is_raw(live: Tensor, raw: Tensor) -> bool:

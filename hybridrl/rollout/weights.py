@@ -85,7 +85,7 @@ def differences(
             if not kept:
                 found.append(f"{piece.tensor} cannot be read back.")
             for form, values in kept:
-                values = values[inside(_place(piece))]
+                values = values[inside(place_of(piece))]
                 wrong = values != expected.to(values.device, values.dtype)
                 if wrong.any():
                     found.append(
@@ -97,7 +97,7 @@ def differences(
             if _filled(held) < values.numel():
                 rest = values.clone()
                 for piece in held:
-                    rest[inside(_place(piece))] = 0
+                    rest[inside(place_of(piece))] = 0
                 if rest.any():
                     found.append(f"The padding of {form} is not zero.")
     return found
@@ -121,6 +121,6 @@ def _filled(held: Iterable[Piece]) -> int:
     return sum(volume(piece.box) for piece in held)
 
 
-def _place(piece: Piece) -> Box:
+def place_of(piece: Piece) -> Box:
     """The box that a piece fills in the engine's tensor."""
     return tuple((at, at + n) for at, n in zip(piece.start, extent(piece.box), strict=True))

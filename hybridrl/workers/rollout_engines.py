@@ -11,6 +11,7 @@ from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.engine.train import TrainEngine
 from hybridrl.models import load_tokenizer
+from hybridrl.models.stored_names import stored_form
 from hybridrl.rollout import RolloutEngine
 from hybridrl.workers.engines import ModelSource
 
@@ -23,7 +24,9 @@ def trained_weights(
     if train.has_adapters or not Path(source.path).is_dir():
         return None
     stored, shapes = TensorFiles(Path(source.path)).shapes, train.layout().shapes
-    return shapes if stored and stored.keys() <= shapes.keys() else None
+    form = stored_form(train.model.inner, shapes)
+    trained = shapes.keys() if form is None else {part.name for part in form.parts}
+    return shapes if stored and stored.keys() <= trained | shapes.keys() else None
 
 
 def build_rollout(

@@ -96,7 +96,7 @@ MODELS = {
     "experts": experts,
     "adapters": adapted,
 }
-ONLY_DP = ("experts", "adapters")
+ONLY_DP = ("adapters",)
 
 
 def pairs():
@@ -210,6 +210,14 @@ def test_transformers_opens_it(ranks, folder, model):
     wanted = MODELS[model]().state_dict()
     assert all(torch.equal(value, wanted[name]) for name, value in loaded.state_dict().items())
     assert loaded.config.dtype == torch.float32
+
+
+def test_each_expert_is_a_tensor_of_its_own(ranks, folder):
+    names = tensors(folder / "tp2 x pp2" / "experts").keys()
+    first = {name for name in names if ".0.mlp.experts.3." in name}
+    assert first == {
+        f"model.layers.0.mlp.experts.3.{leaf}_proj.weight" for leaf in ("gate", "up", "down")
+    }
 
 
 @pytest.mark.parametrize("cut", [ONE, "dp4 in two copies", "tp2 x pp2"])

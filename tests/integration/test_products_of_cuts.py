@@ -31,6 +31,7 @@ MODELS = {
         "tied": False,
     },
     "llama, tied, 4 key-value heads": {"architecture": "llama", "key_value_heads": 4},
+    "qwen3 of experts, untied": {"architecture": "qwen3_moe", "tied": False},
 }
 # Cuts that take 8 steps with the first model, and 2 with others.
 LONG = ("one rank", "dp2", "tp2", "dp2 x tp2", "tp2 x pp2")
@@ -50,7 +51,10 @@ def program(rank):
                 continue
             dp = mesh.mesh.axes["dp"]
             mine = batch.take(deal(batch, [len(batch)] if dp == 1 else [7, 4])[mesh.index("dp")])
-            engine = make_engine(mesh, make_model(**settings), tokens_per_microbatch=60)
+            weight = 0.1 if settings["architecture"] == "qwen3_moe" else 0.0
+            engine = make_engine(
+                mesh, make_model(**settings), tokens_per_microbatch=60, router_loss_weight=weight
+            )
             steps = 8 if cut in LONG and model == next(iter(MODELS)) else 2
             found[cut, model] = learn(engine, mine, steps) | {
                 "dp": mesh.index("dp"),

@@ -14,6 +14,7 @@ from test_model_folders import critic
 
 from hybridrl.algorithms import TokenLoss
 from hybridrl.config.schema import ActorConfig, LoraSettings, OptimizerConfig, ParallelConfig
+from hybridrl.core.boxes import volume
 from hybridrl.core.training_mesh import training_mesh
 from hybridrl.engine.state_saver import StateSaver
 from hybridrl.engine.train import TrainEngine
@@ -33,15 +34,22 @@ CUTS = {
     "dp2 x tp2": (4, ParallelConfig(tp=2)),
     "dp4 in two copies": (4, ParallelConfig(shards=2)),
 }
-MODELS = ("critic", "adapters", "adapters of a critic")
-OTHERS = ("one rank", "dp2", "dp4 in two copies")
-"""The cuts of these models."""
+ONLY_DP = ("one rank", "dp2", "dp4 in two copies")
+MODELS = {
+    "critic": ONLY_DP,
+    "adapters": ONLY_DP,
+    "adapters of a critic": ONLY_DP,
+    "experts": ("one rank", "tp2", "dp2 x tp2", "dp4 in two copies"),
+}
+"""Models of other kinds, and how they are cut."""
 LEARNING = OptimizerConfig(learning_rate=0.01, warmup_steps=2, schedule="cosine")
 COUNTERS = {"policy_version": 3}
 
 
 def make_engine(mesh, kind=""):
-    inner = critic() if "critic" in kind else plain_model()
+    inner = (
+        critic() if "critic" in kind else plain_model("qwen3_moe" if kind == "experts" else "qwen2")
+    )
     if "adapters" in kind:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
@@ -77,12 +85,13 @@ def state(engine):
     found = {f"weight/{name}": part for name, part in parts(engine).items()}
     for kind in ("exp_avg", "exp_avg_sq"):
         held = parts(engine, lambda p, kind=kind: states[p][kind] if states.get(p) else p[:0])
-        found |= {f"{kind}/{name}": p for name, p in held.items() if p[2].shape == box_shape(p)}
+        found |= {f"{kind}/{name}": part for name, part in held.items() if is_whole(part)}
     return found
 
 
-def box_shape(part):
-    return torch.Size(stop - start for start, stop in part[1])
+def is_whole(part):
+    _, pieces, local = part
+    return local.numel() == sum(volume(piece.box) for piece in pieces)
 
 
 def program(rank, folder):
@@ -119,23 +128,25 @@ def program(rank, folder):
             load_training_state(engine, folder / f"{cut}, before")
             found[cut, "afresh"] = bool(engine.optimizer.state), learn(engine, 2), state(engine)
     if find_spec("peft"):
-        found |= others(rank, {cut: meshes[cut] for cut in OTHERS}, folder)
+        found |= others(rank, meshes, folder)
     return found
 
 
 def others(rank, meshes, folder):
     """The same of models of other kinds."""
     found = {}
-    for model, (cut, mesh) in itertools.product(MODELS, meshes.items()):
+    written = [(model, cut) for model, cuts in MODELS.items() for cut in cuts]
+    for model, cut in written:
+        mesh = meshes[cut]
         if rank in mesh.mesh.grid:
             engine = make_engine(mesh, model)
             learn(engine, 2)
             save_training_state(engine, folder / model / cut)
             found[model, cut, "written"] = state_of_trained(engine)
     dist.barrier()
-    for model, cut, (other, mesh) in itertools.product(MODELS, OTHERS, meshes.items()):
-        if rank in mesh.mesh.grid:
-            engine = make_engine(mesh, model)
+    for model, cut, other in [(*one, other) for one in written for other in MODELS[one[0]]]:
+        if rank in meshes[other].mesh.grid:
+            engine = make_engine(meshes[other], model)
             load_training_state(engine, folder / model / cut)
             found[model, cut, other] = state_of_trained(engine)
     return found
@@ -197,11 +208,11 @@ def test_ranks_write_about_as_much_and_together_everything_once(ranks):
 @pytest.mark.skipif(not find_spec("peft"), reason="adapters need peft")
 @pytest.mark.parametrize("model", MODELS)
 def test_other_models_are_read_in_any_cut(ranks, model):
-    wanted = assemble(of(ranks, model, OTHERS[0], "written"))
+    wanted = assemble(of(ranks, model, "one rank", "written"))
     has_adapters = [".lora_" in name for name in wanted if "score" not in name]
     assert has_adapters and all(has_adapters) == ("adapters" in model)
     assert ("critic" in model) == any("score" in name for name in wanted)
-    for cut, other in itertools.product(OTHERS, OTHERS):
+    for cut, other in itertools.product(MODELS[model], MODELS[model]):
         written = assemble(of(ranks, model, cut, "written"))
         assert_equal(assemble(of(ranks, model, cut, other)), written)
 

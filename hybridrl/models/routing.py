@@ -1,0 +1,251 @@
+"""Routers of mixture-of-experts models: counted, kept in balance, and made to choose again what was
+chosen before.
+
+A router gives a token its logits over a layer's experts, the experts that it chose, and their
+weights. Hooks on transformers' routers see these and, where that is asked for, change them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from hybridrl.errors import ConfigError
+from hybridrl.models.packing import Packing
+
+ROUTES = "routes"
+"""The column of a batch that says which experts took each token but a sample's last, layer after
+layer."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What the auxiliary loss of a mini-batch needs beforehand.
+
+    Attributes:
+        load: `[layers, experts]`: of all choices of the mini-batch's tokens in a layer, the share
+            that fell on each expert.
+        coefficient: Of the loss, for each token.
+    """
+
+    load: Tensor
+    coefficient: float
+
+
+class Routing:
+    """The routers of a model, in the order of its layers.
+
+    The balancing loss is that of Fedus et al. 2021 (Switch Transformers, arXiv:2101.03961, eq. 4 to
+    6), averaged over layers: with f_i the share of choices that fall on expert i, P_i the mean of
+    its probability, both over all tokens of the global mini-batch, and E experts,
+    ``weight * E * sum_i f_i P_i``; 1 times the weight if all are chosen alike. f_i has no gradient.
+    It is counted before (`Balance`), so that the loss is a sum over tokens and does not depend on
+    how these are divided into micro-batches and ranks.
+
+    Args:
+        model: Its routers get hooks. It may be cut afterwards, and parts of it may go.
+        routers: Those, by name.
+
+    Attributes:
+        layers, experts, chosen: Layers that have routers, experts in each, and how many of these
+            take a token.
+    """
+
+    def __init__(self, model: PreTrainedModel, routers: dict[str, nn.Module]) -> None:
+        config = model.config.get_text_config()
+        self.layers = len(routers)
+        self.experts = int(config.num_experts)
+        self.chosen = int(config.num_experts_per_tok)
+        self._normalises = normalises(next(iter(routers.values())), config)
+        self._counted: Tensor | None = None
+        self._balance: Balance | None = None
+        self._packing: Packing | None = None
+        kinds = set(model._no_split_modules or ())
+        for number, (name, router) in enumerate(routers.items()):
+            router.register_forward_hook(self._hook(number))
+            layer = _layer_of(model, name, kinds)
+            layer.register_forward_pre_hook(self._remember, with_kwargs=True)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Routing | None:
+        """Of a model; None if it has no routers whose arithmetic is known here."""
+        routers = find_routers(model)
+        config = model.config.get_text_config()
+        if not routers or normalises(next(iter(routers.values())), config) is None:
+            return None
+        return cls(model, routers)
+
+    def count(self, device: torch.device) -> None:
+        """Begins to count from nothing."""
+        self._counted = torch.zeros(
+            2, self.layers, self.experts, dtype=torch.float64, device=device
+        )
+
+    def counted(self) -> Tensor:
+        """`[2, layers, experts]`: how often each expert of each layer was chosen since `count`, and
+        the sum of its probabilities, over this rank's tokens and in the layers that it has."""
+        assert self._counted is not None
+        found, self._counted = self._counted, None
+        return found
+
+    def keep_balance(self, balance: Balance | None) -> None:
+        """From now on the forward adds the auxiliary loss to whatever loss is taken of its outputs;
+        None: no more."""
+        self._balance = balance
+
+    def _remember(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        # Before every run of a layer: with gradient checkpointing it runs again in the backward,
+        # when the last forward may have been one of other samples.
+        self._packing = kwargs["packing"]
+
+    def _hook(self, layer: int) -> Any:
+        def hook(
+            router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            logits, scores, chosen = output
+            packing = self._packing
+            assert packing is not None
+            if packing.routes is not None:
+                first = layer * self.chosen
+                recorded = packing.routes[:, first : first + self.chosen].to(chosen.dtype)
+                chosen = torch.where(recorded < 0, chosen, recorded)
+                scores = _scores(logits, chosen, bool(self._normalises)).to(scores.dtype)
+            if self._counted is not None and not _is_backward():
+                self._add(layer, logits, chosen, packing.real)
+            if self._balance is not None and torch.is_grad_enabled():
+                scores = _WithLoss.apply(scores, self._loss(layer, logits, packing.real))
+            return logits, scores, chosen
+
+        return hook
+
+    @torch.no_grad()
+    def _add(self, layer: int, logits: Tensor, chosen: Tensor, real: Tensor | None) -> None:
+        found = self._counted
+        assert found is not None
+        counts = (
+            logits.new_ones(len(logits), dtype=torch.float64) if real is None else real.double()
+        )
+        repeated = counts[:, None].expand_as(chosen).flatten()
+        # Neither a selection nor `bincount`, for which a device would have to be waited for.
+        found[0, layer].scatter_add_(0, chosen.flatten().long(), repeated)
+        found[1, layer] += counts @ logits.float().softmax(-1).double()
+
+    def _loss(self, layer: int, logits: Tensor, real: Tensor | None) -> Tensor:
+        assert self._balance is not None
+        by_token = logits.float().softmax(-1) @ self._balance.load[layer].float()
+        if real is not None:  # else it is of samples, all of it
+            by_token = by_token * real
+        return self._balance.coefficient * by_token.sum()
+
+
+def find_routers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The routers that transformers knows of in a model, by name."""
+    recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
+    kind = getattr(recorded.get("router_logits"), "target_class", None)
+    if kind is None:
+        return {}
+    return {name: module for name, module in model.named_modules() if type(module) is kind}
+
+
+def normalises(router: nn.Module, config: PretrainedConfig) -> bool | None:
+    """Whether the weights of the chosen experts are made to add up to 1, by trial of a router like
+    this one; None if they are no softmax over the experts in either way."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+        torch.manual_seed(0)
+        try:
+            twin = type(router)(config)
+            for parameter in twin.parameters():
+                parameter.normal_()
+            logits, scores, chosen = twin(torch.randn(5, config.hidden_size))
+            found = {way: _scores(logits, chosen, way) for way in (True, False)}
+            near = (way for way, values in found.items() if torch.allclose(values, scores.float()))
+        except Exception:  # of whatever kind: it is made and answers in another way
+            return None
+        return next(near, None)
+
+
+def check_routing(config: PretrainedConfig, setting: str, path: str) -> None:
+    """Refuses a setting that needs routers, for a model without any that are known here.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    if Routing.of(model) is None:
+        raise ConfigError(
+            f"{setting}: {path} has no routers that choose experts by a softmax over all of a "
+            "layer, as Qwen3-MoE, Qwen2-MoE, Mixtral and OLMoE have them. Leave the setting out."
+        )
+
+
+def figures(counted: Tensor, chosen: int) -> dict[str, float]:
+    """What is shown of an update's routing.
+
+    Args:
+        counted: As `Routing.counted`, of all tokens of the mini-batch.
+        chosen: Experts that take a token.
+
+    Returns:
+        `router_busiest`: the largest share of a layer's choices that falls on one expert, of all
+        layers; `router_entropy`: that of the choices, 1 if all experts are chosen alike, the mean
+        of the layers; `router_loss`: see `Routing`, without its weight.
+    """
+    counts, probabilities = counted.cpu()
+    load = counts / counts.sum(1, keepdim=True).clamp(min=1.0)
+    mean = probabilities / (counts.sum(1, keepdim=True) / chosen).clamp(min=1.0)
+    experts = counts.shape[1]
+    entropy = torch.special.entr(load).sum(1) / math.log(max(2, experts))
+    return {
+        "router_busiest": float(load.max()),
+        "router_entropy": float(entropy.mean()),
+        "router_loss": float(experts * (load * mean).sum(1).mean()),
+    }
+
+
+def balance_of(counted: Tensor, chosen: int, weight: float) -> Balance:
+    """What the auxiliary loss needs, of all tokens of a mini-batch; see `figures`."""
+    counts = counted[0]
+    choices = counts.sum(1, keepdim=True).clamp(min=1.0)
+    tokens = float(choices.max()) / chosen
+    layers, experts = counts.shape
+    return Balance(counts / choices, weight * experts / (layers * tokens))
+
+
+def _layer_of(model: PreTrainedModel, name: str, kinds: set[str]) -> nn.Module:
+    """The decoder layer that a router is in."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        layer = model.get_submodule(".".join(parts[:end]))
+        if type(layer).__name__ in kinds:
+            return layer
+    raise ConfigError(f"The router {name} is in no decoder layer of {type(model).__name__}.")
+
+
+def _scores(logits: Tensor, chosen: Tensor, normalise: bool) -> Tensor:
+    found = logits.float().softmax(-1).gather(1, chosen.long())
+    return found / found.sum(-1, keepdim=True) if normalise else found
+
+
+def _is_backward() -> bool:
+    """Whether a backward is under way: then a forward is one of gradient checkpointing's."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class _WithLoss(torch.autograd.Function):
+    """Adds a loss to the one that will be taken of `values`, wherever that is done."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return grad, torch.ones_like(loss)
