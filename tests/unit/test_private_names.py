@@ -37,7 +37,6 @@ KNOWN = {
     "_SHM_SAFE_NAME_LENGTH": ("rollout/vllm.py",),
     "_current_frames": ("controller/health.py", "rollout/tool_loop.py"),
     "_private": ("ray_backend/cluster.py",),
-    "_strip_protocol": ("ray_backend/kept_files.py",),
 }
 DOCUMENTED = {"_exit", "_asdict", "_replace", "_fields", "_make"}
 """Of `os` and of named tuples: private in spelling only."""
