@@ -124,14 +124,14 @@ def _check_names(config: Config) -> None:
     from hybridrl.algorithms.group_advantages import SCALES
     from hybridrl.algorithms.registry import policy_loss
     from hybridrl.algorithms.weights import MODES
-    from hybridrl.core.dtypes import DTYPES
+    from hybridrl.core.dtypes import AUTO, DTYPES
     from hybridrl.engine.optimizer import SCHEDULES
     from hybridrl.trainers import load_trainer
     from hybridrl.trainers.feed import check_sampler
 
     one_of("executor", config.executor, ("ray", "inline"))
     one_of("devices", config.devices, ("auto", "cpu", "cuda"))
-    one_of("model.dtype", config.model.dtype, DTYPES)
+    one_of("model.dtype", config.model.dtype, (AUTO, *DTYPES))
     if config.model.dtype == "float16" and load_trainer(config.trainer.name).TRAINS:
         raise ConfigError(
             "model.dtype=float16: small gradients would become 0 in it, the more the fewer devices "

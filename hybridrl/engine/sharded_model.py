@@ -22,7 +22,7 @@ from hybridrl.models import PackedModel
 from hybridrl.models.adapters import has_adapters, merged
 from hybridrl.models.stored_names import stored_form
 from hybridrl.parallel import tensor as tensor_parallel
-from hybridrl.parallel.fsdp import is_small, shard
+from hybridrl.parallel.fsdp import is_small, shard, units
 from hybridrl.parallel.layout import training_layout
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.pipeline import Pipeline
@@ -157,6 +157,7 @@ class ShardedModel:
         load_weights(self.model.inner, folder, self.cuts, self.mesh.index("tp"))
 
     def _drop_gathered(self) -> None:
-        """A forward leaves the parameters gathered for the next one: copies in the precision of
-        computation, which hide the ones that are trained."""
-        self.model.reshard()
+        """A forward leaves the last units gathered for its backward: copies in the precision of
+        computation, which hide the parameters that are trained."""
+        for unit in units(self.model):
+            unit.reshard()

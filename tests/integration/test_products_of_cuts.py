@@ -7,6 +7,7 @@ from ranks import run_ranks
 
 from hybridrl.config.schema import ParallelConfig
 from hybridrl.core.training_mesh import training_mesh
+from hybridrl.parallel import fsdp
 from hybridrl.parallel.mesh import ParallelMesh
 
 WORLD = 4
@@ -51,6 +52,9 @@ def program(rank):
                 continue
             dp = mesh.mesh.axes["dp"]
             mine = batch.take(deal(batch, [len(batch)] if dp == 1 else [7, 4])[mesh.index("dp")])
+            # Of this one every layer, the embedding and the head are gathered for themselves.
+            in_units = "untied" in model and cut != "one rank"
+            fsdp.SMALL_MODEL_BYTES = 0 if in_units else 1 << 28
             weight = 0.1 if settings["architecture"] == "qwen3_moe" else 0.0
             engine = make_engine(
                 mesh, make_model(**settings), tokens_per_microbatch=60, router_loss_weight=weight
