@@ -3,6 +3,7 @@
     python tests/at_size.py                 # all of JOBS: what docs/sizing.md shows
     python tests/at_size.py llama3-70b-1024 # one of them
     python tests/at_size.py --json
+    python tests/at_size.py qwen3-8b-8 --held train   # what lives at the fullest moment
 
 The real engine, models and plans run as one rank of a job of the planner's, with simulated devices
 (see `simulated`), and beside each figure stands what the planner foresees. It needs neither the
@@ -105,9 +106,12 @@ SETTINGS = (
 )
 
 
-def rehearse(name: str) -> dict:
+def rehearse(name: str, spy: tuple[str, int] | None = None) -> dict:
     """What is seen of rank 0 of a job, and what its plan says: by phase, bytes of the device at the
     fullest moment, `seen` and `planned`; the collectives; seconds of planning. Once in a process.
+
+    Args:
+        spy: See `simulated.Accelerator`.
     """
     import transformers
 
@@ -118,10 +122,11 @@ def rehearse(name: str) -> dict:
         cut = [setting for setting in job.settings if setting.startswith("actor.parallel.tp=")]
         rows = 8 * job.devices // int(cut[0].partition("=")[2] if cut else 1)
         prompts = f"data.prompts_per_step={rows // 8}"
-        return _rehearse(job, folder, [*SETTINGS, *job.settings, prompts, f"model.path={folder}"])
+        overrides = [*SETTINGS, *job.settings, prompts, f"model.path={folder}"]
+        return _rehearse(job, folder, overrides, spy)
 
 
-def _rehearse(job: Job, folder: str, overrides: list[str]) -> dict:
+def _rehearse(job: Job, folder: str, overrides: list[str], spy: tuple[str, int] | None) -> dict:
     import torch
     from settings import configured
     from simulated import DEVICE, Accelerator, join_as
@@ -140,7 +145,7 @@ def _rehearse(job: Job, folder: str, overrides: list[str]) -> dict:
     batch = _batch(rows)
     objective = PolicyObjective("ppo_clip", {}, kl_coefficient=0.1, entropy_coefficient=0.0)
     seconds = {}
-    with Accelerator() as device:
+    with Accelerator(spy) as device:
         began = time.perf_counter()
         share = config.rollout.parallel.tp
         at = training_mesh(job.devices, config.actor.parallel, share)
@@ -183,6 +188,7 @@ def _rehearse(job: Job, folder: str, overrides: list[str]) -> dict:
             for phase, found in device.phases.items()
         },
         "seconds": seconds,
+        "held": dict(device.held.most_common()),
     }
 
 
@@ -198,11 +204,12 @@ def _planned(config, devices):
     placement = check_placement(config, machines.cluster, None)
     planner = Planner(config, machines, placement, sizes_of(config), wanted_roles(config, None))
     part, train = planner.part("actor", 0), planner.batches["actor", "train"]
-    there = sum(part.resident().values())
+    there = part.resident()
+    parameters = there.get("parameters", 0.0)  # the moments come with the first update
     found = {
-        "load": sum(part.loading().values()),
-        "score": sum(part.loading().values()) + sum(part.scoring(train, planner.sizes).values()),
-        "train": there + sum(part.training(train, planner.sizes).values()),
+        "load": parameters,
+        "score": parameters + sum(part.scoring(train, planner.sizes).values()),
+        "train": sum(there.values()) + sum(part.training(train, planner.sizes).values()),
     }
     return found, train.total // round(planner.sizes.sample_tokens)
 
@@ -243,12 +250,12 @@ class _Files:
         self.bytes_read += 2 * into.numel()
 
 
-def in_a_process(name: str) -> dict:
+def in_a_process(name: str, *spy: str) -> dict:
     """`rehearse` in a process of its own."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, __file__, "--here", name],
+        [sys.executable, __file__, "--here", name, *spy],
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -263,12 +270,19 @@ def main() -> None:
     parser.add_argument("jobs", nargs="*", metavar="JOB", help=", ".join(JOBS | OTHERS))
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--here", action="store_true", help="one job, in this process, as JSON")
+    parser.add_argument("--held", metavar="PHASE")
     chosen = parser.parse_args()
     if chosen.here:
-        print(json.dumps(rehearse(chosen.jobs[0])), flush=True)
+        name, *spy = chosen.jobs
+        print(json.dumps(rehearse(name, (spy[0], int(spy[1])) if spy else None)), flush=True)
         os._exit(0)  # threads of autograd do not end well with a device that is none
     found = {name: in_a_process(name) for name in chosen.jobs or JOBS}
     print(json.dumps(found, indent=2) if chosen.json else table(found))
+    for name, job in found.items() if chosen.held else ():
+        again = in_a_process(name, chosen.held, str(job["phases"][chosen.held]["seen"]))
+        for what, size in again["held"].items():
+            if size > 0.001 * GIB:
+                print(f"{name} {chosen.held}: {size / GIB:8.3f} GiB of {what}")
 
 
 def table(found: dict) -> str:

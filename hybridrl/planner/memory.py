@@ -21,6 +21,8 @@ CHECKPOINT = 3 * MASTER
 """Bytes of a trained parameter and its two moments in a checkpoint."""
 LOGITS_SCORING, LOGITS_TRAINING = 4, 6
 """Chunks of float32 logits that live at once in `token_log_probs`, forward and backward."""
+LOGITS_AT_PRODUCT = 2.5
+"""As many when the backward has done with most of them, and multiplies for the head's gradient."""
 SAMPLING_COPIES = 4
 """Of `[samples, vocabulary]` logits while `rollout=transformers` chooses tokens."""
 
@@ -90,29 +92,20 @@ class ModelPart:
         """Gathered whole, its gradients summed once in an update."""
         return self.parameters.all * MASTER < SMALL_MODEL_BYTES
 
-    @property
-    def _shard(self) -> float:
-        return MASTER * self.parameters.all / self.shards
-
     def resident(self) -> Parts:
         """What stays on the device between calls."""
         if self.offload_parameters:
             return {}
-        shards: Parts = {"parameters": self._shard}
+        shards: Parts = {"parameters": MASTER * self.parameters.all / self.shards}
         if self.trains and not self.offload_optimizer:
             shards["optimizer"] = 2 * MASTER * self.parameters.trained / self.shards
         return shards
-
-    def loading(self) -> Parts:
-        """What is there once the weights are: each rank reads its shards, a window at a time. The
-        moments come with the first update."""
-        return {} if self.offload_parameters else {"parameters": self._shard}
 
     def scoring(self, batch: MicroBatches, sizes: Sizes) -> Parts:
         """A forward's fullest moment, beside what is resident."""
         gathered = {"gathered": self._gathered(forward=True)}
         layers = batch.tokens * self.shape.scoring.of(self.layers)
-        head = {"gathered": self._gathered_at_head(), "activations": self._states(batch, sizes)}
+        head = {"gathered": self._gathered_at_head(True), "activations": self._states(batch, sizes)}
         if chunk := self._logits(batch, sizes):
             head["logits"] = LOGITS_SCORING * chunk + self._head_copy
         return _fullest({**gathered, "activations": layers}, head)
@@ -140,20 +133,22 @@ class ModelPart:
             largest = max(self.root.trained, shape.embedding.trained if self.ends[0] else 0)
             end = reduced = shard + (item + MASTER) * largest
         loss: Parts = {
-            "gathered": self._gathered_at_head(),
+            "gathered": self._gathered_at_head(False),
             "gradients": before,
             "activations": kept + self._states(batch, sizes),
         }
         if chunk := self._logits(batch, sizes):
             states = batch.tokens * sizes.response_share * shape.hidden * item
-            loss["logits"] = LOGITS_TRAINING * chunk + states + self._head_copy
             # The backward sums the output's gradient in float32; a half-precision product is
             # another such tensor before it is added.
-            tensors = 1 if item == MASTER or self._head_copy else 2
-            loss["gradients"] += tensors * MASTER * shape.head.trained
+            summed_head = MASTER * shape.head.trained
+            product = 0 if item == MASTER or self._head_copy else summed_head
+            logits = max(LOGITS_TRAINING * chunk, LOGITS_AT_PRODUCT * chunk + product)
+            loss["logits"] = logits + states + self._head_copy
+            loss["gradients"] += summed_head
         gathered = self._gathered(forward=False)
         summed = {
-            "gathered": self._gathered_at_head(),
+            "gathered": self._gathered_at_head(False),
             "gradients": before + (item + MASTER) * self.head.trained,
             "activations": kept + self._states(batch, sizes),
         }
@@ -183,12 +178,12 @@ class ModelPart:
         layers = min(self.layers, 2 if buffer else 1)
         return item * (self.root.all + (layers + (buffer and forward)) * self.shape.layer.all)
 
-    def _gathered_at_head(self) -> float:
+    def _gathered_at_head(self, forward: bool) -> float:
         """As `_gathered`, when the last layer is done; where the head is no unit of its own, its
         layers are not freed yet."""
         if self.is_small or not self.head.all:
             return self._gathered(forward=True)
-        buffer = self.shards > 1
+        buffer = forward and self.shards > 1
         return self.shape.item * (self.root.all + (1 + buffer) * self.head.all)
 
     @property
