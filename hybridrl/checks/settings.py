@@ -18,6 +18,7 @@ from hybridrl.checks.roles import check_roles
 from hybridrl.config.schema import Config
 from hybridrl.core.cluster import Cluster, choose_devices
 from hybridrl.errors import ConfigError, MissingPackageError, nearest
+from hybridrl.rollout.vllm_options import check_engine_options
 from hybridrl.trainers.role_spec import RoleSpec
 
 POSITIVE = (
@@ -45,6 +46,7 @@ POSITIVE = (
     "recover.grace_s",
     "controller.heartbeat_s",
     "guard.most_skipped",
+    "guard.most_mismatch",
     "reward.processes",
     "reward.timeout_s",
 )
@@ -72,8 +74,8 @@ NOT_NEGATIVE = (
     "observe.show_every",
     "observe.timeline_every",
 )
-OF_FUNCTIONS = ("reward.options", "cost.options")
-"""Settings whose meaning only the user's functions know."""
+OF_OTHERS = ("reward.options", "cost.options", "rollout.engine_options")
+"""Settings whose meaning only the user's functions, or vLLM, know."""
 
 
 def check(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
@@ -88,7 +90,7 @@ def check(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
     """
     _check_finite(config)
     for name in POSITIVE:
-        if (value := _get(config, name)) <= 0:
+        if (value := _get(config, name)) is not None and value <= 0:
             raise ConfigError(f"{name}={value}: must be more than 0.")
     for name in NOT_NEGATIVE:
         if (value := _get(config, name)) < 0:
@@ -112,7 +114,7 @@ def _check_finite(value: Any, name: str = "") -> None:
         raise ConfigError(f"{name}={value}: must be a finite number.")
     if is_dataclass(value):
         value = vars(value)
-    if isinstance(value, Mapping) and name not in OF_FUNCTIONS:
+    if isinstance(value, Mapping) and name not in OF_OTHERS:
         for key, entry in value.items():
             _check_finite(entry, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list | tuple):
@@ -206,6 +208,13 @@ def _check_sizes(config: Config) -> None:
         raise ConfigError(f"rollout.top_p={config.rollout.top_p}: must be in (0, 1].")
     if not 0 < config.rollout.memory_share < 1:
         raise ConfigError(f"rollout.memory_share={config.rollout.memory_share}: must be in (0, 1).")
+    if options := config.rollout.engine_options:
+        if config.rollout.engine == "transformers":
+            raise ConfigError(
+                f"rollout.engine_options has {', '.join(options)}, which are vLLM's; they need "
+                "rollout=vllm."
+            )
+        check_engine_options(options, config.rollout.temperature, config.placement.in_flight)
     if config.rollout.engine == "transformers" and config.rollout.parallel.tp > 1:
         raise ConfigError(
             f"rollout.parallel.tp={config.rollout.parallel.tp} needs rollout=vllm; "

@@ -24,9 +24,12 @@ from hybridrl.errors import ConfigError, nearest
 
 FOLDER = Path(__file__).parent
 GROUPS = ("algorithm", "data", "placement", "rollout")
-OPEN = re.compile(r"((reward|cost)\.options|algorithm\.loss_options|placement\.roles|models)[.=]")
-"""Settings below which any name may stand: the user's, those of a loss, or roles; checked with
-them."""
+OPEN = re.compile(
+    r"((reward|cost)\.options|algorithm\.loss_options|placement\.roles|models"
+    r"|rollout\.engine_options)[.=]"
+)
+"""Settings below which any name may stand: the user's, those of a loss, roles, or vLLM's; checked
+with them."""
 
 ConfigStore.instance().store(name="schema", node=Config)
 

@@ -168,5 +168,8 @@ class RolloutConfig:
     memory_share: float = 0.5
     """Share of a GPU's memory for the engine: its weights and KV cache."""
     cuda_graphs: bool = True
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    """Further options of vLLM's engine by vLLM's names, such as `max_num_batched_tokens`,
+    `kv_cache_dtype`, `async_scheduling` or `speculative_config`."""
     verify_weights: bool = False
     """Compare all weights of the generator with the trainer's after each sync; slow."""

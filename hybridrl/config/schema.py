@@ -217,6 +217,9 @@ class GuardConfig:
     checkpoint, and leaves out the prompts that led there when they come again."""
     most_skipped: int = 10
     """So many such updates in a row, or rewinds to one checkpoint, end the job; at most 20."""
+    most_mismatch: float | None = None
+    """The job ends if the generator is further from the trainer in its first step (`mismatch/k3`);
+    null: 1e-4 in float32, 0.05 in bfloat16."""
 
 
 @dataclass

@@ -7,6 +7,7 @@ real: buffers, and the scalar head of a model that had none.
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,7 +82,8 @@ def empty_model(path: str, config: PretrainedConfig, *, scalar: bool) -> Unread 
         return _left_to_transformers(path, f"`{others[0]}` is no parameter")
     if twice := sorted(tied & files.shapes.keys()):
         return _left_to_transformers(path, f"`{twice[0]}` is tied, and in it besides")
-    _compute_buffers(model)
+    if (buffer := _compute_buffers(model)) is not None:
+        return _left_to_transformers(path, f"`{buffer}` is not computed by its class")
     if scalar:
         _read_head(model, files)
     _read_generation_config(model, path)
@@ -92,15 +94,41 @@ def _left_to_transformers(path: str, why: str) -> None:
     _log.info("Every rank reads the whole of %s, by transformers' own loading: %s.", path, why)
 
 
-def _compute_buffers(model: PreTrainedModel) -> None:
+def _compute_buffers(model: PreTrainedModel) -> str | None:
     """Computes what constructors could not on the meta device, such as rotary frequencies; in the
-    way in which `from_pretrained`, which builds models there, too, does it."""
+    way in which `from_pretrained`, which builds models there, too, does it.
+
+    Returns:
+        The first buffer that nothing has been written to; None if there is no such.
+    """
+    unwritten = {}
     for module in model.modules():
-        empty = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-        for name in empty:
-            setattr(module, name, torch.empty_like(getattr(module, name), device="cpu"))
-        module._is_hf_initialized = not empty
+        # A module may compute the buffers of those inside it.
+        module._is_hf_initialized = not any(buffer.is_meta for buffer in module.buffers())
+    for path, module in model.named_modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                blank = torch.full(buffer.shape, _mark(buffer.dtype), dtype=buffer.dtype)
+                setattr(module, name, blank)
+                unwritten[f"{path}.{name}"] = blank.clone()
     model.initialize_weights()  # of the modules that are not
+    buffers = dict(model.named_buffers())
+    return next(
+        (name for name, blank in unwritten.items() if _is_blank(buffers[name], blank)), None
+    )
+
+
+def _mark(dtype: torch.dtype) -> float | int | bool:
+    """What no class computes."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return True if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _is_blank(buffer: torch.Tensor, blank: torch.Tensor) -> bool:
+    if blank.dtype is torch.bool or not blank.numel():
+        return False
+    return bool(torch.isnan(buffer).any() if blank.is_floating_point() else (buffer == blank).any())
 
 
 def _read_head(model: PreTrainedModel, files: TensorFiles) -> None:

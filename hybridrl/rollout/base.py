@@ -189,6 +189,11 @@ class RolloutEngine(ABC):
     def sleep(self) -> None:  # noqa: B027
         """Gives memory of weights and KV cache back, until `wake`."""
 
+    def counts(self) -> dict[str, int]:
+        """What the engine counted since it was asked last: `drafted_tokens`, guessed ahead of the
+        model, and `accepted_tokens` of these, if it guesses."""
+        return {}
+
     @property
     def awaits_weights(self) -> bool:
         """Whether it was built without weights of its own: they are to come before it generates."""

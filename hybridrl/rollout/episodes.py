@@ -105,6 +105,9 @@ class EpisodeRollout(RolloutEngine):
             }
         )
 
+    def counts(self) -> dict[str, int]:
+        return self._engine.counts()
+
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self._engine.load(weights)
 

@@ -29,6 +29,7 @@ from hybridrl.rollout.base import (
     row_seeds,
 )
 from hybridrl.rollout.vllm_layout import NotProbedError
+from hybridrl.rollout.vllm_options import SPECULATIVE
 from hybridrl.rollout.weights import Pieces, WeightWriter, differences
 
 # Read by vLLM when it is imported.
@@ -59,6 +60,11 @@ except ImportError as error:
         "transformers: rollout=transformers."
     ) from error
 
+DRAFTS = {
+    "vllm:spec_decode_num_draft_tokens": "drafted_tokens",
+    "vllm:spec_decode_num_accepted_tokens": "accepted_tokens",
+}
+"""vLLM's counters of tokens that were guessed ahead, and how we call them."""
 _log = logging.getLogger(__name__)
 
 HEAD_DTYPE = "float32"
@@ -111,6 +117,8 @@ class VLLMRollout(RolloutEngine):
         self._running: dict[str, int] = {}  # samples of each request
         self._weights = 0  # how often they have changed
         self._pieces: Pieces = {}
+        self._guesses = bool(config.engine_options.get(SPECULATIVE))
+        self._counted: dict[str, int] = {}
         if device.type != "cpu":
             memory: dict[str, Any] = {
                 "gpu_memory_utilization": config.memory_share,
@@ -145,13 +153,13 @@ class VLLMRollout(RolloutEngine):
                 skip_tokenizer_init=not config.stop,  # only stop texts need text
                 tensor_parallel_size=config.parallel.tp,
                 distributed_executor_backend="external_launcher",
-                logprobs_mode="processed_logprobs",
-                async_scheduling=False,
-                disable_log_stats=True,
-                **memory,
+                # Those that vLLM calls processed are wrong for tokens that were guessed.
+                logprobs_mode="raw_logprobs" if self._guesses else "processed_logprobs",
+                disable_log_stats=not self._guesses,
+                **{"async_scheduling": False} | memory | dict(config.engine_options),
             )
-        except ValueError as error:
-            raise ConfigError(_explain(error, config)) from error
+        except Exception as error:  # of many kinds: models and devices have their own
+            raise ConfigError(_explain(error, path, config)) from error
         finally:
             torch.set_num_threads = set_threads  # vLLM replaces it on CPUs
             torch.set_num_threads(threads)
@@ -226,6 +234,15 @@ class VLLMRollout(RolloutEngine):
     def cancel(self) -> None:
         self._llm.llm_engine.abort_request(list(self._running))
         self._running.clear()
+
+    def counts(self) -> dict[str, int]:
+        if not self._guesses:
+            return {}
+        now = {
+            metric.name: metric.value for metric in self._llm.get_metrics() if metric.name in DRAFTS
+        }
+        before, self._counted = self._counted, now
+        return {DRAFTS[name]: value - before.get(name, 0) for name, value in now.items()}
 
     def _take_cache(self) -> None:
         self._groups.enter()
@@ -349,10 +366,17 @@ def _name_shared_memory(job: str) -> None:
     ExecutorWithExternalLauncher._distributed_args = distributed_args
 
 
-def _explain(error: ValueError, config: RolloutConfig) -> str:
-    text = str(error).strip().splitlines()[0]
+def _explain(error: Exception, path: str, config: RolloutConfig) -> str:
+    said = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(said) > 1 and "validation error" in said[0]:  # pydantic's: what is wrong comes below
+        said = [said[1].removeprefix("Value error, ").partition(" [type=")[0]]
+    why = said[0] if said else "it does not say why"
+    if not isinstance(error, ValueError):
+        why = f"{type(error).__name__}: {why}"
     return (
-        f"vLLM refused the settings: {text} (rollout.max_tokens={config.max_tokens}, "
+        f"vLLM does not start with {path}: {why} (rollout.max_tokens={config.max_tokens}, "
         f"rollout.parallel.tp={config.parallel.tp}, rollout.kv_cache_gib="
-        f"{config.kv_cache_gib}, rollout.memory_share={config.memory_share})"
+        f"{config.kv_cache_gib}, rollout.memory_share={config.memory_share}). The worker's log has "
+        "all that it said. A model that vLLM cannot run on this device can be generated with by "
+        "rollout=transformers."
     )

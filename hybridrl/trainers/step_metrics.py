@@ -140,6 +140,9 @@ def _responses(total: Mapping[str, float], seconds: float) -> dict[str, float]:
         "response/tokens": total["response_tokens"],
         "throughput/tokens_per_second": total["response_tokens"] / seconds,
     }
+    if "drafted_tokens" in total:
+        drafted = total["drafted_tokens"]
+        figures["response/accepted_drafts"] = total["accepted_tokens"] / max(1.0, drafted)
     if "turns" in total:
         figures["response/turns"] = total["turns"] / samples
         figures["tools/timeouts"] = total["tool_timeouts"]

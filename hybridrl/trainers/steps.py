@@ -14,6 +14,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.observe.slow_ranks import SlowDevices
 from hybridrl.observe.step_view import StepView
 from hybridrl.observe.timeline import draw_timeline
+from hybridrl.trainers.generator_check import check_generator
 from hybridrl.trainers.guard import Guard
 from hybridrl.trainers.step_metrics import step_metrics
 
@@ -62,6 +63,7 @@ class Steps:
         self.job, self.trainer, self.guard, self.view = job, trainer, guard, view
         self.summary = summary
         self.evaluated: Mapping[str, float] = {}
+        self._compared = False
         self.ended = time.perf_counter()
         self._last_records: list[Record] = []
         places = {role: place.devices for role, place in job.placement.roles.items()}
@@ -107,6 +109,7 @@ class Steps:
 
         Raises:
             TrainingError, Rewind: see `Guard.act`.
+            TrainingError: if the generator is not the model that is trained.
         """
         begin = max(step.begin, self.ended)  # before that, an earlier step was under way
         self.ended = time.perf_counter()
@@ -126,6 +129,9 @@ class Steps:
         self._draw(step.number, records)
         if bad is not None:
             self.guard.act(bad, step.batch, step.groups, metrics)
+        if not self._compared:
+            check_generator(self.job.config, metrics)
+            self._compared = True
 
     def _keep(self, step: int, metrics: dict[str, float], batch: BatchRef) -> None:
         self.summary["steps"] = step

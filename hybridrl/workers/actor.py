@@ -50,6 +50,7 @@ from hybridrl.workers.generation import (
     first_seed,
     load_generations,
     of_episodes,
+    report_engine,
     report_samples,
     report_sync,
 )
@@ -135,6 +136,7 @@ class ActorWorker(TrainedModelWorker):
         report_sync(self, self._engine.cost)
         if self.coordinates()["rollout_tp"].index == 0:
             report_samples(self, samples)
+            report_engine(self, self._engine.rollout)
         return samples
 
     @transfer(THREE_D, reads=SAMPLE, makes=("log_probs", "entropy"))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridrl.controller import Worker
 from hybridrl.core.batch import Batch
 from hybridrl.core.locations import Location
 from hybridrl.engine.training_state import read_numbers, write_numbers
 from hybridrl.engine.weight_sync import SyncCost
+
+if TYPE_CHECKING:
+    from hybridrl.rollout import RolloutEngine
 
 SAMPLE = ("prompt_ids", "response_ids")
 """The columns that a model needs to score a sample."""
@@ -47,6 +50,11 @@ def report_samples(worker: Worker, samples: Batch) -> None:
             tool_timeouts=reasons.count("tool_timeout"),
             tool_errors=reasons.count("tool_error"),
         )
+
+
+def report_engine(worker: Worker, engine: RolloutEngine) -> None:
+    """What the engine counted since it was asked last; see `RolloutEngine.counts`."""
+    worker.report(**engine.counts())
 
 
 def report_sync(worker: Worker, cost: SyncCost | None) -> None:

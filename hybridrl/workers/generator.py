@@ -34,6 +34,7 @@ from hybridrl.workers.generation import (
     first_seed,
     load_generations,
     of_episodes,
+    report_engine,
     report_samples,
     report_sync,
     save_generations,
@@ -145,6 +146,7 @@ class GeneratorWorker(ModelWorker):
         samples = with_mask(samples)
         if self.coordinates()["rollout_tp"].index == 0:
             report_samples(self, samples)
+            report_engine(self, self._engine)
         return PartialTable(samples, rows, len(self._batch))
 
     @transfer(ONE_TO_ALL)

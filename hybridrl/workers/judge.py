@@ -64,6 +64,7 @@ class Judge:
             episode=None,
             parallel=RolloutParallelConfig(),
             stop=[],
+            engine_options={},
             memory_share=config.memory_share,
         )
         self._engine = build_generator(source, settings, join(context), 0, f"{job}-judge")

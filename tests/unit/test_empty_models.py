@@ -7,10 +7,16 @@ import pytest
 import torch
 from engine_cases import make_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Qwen2PreTrainedModel,
+)
 
 from hybridrl.errors import ConfigError
 from hybridrl.models import load_model, unread_model, unread_scalar_model
+from hybridrl.models.shrunk import shrunk
 
 
 @pytest.fixture
@@ -94,3 +100,19 @@ def test_a_damaged_folder_is_a_sentence(folder):
     file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(ConfigError, match=r"model\.safetensors is damaged: it should have"):
         unread_model(str(folder))
+
+
+def test_a_buffer_that_the_module_around_it_computes(tmp_path):
+    config = shrunk(AutoConfig.for_model("falcon_h1", ssm_multipliers=[0.5, 0.25, 2.0, 1.0, 3.0]))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    buffers = dict(unread_model(str(tmp_path))[0].named_buffers())
+    expected = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_buffers())
+    assert any(name.endswith("mup_vector") for name in expected)
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in expected.items())
+
+
+def test_a_buffer_that_nothing_computes_is_left_to_transformers(folder, caplog, monkeypatch):
+    monkeypatch.setattr(Qwen2PreTrainedModel, "initialize_weights", lambda self: None)
+    caplog.set_level(logging.INFO)
+    assert unread_model(str(folder))[1] is None
+    assert "`model.rotary_emb.inv_freq` is not computed by its class" in caplog.text

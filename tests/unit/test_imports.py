@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "config": {"=core", "=core.locations"},
     "checks": {
         *("core", "algorithms", "models", "parallel", "placement", "rewards", "trainers"),
-        *("=rollout.episode_class", "=engine.optimizer"),
+        *("=rollout.episode_class", "=rollout.vllm_options", "=engine.optimizer"),
     },
     "planner": {
         *("core", "controller", "models", "placement", "trainers"),

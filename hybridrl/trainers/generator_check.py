@@ -1,0 +1,44 @@
+"""Whether the generator is the model that is trained: two libraries' classes of one name, other
+kernels, weights that were brought. The first samples of a run say it at no cost, because what the
+generator thought of their tokens is compared with what the trainer thinks anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from hybridrl.config.schema import Config
+from hybridrl.errors import TrainingError
+
+MOST = {"float32": 1e-4, "bfloat16": 0.05}
+"""KL divergence (k3 estimate, a token) that rounding explains. Seen on CPUs: 1e-14 in float32 and
+1e-5 in bfloat16; the rest is for larger models, whose tokens rounding may send to other experts,
+and for kernels that add up in another order."""
+
+
+def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
+    """To be asked after the first step that this process does; later ones may learn from samples of
+    older policies.
+
+    Args:
+        metrics: Of the step.
+
+    Raises:
+        TrainingError: if the generator is another model.
+    """
+    rollout = config.rollout
+    if rollout.min_tokens or rollout.top_p != 1 or rollout.top_k:
+        return  # tokens were left out when samples were drawn, which the trainer counts
+    found = metrics.get("mismatch/k3", math.nan)
+    most = config.guard.most_mismatch or MOST[config.model.dtype]
+    if not found > most or metrics.get("staleness/max", 0.0) > 0:
+        return
+    raise TrainingError(
+        f"The generator is not the model that is trained: its log-probabilities of its own samples "
+        f"are off by {metrics['mismatch/max_abs']:.2g} at most, mismatch/k3 is {found:.2g}, and "
+        f"rounding in {config.model.dtype} explains {most:g}. {rollout.engine}'s class for "
+        f"this model computes something else on this device than transformers', which trains it. "
+        "rollout=transformers generates with the class that is trained; guard.most_mismatch lets a "
+        "larger difference pass, which algorithm.correction should then correct."
+    )

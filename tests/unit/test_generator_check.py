@@ -1,0 +1,33 @@
+"""A generator that is another model than the one that is trained."""
+
+import pytest
+
+from hybridrl.config.schema import Config
+from hybridrl.errors import TrainingError
+from hybridrl.trainers.generator_check import check_generator
+
+
+def figures(k3, **others):
+    return {"mismatch/k3": k3, "mismatch/max_abs": 0.2, **others}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fine", "wrong"), [("float32", 9e-5, 2e-4), ("bfloat16", 0.04, 0.06)]
+)
+def test_rounding_passes_and_another_model_does_not(dtype, fine, wrong):
+    config = Config()
+    config.model.dtype = dtype
+    check_generator(config, figures(fine))
+    with pytest.raises(TrainingError, match=r"off by 0\.2 .*rollout=transformers"):
+        check_generator(config, figures(wrong))
+    config.guard.most_mismatch = 1.0
+    check_generator(config, figures(wrong))
+
+
+def test_what_cannot_be_compared_passes():
+    check_generator(Config(), {})
+    check_generator(Config(), figures(float("nan")))
+    check_generator(Config(), figures(1.0, **{"staleness/max": 1.0}))
+    config = Config()
+    config.rollout.min_tokens = 4
+    check_generator(config, figures(1.0))
