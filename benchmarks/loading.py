@@ -30,7 +30,8 @@ from hybridrl.checkpoint.writing import write_tensors
 from hybridrl.config.schema import ActorConfig, LoraSettings, ParallelConfig, RolloutConfig
 from hybridrl.controller.worker import Context, Rendezvous
 from hybridrl.core.boxes import whole
-from hybridrl.core.layout import Layout, local_pieces
+from hybridrl.core.layout import Layout
+from hybridrl.core.pieces import local_pieces
 from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.parallel.process_group import join
 from hybridrl.workers.actor import ActorWorker

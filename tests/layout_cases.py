@@ -6,7 +6,8 @@ import torch
 from hypothesis import strategies as st
 
 from hybridrl.core.boxes import extent, subtract_all, volume, whole
-from hybridrl.core.layout import Layout, Piece
+from hybridrl.core.layout import Layout
+from hybridrl.core.pieces import Piece
 
 NOTHING = -1.0
 

@@ -16,7 +16,9 @@ import torch
 
 from hybridrl.checkpoint.header import Entry, make_header
 from hybridrl.core.boxes import Box, volume, whole, windows
-from hybridrl.core.layout import Layout, Move, Piece, Place, plan
+from hybridrl.core.layout import Layout, Move
+from hybridrl.core.pieces import Piece, Place
+from hybridrl.core.plan import plan
 
 MODEL = "model"
 """What the names of a model's files begin with, as transformers has it."""
@@ -85,8 +87,7 @@ def share(layout: Layout, names: Iterable[str], rank: int) -> list[Move]:
         )
         for name, shape in shapes.items()
     }
-    moves = plan(layout, Layout(shapes, {_FILES: pieces})).moves
-    return [move for move in moves if move.sender == rank]
+    return list(plan(layout, Layout(shapes, {_FILES: pieces}), rank).moves)
 
 
 def plan_files(

@@ -19,8 +19,9 @@ from hybridrl.checkpoint.writing import write_tensors
 from hybridrl.commands.steps import one_step, show, show_json
 from hybridrl.core.boxes import whole
 from hybridrl.core.dtypes import DTYPES
-from hybridrl.core.layout import Layout, local_pieces
+from hybridrl.core.layout import Layout
 from hybridrl.core.locations import Location, write_whole
+from hybridrl.core.pieces import local_pieces
 from hybridrl.errors import ConfigError
 from hybridrl.observe.storage import explain_write_errors, readable_bytes
 

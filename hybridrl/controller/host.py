@@ -128,7 +128,8 @@ class Host:
             if not isinstance(argument, BatchRef):
                 return argument
             if first is None:
-                first, rows = argument, argument.rows_of(part)
+                first = argument
+                rows = argument.rows_of(part) if transfer.rows is None else transfer.rows(worker)
             elif argument.node.num_rows() != first.node.num_rows():
                 raise DataError(
                     f"`{record.role}.{record.method}` was given batches of "

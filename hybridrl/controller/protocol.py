@@ -115,6 +115,7 @@ class Transfer:
     may_read: Callable[[str], bool] | Sequence[str] = ()
     makes: Names | None = None
     may_make: Names = ()
+    rows: Callable[[Any], Rows] | None = None
 
     def wanted(self, keywords: Mapping[str, Any]) -> Wanted | None:
         """The columns that the method reads in workers that were built with these keywords; None:
@@ -143,6 +144,7 @@ def transfer(
     makes: Names | None = None,
     may_make: Names = (),
     streams: bool = False,
+    rows: Callable[[Any], Rows] | None = None,
 ) -> Callable[[Function], Function]:
     """Marks a worker method as callable from the driver.
 
@@ -154,6 +156,8 @@ def transfer(
         may_make: Further columns that it may return; `reward/*` stands for all that begin so.
         streams: Of a table that comes bit by bit the method is called for each part, as soon as
             that is there. For methods that look at each row by itself.
+        rows: Given the worker, the numbers of the rows that its rank reads, whatever others read;
+            None: the protocol says which.
 
     The method must say what it returns: `-> Batch` gives the driver a `BatchRef` with as many rows
     as went in; anything else gives a `Handle`.
@@ -171,7 +175,7 @@ def transfer(
                 )
         returns_batch = _returns_batch(method)
         method.__transfer__ = Transfer(  # type: ignore[attr-defined]
-            protocol, returns_batch, streams, reads, may_read, makes, may_make
+            protocol, returns_batch, streams, reads, may_read, makes, may_make, rows
         )
         return method
 

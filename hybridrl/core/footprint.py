@@ -7,13 +7,13 @@ bring weights from training to generation. What a rank holds twice counts once.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from hybridrl.core.boxes import Box, disjoint, subtract_all, volume
-from hybridrl.core.layout import Layout, Piece
+from hybridrl.core.layout import Layout
+from hybridrl.core.pieces import OfRank
 
-_OfRank = Mapping[str, tuple[Piece, ...]]
-_NOTHING: _OfRank = {}
+_NOTHING: OfRank = {}
 
 
 def peak(*layouts: Layout) -> dict[int, int]:
@@ -38,7 +38,7 @@ def redundant(source: Layout, target: Layout) -> dict[int, int]:
     return found
 
 
-def _count(together: Iterable[_OfRank]) -> int:
+def _count(together: Iterable[OfRank]) -> int:
     boxes: defaultdict[str, list[Box]] = defaultdict(list)
     for of_rank in together:
         for name, pieces in of_rank.items():

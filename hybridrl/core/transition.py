@@ -25,7 +25,9 @@ from typing import NamedTuple
 from hybridrl.core.boxes import shard_box, whole
 from hybridrl.core.footprint import peak, redundant
 from hybridrl.core.hybrid_mesh import HybridMesh, VanillaMesh
-from hybridrl.core.layout import Layout, Piece, Plan, flat_pieces, local_pieces, plan
+from hybridrl.core.layout import Layout, Plan
+from hybridrl.core.pieces import Piece, flat_pieces, local_pieces
+from hybridrl.core.plan import plan
 
 
 class Parameter(NamedTuple):

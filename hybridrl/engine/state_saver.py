@@ -32,8 +32,8 @@ from hybridrl.checkpoint.writing import (
     written_box,
 )
 from hybridrl.core.boxes import extent
-from hybridrl.core.layout import Place
 from hybridrl.core.locations import Location
+from hybridrl.core.pieces import Place
 from hybridrl.core.written import Saved, Written, WrittenBox, WrittenHeader, list_of
 from hybridrl.engine.model_folder import describe
 from hybridrl.engine.state_files import (

@@ -6,6 +6,7 @@ gets there. What waits is the side that is early.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from hybridrl.engine.train import TrainEngine
 from hybridrl.engine.weight_sync import SyncCost, WeightSync
 from hybridrl.errors import ConfigError, RolloutError
 from hybridrl.parallel.process_group import store_of
-from hybridrl.reshard.between_groups import Parcel, parcel_keys, send_parcels, take_parcels
+from hybridrl.reshard.between_groups import Manifest, Parcel, Receiver, Sender
 from hybridrl.rollout.base import RolloutEngine, ragged
 
 
@@ -33,6 +34,7 @@ class WeightChannel:
         dtype: Precision of the rollout engine's weights.
         train, rollout: What this rank has: one of them.
         verify: Send all weights whole besides and compare them; as slow as that.
+        parcels: Weights do not travel in the group but as parcels: `pack` and `unpack`.
 
     Attributes:
         count: How many times weights were sent, or received, by this rank.
@@ -46,12 +48,15 @@ class WeightChannel:
         train: TrainEngine | None = None,
         rollout: RolloutEngine | None = None,
         verify: bool = False,
+        parcels: bool = False,
     ) -> None:
         self._group, self._dtype, self._device = group, dtype, device
         self._train, self._rollout = train, rollout
         self._sync = WeightSync.across(group, dtype, device, train, rollout)
         self._verify = verify and self._sync is not None
         self.count = 0
+        if parcels:
+            self._prepare_parcels()
 
     @torch.no_grad()
     def send(self, version: int) -> SyncCost | None:
@@ -85,35 +90,43 @@ class WeightChannel:
         synchronize(self._device)
         return version, cost
 
-    def pack(self) -> tuple[Batch, list[int], int]:
-        """The weights of now as parcels for another way of travel: those of this rank, their
-        numbers among all, and how many these are."""
-        plan = self._planned().plan
-        numbers = {key: n for n, key in enumerate(parcel_keys(plan, self._dtype))}
-        read = self._train.local_parameters().__getitem__
-        rank = self._group.rank()
-        parcels = list(send_parcels(plan, rank, read, self._dtype))
-        mine = [numbers[p.round, p.sender, p.receiver] for p in parcels]
-        return _as_batch(parcels), mine, len(numbers)
+    @torch.no_grad()
+    def pack(self) -> tuple[Batch, range, int]:
+        """The weights of now as parcels: those of this rank, their numbers among all, and how many
+        these are."""
+        first = self._first[self._group.rank()]
+        parcels = list(self._sender.pack(self._train.local_parameters().__getitem__))
+        return _as_batch(parcels), range(first, first + len(parcels)), self._total
+
+    @property
+    def wanted(self) -> list[int]:
+        """The numbers among all parcels of those that this rank needs."""
+        return [self._first[sender] + number for sender, number in self._receiver.wanted]
 
     @torch.no_grad()
     def unpack(self, parcels: Batch) -> None:
-        """Takes weights from the parcels of all senders."""
-        rank, sync = self._group.rank(), self._planned()
-        mine = (p for p in _as_parcels(parcels) if p.receiver == rank)
+        """Takes weights from the parcels that this rank needs, in any order."""
         writer = self._rollout.writer()
-        take_parcels(sync.plan, rank, writer.write, mine, self._dtype)
+        self._receiver.take(writer.write, _as_parcels(parcels))
         writer.finish()
         synchronize(self._device)
 
-    def _planned(self) -> WeightSync:
+    def _prepare_parcels(self) -> None:
+        """Works out who makes and who takes which parcels. Collective."""
         if self._sync is None:
             raise ConfigError(
                 "placement.transport=store needs weights that travel box by box, and these have to "
                 "go whole: adapters (actor.lora), or an architecture that rollout.engine cannot "
                 "take apart. Set placement.transport=collective and placement.staleness=1 or 0."
             )
-        return self._sync
+        plan, rank = self._sync.plan, self._group.rank()
+        self._sender = Sender(plan, rank, self._dtype)
+        manifests: list[Manifest] = [()] * self._group.size()
+        dist.all_gather_object(manifests, self._sender.manifest, group=self._group)
+        self._receiver = Receiver(plan, rank, self._dtype, dict(enumerate(manifests)))
+        counts = [sum(count for _, count in manifest) for manifest in manifests]
+        self._first = [0, *itertools.accumulate(counts)]
+        self._total = self._first.pop()
 
     def _send_whole(self) -> None:
         for name, tensor in self._train.full_weights():
@@ -139,16 +152,15 @@ class WeightChannel:
 def _as_batch(parcels: Sequence[Parcel]) -> Batch:
     return Batch.from_columns(
         {
-            "round": torch.tensor([p.round for p in parcels], dtype=torch.int64),
             "sender": torch.tensor([p.sender for p in parcels], dtype=torch.int64),
-            "receiver": torch.tensor([p.receiver for p in parcels], dtype=torch.int64),
+            "number": torch.tensor([p.number for p in parcels], dtype=torch.int64),
             "data": [p.data for p in parcels] or ragged([], torch.uint8),
         }
     )
 
 
 def _as_parcels(batch: Batch) -> Iterator[Parcel]:
-    numbers = [batch[name].tolist() for name in ("round", "sender", "receiver")]
-    for *place, data in zip(*numbers, batch["data"].rows(), strict=True):
+    places = zip(batch["sender"].tolist(), batch["number"].tolist(), strict=True)
+    for (sender, number), data in zip(places, batch["data"].rows(), strict=True):
         # Plain: each goes through many operations, and none writes into it.
-        yield Parcel(*place, data.as_subclass(torch.Tensor))
+        yield Parcel(sender, number, data.as_subclass(torch.Tensor))

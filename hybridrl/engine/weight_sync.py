@@ -7,14 +7,15 @@ Sheng et al., "HybridFlow" (EuroSys'25, arXiv:2409.19256), section 5: the 3D-Hyb
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hybridrl.core.footprint import peak, redundant
-from hybridrl.core.layout import Layout, plan
+from hybridrl.core.layout import Layout
+from hybridrl.core.plan import plan
 from hybridrl.engine.train import TrainEngine
+from hybridrl.parallel.values import all_values
 from hybridrl.reshard.collectives import Reshard
 from hybridrl.reshard.in_process import reshard_in_process
 from hybridrl.reshard.parcels import Traffic
@@ -50,6 +51,9 @@ class WeightSync:
         group: None: this rank is alone.
         train: What this rank has of the source; None: nothing.
         rollout: What it has of the target; None: nothing.
+
+    Attributes:
+        plan: This rank's part.
     """
 
     def __init__(
@@ -63,13 +67,14 @@ class WeightSync:
         rollout: RolloutEngine | None = None,
     ) -> None:
         self._train, self._rollout, self._dtype = train, rollout, dtype
-        self.plan = plan(source, target)
-        self._rank = (
-            0 if group is None else group.rank()
-        )  # of a group that may be of another world than the current one
-        self._reshard = None if group is None else Reshard(self.plan, dtype, device, group)
-        self._peak = peak(source, target).get(self._rank, 0) * dtype.itemsize
-        kept = redundant(source, target) if rollout is not None else {}
+        self._device, self._group = device, group
+        # The group may be of another world than the current one.
+        self._rank = 0 if group is None else group.rank()
+        self.plan = plan(source, target, self._rank)
+        self._reshard: Reshard | None = None
+        before, after = source.of(self._rank), target.of(self._rank)
+        self._peak = peak(before, after).get(self._rank, 0) * dtype.itemsize
+        kept = redundant(before, after) if rollout is not None else {}
         self._redundant = kept.get(self._rank, 0) * dtype.itemsize
 
     @classmethod
@@ -81,7 +86,7 @@ class WeightSync:
         Collective."""
         pieces = None if train.has_adapters else rollout.pieces(train.layout().shapes)
         group = train.mesh.group()
-        found = [pieces] if group is None else _all(pieces, group)
+        found = [pieces] if group is None else all_values(pieces, group)
         if any(of_rank is None for of_rank in found):
             return None
         source = train.layout()
@@ -100,11 +105,12 @@ class WeightSync:
         """The way from ranks of `group` that train to others that generate, or None as in
         `between`. Collective over the group, in which those that train come first."""
         source = None if train is None or train.has_adapters else train.layout()
-        source = _of_first(source, group)
-        if source is None:
+        said = [source]
+        dist.broadcast_object_list(said, group=group, group_src=0)
+        if (source := said[0]) is None:
             return None
         pieces = {} if rollout is None else rollout.pieces(source.shapes)
-        found = _all(pieces, group)
+        found = all_values(pieces, group)
         if any(of_rank is None for of_rank in found):
             return None
         target = Layout(source.shapes, {rank: here for rank, here in enumerate(found) if here})
@@ -115,26 +121,14 @@ class WeightSync:
         writer = None if self._rollout is None else self._rollout.writer()
         read = None if self._train is None else self._train.local_parameters().__getitem__
         write = None if writer is None else writer.write
-        if self._reshard is None:
+        if self._group is None:
             at = self._rank
             traffic = reshard_in_process(self.plan, {at: read}, {at: write}, self._dtype)
             traffic = traffic.get(at, Traffic())
         else:
+            if self._reshard is None:
+                self._reshard = Reshard(self.plan, self._dtype, self._device, self._group)
             traffic = self._reshard(read, write)
         if writer is not None:
             writer.finish()
         return SyncCost(traffic.received, traffic.sent, self._peak, self._redundant, traffic.buffer)
-
-
-def _all(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Every rank's value."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
-
-
-def _of_first(value: Any, group: dist.ProcessGroup) -> Any:
-    """The first rank's value."""
-    found = [value]
-    dist.broadcast_object_list(found, group=group, group_src=0)
-    return found[0]

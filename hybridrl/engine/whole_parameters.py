@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from hybridrl.core.boxes import whole
-from hybridrl.core.layout import Layout, local_pieces, plan
+from hybridrl.core.layout import Layout
+from hybridrl.core.pieces import local_pieces
+from hybridrl.core.plan import plan
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.reshard.collectives import reshard
 from hybridrl.reshard.parcels import into
@@ -26,11 +28,9 @@ def whole_parameters(
     """
     dtype = next(iter(parts.values())).dtype
     for name, shape in layout.shapes.items():
-        here = {rank: {name: held.get(name, ())} for rank, held in layout.pieces.items()}
         everything = {name: local_pieces(name, whole(shape))}
-        steps = plan(
-            Layout({name: shape}, here), Layout({name: shape}, dict.fromkeys(here, everything))
-        )
+        target = Layout({name: shape}, dict.fromkeys(layout.pieces, everything))
+        steps = plan(layout.renamed({name: name}), target, mesh.place)
         tensor = torch.empty(shape, dtype=dtype, device=mesh.device)
         write = into({name: tensor})
         reshard(steps, parts.__getitem__, write, dtype, mesh.device, mesh.group())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 
 from hybridrl.checkpoint.file_plan import MODEL
 from hybridrl.core.boxes import Box, intersection, relative, volume, whole
-from hybridrl.core.layout import Layout, Piece
+from hybridrl.core.layout import Layout
+from hybridrl.core.pieces import Part, Piece
 from hybridrl.core.views import storage, view_box
 from hybridrl.models.adapters import adapter_names, has_adapters
 
@@ -74,13 +76,14 @@ class StoredForm(NamedTuple):
         """Which part of each tensor the ranks hold that hold these parts of the parameters. What a
         rank holds of the index i of a parameter that is divided is called `<parameter>/<i>`,
         counted from the first that it holds; see `index_of`."""
-        held: dict[int, dict[str, tuple[Piece, ...]]] = {rank: {} for rank in layout.pieces}
-        for rank, here in layout.pieces.items():
-            for part in self.parts:
-                pieces = (_piece(part, piece) for piece in here.get(part.parameter, ()))
-                if found := tuple(piece for piece in pieces if piece is not None):
-                    held[rank][part.name] = found
-        return Layout({part.name: part.shape for part in self.parts}, held)
+        return layout.parts(
+            {
+                part.name: Part(
+                    part.parameter, part.shape, (part.box, part.shape), partial(_piece, part)
+                )
+                for part in self.parts
+            }
+        )
 
 
 def _piece(part: StoredPart, piece: Piece) -> Piece | None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from hybridrl.core.boxes import chunk_range, volume, whole
-from hybridrl.core.layout import Layout, Piece, join, local_pieces
+from hybridrl.core.layout import Layout, join
+from hybridrl.core.pieces import Piece, PieceTable, local_pieces
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.tensor import Cut
+from hybridrl.parallel.values import all_values
+
+_Held = tuple[Piece, ...]
 
 
 def training_layout(
@@ -23,18 +30,66 @@ def training_layout(
         parameters: This rank's, under the names of a checkpoint, sharded by FSDP or not.
         cuts: Of those that are cut over tensor-parallel ranks.
     """
-    index = mesh.index("tp")
-    shapes, pieces = {}, {}
+    index, shapes, pieces = mesh.index("tp"), {}, {}
     for name, parameter in parameters.items():
         cut = cuts.get(name)
         shapes[name] = whole_shape(parameter, cut)
-        pieces[name] = pieces_of(name, parameter, cut, index)
-    mine = Layout(shapes, {mesh.place: pieces})
+        pieces[name] = pieces_of("", parameter, cut, index)
+    mine = Said.of_pieces(pieces)
     if (group := mesh.group()) is None:
-        return mine
-    found: list[Layout | None] = [None] * dist.get_world_size(group)
+        return layout_of([shapes], [mine])
+    found: list[Said | None] = [None] * group.size()
     dist.all_gather_object(found, mine, group=group)
-    return join(layout for layout in found if layout is not None)
+    return layout_of(all_values(shapes, group), [said for said in found if said is not None])
+
+
+class Said(NamedTuple):
+    """What a rank says of its parameters, in few bytes: layers lie alike.
+
+    Attributes:
+        kinds: Different pieces, whatever the name of the parameter.
+        of: Which of these each parameter is.
+    """
+
+    kinds: tuple[_Held, ...]
+    of: npt.NDArray[np.int32]
+
+    @classmethod
+    def of_pieces(cls, pieces: Mapping[str, _Held]) -> Said:
+        """Of pieces in local tensors without a name."""
+        kinds: dict[_Held, int] = {}
+        of = [kinds.setdefault(held, len(kinds)) for held in pieces.values()]
+        return cls(tuple(kinds), np.array(of, np.int32))
+
+
+def layout_of(shapes: Sequence[Mapping[str, tuple[int, ...]]], ranks: Sequence[Said]) -> Layout:
+    """The layout of all ranks.
+
+    Args:
+        shapes: Of each rank's parameters; one object where they are the same, as they are but for
+            those of other pipeline stages.
+        ranks: What each says of these.
+    """
+    stages = {id(stage): stage for stage in shapes}
+    every = join(Layout(stage, {}) for stage in stages.values()).shapes
+    place = {name: number for number, name in enumerate(every)}
+    columns_of = {key: [place[name] for name in stage] for key, stage in stages.items()}
+    kinds: dict[_Held, int] = {(): 0}
+    held = np.zeros((len(ranks), len(every)), np.int32)  # by rank and parameter
+    for rank, (stage, said) in enumerate(zip(shapes, ranks, strict=True)):
+        numbers = np.array([kinds.setdefault(kind, len(kinds)) for kind in said.kinds], np.int32)
+        held[rank, columns_of[id(stage)]] = numbers[said.of]
+    pieces = list(kinds)
+    columns: dict[bytes, int] = {}
+    found, tensors = [], {}
+    for name, number in place.items():
+        column = held[:, number]
+        key = column.tobytes()
+        if key not in columns:
+            columns[key] = len(found)
+            found.append(tuple(pieces[kind] for kind in column.tolist()))
+        tensors[name] = (name, columns[key])
+    return Layout(every, PieceTable(tuple(range(len(ranks))), tuple(found), tensors))
 
 
 def pieces_of(name: str, parameter: nn.Parameter, cut: Cut | None, index: int) -> tuple[Piece, ...]:

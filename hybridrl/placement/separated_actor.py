@@ -46,8 +46,8 @@ class SeparatedActor:
         rendezvous = trainer.open_rendezvous().get()
         ranks = (len(trainer.devices), len(generator.devices))
         joined = (
-            trainer.join_generator(rendezvous, ranks[1]),
-            generator.join_trainer(rendezvous, ranks[0]),
+            trainer.join_generator(rendezvous, ranks[1], store),
+            generator.join_trainer(rendezvous, ranks[0], store),
         )
         for handle in joined:
             handle.get()

@@ -2,12 +2,12 @@
 
 The plan is made of two layouts with different rank numbers (`Layout.shifted`). Senders make
 parcels, anything that can carry bytes brings them - an object store, files - and receivers take
-them, in any order.
+them, in any order. What several receivers need is one parcel, for all of them to read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,111 +16,147 @@ from torch import Tensor
 from hybridrl.core.boxes import volume
 from hybridrl.core.layout import Move, Plan
 from hybridrl.errors import LayoutError
-from hybridrl.reshard.parcels import (
-    DEFAULT_BUCKET_BYTES,
-    Read,
-    Traffic,
-    Write,
-    bucket_elements,
-    pack,
-    rounds,
-    unpack,
-)
+from hybridrl.reshard.parcels import Read, Traffic, Write, pack, unpack
+from hybridrl.reshard.rounds import Load, Schedule, Stream, parts_of, schedule, streams_of
+
+PARCEL_BYTES = 16 << 20
+"""Largest parcel: as large as what processes without a GPU copy best."""
+
+Manifest = Sequence[tuple[tuple[int, ...], int]]
+"""A sender's parcels, in order: receivers, and how many parcels in a row are for them."""
 
 
 class Parcel(NamedTuple):
-    """What one rank sends another in one round.
+    """What one rank sends others at once.
 
     Attributes:
+        number: Among the sender's, from 0.
         data: Its bytes, in CPU memory, ``[bytes]`` uint8.
     """
 
-    round: int
     sender: int
-    receiver: int
+    number: int
     data: Tensor
 
 
-def send_parcels(
-    plan: Plan,
-    rank: int,
-    read: Read,
-    dtype: torch.dtype,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-) -> Iterator[Parcel]:
-    """Makes the parcels of a sender one by one, none larger than half a bucket.
+class Sender:
+    """What one rank sends, cut into parcels; packed as often as there are new weights.
+
+    Args:
+        plan: Between two groups; the rank's part of it is enough.
+        parcel_bytes: Size of the largest parcel.
+
+    Attributes:
+        manifest: For the receivers.
 
     Raises:
         LayoutError: if the plan's layouts share rank numbers, so that there is something to copy
             and not to send.
     """
-    if plan.copies:
-        raise LayoutError(
-            f"The plan copies inside rank {plan.copies[0].sender}; parcels travel between groups. "
-            "Plan between layouts with different rank numbers: `target.shifted(senders)`."
-        )
-    for (index, sender, receiver), moves in _parcels(plan, dtype, bucket_bytes).items():
-        if sender == rank:
-            buffer = torch.empty(sum(volume(move.box) for move in moves), dtype=dtype)
+
+    def __init__(
+        self, plan: Plan, rank: int, dtype: torch.dtype, parcel_bytes: int = PARCEL_BYTES
+    ) -> None:
+        if plan.copies:
+            raise LayoutError(
+                f"The plan copies inside rank {plan.copies[0].sender}; parcels travel between "
+                "groups. Plan between layouts with different rank numbers: "
+                "`target.shifted(senders)`."
+            )
+        self._rank, self._dtype = rank, dtype
+        streams = [s for s in streams_of(plan.moves) if s.sender == rank]
+        parts = [_parts(stream, dtype, parcel_bytes) for stream in streams]
+        self.manifest: Manifest = [
+            (stream.receivers, len(moves)) for stream, moves in zip(streams, parts, strict=True)
+        ]
+        self._parcels = [moves for of_stream in parts for moves in of_stream]
+
+    def pack(self, read: Read) -> Iterator[Parcel]:
+        """The parcels with the values of now, one by one."""
+        for number, moves in enumerate(self._parcels):
+            buffer = torch.empty(_volume(moves), dtype=self._dtype)
             pack(moves, read, buffer)
-            yield Parcel(index, sender, receiver, buffer.view(torch.uint8))
+            yield Parcel(self._rank, number, buffer.view(torch.uint8))
 
 
-def take_parcels(
-    plan: Plan,
-    rank: int,
-    write: Write,
-    parcels: Iterable[Parcel],
-    dtype: torch.dtype,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-) -> Traffic:
-    """Writes the parcels of a receiver to their places, in the order in which they come.
+class Receiver:
+    """What one rank takes, from whom.
 
     Args:
-        plan, dtype, bucket_bytes: The senders'.
+        plan, dtype, parcel_bytes: As the senders'.
+        manifests: By sender.
+
+    Attributes:
+        wanted: Sender and number of every parcel that the rank needs.
 
     Raises:
-        LayoutError: if a parcel is missing, comes twice, is not for this rank or has another size
-            than the plan says.
+        LayoutError: if the manifests are of another plan.
     """
-    expected = {
-        key: moves for key, moves in _parcels(plan, dtype, bucket_bytes).items() if key[2] == rank
-    }
-    received = largest = 0
-    indices = {key[0] for key in expected}
-    for index, sender, receiver, data in parcels:
-        moves = expected.pop((index, sender, receiver), None)
-        size = sum(volume(move.box) for move in moves or ()) * dtype.itemsize
-        if size != data.nbytes or not moves:
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        dtype: torch.dtype,
+        manifests: Mapping[int, Manifest],
+        parcel_bytes: int = PARCEL_BYTES,
+    ) -> None:
+        self._rank, self._dtype = rank, dtype
+        self._moves: dict[tuple[int, int], list[Move]] = {}
+        for stream in streams_of(plan.moves):
+            if rank not in stream.receivers:
+                continue
+            parts = _parts(stream, dtype, parcel_bytes)
+            first = 0
+            for receivers, count in manifests[stream.sender]:
+                if receivers == stream.receivers and count == len(parts):
+                    numbers = range(first, first + count)
+                    self._moves |= {
+                        (stream.sender, n): moves for n, moves in zip(numbers, parts, strict=True)
+                    }
+                    break
+                first += count
+            else:
+                raise LayoutError(
+                    f"Rank {stream.sender} does not send what rank {rank} needs in {len(parts)} "
+                    "parcels. Send with the plan, dtype and parcel_bytes of the receiver."
+                )
+        self.wanted = sorted(self._moves)
+
+    def take(self, write: Write, parcels: Iterable[Parcel]) -> Traffic:
+        """Writes parcels to their places, in the order in which they come.
+
+        Raises:
+            LayoutError: if a parcel is missing, comes twice, is not for this rank or has another
+                size than the plan says.
+        """
+        expected = dict(self._moves)
+        received = largest = 0
+        for sender, number, data in parcels:
+            moves = expected.pop((sender, number), None)
+            size = _volume(moves or ()) * self._dtype.itemsize
+            if size != data.nbytes or not moves:
+                raise LayoutError(
+                    f"Parcel {number} of rank {sender} has {data.nbytes} bytes; rank {self._rank} "
+                    f"expected {size}. Hand it every parcel that it wants once."
+                )
+            unpack(moves, write, data.view(self._dtype))
+            received, largest = received + size, max(largest, size)
+        if expected:
+            sender, number = min(expected)
             raise LayoutError(
-                f"Parcel {index} from rank {sender} to rank {receiver} has {data.nbytes} bytes; "
-                f"rank {rank} expected {size}. Send every parcel once, with the plan, dtype and "
-                "bucket_bytes of the receiver."
+                f"{len(expected)} parcels for rank {self._rank} never came, the first of them "
+                f"parcel {number} of rank {sender}. Hand every parcel of every sender to those "
+                "that want it."
             )
-        unpack(moves, write, data.view(dtype))
-        received, largest = received + size, max(largest, size)
-    if expected:
-        index, sender, _ = min(expected)
-        raise LayoutError(
-            f"{len(expected)} parcels for rank {rank} never came, the first of them parcel {index} "
-            f"from rank {sender}. Hand every parcel of every sender to its receiver."
-        )
-    return Traffic(received=received, rounds=len(indices), buffer=largest)
+        return Traffic(received=received, rounds=1, buffer=largest)
 
 
-def parcel_keys(
-    plan: Plan, dtype: torch.dtype, bucket_bytes: int = DEFAULT_BUCKET_BYTES
-) -> list[tuple[int, int, int]]:
-    """Round, sender and receiver of every parcel, in the same order everywhere."""
-    return sorted(_parcels(plan, dtype, bucket_bytes))
+def _parts(stream: Stream, dtype: torch.dtype, parcel_bytes: int) -> list[list[Move]]:
+    """The moves of each parcel of a stream."""
+    cut: Schedule = schedule(Load(1, stream.size), max(2, parcel_bytes // dtype.itemsize))
+    return [moves for moves in parts_of(stream, cut) if moves]
 
 
-def _parcels(
-    plan: Plan, dtype: torch.dtype, bucket_bytes: int
-) -> dict[tuple[int, int, int], list[Move]]:
-    """Moves by (round, sender, receiver)."""
-    found: dict[tuple[int, int, int], list[Move]] = {}
-    for index, moves in enumerate(rounds(plan, bucket_elements(bucket_bytes, dtype))):
-        for move in moves:
-            found.setdefault((index, move.sender, move.receiver), []).append(move)
-    return found
+def _volume(moves: Iterable[Move]) -> int:
+    return sum(volume(move.box) for move in moves)

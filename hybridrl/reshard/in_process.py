@@ -6,16 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
+from hybridrl.core.device import message_bytes
 from hybridrl.core.layout import Plan
-from hybridrl.reshard.parcels import (
-    DEFAULT_BUCKET_BYTES,
-    Read,
-    Traffic,
-    Write,
-    bucket_elements,
-    copy,
-    count,
-)
+from hybridrl.reshard.parcels import Read, Traffic, Write, copy
+from hybridrl.reshard.rounds import count, room_of
 
 
 def reshard_in_process(
@@ -23,18 +17,20 @@ def reshard_in_process(
     reads: Mapping[int, Read],
     writes: Mapping[int, Write],
     dtype: torch.dtype,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int | None = None,
 ) -> dict[int, Traffic]:
     """Brings values from tensor to tensor, with no buffer unless they must be cast.
 
     Args:
         reads, writes: By rank; see `reshard.collectives.Reshard`.
-        bucket_bytes: Most memory for a cast.
+        bucket_bytes: Four times the most memory for a cast; None: what suits CPUs.
 
     Returns:
         By rank that has a part in the plan, what separate processes would have counted.
     """
-    bucket = bucket_elements(bucket_bytes, dtype)
+    bucket_bytes = message_bytes("cpu") if bucket_bytes is None else bucket_bytes
+    room = room_of(bucket_bytes, dtype)
     for move in (*plan.copies, *plan.moves):
-        copy([move], reads[move.sender], writes[move.receiver], dtype, bucket)
+        for receiver in move.receivers:
+            copy([move], reads[move.sender], writes[receiver], dtype, room)
     return count(plan, dtype, bucket_bytes)

@@ -1,22 +1,16 @@
-"""Cutting a plan into rounds of bounded size, and tensors into the bytes of a round.
-
-Every rank computes the same rounds from the same plan, so that nothing but values is ever sent. A
-*parcel* is what one rank sends another in one round: the values of their moves, one after the
-other.
-"""
+"""Parcels: what one rank sends others at once, the values of moves one after the other."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hybridrl.core.boxes import Box, extent, volume
-from hybridrl.core.layout import Move, Place, Plan
-from hybridrl.errors import ConfigError
+from hybridrl.core.boxes import Box, extent, volume, windows
+from hybridrl.core.layout import Move
+from hybridrl.core.pieces import Place
 
 Read = Callable[[str], Tensor]
 """Name of a local tensor of the source layout to the tensor itself."""
@@ -24,14 +18,6 @@ Read = Callable[[str], Tensor]
 Write = Callable[[str, tuple[int, ...], Tensor], None]
 """(name of a local tensor of the target layout, start, values) puts values there. The values are
 valid during the call only."""
-
-DEFAULT_BUCKET_BYTES = 32 << 20
-"""What bounds the memory of a transition beyond the weights themselves: large enough that the
-latency of a round does not count, small enough that every round after the first finds its memory
-warm (256 MiB take three times as long on CPUs)."""
-
-_CLOSED = 15 / 16
-"""A round that is this full for a rank is not tried again: saves time for a little room."""
 
 
 @dataclass(frozen=True)
@@ -66,94 +52,6 @@ def view(tensor: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> Tens
     return tensor[tuple(slice(at, at + n) for at, n in zip(start, shape, strict=True))]
 
 
-def bucket_elements(bucket_bytes: int, dtype: torch.dtype) -> int:
-    """How many elements fit into a bucket.
-
-    Raises:
-        ConfigError: if it cannot hold one to send and one to receive.
-    """
-    elements = bucket_bytes // dtype.itemsize
-    if elements < 2:
-        raise ConfigError(
-            f"bucket_bytes={bucket_bytes} cannot hold one element to send and one to receive. "
-            f"Set it to {2 * dtype.itemsize} or more; {DEFAULT_BUCKET_BYTES} suits most models."
-        )
-    return elements
-
-
-def split(move: Move, most: int) -> Iterator[Move]:
-    """The move in parts of at most `most` elements, cut along its longest dim."""
-    return (move.part(box) for box in _split(move.box, most))
-
-
-def _split(box: Box, most: int) -> Iterator[Box]:
-    size = volume(box)
-    if size <= most:
-        yield box
-        return
-    dim = max(range(len(box)), key=lambda dim: extent(box)[dim])
-    start, stop = box[dim]
-    rows = max(most // (size // (stop - start)), 1)
-    for low in range(start, stop, rows):
-        part = (*box[:dim], (low, min(low + rows, stop)), *box[dim + 1 :])
-        yield from _split(part, most)
-
-
-def rounds(plan: Plan, bucket: int) -> list[list[Move]]:
-    """The plan's moves in rounds, large ones split, nearly in the plan's order.
-
-    In a round every rank sends at most half a bucket of elements and receives at most half a
-    bucket, so that both directions of its link are at work. The moves of a round stand in the order
-    of senders and receivers.
-    """
-    half = bucket // 2
-    found: list[list[Move]] = []
-    load: defaultdict[tuple[int, bool, int], int] = defaultdict(int)
-    first_open: defaultdict[tuple[int, bool], int] = defaultdict(int)
-    for whole in plan.moves:
-        ends = ((whole.sender, True), (whole.receiver, False))
-        for move in split(whole, half):
-            size = volume(move.box)
-            at = max(first_open[end] for end in ends)
-            while max(load[*end, at] for end in ends) + size > half:
-                at += 1
-            if at == len(found):
-                found.append([])
-            found[at].append(move)
-            for end in ends:
-                load[*end, at] += size
-                while load[*end, first_open[end]] > _CLOSED * half:
-                    first_open[end] += 1
-    return [sorted(moves, key=lambda move: (move.sender, move.receiver)) for moves in found]
-
-
-def count(plan: Plan, dtype: torch.dtype, bucket_bytes: int) -> dict[int, Traffic]:
-    """What executing the plan costs each rank that has a part in it."""
-    exchanges = rounds(plan, bucket_elements(bucket_bytes, dtype))
-    buffer: defaultdict[int, int] = defaultdict(int)
-    for moves in exchanges:
-        load: defaultdict[int, int] = defaultdict(int)
-        for move in moves:
-            load[move.sender] += volume(move.box)
-            load[move.receiver] += volume(move.box)
-        for rank, elements in load.items():
-            buffer[rank] = max(buffer[rank], elements)
-    copied: defaultdict[int, int] = defaultdict(int)
-    for move in plan.copies:
-        copied[move.receiver] += volume(move.box)
-    received, sent, size = plan.received(), plan.sent(), dtype.itemsize
-    return {
-        rank: Traffic(
-            received[rank] * size,
-            sent[rank] * size,
-            copied[rank] * size,
-            len(exchanges),
-            buffer[rank] * size,
-        )
-        for rank in sorted(buffer.keys() | copied.keys())
-    }
-
-
 @torch.no_grad()
 def pack(moves: Iterable[Move], read: Read, buffer: Tensor) -> None:
     """Writes the moves' values into a flat buffer, cast to its dtype, one after the other."""
@@ -176,12 +74,15 @@ def unpack(moves: Iterable[Move], write: Write, buffer: Tensor) -> None:
 
 
 @torch.no_grad()
-def copy(moves: Iterable[Move], read: Read, write: Write, dtype: torch.dtype, bucket: int) -> int:
-    """Copies inside one rank, rounded to `dtype` as if they had been sent. Returns the elements."""
+def copy(moves: Iterable[Move], read: Read, write: Write, dtype: torch.dtype, most: int) -> int:
+    """Copies inside one process, rounded to `dtype` as if they had been sent. Returns the elements.
+
+    Args:
+        most: Elements that may be in memory a second time: those of one cast.
+    """
     copied = 0
     for whole in moves:
-        # What is not `dtype` yet needs memory to be cast: a bucket, no more.
-        for move in split(whole, bucket):
+        for move in map(whole.part, windows(whole.box, most)):
             write(*move.target, _values(read, move.source, move.box).to(dtype))
             copied += volume(move.box)
     return copied

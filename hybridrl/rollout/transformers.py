@@ -18,7 +18,7 @@ from transformers import (
 from hybridrl.core.batch import Batch
 from hybridrl.core.boxes import whole
 from hybridrl.core.dtypes import DTYPES
-from hybridrl.core.layout import Piece
+from hybridrl.core.pieces import Piece
 from hybridrl.rollout.base import RolloutEngine, Sampling, responses, row_seeds
 from hybridrl.rollout.noise import gumbel
 from hybridrl.rollout.weights import Pieces, WeightWriter, differences

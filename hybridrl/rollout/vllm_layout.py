@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hybridrl.core.boxes import Box, intersection, volume
-from hybridrl.core.layout import Piece
+from hybridrl.core.pieces import Piece
 from hybridrl.core.views import storage, view_box
 from hybridrl.rollout.weights import place_of
 

@@ -35,7 +35,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from hybridrl.core.layout import Piece
+from hybridrl.core.pieces import Piece
 from hybridrl.rollout.vllm_layout import NotProbedError, probe, remember_parameters, zero_twin
 from hybridrl.rollout.weights import Pieces, WeightWriter
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.core.boxes import Box, extent, volume
-from hybridrl.core.layout import Piece
+from hybridrl.core.pieces import Piece
 
 Pieces = Mapping[str, tuple[Piece, ...]]
 """Checkpoint name to the boxes of that tensor that this rank's engine holds."""

@@ -214,8 +214,9 @@ class ActorWorker(TrainedModelWorker):
         return Rendezvous(self.context.rendezvous.address, self._listener.getsockname()[1])
 
     @transfer(ONE_TO_ALL)
-    def join_generator(self, rendezvous: Rendezvous, receivers: int) -> None:
-        """Meets the ranks of a generator, which come after those of this group."""
+    def join_generator(self, rendezvous: Rendezvous, receivers: int, parcels: bool) -> None:
+        """Meets the ranks of a generator, which come after those of this group; `parcels`: to give
+        them weights by `pack_weights`."""
         if self.context.rank == 0:
             rendezvous = replace(rendezvous, listener=self._listener)
         rank, size = self.context.rank, self.context.world_size + receivers
@@ -224,7 +225,9 @@ class ActorWorker(TrainedModelWorker):
         )
         self.enter()
         train, dtype = self._engine.train, DTYPES[self._source.dtype]
-        self._channel = WeightChannel(group, dtype, train.device, train, verify=self._verify)
+        self._channel = WeightChannel(
+            group, dtype, train.device, train, verify=self._verify, parcels=parcels
+        )
 
     @transfer(ONE_TO_ALL)
     def send_weights(self) -> None:

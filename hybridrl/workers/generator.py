@@ -86,8 +86,9 @@ class GeneratorWorker(ModelWorker):
         return self._mesh.coordinates(self.context.rank)
 
     @transfer(ONE_TO_ALL)
-    def join_trainer(self, rendezvous: Rendezvous, senders: int) -> None:
-        """Meets the ranks that train, which come before those of this group."""
+    def join_trainer(self, rendezvous: Rendezvous, senders: int, parcels: bool) -> None:
+        """Meets the ranks that train, which come before those of this group; `parcels`: to take
+        weights by `load_weights`."""
         rank, size = senders + self.context.rank, senders + self.context.world_size
         group = process_group.join_world(
             "weights", rank, size, rendezvous, self.context.device_kind
@@ -99,6 +100,7 @@ class GeneratorWorker(ModelWorker):
             self._device,
             rollout=self._engine,
             verify=self._config.verify_weights,
+            parcels=parcels,
         )
 
     @transfer(ONE_TO_ALL)
@@ -108,7 +110,11 @@ class GeneratorWorker(ModelWorker):
             while self._channel.count < count:
                 self._receive()
 
-    @transfer(ONE_TO_ALL)
+    def wanted_parcels(self) -> np.ndarray:
+        """The numbers of the parcels that this rank needs."""
+        return np.asarray(self._channel.wanted, dtype=np.int64)
+
+    @transfer(ONE_TO_ALL, rows=wanted_parcels)
     def load_weights(self, parcels: Batch, version: int) -> None:
         """Takes weights that came as parcels."""
         with self.phase("sync"):

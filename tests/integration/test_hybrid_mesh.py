@@ -94,7 +94,7 @@ def test_plans_move_what_the_formula_says():
         assert not any(transition.redundant().values()), combination
         assert set(transition.peak().values()) == {p * t // (t_g * p_g)}, combination
         # Nothing leaves its training replica, although the others hold the same.
-        ends = {(move.sender // (p * t), move.receiver // (p * t)) for move in plan.moves}
+        ends = {(m.sender // (p * t), rank // (p * t)) for m in plan.moves for rank in m.receivers}
         assert all(sender == receiver for sender, receiver in ends), combination
 
 

@@ -9,10 +9,11 @@ from layout_cases import cut, empty_tensors, local, numbered
 from ranks import run_ranks
 
 from hybridrl.core.hybrid_mesh import HybridMesh, VanillaMesh
-from hybridrl.core.layout import Piece
+from hybridrl.core.pieces import Piece
 from hybridrl.core.transition import Parameter, gather_all, nested, vanilla
 from hybridrl.reshard.collectives import Reshard, reshard
-from hybridrl.reshard.parcels import Traffic, count, into
+from hybridrl.reshard.parcels import Traffic, into
+from hybridrl.reshard.rounds import count
 
 WORLD = 8
 ARMS = {

@@ -12,8 +12,9 @@ from hybridrl.checkpoint.apart import open_tensors, write_apart
 from hybridrl.checkpoint.file_plan import plan_files, share
 from hybridrl.checkpoint.writing import headers_of, values_of
 from hybridrl.core.boxes import extent, whole
-from hybridrl.core.layout import Layout, local_pieces
+from hybridrl.core.layout import Layout
 from hybridrl.core.locations import location_of, sizes_below, write_whole
+from hybridrl.core.pieces import local_pieces
 from hybridrl.core.written import Written, damage, lacking, list_of, read_lists
 from hybridrl.errors import ConfigError
 

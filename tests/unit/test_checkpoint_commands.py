@@ -12,8 +12,9 @@ from hybridrl.checkpoint.file_plan import plan_files, share
 from hybridrl.checkpoint.writing import headers_of, write_headers, write_parts, written_box
 from hybridrl.cli import main
 from hybridrl.core.boxes import whole
-from hybridrl.core.layout import Layout, local_pieces
+from hybridrl.core.layout import Layout
 from hybridrl.core.locations import location_of, write_whole
+from hybridrl.core.pieces import local_pieces
 from hybridrl.core.written import Written, list_of
 from hybridrl.observe.step_folders import StepFolders
 

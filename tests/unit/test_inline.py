@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,6 +45,13 @@ class Scaler(Worker):
             pass
         self.report(rows=len(batch), total=float(batch["x"].sum()))
         return Batch.from_columns({"y": batch["x"] * self.factor + extra})
+
+    def own_rows(self):
+        return np.array([2, 0])
+
+    @transfer(ONE_TO_ALL, rows=own_rows)
+    def read_own_rows(self, batch: Batch) -> list:
+        return [batch["x"].tolist(), self.rows.tolist()]
 
     @transfer(DP)
     def add(self, left: Batch, right: Batch) -> Batch:
@@ -121,6 +129,10 @@ def test_calls_take_batches_and_references(group, executor, batch):
     assert group.scale(ref, 1).collect()["y"].tolist() == [1, 4, 7, 10]
     assert group.scale(batch=ref, extra=2).collect()["y"].tolist() == [2, 5, 8, 11]
     assert group.scale(ref.take([3, 1])).collect()["y"].tolist() == [9, 3]
+
+
+def test_a_rank_may_say_itself_which_rows_it_reads(group, batch):
+    assert group.read_own_rows(batch).get() == [[[2, 0], [2, 0]]]
 
 
 def test_columns_come_together_by_row(group, executor, batch):

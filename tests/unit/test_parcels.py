@@ -1,7 +1,7 @@
 """Rounds of bounded size, and plans executed in one process and between groups."""
 
+import itertools
 import math
-import random
 from collections import Counter
 from dataclasses import replace
 
@@ -12,11 +12,22 @@ from hypothesis import strategies as st
 from layout_cases import empty_tensors, full_tensors, layout_pairs, numbered
 
 from hybridrl.core.boxes import extent, volume
-from hybridrl.core.layout import Layout, Move, Place, local_pieces, plan
+from hybridrl.core.layout import Layout, Move
+from hybridrl.core.pieces import Place, local_pieces
+from hybridrl.core.plan import plan
 from hybridrl.errors import ConfigError, LayoutError
-from hybridrl.reshard.between_groups import send_parcels, take_parcels
+from hybridrl.reshard.between_groups import Receiver, Sender
 from hybridrl.reshard.in_process import reshard_in_process
-from hybridrl.reshard.parcels import Traffic, count, into, rounds, split
+from hybridrl.reshard.parcels import Traffic, into, view
+from hybridrl.reshard.rounds import (
+    Schedule,
+    busiest,
+    count,
+    loads_of,
+    parts_of,
+    schedule,
+    streams_of,
+)
 
 FLOAT = torch.float32
 
@@ -34,66 +45,105 @@ def whole_copies(ranks, rows=64, columns=3):
     return Layout({"w": (rows, columns)}, dict.fromkeys(range(ranks), here))
 
 
-@given(layout_pairs(), st.integers(2, 40))
-def test_rounds_are_bounded_and_hold_every_element_once(pair, bucket):
+def room_for(found, extra):
+    """Room for all messages of a round and `extra` elements."""
+    return busiest(loads_of(streams_of(found.moves)).values()).messages + extra
+
+
+@given(layout_pairs(), st.integers(1, 40))
+def test_rounds_are_bounded_and_every_rank_finds_its_own(pair, extra):
     found = plan(*pair)
-    exchanges = rounds(found, bucket)
-    moved = Counter()
-    for moves in exchanges:
-        assert moves
+    room = room_for(found, extra)
+    loads = loads_of(streams_of(found.moves))
+    cut = schedule(busiest(loads.values()), room)
+    mine = {
+        rank: [(each, parts_of(each, cut)) for each in streams_of(plan(*pair, rank).moves)]
+        for rank in loads
+    }
+    for rank, streams in mine.items():
+        assert loads_of([stream for stream, _ in streams])[rank] == loads[rank]
         load = Counter()
-        for move in moves:
-            load["sends", move.sender] += volume(move.box)
-            load["receives", move.receiver] += volume(move.box)
-            moved[move.sender, move.receiver, move.name] += volume(move.box)
-        assert max(load.values()) <= bucket // 2
-        ends = [(move.sender, move.receiver) for move in moves]
-        assert ends == sorted(ends)
-    wanted = Counter()
-    for move in found.moves:
-        wanted[move.sender, move.receiver, move.name] += volume(move.box)
+        for stream, parts in streams:
+            for number, moves in enumerate(parts):
+                size = sum(volume(move.box) for move in moves)
+                copies = len(stream.receivers) if stream.sender == rank else 1
+                load[stream.sender == rank, number] += size * copies
+                for other in {stream.sender, *stream.receivers} & mine.keys():
+                    assert (stream, parts) in mine[other]
+        assert max(load.values()) <= room
+    moved, wanted = Counter(), Counter()
+    for stream in streams_of(found.moves):
+        for move in itertools.chain(*parts_of(stream, cut)):
+            moved[move.sender, move.receivers, move.name] += volume(move.box)
+        for move in stream.moves:
+            wanted[move.sender, move.receivers, move.name] += volume(move.box)
     assert moved == wanted
 
 
-@given(st.lists(st.integers(1, 7), max_size=3), st.integers(1, 20))
-def test_parts_of_a_move_fit_and_keep_their_places(shape, most):
+@given(st.lists(st.integers(1, 7), max_size=3), st.integers(1, 9), st.integers(0, 5))
+def test_parts_of_a_stream_keep_their_order_and_places(shape, rounds, grain):
     box = tuple((2, 2 + length) for length in shape)
     start = (5,) * len(shape)
-    move = Move("w", box, 0, 1, Place("a", start), Place("b", (0,) * len(shape)))
-    parts = list(split(move, most))
-    assert all(volume(part.box) <= most for part in parts)
-    assert sum(volume(part.box) for part in parts) == volume(box)
-    for part in parts:
-        offset = tuple(low - 2 for low, _ in part.box)
-        assert part.source == Place("a", tuple(5 + by for by in offset))
-        assert part.target == Place("b", offset)
+    moves = [
+        Move(name, box, 0, (1,), Place(name, start), Place(name, (0,) * len(shape)))
+        for name in ("a", "b")
+    ]
+    (stream,) = streams_of(moves)
+    parts = parts_of(stream, Schedule(rounds, grain))
+    assert len(parts) == rounds
+    size = stream.size / rounds + 1 + grain
+    assert all(sum(volume(move.box) for move in part) <= size for part in parts)
+    numbers = {name: torch.arange(math.prod(shape)).reshape(shape) for name in ("a", "b")}
+    found = {"a": [], "b": []}
+    for move in itertools.chain(*parts):
+        offset = tuple(low - 2 for low, _ in move.box)
+        assert move.source == Place(move.name, tuple(5 + by for by in offset))
+        assert move.target == Place(move.name, offset)
+        found[move.name] += view(numbers[move.name], offset, extent(move.box)).flatten().tolist()
+    assert found == {name: list(range(math.prod(shape))) for name in ("a", "b")}
 
 
-def test_a_move_is_cut_along_its_longest_dim():
-    move = Move("w", ((0, 2), (0, 9)), 0, 1, Place("w", (0, 0)), Place("w", (0, 0)))
-    assert [extent(part.box) for part in split(move, 8)] == [(2, 4), (2, 4), (2, 1)]
+def test_parts_end_with_rows_where_there_is_room():
+    move = Move("w", ((0, 10), (0, 6)), 0, (1,), Place("w", (0, 0)), Place("w", (0, 0)))
+    (stream,) = streams_of([move])
+    exact = parts_of(stream, Schedule(4, 0))
+    assert [[extent(each.box) for each in part] for part in exact] == [
+        [(2, 6), (1, 3)],
+        [(1, 3), (2, 6)],
+        [(2, 6), (1, 3)],
+        [(1, 3), (2, 6)],
+    ]
+    whole = parts_of(stream, Schedule(4, 3))
+    assert [[extent(each.box) for each in part] for part in whole] == [
+        [(2, 6)],
+        [(3, 6)],
+        [(2, 6)],
+        [(3, 6)],
+    ]
 
 
 def test_all_ranks_work_in_nearly_every_round():
     """Eight ranks gather a large tensor; no order of rounds needs fewer than `ideal`."""
     found = plan(row_shards(8, rows=8 * 64), whole_copies(8, rows=8 * 64))
-    bucket = 3 * 16
-    ideal = 2 * found.received()[0] / bucket
-    assert len(rounds(found, bucket)) <= 1.25 * ideal
+    ideal = found.received()[0] / 100
+    most = busiest(loads_of(streams_of(found.moves)).values())
+    assert schedule(most, 100).rounds <= 1.25 * ideal
 
 
-def test_both_directions_are_used_at_once():
-    exchanges = rounds(plan(row_shards(2), whole_copies(2)), 48)
-    assert len(exchanges) == 4
-    for moves in exchanges:
-        assert {move.sender for move in moves} == {0, 1}
+def test_what_goes_to_many_is_one_stream():
+    found = plan(row_shards(4), whole_copies(4))
+    streams = streams_of(found.moves)
+    assert [stream.sender for stream in streams] == [0, 1, 2, 3]
+    assert [len(stream.receivers) for stream in streams] == [3, 3, 3, 3]
 
 
-def test_a_bucket_holds_at_least_two_elements():
-    found = plan(row_shards(2), whole_copies(2))
-    assert max(move.buffer for move in count(found, FLOAT, 8).values()) == 8
-    with pytest.raises(ConfigError, match=r"bucket_bytes=7 cannot hold.*Set it to 8 or more"):
-        count(found, FLOAT, 7)
+def test_a_bucket_holds_an_element_of_every_message():
+    found = plan(row_shards(4), whole_copies(4))
+    assert max(each.buffer for each in count(found, FLOAT, 16 * 4).values()) <= 16 * 4
+    with pytest.raises(ConfigError, match=r"bucket_bytes=15 cannot hold.*Set it to 16 or more"):
+        count(found, FLOAT, 15)
+    with pytest.raises(ConfigError, match=r"3 messages at once.*room for 3 elements"):
+        count(found, FLOAT, 16 * 3)
 
 
 def tensors_of(pair):
@@ -111,10 +161,11 @@ def assert_complete(target, values, found):
         assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
 
 
-@given(layout_pairs(), st.integers(8, 160))
-def test_in_one_process(pair, bucket_bytes):
+@given(layout_pairs(), st.integers(1, 40))
+def test_in_one_process(pair, extra):
     values, full, empty = tensors_of(pair)
     found = plan(*pair)
+    bucket_bytes = 16 * room_for(found, extra)
     traffic = reshard_in_process(
         found,
         {rank: tensors.__getitem__ for rank, tensors in full.items()},
@@ -139,26 +190,35 @@ def test_own_values_are_rounded_like_those_of_others():
     assert torch.equal(found[0]["w"], found[1]["w"])
 
 
-def send_all(found, full, dtype=FLOAT, bucket_bytes=160):
-    return [
-        parcel
-        for rank, tensors in full.items()
-        for parcel in send_parcels(found, rank, tensors.__getitem__, dtype, bucket_bytes)
-    ]
+def send_all(found, ranks, tensors, dtype=FLOAT, parcel_bytes=80):
+    """All parcels, and the manifests of their senders."""
+    senders = {rank: Sender(found, rank, dtype, parcel_bytes) for rank in ranks}
+    parcels = [p for r, sender in senders.items() for p in sender.pack(tensors[r].__getitem__)]
+    return parcels, {rank: sender.manifest for rank, sender in senders.items()}
 
 
 @given(layout_pairs(disjoint_ranks=True), st.integers(8, 160), st.randoms(use_true_random=False))
-def test_between_groups_in_any_order(pair, bucket_bytes, chance):
+def test_between_groups_in_any_order(pair, parcel_bytes, chance):
     values, full, empty = tensors_of(pair)
-    found = plan(*pair)
-    parcels = send_all(found, full, bucket_bytes=bucket_bytes)
-    assert all(2 * parcel.data.nbytes <= bucket_bytes for parcel in parcels)
+    parcels, manifests = send_all(plan(*pair), full, full, FLOAT, parcel_bytes)
+    assert all(parcel.data.nbytes <= parcel_bytes for parcel in parcels)
     chance.shuffle(parcels)
     for rank, tensors in empty.items():
-        mine = [parcel for parcel in parcels if parcel.receiver == rank]
-        traffic = take_parcels(found, rank, into(tensors), mine, FLOAT, bucket_bytes)
-        assert traffic.received == 4 * found.received()[rank]
+        own = plan(*pair, rank)
+        receiver = Receiver(own, rank, FLOAT, manifests, parcel_bytes)
+        mine = [each for each in parcels if (each.sender, each.number) in receiver.wanted]
+        traffic = receiver.take(into(tensors), mine)
+        assert traffic.received == 4 * own.received()[rank]
+        assert traffic.received == sum(parcel.data.nbytes for parcel in mine)
     assert_complete(pair[1], values, empty)
+
+
+def test_what_many_need_is_sent_once():
+    """Four shards, four copies, of which each is the whole tensor."""
+    source, target = row_shards(4), whole_copies(4).shifted(4)
+    full = {rank: {"w": torch.rand(16, 3)} for rank in range(4)}
+    parcels, _ = send_all(plan(source, target), range(4), full)
+    assert sum(parcel.data.nbytes for parcel in parcels) == 64 * 3 * 4
 
 
 def test_parcels_are_cast_by_the_sender():
@@ -166,24 +226,26 @@ def test_parcels_are_cast_by_the_sender():
     values = {"w": torch.rand(64, 3)}
     found = plan(source, target)
     full = {rank: {"w": values["w"][32 * rank : 32 * rank + 32]} for rank in range(2)}
-    parcels = send_all(found, full, torch.bfloat16)
+    parcels, manifests = send_all(found, full, full, torch.bfloat16)
     assert sum(parcel.data.nbytes for parcel in parcels) == 2 * 64 * 3
     here = {"w": torch.empty(64, 3, dtype=torch.bfloat16)}
-    take_parcels(found, 2, into(here), parcels, torch.bfloat16, 160)
+    Receiver(found, 2, torch.bfloat16, manifests, 80).take(into(here), parcels)
     assert torch.equal(here["w"], values["w"].bfloat16())
 
 
 def test_lost_and_strange_parcels_are_sentences():
-    source, target = row_shards(2), whole_copies(2).shifted(2)
+    """The first receiver needs the first half, so that not all parcels are for it."""
+    source, target = row_shards(2), row_shards(2).shifted(2)
     found = plan(source, target)
     full = {rank: {"w": torch.rand(32, 3)} for rank in range(2)}
-    write = into({"w": torch.empty(64, 3)})
-    everything = send_all(found, full)
-    mine = [parcel for parcel in everything if parcel.receiver == 2]
-    random.Random(0).shuffle(mine)
+    write = into({"w": torch.empty(32, 3)})
+    everything, manifests = send_all(found, full, full)
+    receiver = Receiver(found, 2, FLOAT, manifests, 80)
+    mine = [parcel for parcel in everything if (parcel.sender, parcel.number) in receiver.wanted]
+    assert 1 < len(mine) < len(everything)
 
     def take(parcels):
-        take_parcels(found, 2, write, parcels, FLOAT, 160)
+        receiver.take(write, parcels)
 
     with pytest.raises(LayoutError, match="1 parcels for rank 2 never came"):
         take(mine[1:])
@@ -193,13 +255,15 @@ def test_lost_and_strange_parcels_are_sentences():
         take(everything)
     with pytest.raises(LayoutError, match="rank 2 expected"):
         take([mine[0]._replace(data=mine[0].data[:4]), *mine[1:]])
+    with pytest.raises(LayoutError, match="Rank 0 does not send what rank 2 needs in"):
+        Receiver(found, 2, FLOAT, manifests, 40)
     with pytest.raises(LayoutError, match=r"copies inside rank 0.*shifted"):
-        next(send_parcels(plan(source, whole_copies(2)), 0, full[0].get, FLOAT))
+        Sender(plan(source, whole_copies(2)), 0, FLOAT)
 
 
 def test_counts_are_by_rank():
     found = plan(row_shards(4), whole_copies(4))
     size = 64 * 3 * 4
     each = Traffic(received=size * 3 // 4, sent=size * 3 // 4, copied=size // 4, rounds=1)
-    large = count(found, FLOAT, math.prod((2, size)))
+    large = count(found, FLOAT, 4 * size)
     assert large == {rank: replace(each, buffer=2 * each.received) for rank in range(4)}

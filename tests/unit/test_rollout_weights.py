@@ -6,7 +6,7 @@ import pytest
 import torch
 from engine_cases import CPU, make_model
 
-from hybridrl.core.layout import Piece
+from hybridrl.core.pieces import Piece
 from hybridrl.rollout.transformers import TransformersRollout
 from hybridrl.rollout.weights import WeightWriter, differences
 

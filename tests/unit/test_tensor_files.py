@@ -18,7 +18,8 @@ from hybridrl.checkpoint.header import DTYPES
 from hybridrl.checkpoint.reading import TensorFiles, index_of
 from hybridrl.checkpoint.writing import write_tensors
 from hybridrl.core.boxes import extent, runs, volume, whole, windows
-from hybridrl.core.layout import Layout, local_pieces
+from hybridrl.core.layout import Layout
+from hybridrl.core.pieces import local_pieces
 from hybridrl.errors import ConfigError, StorageError
 
 

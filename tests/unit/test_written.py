@@ -18,7 +18,8 @@ from hybridrl.checkpoint.writing import (
     written_box,
 )
 from hybridrl.core.boxes import extent
-from hybridrl.core.layout import Layout, local_pieces
+from hybridrl.core.layout import Layout
+from hybridrl.core.pieces import local_pieces
 from hybridrl.core.written import Written, damage, lacking, list_of, read_lists
 from hybridrl.errors import ConfigError
 

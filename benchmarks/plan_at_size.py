@@ -1,0 +1,181 @@
+"""Planning a weight sync of 1,024 ranks: what it costs one of them before the first one.
+
+    python benchmarks/plan_at_size.py
+
+A rank reads what all ranks say of the boxes that they train, plans its own moves and cuts them into
+rounds. Seconds, and the most memory that this takes, in a process of its own for each case and
+figure (tracing memory takes time). The exchange of the boxes between ranks is not in it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import time
+import tracemalloc
+from typing import NamedTuple
+
+import torch
+from figures import report
+
+from hybridrl.core.boxes import extent, shard_box, whole
+from hybridrl.core.device import message_bytes
+from hybridrl.core.footprint import peak, redundant
+from hybridrl.core.layout import Layout
+from hybridrl.core.pieces import OfRank, Piece, local_pieces
+from hybridrl.core.plan import plan
+from hybridrl.core.transition import Parameter
+from hybridrl.parallel.layout import Said, layout_of
+from hybridrl.reshard.rounds import Load, loads_of, parts_of, room_of, schedule, streams_of
+
+ALLOWED_BYTES = 200_000_000
+HEAD_DIM = 128
+FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+
+
+class Llama(NamedTuple):
+    """Sizes of a model."""
+
+    layers: int
+    hidden: int
+    key_value: int
+    intermediate: int
+    vocabulary: int
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Every parameter, and the dim that tensor parallelism cuts."""
+        h, kv, wide = self.hidden, self.key_value * HEAD_DIM, self.intermediate
+        layer = {
+            "input_layernorm": Parameter((h,)),
+            "self_attn.q_proj": Parameter((h, h), 0),
+            "self_attn.k_proj": Parameter((kv, h), 0),
+            "self_attn.v_proj": Parameter((kv, h), 0),
+            "self_attn.o_proj": Parameter((h, h), 1),
+            "post_attention_layernorm": Parameter((h,)),
+            "mlp.gate_proj": Parameter((wide, h), 0),
+            "mlp.up_proj": Parameter((wide, h), 0),
+            "mlp.down_proj": Parameter((h, wide), 1),
+        }
+        return {
+            "model.embed_tokens": Parameter((self.vocabulary, h), 0),
+            **{
+                f"model.layers.{number}.{name}": parameter
+                for number in range(self.layers)
+                for name, parameter in layer.items()
+            },
+            "model.norm": Parameter((h,)),
+            "lm_head": Parameter((self.vocabulary, h), 0),
+        }
+
+
+class Case(NamedTuple):
+    """Ranks that train (FSDP x tp) and that generate (replicas of tp), and the seconds that
+    planning may take one of them."""
+
+    model: Llama
+    ranks: int
+    tp: int
+    rollout_tp: int
+    separated: bool = False
+    seconds: float = 5
+
+    @property
+    def trainers(self) -> int:
+        return self.ranks // 2 if self.separated else self.ranks
+
+
+LLAMA_70B = Llama(80, 8192, 8, 28672, 128256)
+LLAMA_7B = Llama(32, 4096, 32, 11008, 32000)
+CASES = {
+    "70B on 1,024 ranks, tp8 to tp8": Case(LLAMA_70B, 1024, 8, 8),
+    "70B from 512 ranks to 512 others, tp8 to tp8": Case(LLAMA_70B, 1024, 8, 8, separated=True),
+    "70B on 1,024 ranks, FSDP to tp8": Case(LLAMA_70B, 1024, 1, 8, seconds=10),
+    "7B on 64 ranks, FSDP to tp1": Case(LLAMA_7B, 64, 1, 1),
+    "7B on 256 ranks, FSDP to tp1": Case(LLAMA_7B, 256, 1, 1),
+}
+
+
+def all_said(case: Case, parameters: dict[str, Parameter]) -> list[Said]:
+    """What all ranks say of what they train, as it reaches each of them."""
+    found = []
+    for rank in range(case.trainers):
+        known: dict[Parameter, tuple[Piece, ...]] = {}
+        for each in parameters.values():
+            if each not in known:
+                tp = [] if each.dim is None else [(each.dim, rank % case.tp, case.tp)]
+                shards = [*tp, (0, rank // case.tp, case.trainers // case.tp)]
+                known[each] = local_pieces("", shard_box(each.shape, shards))
+        said = Said.of_pieces({name: known[each] for name, each in parameters.items()})
+        found.append(pickle.loads(pickle.dumps(said)))
+    return found
+
+
+def pieces_generated(parameters: dict[str, Parameter], index: int, count: int) -> OfRank:
+    """What one of `count` tensor-parallel ranks of a replica holds, fused as vLLM does it."""
+    found, rows = {}, {}
+    for name, (shape, dim, _) in parameters.items():
+        box = whole(shape) if dim is None else shard_box(shape, [(dim, index, count)])
+        layer, _, leaf = name.rpartition(".")
+        tensor = f"{layer}.{FUSED.get(leaf, leaf)}"
+        first = rows.get(tensor, 0)
+        rows[tensor] = first + extent(box)[0]
+        found[name] = (Piece(box, tensor, (first, *(0 for _ in shape[1:]))),)
+    return found
+
+
+def prepare(case: Case, rank: int, said: list[Said], generated: list[OfRank]) -> None:
+    """What `WeightSync` and `Reshard` do of a rank's own before the first sync."""
+    shapes = {name: each.shape for name, each in case.model.parameters().items()}
+    source = layout_of([shapes] * case.trainers, said)
+    first = case.trainers if case.separated else 0
+    receivers = range(first, first + case.trainers)
+    target = Layout(shapes, {r: generated[(r - first) % case.rollout_tp] for r in receivers})
+    own = plan(source, target, rank)
+    peak(source.of(rank), target.of(rank))
+    redundant(source.of(rank), target.of(rank))
+    streams = streams_of(own.moves)
+    load = loads_of(streams).get(rank, Load())
+    cut = schedule(load, room_of(message_bytes("cuda"), torch.bfloat16))
+    for stream in streams:
+        parts_of(stream, cut)
+
+
+def measure(name: str, traces: bool, results: multiprocessing.Queue) -> None:
+    """Seconds of this process's work, or the most bytes."""
+    case = CASES[name]
+    if traces:
+        tracemalloc.start()  # what others say counts, too
+    parameters = case.model.parameters()
+    said = all_said(case, parameters)
+    generated = [pieces_generated(parameters, i, case.rollout_tp) for i in range(case.rollout_tp)]
+    ranks = [0, case.ranks - 1]  # of separated groups one of each
+    worst = 0.0
+    for rank in ranks:
+        if traces:
+            tracemalloc.reset_peak()
+            prepare(case, rank, said, generated)
+            worst = max(worst, tracemalloc.get_traced_memory()[1])
+        else:
+            begin = time.process_time()
+            prepare(case, rank, said, generated)
+            worst = max(worst, time.process_time() - begin)
+    results.put(worst)
+
+
+def main() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    for name in CASES:
+        found = []
+        for traces in (False, True):
+            results = spawn.Queue()
+            process = spawn.Process(target=measure, args=(name, traces, results))
+            process.start()
+            found.append(results.get())
+            process.join()
+        report(f"{name}, time", found[0], CASES[name].seconds, "<= 1", "s")
+        report(f"{name}, memory", found[1], ALLOWED_BYTES, "<= 1", "bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Four ranks train and four generate: weights travel as parcels, each box once."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from engine_cases import CPU, make_model
+from layout_cases import cut
+from ranks import run_ranks
+
+from hybridrl.config.schema import ActorConfig
+from hybridrl.controller.columns import UNKNOWN
+from hybridrl.controller.shards import ShardInfo, Shards
+from hybridrl.controller.table import Table
+from hybridrl.core.boxes import even_range, extent, whole
+from hybridrl.core.pieces import Piece
+from hybridrl.engine.train import TrainEngine
+from hybridrl.engine.weight_channel import WeightChannel
+from hybridrl.models import CausalPolicy
+from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.rollout.base import RolloutEngine
+from hybridrl.rollout.weights import WeightWriter
+
+TRAINERS, GENERATORS = 4, 4
+
+
+class Part(RolloutEngine):
+    """Holds part `index` of `parts` of every parameter, along dim 0."""
+
+    def __init__(self, index, parts):
+        super().__init__()
+        self._index, self._parts = index, parts
+        self.tensors = {}
+
+    def pieces(self, shapes):
+        found = {}
+        for name, shape in shapes.items():
+            box = (even_range(shape[0], self._index, self._parts), *whole(shape[1:]))
+            found[name] = (Piece(box, name, (0,) * len(shape)),)
+            self.tensors[name] = torch.zeros(extent(box), dtype=torch.bfloat16)
+        self.held = found
+        return found
+
+    def writer(self):
+        return WeightWriter(self.tensors, self.held)
+
+    def load(self, weights):
+        raise NotImplementedError
+
+    def generate(self, batch, sampling, seed):
+        raise NotImplementedError
+
+
+class OnDisk(Shards):
+    """What a call returned, in a file for each rank; counts what is read."""
+
+    def __init__(self, folder):
+        super().__init__(UNKNOWN, None)
+        self._found = [torch.load(folder / f"{r}", weights_only=False) for r in range(TRAINERS)]
+        self.read_bytes = 0
+
+    def infos(self):
+        return [ShardInfo.of(batch, rows, total) for batch, rows, total in self._found]
+
+    def batch(self, index):
+        return self._found[index][0]
+
+    def read(self, index, rows, names):
+        found = super().read(index, rows, names)
+        self.read_bytes += bytes_of(found)
+        return found
+
+
+def bytes_of(batch):
+    return int(batch.lengths("data").sum())
+
+
+def program(rank, folder):
+    torch.set_num_threads(1)
+    mesh = ParallelMesh.data_parallel(CPU, TRAINERS)
+    train = None
+    if rank < TRAINERS:
+        train = TrainEngine(CausalPolicy(make_model()), mesh, CPU, "float32", ActorConfig())
+    return [run(rank, folder, train, parts) for parts in (1, 2)]
+
+
+def run(rank, folder, train, parts):
+    """Bytes put, or read and held, by this rank, whose engine has one of so many parts."""
+    rollout = Part((rank - TRAINERS) % parts, parts) if train is None else None
+    channel = WeightChannel(dist.group.WORLD, torch.bfloat16, CPU, train, rollout, parcels=True)
+    found = {}
+    for _ in range(2):  # what was worked out serves again
+        if train is not None:
+            with torch.no_grad():
+                for tensor in train.local_parameters().values():
+                    tensor.mul_(2)
+            batch, rows, total = channel.pack()
+            torch.save((batch, np.asarray(rows), total), folder / f"{rank}")
+            found["put"] = bytes_of(batch)
+            found["weights"] = {n: t.clone() for n, t in train.full_parameters()}
+        dist.barrier()
+        whole_model = [found.pop("weights", None)]
+        dist.broadcast_object_list(whole_model)
+        if rollout is not None:
+            shards = OnDisk(folder)
+            channel.unpack(Table((shards,)).read(np.asarray(channel.wanted), None))
+            found["read"] = shards.read_bytes
+            found["held"] = sum(tensor.nbytes for tensor in rollout.tensors.values())
+            for name, tensor in rollout.tensors.items():
+                ((box, *_),) = rollout.held[name]
+                assert torch.equal(tensor, cut(whole_model[0][name], box).bfloat16())
+        dist.barrier()
+    return found
+
+
+def test_each_box_is_put_once_and_read_by_those_that_need_it(tmp_path):
+    (tmp_path / "shards").mkdir()
+    ranks = run_ranks(program, tmp_path, TRAINERS + GENERATORS, tmp_path / "shards")
+    model = 2 * sum(parameter.numel() for parameter in make_model().parameters())
+    for run, parts in enumerate((1, 2)):
+        found = [of_rank[run] for of_rank in ranks]
+        assert sum(each["put"] for each in found[:TRAINERS]) == model
+        for each in found[TRAINERS:]:
+            assert each["read"] == each["held"]
+            assert each["held"] == pytest.approx(model / parts, rel=0.05)
