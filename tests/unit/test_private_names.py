@@ -12,7 +12,10 @@ KNOWN = {
     # torch
     "_world": ("parallel/process_group.py", "core/waits.py"),  # 2.11 to 2.13
     "_update_default_pg": ("parallel/process_group.py",),
-    "_C": ("core/read_only.py", "core/waits.py"),
+    "_C": ("core/read_only.py", "core/waits.py", "models/routing.py"),
+    "_current_graph_task_id": ("models/routing.py",),
+    "_is_amx_tile_supported": ("core/device.py",),
+    "_is_avx512_bf16_supported": ("core/device.py",),
     "_distributed_c10d": ("core/waits.py",),
     "_device_types": ("core/waits.py",),
     "_get_backend": ("core/waits.py",),
@@ -20,18 +23,21 @@ KNOWN = {
     "_get_sequence_number_for_group": ("core/waits.py",),
     "_flash_attention_forward": ("parallel/block_attention.py",),
     "_flash_attention_backward": ("parallel/block_attention.py",),
-    "_cdata": ("planner/token_bytes.py", "rollout/vllm_layout.py"),  # of storages, as torch's own
+    "_cdata": ("core/views.py", "planner/token_bytes.py"),  # of storages, as torch's own
     "_schema": ("rollout/vllm_layout.py",),
     "_dynamo": ("rollout/vllm.py",),
-    "torch.utils._python_dispatch": ("planner/token_bytes.py", "rollout/vllm_layout.py"),
+    "torch.utils._python_dispatch": (
+        *("models/stored_names.py", "planner/token_bytes.py", "rollout/vllm_layout.py"),
+    ),
     "torch.utils._pytree": ("rollout/vllm_layout.py",),
     # transformers and peft
     "_is_hf_initialized": ("models/empty.py",),
     "_keys_to_ignore_on_save": ("models/stored_names.py",),
-    "_no_split_modules": ("parallel/fsdp.py",),
+    "_no_split_modules": ("models/routing.py", "parallel/fsdp.py"),
     "_disable_adapters": ("engine/sharded_model.py",),
     # vLLM
     "_distributed_args": ("rollout/vllm.py",),
+    "_use_zentorch": ("rollout/vllm_weights.py",),
     # Python, Ray, fsspec
     "_SHM_NAME_PREFIX": ("rollout/vllm.py",),  # 3.11 to 3.13
     "_SHM_SAFE_NAME_LENGTH": ("rollout/vllm.py",),
