@@ -128,19 +128,22 @@ def rehearse(name: str, spy: tuple[str, int] | None = None) -> dict:
 
 def _rehearse(job: Job, folder: str, overrides: list[str], spy: tuple[str, int] | None) -> dict:
     import torch
+    from layouts_at_size import generation_layout_of, memory_of, training_layout_of
     from settings import configured
     from simulated import DEVICE, Accelerator, join_as
     from transformers import AutoModelForCausalLM
 
     from hybridrl.algorithms import PolicyObjective
     from hybridrl.core.training_mesh import training_mesh
+    from hybridrl.engine.state_saver import StateSaver
     from hybridrl.engine.train import TrainEngine
+    from hybridrl.engine.weight_sync import WeightSync
     from hybridrl.models import CausalPolicy, load_config
     from hybridrl.models.attention import NAME
     from hybridrl.parallel.mesh import ParallelMesh
 
     config = configured(overrides)
-    planned, rows = _planned(config, job.devices)
+    planned, synced, rows = _planned(config, job.devices)
     join_as(0, job.devices)
     batch = _batch(rows)
     objective = PolicyObjective("ppo_clip", {}, kl_coefficient=0.1, entropy_coefficient=0.0)
@@ -171,12 +174,38 @@ def _rehearse(job: Job, folder: str, overrides: list[str], spy: tuple[str, int] 
             engine.update(batch, objective)
         with device.phase("train"):
             engine.update(batch, objective)
+        with device.phase("sync"):
+            began = time.perf_counter()
+            engine.model.reshard()
+            engine._layout = training_layout_of(engine)
+            seconds["what all ranks hold"] = time.perf_counter() - began
+            target = generation_layout_of(engine.layout().shapes, job.devices, share)
+            copy = memory_of(target.pieces[0], torch.bfloat16, DEVICE)
+            began = time.perf_counter()
+            sync = WeightSync(
+                engine.layout(),
+                target,
+                torch.bfloat16,
+                DEVICE,
+                mesh.group(),
+                engine,
+                _Rollout(copy),
+            )
+            seconds["plan of the sync"] = time.perf_counter() - began
+            cost = sync.run()
+            del copy, sync
+        with device.phase("save"):
+            began = time.perf_counter()
+            parts = StateSaver(engine).parts
+            seconds["plan of saving"] = time.perf_counter() - began
     first = device.phases.pop("first update")
     assert first.peak <= device.phases["train"].peak
     return {
         "devices": job.devices,
         "parameters": sum(p.numel() for p in engine.model.parameters()),
         "bytes_read": files.bytes_read,
+        "synced": {"received": cost.received, "sent": cost.sent, "planned": synced},
+        "bytes_written": sum(part.size for part in parts),
         "phases": {
             phase: {
                 "seen": found.peak,
@@ -197,6 +226,7 @@ def _planned(config, devices):
     in an update."""
     from hybridrl.checks.placement import check_placement, wanted_roles
     from hybridrl.planner.dataflow import sizes_of
+    from hybridrl.planner.device_memory import _generating
     from hybridrl.planner.devices import named
     from hybridrl.planner.planner import Planner
 
@@ -210,8 +240,10 @@ def _planned(config, devices):
         "load": parameters,
         "score": parameters + sum(part.scoring(train, planner.sizes).values()),
         "train": sum(there.values()) + sum(part.training(train, planner.sizes).values()),
+        "sync": sum(there.values()) + sum(_generating(planner, "actor", "sync").values()),
+        "save": sum(there.values()),
     }
-    return found, train.total // round(planner.sizes.sample_tokens)
+    return found, planner.sync_bytes("actor"), train.total // round(planner.sizes.sample_tokens)
 
 
 def _batch(rows: int):
@@ -235,6 +267,23 @@ def _batch(rows: int):
             **dict.fromkeys(("log_probs", "ref_log_probs", "rollout_log_probs"), column(-1.0)),
         }
     )
+
+
+class _Rollout:
+    """Stands for the rollout engine: its weights."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def writer(self):
+        return self
+
+    def write(self, name, start, values):
+        place = tuple(slice(at, at + n) for at, n in zip(start, values.shape, strict=True))
+        self.tensors[name][place].copy_(values)
+
+    def finish(self):
+        pass
 
 
 class _Files:

@@ -244,7 +244,7 @@ class Accelerator(TorchDispatchMode):
             self._phase.peak = self._live
             if self._spy is not None and (self._name, self._live) == self._spy and not self.held:
                 for _, held, what in self._storages.values():
-                    self.held[what] += held
+                    self.held[f"{what} of {held / 2**20:.1f} MiB"] += held
 
     def _forget(self, key: int) -> None:
         _, size, _ = self._storages.pop(key)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from hybridrl.core.device import message_bytes
 from hybridrl.placement import GENERATOR
 from hybridrl.planner import memory
 from hybridrl.planner.devices import GIB
@@ -168,6 +169,9 @@ def _working(planner: Planner, role: str, stage: int, phase: str) -> Parts:
 def _generating(planner: Planner, role: str, phase: str) -> Parts:
     rollout, shape = planner.config.rollout, planner.generation_shape(role)
     found: Parts = {}
+    if phase == "sync":  # at most all that comes in and goes out
+        room = message_bytes(planner.machines.cluster.kind)
+        found["messages"] = min(room, 2 * planner.sync_bytes(role))
     if planner.sleeps:
         found["generation copy"] = memory.generation_copy(shape)
         if phase == "generate":

@@ -19,8 +19,9 @@ MASTER = 4
 """Bytes of float32: parameters, their summed gradients and each of Adam's two moments."""
 CHECKPOINT = 3 * MASTER
 """Bytes of a trained parameter and its two moments in a checkpoint."""
-LOGITS_SCORING, LOGITS_TRAINING = 4, 6
-"""Chunks of float32 logits that live at once in `token_log_probs`, forward and backward."""
+LOGITS_SCORING, LOGITS_KEPT, LOGITS_TRAINING = 3, 2, 6
+"""Chunks of float32 logits that live at once in `token_log_probs`: forward, of one chunk while the
+next one begins, and backward."""
 LOGITS_AT_PRODUCT = 2.5
 """As many when the backward has done with most of them, and multiplies for the head's gradient."""
 SAMPLING_COPIES = 4
@@ -107,7 +108,9 @@ class ModelPart:
         layers = batch.tokens * self.shape.scoring.of(self.layers)
         head = {"gathered": self._gathered_at_head(True), "activations": self._states(batch, sizes)}
         if chunk := self._logits(batch, sizes):
-            head["logits"] = LOGITS_SCORING * chunk + self._head_copy
+            rest = MASTER * self._all_logits(batch, sizes) - chunk
+            both = LOGITS_KEPT * (chunk + min(chunk, rest))
+            head["logits"] = max(LOGITS_SCORING * chunk, both) + self._head_copy
         return _fullest({**gathered, "activations": layers}, head)
 
     def training(self, batch: MicroBatches, sizes: Sizes) -> Parts:
@@ -202,10 +205,13 @@ class ModelPart:
 
     def _logits(self, batch: MicroBatches, sizes: Sizes) -> float:
         """A chunk of logits in float32."""
+        return MASTER * min(logits_at_a_time(self.device), self._all_logits(batch, sizes))
+
+    def _all_logits(self, batch: MicroBatches, sizes: Sizes) -> float:
+        """How many there are of a micro-batch."""
         if not self.ends[1] or self.shape.vocabulary == 1:
             return 0.0
-        logits = batch.tokens * sizes.response_share * self.shape.vocabulary
-        return MASTER * min(logits_at_a_time(self.device), logits)
+        return batch.tokens * sizes.response_share * self.shape.vocabulary
 
 
 def generation_copy(shape: ModelShape) -> float:
