@@ -1,6 +1,6 @@
 """Large jobs, rehearsed: what one rank of many allocates, sends and waits for.
 
-    python tests/at_size.py                 # all of JOBS: what docs/sizing.md shows
+    python tests/at_size.py --write         # all of JOBS, and into docs/sizing.md
     python tests/at_size.py llama3-70b-1024 # one of them
     python tests/at_size.py --json
     python tests/at_size.py qwen3-8b-8 --held train   # what lives at the fullest moment
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GIB = 2**30
+PAGE = Path(__file__).parents[1] / "docs" / "sizing.md"
 LENGTHS = (1024, 3072)
 """Tokens of a prompt and of a response."""
 
@@ -178,7 +179,7 @@ def _rehearse(job: Job, folder: str, overrides: list[str], spy: tuple[str, int] 
             began = time.perf_counter()
             engine.model.reshard()
             engine._layout = training_layout_of(engine)
-            seconds["what all ranks hold"] = time.perf_counter() - began
+            seconds["layout"] = time.perf_counter() - began
             target = generation_layout_of(engine.layout().shapes, job.devices, share)
             copy = memory_of(target.pieces[0], torch.bfloat16, DEVICE)
             began = time.perf_counter()
@@ -191,13 +192,13 @@ def _rehearse(job: Job, folder: str, overrides: list[str], spy: tuple[str, int] 
                 engine,
                 _Rollout(copy),
             )
-            seconds["plan of the sync"] = time.perf_counter() - began
+            seconds["sync"] = time.perf_counter() - began
             cost = sync.run()
             del copy, sync
         with device.phase("save"):
             began = time.perf_counter()
             parts = StateSaver(engine).parts
-            seconds["plan of saving"] = time.perf_counter() - began
+            seconds["saving"] = time.perf_counter() - began
     first = device.phases.pop("first update")
     assert first.peak <= device.phases["train"].peak
     return {
@@ -318,6 +319,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("jobs", nargs="*", metavar="JOB", help=", ".join(JOBS | OTHERS))
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", action="store_true", help="the tables, into docs/sizing.md")
     parser.add_argument("--here", action="store_true", help="one job, in this process, as JSON")
     parser.add_argument("--held", metavar="PHASE")
     chosen = parser.parse_args()
@@ -327,6 +329,8 @@ def main() -> None:
         os._exit(0)  # threads of autograd do not end well with a device that is none
     found = {name: in_a_process(name) for name in chosen.jobs or JOBS}
     print(json.dumps(found, indent=2) if chosen.json else table(found))
+    if chosen.write:
+        PAGE.write_text(written(PAGE.read_text(), found))
     for name, job in found.items() if chosen.held else ():
         again = in_a_process(name, chosen.held, str(job["phases"][chosen.held]["seen"]))
         for what, size in again["held"].items():
@@ -336,19 +340,51 @@ def main() -> None:
 
 def table(found: dict) -> str:
     """The figures as Markdown."""
-    lines = ["| job | phase | seen, GiB | planned, GiB | planned / seen |", "|---|---|---|---|---|"]
+    return "\n\n".join(tables(found).values())
+
+
+def tables(found: dict) -> dict[str, str]:
+    """Memory, traffic and planning."""
+    phases = [
+        (name, phase, figures)
+        for name, job in found.items()
+        for phase, figures in job["phases"].items()
+    ]
+    memory = [
+        "| job | phase | seen, GiB | planned, GiB | planned / seen |",
+        "|---|---|---|---|---|",
+    ]
+    for name, phase, figures in phases:
+        seen, planned = figures["seen"] / GIB, figures["planned"] / GIB
+        memory.append(f"| {name} | {phase} | {seen:.2f} | {planned:.2f} | {planned / seen:.2f} |")
+    traffic = ["| job | phase | collective | calls | GiB |", "|---|---|---|---|---|"]
+    for name, phase, figures in phases:
+        for kind, (calls, size) in figures["collectives"].items():
+            traffic.append(f"| {name} | {phase} | {kind} | {calls} | {size / GIB:.2f} |")
+    kinds = list(next(iter(found.values()))["seconds"])
+    planning = [
+        f"| job | {' | '.join(f'{kind}, s' for kind in kinds)} | reads | receives | writes |",
+        "|---" * (len(kinds) + 4) + "|",
+    ]
     for name, job in found.items():
-        for phase, figures in job["phases"].items():
-            seen, planned = figures["seen"] / GIB, figures["planned"] / GIB
-            lines.append(
-                f"| {name} | {phase} | {seen:.2f} | {planned:.2f} | {planned / seen:.2f} |"
-            )
-    lines += ["", "| job | phase | collective | calls | GiB |", "|---|---|---|---|---|"]
-    for name, job in found.items():
-        for phase, figures in job["phases"].items():
-            for kind, (calls, size) in figures["collectives"].items():
-                lines.append(f"| {name} | {phase} | {kind} | {calls} | {size / GIB:.2f} |")
-    return "\n".join(lines)
+        sizes = (job["bytes_read"], job["synced"]["received"], job["bytes_written"])
+        cells = [f"{job['seconds'][kind]:.1f}" for kind in kinds]
+        cells += [f"{size / GIB:.2f}" for size in sizes]
+        planning.append(f"| {name} | {' | '.join(cells)} |")
+    return {
+        "memory": "\n".join(memory),
+        "traffic": "\n".join(traffic),
+        "planning": "\n".join(planning),
+    }
+
+
+def written(page: str, found: dict) -> str:
+    """The page with the tables as they are now, each between its marks."""
+    for name, lines in tables(found).items():
+        begin, end = f"<!-- {name}: written by tests/at_size.py -->", f"<!-- end of {name} -->"
+        before, _, rest = page.partition(begin)
+        page = f"{before}{begin}\n\n{lines}\n\n{end}{rest.partition(end)[2]}"
+    return page
 
 
 if __name__ == "__main__":

@@ -88,6 +88,10 @@ class ParallelConfig:
     Fewer gather over shorter ways and take more memory (hybrid sharding)."""
 
 
+CHECKPOINTING = ("none", "selective", "full", "offload")
+"""What `actor.gradient_checkpointing` may be."""
+
+
 @dataclass
 class ActorConfig:
     """How the model is trained: the policy, or with trainer `reward_model` the reward model. Other
@@ -100,7 +104,10 @@ class ActorConfig:
     router_loss_weight: float = 0.0
     """Of the auxiliary loss that keeps a mixture of experts in balance, see
     `hybridrl.models.routing`; with it an update forwards its samples once more. 0: none."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: str = "none"
+    """What a layer does not keep of its forward is computed again in its backward. `none`: it keeps
+    all; `selective`: results of matrix products and attention; `full` (or `true`): its input only;
+    `offload`: that too, on the CPU."""
     offload_parameters: bool = False
     """Keep parameters, gradients and optimizer state on the CPU (GPUs only)."""
     offload_optimizer: bool = False
@@ -112,6 +119,10 @@ class ActorConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     lora: LoraSettings = field(default_factory=LoraSettings)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        said = str(self.gradient_checkpointing).lower()
+        self.gradient_checkpointing = {"true": "full", "false": "none"}.get(said, said)
 
 
 @dataclass

@@ -89,6 +89,11 @@ def host_memory(size: int, device: torch.device) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
 
+def pins_memory() -> bool:
+    """Whether copies to pinned memory of the host are what an accelerator here needs."""
+    return torch.accelerator.is_available()
+
+
 def mark(device: torch.device) -> Callable[[], None]:
     """A function that waits until the device has done what it has been given to do up to now."""
     if device.type == "cpu":

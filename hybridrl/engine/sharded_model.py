@@ -20,6 +20,7 @@ from hybridrl.engine.model_folder import fill, load_weights, save_model
 from hybridrl.engine.whole_parameters import whole_parameters
 from hybridrl.models import PackedModel
 from hybridrl.models.adapters import has_adapters, merged
+from hybridrl.models.checkpointing import set_checkpointing
 from hybridrl.models.stored_names import stored_form
 from hybridrl.parallel import tensor as tensor_parallel
 from hybridrl.parallel.fsdp import is_small, shard, units
@@ -59,8 +60,7 @@ class ShardedModel:
         self.mesh = mesh
         self._layout: Layout | None = None
         offload = config.offload_parameters and device.type != "cpu"
-        if config.gradient_checkpointing:
-            model.inner.gradient_checkpointing_enable({"use_reentrant": False})
+        set_checkpointing(model.inner, config.gradient_checkpointing)
         self.has_adapters = has_adapters(model.inner)
         cuts = tensor_parallel.cut(model, mesh)
         self.cuts, self._partial = cuts.cuts, cuts.partial

@@ -1,11 +1,13 @@
 """What a plan says of memory: against what torch allocates, and against what must be."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from settings import configured
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
-from hybridrl.config.schema import LoraSettings
+from hybridrl.config.schema import CHECKPOINTING, LoraSettings
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import Cluster
 from hybridrl.models import CausalPolicy, PackedSamples, tiny_config
@@ -81,9 +83,12 @@ def test_saved_activations_are_what_autograd_saves():
 
 
 def test_checkpointing_keeps_one_state_for_each_layer():
-    shape = shape_of(CONFIG, "float32", checkpointing=True)
-    assert shape.training.per_layer == 64 * 4
-    assert shape.training.fixed > shape_of(CONFIG, "float32").training.fixed
+    none, selective, full, offload = (
+        shape_of(CONFIG, "float32", checkpointing=kept).training for kept in CHECKPOINTING
+    )
+    assert full.per_layer == 64 * 4 and full.fixed > none.fixed
+    assert full.per_layer < selective.per_layer < none.per_layer
+    assert offload == replace(full, per_layer=0)
 
 
 def plan_of(*overrides, devices=1, lengths=(16, 48), tmp_path):
