@@ -112,7 +112,8 @@ def _phases(planner: Planner, stages: Mapping[str, int]) -> Iterable[PhaseMemory
             there = [*stays.values()]
         parts = _sum([*there, _working(planner, role, stages[role], phase)])
         found[role, phase] = PhaseMemory(role, phase, parts)
-    return found.values()
+    # Roles without a model that are never called are idle.
+    return found.values() or [PhaseMemory(next(iter(stages)), "idle", _sum(stays.values()))]
 
 
 def _loads(planner: Planner, stages: Mapping[str, int], process: float) -> Iterable[PhaseMemory]:
@@ -120,7 +121,9 @@ def _loads(planner: Planner, stages: Mapping[str, int], process: float) -> Itera
     takes its share whole, and sleeps once it is there."""
     before: Parts = {"process": process}
     for role, stage in stages.items():
-        before = _sum([before, _loaded(planner, role, stage)])
+        if not (own := _loaded(planner, role, stage)) and role not in planner.generators:
+            continue
+        before = _sum([before, own])
         awake = {}
         if planner.sleeps and role in planner.generators:
             awake = _generating(planner, role, "generate")

@@ -31,6 +31,7 @@ KNOWN = {
     ),
     "torch.utils._pytree": ("rollout/vllm_layout.py",),
     # transformers and peft
+    "_gradient_checkpointing_func": ("models/checkpointing.py",),
     "_is_hf_initialized": ("models/empty.py",),
     "_keys_to_ignore_on_save": ("models/stored_names.py",),
     "_no_split_modules": ("models/routing.py", "parallel/fsdp.py"),
