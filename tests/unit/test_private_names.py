@@ -26,6 +26,8 @@ KNOWN = {
     "_cdata": ("core/views.py", "planner/token_bytes.py"),  # of storages, as torch's own
     "_schema": ("rollout/vllm_layout.py",),
     "_dynamo": ("rollout/vllm.py",),
+    "torch._dynamo.exc": ("engine/compiled_layers.py",),
+    "torch._inductor.exc": ("engine/compiled_layers.py",),
     "torch.utils._python_dispatch": (
         *("models/stored_names.py", "planner/token_bytes.py", "rollout/vllm_layout.py"),
     ),
@@ -34,7 +36,7 @@ KNOWN = {
     "_gradient_checkpointing_func": ("models/checkpointing.py",),
     "_is_hf_initialized": ("models/empty.py",),
     "_keys_to_ignore_on_save": ("models/stored_names.py",),
-    "_no_split_modules": ("models/routing.py", "parallel/fsdp.py"),
+    "_no_split_modules": ("engine/compiled_layers.py", "models/routing.py", "parallel/fsdp.py"),
     "_disable_adapters": ("engine/sharded_model.py",),
     # vLLM
     "_distributed_args": ("rollout/vllm.py",),
