@@ -107,14 +107,16 @@ class ModelPart:
     def scoring(self, batch: MicroBatches, sizes: Sizes) -> Parts:
         """A forward's fullest moment, beside what is resident."""
         again = 0 if self.is_small or batch.count < 2 else self.shape.item * self.head.all
-        gathered = {"gathered": self._gathered(forward=True) + again}  # the head stays meanwhile
+        between = {"gathered": self._gathered(forward=True) + again}  # the head stays meanwhile
+        inside = {"gathered": self._gathered(forward=self.is_small) + again}
         layers = batch.tokens * self.shape.scoring.of(self.layers)
+        states = batch.tokens * self.shape.hidden * self.shape.item
         head = {"gathered": self._gathered_at_head(True), "activations": self._states(batch, sizes)}
         if chunk := self._logits(batch, sizes):
             rest = MASTER * self._all_logits(batch, sizes) - chunk
             both = LOGITS_KEPT * (chunk + min(chunk, rest))
             head["logits"] = max(LOGITS_SCORING * chunk, both) + self._head_copy
-        return _fullest({**gathered, "activations": layers}, head)
+        return _fullest({**between, "activations": states}, {**inside, "activations": layers}, head)
 
     def training(self, batch: MicroBatches, sizes: Sizes) -> Parts:
         """An update's fullest moment, beside what is resident."""
