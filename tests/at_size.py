@@ -1,8 +1,9 @@
 """Large jobs, rehearsed: what one rank of many allocates, sends and waits for.
 
-    python tests/at_size.py                 # all of JOBS: what docs/sizing.md shows
+    python tests/at_size.py --write         # all of JOBS, and into docs/sizing.md
     python tests/at_size.py llama3-70b-1024 # one of them
     python tests/at_size.py --json
+    python tests/at_size.py qwen3-8b-8 --held train   # what lives at the fullest moment
 
 The real engine, models and plans run as one rank of a job of the planner's, with simulated devices
 (see `simulated`), and beside each figure stands what the planner foresees. It needs neither the
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GIB = 2**30
+PAGE = Path(__file__).parents[1] / "docs" / "sizing.md"
 LENGTHS = (1024, 3072)
 """Tokens of a prompt and of a response."""
 
@@ -106,9 +108,12 @@ SETTINGS = (
 )
 
 
-def rehearse(name: str) -> dict:
+def rehearse(name: str, spy: tuple[str, int] | None = None) -> dict:
     """What is seen of rank 0 of a job, and what its plan says: by phase, bytes of the device at the
     fullest moment, `seen` and `planned`; the collectives; seconds of planning. Once in a process.
+
+    Args:
+        spy: See `simulated.Accelerator`.
     """
     import transformers
 
@@ -119,29 +124,33 @@ def rehearse(name: str) -> dict:
         cut = [setting for setting in job.settings if setting.startswith("actor.parallel.tp=")]
         rows = 8 * job.devices // int(cut[0].partition("=")[2] if cut else 1)
         prompts = f"data.prompts_per_step={rows // 8}"
-        return _rehearse(job, folder, [*SETTINGS, *job.settings, prompts, f"model.path={folder}"])
+        overrides = [*SETTINGS, *job.settings, prompts, f"model.path={folder}"]
+        return _rehearse(job, folder, overrides, spy)
 
 
-def _rehearse(job: Job, folder: str, overrides: list[str]) -> dict:
+def _rehearse(job: Job, folder: str, overrides: list[str], spy: tuple[str, int] | None) -> dict:
     import torch
+    from layouts_at_size import generation_layout_of, memory_of, training_layout_of
     from settings import configured
     from simulated import DEVICE, Accelerator, join_as
     from transformers import AutoModelForCausalLM
 
     from hybridrl.algorithms import PolicyObjective
     from hybridrl.core.training_mesh import training_mesh
+    from hybridrl.engine.state_saver import StateSaver
     from hybridrl.engine.train import TrainEngine
+    from hybridrl.engine.weight_sync import WeightSync
     from hybridrl.models import CausalPolicy, load_config
     from hybridrl.models.attention import NAME
     from hybridrl.parallel.mesh import ParallelMesh
 
     config = configured(overrides)
-    planned, rows = _planned(config, job.devices)
+    planned, synced, rows = _planned(config, job.devices)
     join_as(0, job.devices)
     batch = _batch(rows)
     objective = PolicyObjective("ppo_clip", {}, kl_coefficient=0.1, entropy_coefficient=0.0)
     seconds = {}
-    with Accelerator() as device:
+    with Accelerator(spy) as device:
         began = time.perf_counter()
         share = config.rollout.parallel.tp
         at = training_mesh(job.devices, config.actor.parallel, share)
@@ -167,12 +176,38 @@ def _rehearse(job: Job, folder: str, overrides: list[str]) -> dict:
             engine.update(batch, objective)
         with device.phase("train"):
             engine.update(batch, objective)
+        with device.phase("sync"):
+            began = time.perf_counter()
+            engine.model.reshard()
+            engine._layout = training_layout_of(engine)
+            seconds["layout"] = time.perf_counter() - began
+            target = generation_layout_of(engine.layout().shapes, job.devices, share)
+            copy = memory_of(target.pieces[0], torch.bfloat16, DEVICE)
+            began = time.perf_counter()
+            sync = WeightSync(
+                engine.layout(),
+                target,
+                torch.bfloat16,
+                DEVICE,
+                mesh.group(),
+                engine,
+                _Rollout(copy),
+            )
+            seconds["sync"] = time.perf_counter() - began
+            cost = sync.run()
+            del copy, sync
+        with device.phase("save"):
+            began = time.perf_counter()
+            parts = StateSaver(engine).parts
+            seconds["saving"] = time.perf_counter() - began
     first = device.phases.pop("first update")
     assert first.peak <= device.phases["train"].peak
     return {
         "devices": job.devices,
         "parameters": sum(p.numel() for p in engine.model.parameters()),
         "bytes_read": files.bytes_read,
+        "synced": {"received": cost.received, "sent": cost.sent, "planned": synced},
+        "bytes_written": sum(part.size for part in parts),
         "phases": {
             phase: {
                 "seen": found.peak,
@@ -184,6 +219,7 @@ def _rehearse(job: Job, folder: str, overrides: list[str]) -> dict:
             for phase, found in device.phases.items()
         },
         "seconds": seconds,
+        "held": dict(device.held.most_common()),
     }
 
 
@@ -192,6 +228,7 @@ def _planned(config, devices):
     in an update."""
     from hybridrl.checks.placement import check_placement, wanted_roles
     from hybridrl.planner.dataflow import sizes_of
+    from hybridrl.planner.device_memory import _generating
     from hybridrl.planner.devices import named
     from hybridrl.planner.planner import Planner
 
@@ -199,13 +236,16 @@ def _planned(config, devices):
     placement = check_placement(config, machines.cluster, None)
     planner = Planner(config, machines, placement, sizes_of(config), wanted_roles(config, None))
     part, train = planner.part("actor", 0), planner.batches["actor", "train"]
-    there = sum(part.resident().values())
+    there = part.resident()
+    parameters = there.get("parameters", 0.0)  # the moments come with the first update
     found = {
-        "load": sum(part.loading().values()),
-        "score": sum(part.loading().values()) + sum(part.scoring(train, planner.sizes).values()),
-        "train": there + sum(part.training(train, planner.sizes).values()),
+        "load": parameters,
+        "score": parameters + sum(part.scoring(train, planner.sizes).values()),
+        "train": sum(there.values()) + sum(part.training(train, planner.sizes).values()),
+        "sync": sum(there.values()) + sum(_generating(planner, "actor", "sync").values()),
+        "save": sum(there.values()),
     }
-    return found, train.total // round(planner.sizes.sample_tokens)
+    return found, planner.sync_bytes("actor"), train.total // round(planner.sizes.sample_tokens)
 
 
 def _batch(rows: int):
@@ -231,6 +271,23 @@ def _batch(rows: int):
     )
 
 
+class _Rollout:
+    """Stands for the rollout engine: its weights."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def writer(self):
+        return self
+
+    def write(self, name, start, values):
+        place = tuple(slice(at, at + n) for at, n in zip(start, values.shape, strict=True))
+        self.tensors[name][place].copy_(values)
+
+    def finish(self):
+        pass
+
+
 class _Files:
     """Stands for the tensors of a model's folder in bfloat16."""
 
@@ -244,12 +301,12 @@ class _Files:
         self.bytes_read += 2 * into.numel()
 
 
-def in_a_process(name: str) -> dict:
+def in_a_process(name: str, *spy: str) -> dict:
     """`rehearse` in a process of its own."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, __file__, "--here", name],
+        [sys.executable, __file__, "--here", name, *spy],
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -263,30 +320,72 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("jobs", nargs="*", metavar="JOB", help=", ".join(JOBS | OTHERS))
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", action="store_true", help="the tables, into docs/sizing.md")
     parser.add_argument("--here", action="store_true", help="one job, in this process, as JSON")
+    parser.add_argument("--held", metavar="PHASE")
     chosen = parser.parse_args()
     if chosen.here:
-        print(json.dumps(rehearse(chosen.jobs[0])), flush=True)
+        name, *spy = chosen.jobs
+        print(json.dumps(rehearse(name, (spy[0], int(spy[1])) if spy else None)), flush=True)
         os._exit(0)  # threads of autograd do not end well with a device that is none
     found = {name: in_a_process(name) for name in chosen.jobs or JOBS}
     print(json.dumps(found, indent=2) if chosen.json else table(found))
+    if chosen.write:
+        PAGE.write_text(written(PAGE.read_text(), found))
+    for name, job in found.items() if chosen.held else ():
+        again = in_a_process(name, chosen.held, str(job["phases"][chosen.held]["seen"]))
+        for what, size in again["held"].items():
+            if size > 0.001 * GIB:
+                print(f"{name} {chosen.held}: {size / GIB:8.3f} GiB of {what}")
 
 
 def table(found: dict) -> str:
     """The figures as Markdown."""
-    lines = ["| job | phase | seen, GiB | planned, GiB | planned / seen |", "|---|---|---|---|---|"]
+    return "\n\n".join(tables(found).values())
+
+
+def tables(found: dict) -> dict[str, str]:
+    """Memory, traffic and planning."""
+    phases = [
+        (name, phase, figures)
+        for name, job in found.items()
+        for phase, figures in job["phases"].items()
+    ]
+    memory = [
+        "| job | phase | seen, GiB | planned, GiB | planned / seen |",
+        "|---|---|---|---|---|",
+    ]
+    for name, phase, figures in phases:
+        seen, planned = figures["seen"] / GIB, figures["planned"] / GIB
+        memory.append(f"| {name} | {phase} | {seen:.2f} | {planned:.2f} | {planned / seen:.2f} |")
+    traffic = ["| job | phase | collective | calls | GiB |", "|---|---|---|---|---|"]
+    for name, phase, figures in phases:
+        for kind, (calls, size) in figures["collectives"].items():
+            traffic.append(f"| {name} | {phase} | {kind} | {calls} | {size / GIB:.2f} |")
+    kinds = list(next(iter(found.values()))["seconds"])
+    planning = [
+        f"| job | {' | '.join(f'{kind}, s' for kind in kinds)} | reads | receives | writes |",
+        "|---" * (len(kinds) + 4) + "|",
+    ]
     for name, job in found.items():
-        for phase, figures in job["phases"].items():
-            seen, planned = figures["seen"] / GIB, figures["planned"] / GIB
-            lines.append(
-                f"| {name} | {phase} | {seen:.2f} | {planned:.2f} | {planned / seen:.2f} |"
-            )
-    lines += ["", "| job | phase | collective | calls | GiB |", "|---|---|---|---|---|"]
-    for name, job in found.items():
-        for phase, figures in job["phases"].items():
-            for kind, (calls, size) in figures["collectives"].items():
-                lines.append(f"| {name} | {phase} | {kind} | {calls} | {size / GIB:.2f} |")
-    return "\n".join(lines)
+        sizes = (job["bytes_read"], job["synced"]["received"], job["bytes_written"])
+        cells = [f"{job['seconds'][kind]:.1f}" for kind in kinds]
+        cells += [f"{size / GIB:.2f}" for size in sizes]
+        planning.append(f"| {name} | {' | '.join(cells)} |")
+    return {
+        "memory": "\n".join(memory),
+        "traffic": "\n".join(traffic),
+        "planning": "\n".join(planning),
+    }
+
+
+def written(page: str, found: dict) -> str:
+    """The page with the tables as they are now, each between its marks."""
+    for name, lines in tables(found).items():
+        begin, end = f"<!-- {name}: written by tests/at_size.py -->", f"<!-- end of {name} -->"
+        before, _, rest = page.partition(begin)
+        page = f"{before}{begin}\n\n{lines}\n\n{end}{rest.partition(end)[2]}"
+    return page
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend,
 )
 
+from hybridrl.core.device import MULTIPLIES_INTO_FLOAT32
+
 KIND = "simulated"
 aten = torch.ops.aten
 
@@ -104,6 +106,7 @@ class _Module(_DummyBackendModule):
 
 
 _setup_privateuseone_for_python_backend(KIND, _Module())
+MULTIPLIES_INTO_FLOAT32.add(KIND)
 torch.accelerator.synchronize = torch.accelerator.empty_cache = lambda *_: None
 torch.accelerator.current_stream = lambda *_: _Stream()
 DEVICE = torch.device(KIND, 0)
@@ -241,7 +244,7 @@ class Accelerator(TorchDispatchMode):
             self._phase.peak = self._live
             if self._spy is not None and (self._name, self._live) == self._spy and not self.held:
                 for _, held, what in self._storages.values():
-                    self.held[what] += held
+                    self.held[f"{what} of {held / 2**20:.1f} MiB"] += held
 
     def _forget(self, key: int) -> None:
         _, size, _ = self._storages.pop(key)

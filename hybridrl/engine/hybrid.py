@@ -53,8 +53,11 @@ class HybridEngine:
         self.rollout = rollout
         self.policy_version = 0
         self.cost: SyncCost | None = None
-        awaits = rollout is not None and rollout.awaits_weights
-        self._loaded_version = NOT_LOADED if awaits else 0
+        lacks = False
+        if rollout is not None:
+            rollout.sleep()  # the roles that are built after this one need the memory
+            lacks = rollout.awaits_weights or not rollout.keeps_weights
+        self._loaded_version = NOT_LOADED if lacks else 0
         self._phase = phase
         self._dtype = DTYPES[dtype]
         self._verify = verify

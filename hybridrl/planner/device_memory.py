@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from hybridrl.core.device import message_bytes
 from hybridrl.placement import GENERATOR
 from hybridrl.planner import memory
 from hybridrl.planner.devices import GIB
@@ -101,7 +102,7 @@ def _phases(planner: Planner, stages: Mapping[str, int]) -> Iterable[PhaseMemory
     stays = {"": {"process": process}}
     stays |= {role: _resident(planner, role, stage) for role, stage in stages.items()}
     offloaded = planner.machines.is_cuda and planner.config.actor.offload_between_calls
-    found: dict[tuple[str, str], PhaseMemory] = {}
+    found = {(phase.role, phase.phase): phase for phase in _loads(planner, stages, process)}
     for call in planner.calls:
         role, phase = call.role, call.phase
         if role not in stages:
@@ -111,8 +112,29 @@ def _phases(planner: Planner, stages: Mapping[str, int]) -> Iterable[PhaseMemory
             there = [*stays.values()]
         parts = _sum([*there, _working(planner, role, stages[role], phase)])
         found[role, phase] = PhaseMemory(role, phase, parts)
-    # Roles that are never called are idle.
+    # Roles without a model that are never called are idle.
     return found.values() or [PhaseMemory(next(iter(stages)), "idle", _sum(stays.values()))]
+
+
+def _loads(planner: Planner, stages: Mapping[str, int], process: float) -> Iterable[PhaseMemory]:
+    """Roles on a device are built one after the other, each beside what was built before. vLLM
+    takes its share whole, and sleeps once it is there."""
+    before: Parts = {"process": process}
+    for role, stage in stages.items():
+        if not (own := _loaded(planner, role, stage)) and role not in planner.generators:
+            continue
+        before = _sum([before, own])
+        awake = {}
+        if planner.sleeps and role in planner.generators:
+            awake = _generating(planner, role, "generate")
+        yield PhaseMemory(role, "load", _sum([before, awake]))
+
+
+def _loaded(planner: Planner, role: str, stage: int) -> Parts:
+    """What a role has on a device once it is built: no moments yet, which come with the first
+    update, and no copies for checkpoints."""
+    found = _resident(planner, role, stage)
+    return {name: size for name, size in found.items() if name not in ("optimizer", "checkpoint")}
 
 
 def _resident(planner: Planner, role: str, stage: int) -> Parts:
@@ -150,6 +172,9 @@ def _working(planner: Planner, role: str, stage: int, phase: str) -> Parts:
 def _generating(planner: Planner, role: str, phase: str) -> Parts:
     rollout, shape = planner.config.rollout, planner.generation_shape(role)
     found: Parts = {}
+    if phase == "sync":  # at most all that comes in and goes out
+        room = message_bytes(planner.machines.cluster.kind)
+        found["messages"] = min(room, 2 * planner.sync_bytes(role))
     if planner.sleeps:
         found["generation copy"] = memory.generation_copy(shape)
         if phase == "generate":

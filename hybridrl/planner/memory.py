@@ -19,8 +19,11 @@ MASTER = 4
 """Bytes of float32: parameters, their summed gradients and each of Adam's two moments."""
 CHECKPOINT = 3 * MASTER
 """Bytes of a trained parameter and its two moments in a checkpoint."""
-LOGITS_SCORING, LOGITS_TRAINING = 4, 6
-"""Chunks of float32 logits that live at once in `token_log_probs`, forward and backward."""
+LOGITS_SCORING, LOGITS_KEPT, LOGITS_TRAINING = 3, 2, 6
+"""Chunks of float32 logits that live at once in `token_log_probs`: forward, of one chunk while the
+next one begins, and backward."""
+LOGITS_AT_PRODUCT = 2.5
+"""As many when the backward has done with most of them, and multiplies for the head's gradient."""
 SAMPLING_COPIES = 4
 """Of `[samples, vocabulary]` logits while `rollout=transformers` chooses tokens."""
 
@@ -92,33 +95,28 @@ class ModelPart:
         """Gathered whole, its gradients summed once in an update."""
         return self.parameters.all * MASTER < SMALL_MODEL_BYTES
 
-    @property
-    def _shard(self) -> float:
-        return MASTER * self.parameters.all / self.shards
-
     def resident(self) -> Parts:
         """What stays on the device between calls."""
         if self.offload_parameters:
             return {}
-        shards: Parts = {"parameters": self._shard}
+        shards: Parts = {"parameters": MASTER * self.parameters.all / self.shards}
         if self.trains and not self.offload_optimizer:
             shards["optimizer"] = 2 * self.moment * self.parameters.trained / self.shards
         return shards
 
-    def loading(self) -> Parts:
-        """What is there once the weights are: each rank reads its shards, a window at a time. The
-        moments come with the first update."""
-        return {} if self.offload_parameters else {"parameters": self._shard}
-
     def scoring(self, batch: MicroBatches, sizes: Sizes) -> Parts:
         """A forward's fullest moment, beside what is resident."""
         again = 0 if self.is_small or batch.count < 2 else self.shape.item * self.head.all
-        gathered = {"gathered": self._gathered(forward=True) + again}  # the head stays meanwhile
+        between = {"gathered": self._gathered(forward=True) + again}  # the head stays meanwhile
+        inside = {"gathered": self._gathered(forward=self.is_small) + again}
         layers = batch.tokens * self.shape.scoring.of(self.layers)
-        head = {"gathered": self._gathered_at_head(), "activations": self._states(batch, sizes)}
+        states = batch.tokens * self.shape.hidden * self.shape.item
+        head = {"gathered": self._gathered_at_head(True), "activations": self._states(batch, sizes)}
         if chunk := self._logits(batch, sizes):
-            head["logits"] = LOGITS_SCORING * chunk + self._head_copy
-        return _fullest({**gathered, "activations": layers}, head)
+            rest = MASTER * self._all_logits(batch, sizes) - chunk
+            both = LOGITS_KEPT * (chunk + min(chunk, rest))
+            head["logits"] = max(LOGITS_SCORING * chunk, both) + self._head_copy
+        return _fullest({**between, "activations": states}, {**inside, "activations": layers}, head)
 
     def training(self, batch: MicroBatches, sizes: Sizes) -> Parts:
         """An update's fullest moment, beside what is resident."""
@@ -143,22 +141,22 @@ class ModelPart:
             largest = max(self.root.trained, shape.embedding.trained if self.ends[0] else 0)
             end = reduced = shard + (item + MASTER) * largest
         loss: Parts = {
-            "gathered": self._gathered_at_head(),
+            "gathered": self._gathered_at_head(False),
             "gradients": before,
             "activations": kept + self._states(batch, sizes),
         }
         if chunk := self._logits(batch, sizes):
             states = batch.tokens * sizes.response_share * shape.hidden * item
-            # The backward sums the output's gradient in float32. When a chunk's part of it comes,
-            # which in half precision is another such tensor, all that is left of the chunk is its
-            # gradient.
-            part = 0 if item == MASTER or self._head_copy else MASTER * shape.head.trained
-            work = max(LOGITS_TRAINING * chunk, chunk * item / MASTER + part)
-            loss["logits"] = work + states + self._head_copy
-            loss["gradients"] += MASTER * shape.head.trained
+            # The backward sums the output's gradient in float32; a half-precision product is
+            # another such tensor before it is added.
+            summed_head = MASTER * shape.head.trained
+            product = 0 if item == MASTER or self._head_copy else summed_head
+            logits = max(LOGITS_TRAINING * chunk, LOGITS_AT_PRODUCT * chunk + product)
+            loss["logits"] = logits + states + self._head_copy
+            loss["gradients"] += summed_head
         gathered = self._gathered(forward=False)
         summed = {
-            "gathered": self._gathered_at_head(),
+            "gathered": self._gathered_at_head(False),
             "gradients": before + (item + MASTER) * self.head.trained,
             "activations": kept + self._states(batch, sizes),
         }
@@ -188,12 +186,12 @@ class ModelPart:
         layers = min(self.layers, 2 if buffer else 1)
         return item * (self.root.all + (layers + (buffer and forward)) * self.shape.layer.all)
 
-    def _gathered_at_head(self) -> float:
+    def _gathered_at_head(self, forward: bool) -> float:
         """As `_gathered`, when the last layer is done; where the head is no unit of its own, its
         layers are not freed yet."""
         if self.is_small or not self.head.all:
             return self._gathered(forward=True)
-        buffer = self.shards > 1
+        buffer = forward and self.shards > 1
         return self.shape.item * (self.root.all + (1 + buffer) * self.head.all)
 
     @property
@@ -212,10 +210,13 @@ class ModelPart:
 
     def _logits(self, batch: MicroBatches, sizes: Sizes) -> float:
         """A chunk of logits in float32."""
+        return MASTER * min(logits_at_a_time(self.device), self._all_logits(batch, sizes))
+
+    def _all_logits(self, batch: MicroBatches, sizes: Sizes) -> float:
+        """How many there are of a micro-batch."""
         if not self.ends[1] or self.shape.vocabulary == 1:
             return 0.0
-        logits = batch.tokens * sizes.response_share * self.shape.vocabulary
-        return MASTER * min(logits_at_a_time(self.device), logits)
+        return batch.tokens * sizes.response_share * self.shape.vocabulary
 
 
 def generation_copy(shape: ModelShape) -> float:

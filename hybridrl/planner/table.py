@@ -11,7 +11,13 @@ from hybridrl.planner.devices import GIB
 from hybridrl.planner.plan import Plan
 from hybridrl.planner.step_time import Times
 
-SHORT = {"train": "trains", "score": "scores", "generate": "generates", "sync": "syncs"}
+SHORT = {
+    "load": "loads",
+    "train": "trains",
+    "score": "scores",
+    "generate": "generates",
+    "sync": "syncs",
+}
 
 
 def tables(plan: Plan) -> list[Table]:

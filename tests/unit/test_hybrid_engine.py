@@ -55,6 +55,12 @@ def test_an_engine_without_weights_gets_them_before_it_generates():
     assert samples["response_ids"].values.tolist() == [0, 7] * 2
 
 
+def test_an_engine_gives_its_memory_to_the_roles_that_are_built_after_it():
+    rollout = Rollout(keeps=False)
+    engine(rollout)
+    assert rollout.weights == {"w": 99}, "it sleeps"
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 def test_weights_are_the_newest_also_after_sleep(keeps):
     hybrid = engine(Rollout(keeps))

@@ -222,3 +222,17 @@ def test_a_model_that_goes_from_token_to_token_is_counted_with_few(monkeypatch):
     more = shape_of(config, "bfloat16")
     assert max(ran) == 2 * token_bytes.LEAST_TOKENS
     assert few.training.per_layer == pytest.approx(more.training.per_layer, rel=0.02)
+
+
+def test_roles_are_built_beside_those_that_are_there():
+    """vLLM takes its share while the actor is built, and sleeps when the reference is."""
+    from hybridrl.planner.described import with_described_models
+
+    base = ["model.path=llama-7b", "model.dtype=bfloat16", "algorithm.kl_coefficient=0.1"]
+    machines = named("8xA100")
+    with with_described_models(configured([*base, "rollout.memory_share=0.5"])) as config:
+        found = phases(make_plan(config, machines))
+    actor, reference = found["actor", "load"], found["reference", "load"]
+    assert actor["generation copy"] + actor["kv_cache"] == pytest.approx(machines.memory / 2)
+    assert "kv_cache" not in reference and "optimizer" not in reference
+    assert reference["parameters"] == pytest.approx(2 * actor["parameters"])

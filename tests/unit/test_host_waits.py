@@ -1,0 +1,91 @@
+"""Between the first layer and the last the host never waits for the device: it runs ahead, or the
+device is idle while it catches up."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2] / "hybridrl"
+LAYERS = [
+    *("models/attention.py", "models/log_probs.py", "models/packed_models.py"),
+    *("models/packing.py", "parallel/block_attention.py", "parallel/collectives.py"),
+    *("parallel/fsdp.py", "parallel/rectangles.py", "parallel/ring_attention.py"),
+    *("parallel/sequence.py", "parallel/staged_model.py", "parallel/tensor.py"),
+    *("parallel/token_gather.py", "parallel/ulysses.py"),
+]
+"""What runs inside a model's forward and backward."""
+WAITS = {"item", "tolist", "cpu", "nonzero", "numpy", "masked_select", "unique", "synchronize"}
+"""Methods whose result depends on the values of a tensor, which the host has to have."""
+ALLOWED = {
+    ("models/attention.py", "_with_buckets"): "CPUs only, and devices without a kernel in float32",
+    ("models/log_probs.py", "backward"): "whether the entropy has a gradient: once for all tokens",
+    ("models/packing.py", "of"): "on the host, before the model runs",
+    ("models/packing.py", "_places"): "on the host, before the model runs",
+    ("models/packing.py", "_routes"): "on the host, before the model runs",
+    ("parallel/block_attention.py", "between"): "lengths are on the host",
+    ("parallel/block_attention.py", "longest"): "lengths are on the host",
+    ("parallel/block_attention.py", "_indices"): "lengths are on the host",
+    ("parallel/rectangles.py", "rectangles"): "lengths are on the host",
+    ("parallel/sequence.py", "split"): "once for a micro-batch, before the model runs",
+    ("parallel/token_gather.py", "of"): "on the host, before the model runs",
+}
+"""Where it is right all the same, and why."""
+
+
+def waits_of(tree):
+    """Functions, each with what in it may wait."""
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Call):
+                continue
+            if isinstance(node.func, ast.Attribute):
+                to_host = node.func.attr == "to" and "'cpu'" in ast.unparse(node)
+                if node.func.attr in WAITS or to_host:
+                    yield function.name, ast.unparse(node)
+                if node.func.attr == "repeat_interleave" and len(node.args) == 1:
+                    sized = {word.arg for word in node.keywords} & {"output_size", "dim"}
+                    if not sized:
+                        yield function.name, ast.unparse(node)
+            is_number = isinstance(node.func, ast.Name) and node.func.id in ("int", "float", "bool")
+            if is_number and isinstance(node.args[0], ast.Call | ast.Subscript):
+                yield function.name, ast.unparse(node)
+        for node in ast.walk(function):
+            if isinstance(node, ast.If | ast.While) and any(
+                word in ast.unparse(node.test) for word in (".any()", ".all()", ".max()", ".sum()")
+            ):
+                yield function.name, f"if {ast.unparse(node.test)}"
+
+
+def test_no_layer_makes_the_host_wait():
+    found = {}
+    for file in LAYERS:
+        for function, what in waits_of(ast.parse((ROOT / file).read_text())):
+            found.setdefault((file, function), what)
+    unexpected = {place: what for place, what in found.items() if place not in ALLOWED}
+    assert not unexpected, (
+        "These make the host wait for the device in the middle of a model. Work them out before it "
+        f"runs, or say in ALLOWED why they do not: {unexpected}"
+    )
+    assert not ALLOWED.keys() - found.keys(), "reasons for what is no longer there"
+
+
+def test_what_waits_is_recognised():
+    waiting = """
+def layer(x, lengths):
+    x.sum().item()
+    bool(x.any())
+    lengths.repeat_interleave(lengths)
+    if x.any():
+        pass
+    x.to("cpu")
+"""
+    fine = """
+def layer(x, lengths):
+    x.repeat_interleave(2, dim=1)
+    lengths.repeat_interleave(lengths, output_size=8)
+    int(3)
+    x.to(x.device)
+"""
+    assert len(list(waits_of(ast.parse(waiting)))) == 5
+    assert not list(waits_of(ast.parse(fine)))

@@ -1,0 +1,106 @@
+"""Private names of other libraries, each behind one file: where to look after an upgrade.
+
+They were read in torch 2.13, vLLM 0.32, transformers 5.19, Ray 2.60 and Python 3.11; where a range
+is given, in more.
+"""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2] / "hybridrl"
+KNOWN = {
+    # torch
+    "_world": ("parallel/process_group.py", "core/waits.py"),  # 2.11 to 2.13
+    "_update_default_pg": ("parallel/process_group.py",),
+    "_C": ("core/read_only.py", "core/waits.py", "models/routing.py"),
+    "_current_graph_task_id": ("models/routing.py",),
+    "_is_amx_tile_supported": ("core/device.py",),
+    "_is_avx512_bf16_supported": ("core/device.py",),
+    "_distributed_c10d": ("core/waits.py",),
+    "_device_types": ("core/waits.py",),
+    "_get_backend": ("core/waits.py",),
+    "_get_op_type": ("core/waits.py",),
+    "_get_sequence_number_for_group": ("core/waits.py",),
+    "_flash_attention_forward": ("parallel/block_attention.py",),
+    "_flash_attention_backward": ("parallel/block_attention.py",),
+    "_cdata": ("core/views.py", "planner/token_bytes.py"),  # of storages, as torch's own
+    "_schema": ("rollout/vllm_layout.py",),
+    "_dynamo": ("rollout/vllm.py",),
+    "torch._dynamo.exc": ("engine/compiled_layers.py",),
+    "torch._inductor.exc": ("engine/compiled_layers.py",),
+    "torch.utils._python_dispatch": (
+        *("models/stored_names.py", "planner/token_bytes.py", "rollout/vllm_layout.py"),
+    ),
+    "torch.utils._pytree": ("rollout/vllm_layout.py",),
+    # transformers and peft
+    "_gradient_checkpointing_func": ("models/checkpointing.py",),
+    "_is_hf_initialized": ("models/empty.py",),
+    "_keys_to_ignore_on_save": ("models/stored_names.py",),
+    "_no_split_modules": ("engine/compiled_layers.py", "models/routing.py", "parallel/fsdp.py"),
+    "_disable_adapters": ("engine/sharded_model.py",),
+    # vLLM
+    "_distributed_args": ("rollout/vllm.py",),
+    "_use_zentorch": ("rollout/vllm_weights.py",),
+    # Python, Ray, fsspec
+    "_SHM_NAME_PREFIX": ("rollout/vllm.py",),  # 3.11 to 3.13
+    "_SHM_SAFE_NAME_LENGTH": ("rollout/vllm.py",),
+    "_current_frames": ("controller/health.py", "rollout/tool_loop.py"),
+    "_private": ("ray_backend/cluster.py",),
+}
+DOCUMENTED = {"_exit", "_asdict", "_replace", "_fields", "_make"}
+"""Of `os` and of named tuples: private in spelling only."""
+
+
+def trees():
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in FILES}
+
+
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_names(all_trees):
+    """Private names that are defined here."""
+    found = set()
+    for node in (node for tree in all_trees.values() for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+    return found
+
+
+def foreign_names():
+    """By private name of others, the files that use it."""
+    all_trees, found = trees(), {}
+    own = own_names(all_trees) - KNOWN.keys()
+    for file, tree in all_trees.items():
+        for node in ast.walk(tree):
+            names = []
+            if isinstance(node, ast.Attribute) and node.attr not in own:
+                names = [] if ast.unparse(node.value) in ("self", "cls") else [node.attr]
+            elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(
+                "hybridrl"
+            ):
+                names = [alias.name for alias in node.names]
+                if any(is_private(part) for part in (node.module or "").split(".")):
+                    found.setdefault(node.module, set()).add(file)
+            for name in names:
+                if is_private(name) and name not in DOCUMENTED:
+                    found.setdefault(name, set()).add(file)
+    return found
+
+
+def test_private_names_of_others_stay_where_they_are_known_to_be():
+    found = foreign_names()
+    here = {name: tuple(sorted(files)) for name, files in found.items()}
+    known = {name: tuple(sorted(files)) for name, files in KNOWN.items()}
+    assert here == known, (
+        "Private names of other libraries may change with any release. Use the public interface; "
+        "where there is none, keep the name behind one file, and list it in KNOWN."
+    )
