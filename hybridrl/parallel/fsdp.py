@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,6 +13,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 
 from hybridrl.models import PackedModel
 
@@ -39,6 +42,7 @@ def shard(
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        "shard_placement_fn": partial(_dim_to_cut, shards=mesh.size(mesh.ndim - 1)),
     }
     if not is_small(model):
         kinds = set(model.inner._no_split_modules or ())
@@ -49,3 +53,13 @@ def shard(
     # The weights of the global loss already divide by all ranks' tokens: sum, do not average.
     # (gloo has no scaled sum: for both back ends `TrainEngine` multiplies the loss by the ranks.)
     return model
+
+
+def _dim_to_cut(parameter: nn.Parameter, shards: int) -> Shard:
+    """The first dim that gives every rank a part; of a layer's experts dim 0 is their number, which
+    may be less. Other dims FSDP cuts in equal parts only: if none can be, dim 0, and some ranks
+    have nothing."""
+    sizes = enumerate(parameter.shape)
+    if not parameter.ndim or parameter.shape[0] >= shards:
+        return Shard(0)
+    return Shard(next((dim for dim, size in sizes if size % shards == 0), 0))
