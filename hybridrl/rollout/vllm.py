@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.config.schema import RolloutConfig
+from hybridrl.config.schema import LoraSettings, RolloutConfig
 from hybridrl.core.batch import Batch
 from hybridrl.errors import ConfigError, MissingPackageError
 from hybridrl.rollout.base import (
@@ -52,6 +52,7 @@ try:
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     from hybridrl.rollout import vllm_weights
+    from hybridrl.rollout.vllm_adapters import Adapters
     from hybridrl.rollout.vllm_groups import EngineGroups
 except ImportError as error:
     raise MissingPackageError(
@@ -84,6 +85,8 @@ class VLLMRollout(RolloutEngine):
             name: the folder's are not read if these fill the model. None: none are brought.
         sleeps: It gives its memory to others between generations, with its weights: they are
             brought again. One engine of a process can.
+        adapters: It is given adapters of this kind alone, and keeps them beside its weights; None:
+            all weights.
     """
 
     continuous = True
@@ -102,8 +105,10 @@ class VLLMRollout(RolloutEngine):
         job: str,
         coming: Mapping[str, tuple[int, ...]] | None = None,
         sleeps: bool = False,
+        adapters: LoraSettings | None = None,
     ) -> None:
         super().__init__()
+        self._adapters = None if adapters is None else Adapters(adapters)
         self._awaits_weights = coming is not None
         self._device = device
         self._eos_token_ids = eos_token_ids
@@ -131,6 +136,8 @@ class VLLMRollout(RolloutEngine):
                 # winds the random state back after each part, which only CUDA's can be.
                 "enable_chunked_prefill": False,
             }
+        if self._adapters is not None:
+            memory |= self._adapters.options
         _name_shared_memory(job)
         self._groups = EngineGroups()
         self._groups.enter()
@@ -170,6 +177,7 @@ class VLLMRollout(RolloutEngine):
             [{"prompt_token_ids": ids, "cache_salt": self._salt()} for ids, _, _ in groups],
             [self._parameters(sampling, 1 if greedy else n, first) for _, first, n in groups],
             use_tqdm=False,
+            lora_request=self._lora,
         )
         outputs = [
             output
@@ -191,7 +199,7 @@ class VLLMRollout(RolloutEngine):
         key = str(request.key)
         ids = request.prompt_ids
         prompt = {"type": "token", "prompt_token_ids": ids, "cache_salt": self._salt()}
-        self._llm.llm_engine.add_request(key, prompt, parameters)
+        self._llm.llm_engine.add_request(key, prompt, parameters, lora_request=self._lora)
         self._running[key] = request.samples
 
     def poll(self) -> list[Finished]:
@@ -294,6 +302,10 @@ class VLLMRollout(RolloutEngine):
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self._groups.enter()
         worker = self._worker
+        if self._adapters is not None:
+            self._adapters.load(worker, weights)
+            self._forget_prefixes()
+            return
         vllm_weights.forget_kernels(worker.get_model())
         worker.reload_weights(weights_iterator=weights)
         head = getattr(worker.get_model(), "lm_head", None)
@@ -319,7 +331,8 @@ class VLLMRollout(RolloutEngine):
 
     def sleep(self) -> None:
         if self._sleeps and not self._asleep:
-            self._llm.sleep(level=2)  # drops weights too: they come anew before they are needed
+            # Level 2 drops weights, which come anew when they are needed; 1 keeps them on the CPU.
+            self._llm.sleep(level=2 if self._adapters is None else 1)
             self._asleep, self._has_cache = True, False
 
     @property
@@ -328,7 +341,15 @@ class VLLMRollout(RolloutEngine):
 
     @property
     def keeps_weights(self) -> bool:
-        return not self._sleeps
+        return not self._sleeps or self.takes_adapters
+
+    @property
+    def takes_adapters(self) -> bool:
+        return self._adapters is not None
+
+    @property
+    def _lora(self) -> Any:
+        return None if self._adapters is None else self._adapters.request
 
     def close(self) -> None:
         self._llm.llm_engine.model_executor.shutdown()
