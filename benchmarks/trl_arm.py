@@ -46,6 +46,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="cores to use")
     parser.add_argument("--processes", type=int, help="that share the cores; default: one for each")
     parser.add_argument("--micro-batch", type=int, default=8, help="samples of a forward pass")
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float32", "bfloat16"], help="of computation"
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     arguments.processes = arguments.processes or arguments.threads
@@ -123,7 +126,7 @@ def train(arguments: argparse.Namespace, output: str) -> object:
         beta=0.0,
         num_iterations=1,
         loss_type="dapo",
-        bf16=False,
+        bf16=arguments.dtype == "bfloat16",
         gradient_checkpointing=False,
         use_cpu=True,
         ddp_backend="gloo",

@@ -2,10 +2,10 @@
 
     python benchmarks/versus_trl.py [--rounds 3] [--venv .trl-venv]
 
-Same model, prompts, number of samples, limits and reward, two cores each, in turn. A step samples
-8 answers to each of 32 prompts, 16 to 512 tokens long, and makes one optimizer update. The model is
-random and nearly uniform over 128 tokens, one of which ends the answer, so lengths are geometric
-with a long tail: mean about 128. TRL gets an environment of its own, made here.
+Same model, prompts, number of samples, limits, reward and precision, two cores each, in turn. A
+step samples 8 answers to each of 32 prompts, 16 to 512 tokens long, and makes one optimizer update.
+The model is random and nearly uniform over 128 tokens, one of which ends the answer, so lengths are
+geometric with a long tail: mean about 128. TRL gets an environment of its own, made here.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ SIZES = {
     "8M": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8},
     "1M": {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4},
 }
+DTYPES = ["float32", "bfloat16"]
+"""Of computation, in both arms; weights that are trained are float32."""
 TORCH = "torch==2.13.0"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 TRL = "trl==1.16.*"
@@ -80,12 +82,14 @@ def write_prompts(path: Path) -> None:
     path.write_text("".join(rows))
 
 
-def compare(size: str, python: Path, folder: Path, rounds: int) -> None:
+def compare(size: str, dtype: str, python: Path, folder: Path, rounds: int) -> None:
     model, prompts = folder / size, folder / "prompts.jsonl"
-    make_model(model, size)
+    if not model.exists():
+        make_model(model, size)
     overrides = [
         f"run.root={folder / 'runs'}",
         f"model.path={model}",
+        f"model.dtype={dtype}",
         "data=jsonl",
         f"data.path={prompts}",
         "data.prompts_per_step=32",
@@ -112,7 +116,7 @@ def compare(size: str, python: Path, folder: Path, rounds: int) -> None:
 
         def theirs() -> float:
             command = [python, Path(__file__).with_name("trl_arm.py"), "--steps", "2"]
-            command += ["--model", model, "--prompts", prompts]
+            command += ["--model", model, "--prompts", prompts, "--dtype", dtype]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             steps = [json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{"]
             return steps[-1]["completion_tokens"] / steps[-1]["seconds"]
@@ -120,10 +124,10 @@ def compare(size: str, python: Path, folder: Path, rounds: int) -> None:
         ours()
         speeds = interleave(ours, theirs, rounds)
         print(
-            f"{size}: {len(lengths[-1])} samples, mean {lengths[-1].mean():.0f} tokens, "
+            f"{size}, {dtype}: {len(lengths[-1])} samples, mean {lengths[-1].mean():.0f} tokens, "
             f"shortest {lengths[-1].min()}, longest {lengths[-1].max()}"
         )
-        report(f"tokens/s against TRL, {size} parameters", *speeds, ">= 1.5", "tokens/s")
+        report(f"tokens/s against TRL, {size} parameters, {dtype}", *speeds, ">= 5", "tokens/s")
 
 
 def main() -> None:
@@ -131,6 +135,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--venv", type=Path, default=Path(".trl-venv"))
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
     arguments = parser.parse_args()
     python = make_venv(arguments.venv.absolute())
     with tempfile.TemporaryDirectory() as name:
@@ -138,7 +143,8 @@ def main() -> None:
         write_prompts(folder / "prompts.jsonl")
         (folder / "reward.py").write_text(REWARD)
         for size in arguments.sizes:
-            compare(size, python, folder, arguments.rounds)
+            for dtype in arguments.dtypes:
+                compare(size, dtype, python, folder, arguments.rounds)
 
 
 if __name__ == "__main__":

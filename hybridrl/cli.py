@@ -110,7 +110,7 @@ def _rates(config: Config, plan: Plan) -> Rates:
 
     tokens = max((batch.tokens for batch in plan.batches.values()), default=1)
     length = plan.sizes.sample_tokens
-    return probe(config.model.path, config.model.dtype, plan.machines, tokens, length)
+    return probe(config.model.path, plan.config.model.dtype, plan.machines, tokens, length)
 
 
 def _tiny(config: Config) -> PretrainedConfig | None:

@@ -76,6 +76,7 @@ class Job:
         roles: What is said of each role.
         placement: Which role lives on which devices.
         plan: What that takes of each device.
+        dtype_notice: What `model.dtype=auto` has chosen, if that is a surprise; else empty.
         groups: The worker groups, by role.
         started: When this process began, seconds since the epoch.
     """
@@ -144,7 +145,20 @@ class Job:
             loading = beside.submit(self._load)
             self.executor = self._start_executor()
         loading.result()
+        self._choose_dtype()
         self._deploy(progress)
+
+    def _choose_dtype(self) -> None:
+        """Of `model.dtype=auto`: now that devices and model are known. Whoever resumes the run
+        finds what was chosen."""
+        from hybridrl.planner.precision import notice, with_dtype
+
+        asked, kind = self.config, self.executor.cluster.kind
+        dtype = with_dtype(self._with_model(), kind).model.dtype
+        self.config = replace(asked, model=replace(asked.model, dtype=dtype))
+        self.dtype_notice = notice(asked, self.config, kind)
+        if asked != self.config and (asked.resume is None or self.resumed.folder is None):
+            self.write_settings()
 
     def _deploy(self, progress: Callable[[str], None]) -> None:
         """Places the roles on the devices that there are, and builds their workers."""
@@ -265,6 +279,7 @@ class Job:
         from hybridrl import inputs
         from hybridrl.models import load_config, load_tokenizer
         from hybridrl.planner.at_start import count_models
+        from hybridrl.planner.precision import kind_here, with_dtype
         from hybridrl.rollout import Sampling
 
         config, rollout, kind = self.config, self.config.rollout, self.trainer_class.DATA
@@ -289,7 +304,8 @@ class Job:
             tuple(rollout.stop),
             rollout.min_tokens,
         )
-        count_models(self._with_model(), self.roles)
+        likely = with_dtype(self._with_model(), kind_here(config.devices))
+        count_models(likely, self.roles)
 
     def _make_feed(self) -> Feed:
         from hybridrl.trainers.feed import Feed

@@ -94,7 +94,7 @@ def run(config: Config) -> dict[str, Any]:
             from hybridrl.planner.table import short
 
             view.message(overview(job, short(job.plan)))
-            for notice in (job.plan.notice, *job.resumed.notices):
+            for notice in (job.dtype_notice, job.plan.notice, *job.resumed.notices):
                 if notice:
                     view.message(notice)
             loop = Loop(job, view)

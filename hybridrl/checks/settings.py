@@ -15,7 +15,7 @@ from hybridrl.checks.checkpoints import check_checkpoints
 from hybridrl.checks.model_folder import check_model
 from hybridrl.checks.placement import check_placement
 from hybridrl.checks.roles import check_roles
-from hybridrl.config.schema import Config
+from hybridrl.config.schema import CHECKPOINTING, Config
 from hybridrl.core.cluster import Cluster, choose_devices
 from hybridrl.errors import ConfigError, MissingPackageError, nearest
 from hybridrl.rollout.vllm_options import check_engine_options
@@ -126,14 +126,14 @@ def _check_names(config: Config) -> None:
     from hybridrl.algorithms.group_advantages import SCALES
     from hybridrl.algorithms.registry import policy_loss
     from hybridrl.algorithms.weights import MODES
-    from hybridrl.core.dtypes import DTYPES
+    from hybridrl.core.dtypes import AUTO, DTYPES
     from hybridrl.engine.optimizer import SCHEDULES
     from hybridrl.trainers import load_trainer
     from hybridrl.trainers.feed import check_sampler
 
     one_of("executor", config.executor, ("ray", "inline"))
     one_of("devices", config.devices, ("auto", "cpu", "cuda"))
-    one_of("model.dtype", config.model.dtype, DTYPES)
+    one_of("model.dtype", config.model.dtype, (AUTO, *DTYPES))
     if config.model.dtype == "float16" and load_trainer(config.trainer.name).TRAINS:
         raise ConfigError(
             "model.dtype=float16: small gradients would become 0 in it, the more the fewer devices "
@@ -141,6 +141,7 @@ def _check_names(config: Config) -> None:
         )
     if config.model.save_dtype is not None:
         one_of("model.save_dtype", config.model.save_dtype, DTYPES)
+    one_of("actor.gradient_checkpointing", config.actor.gradient_checkpointing, CHECKPOINTING)
     one_of("data.too_long", config.data.too_long, ("error", "drop"))
     one_of("reward.on_error", config.reward.on_error, ("fail", "drop", "value"))
     one_of("guard.on_nan", config.guard.on_nan, ("skip", "stop", "rewind"))

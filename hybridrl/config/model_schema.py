@@ -26,8 +26,10 @@ class ModelConfig:
     """Folder or hub name; null makes a tiny model and a character tokenizer."""
     tokenizer: str | None = None
     """Where the tokenizer lies, if not with the model."""
-    dtype: str = "float32"
-    """Precision of computation; master weights and optimizer are float32."""
+    dtype: str = "auto"
+    """Precision of computation: `bfloat16`, `float32`, or `auto`: bfloat16 on accelerators, and on
+    CPUs that multiply it from 8 million parameters on, else float32. Master weights and optimizer
+    are float32. The run's `config.yaml` has the one that was chosen."""
     save_dtype: str | None = None
     """Precision of trained models in files; null: that of the folder that the model comes from.
     Checkpoints and adapters are float32."""
@@ -86,6 +88,10 @@ class ParallelConfig:
     Fewer gather over shorter ways and take more memory (hybrid sharding)."""
 
 
+CHECKPOINTING = ("none", "selective", "full", "offload")
+"""What `actor.gradient_checkpointing` may be."""
+
+
 @dataclass
 class ActorConfig:
     """How the model is trained: the policy, or with trainer `reward_model` the reward model. Other
@@ -98,17 +104,25 @@ class ActorConfig:
     router_loss_weight: float = 0.0
     """Of the auxiliary loss that keeps a mixture of experts in balance, see
     `hybridrl.models.routing`; with it an update forwards its samples once more. 0: none."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: str = "none"
+    """What a layer does not keep of its forward is computed again in its backward. `none`: it keeps
+    all; `selective`: results of matrix products and attention; `full` (or `true`): its input only;
+    `offload`: that too, on the CPU."""
     offload_parameters: bool = False
     """Keep parameters, gradients and optimizer state on the CPU (GPUs only)."""
     offload_optimizer: bool = False
-    """Keep the optimizer state on the CPU between updates (GPUs only)."""
+    """Keep the optimizer state on the CPU; an optimizer step brings that of a layer at a time, the
+    next one's while one is stepped (GPUs only)."""
     offload_between_calls: bool = False
-    """Roles that share a device take its memory in turns: what a role keeps moves to the CPU while
-    others work (GPUs only)."""
+    """Roles that share a device take its memory in turns: what a role keeps moves to the CPU when
+    another one, or its own generator, is to work (GPUs only)."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     lora: LoraSettings = field(default_factory=LoraSettings)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        said = str(self.gradient_checkpointing).lower()
+        self.gradient_checkpointing = {"true": "full", "false": "none"}.get(said, said)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.config.model_schema import (
+    CHECKPOINTING,
     ActorConfig,
     CriticConfig,
     LoraSettings,
@@ -33,6 +34,7 @@ from hybridrl.config.objective_schema import (
 )
 
 __all__ = [
+    "CHECKPOINTING",
     "ActorConfig",
     "AlgorithmConfig",
     "CheckpointConfig",

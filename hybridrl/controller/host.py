@@ -59,6 +59,7 @@ class Host:
         self._workers: dict[str, Worker] = {}
         self._keywords: dict[str, Mapping[str, Any]] = {}
         self._stages: dict[str, int] = {}
+        self._in_memory: Worker | None = None
         self._output: dict[str, int] = {}
         self._output_of = ""
         self._listeners: dict[str, socket.socket] = {}
@@ -101,10 +102,12 @@ class Host:
             listener = self._listeners.pop(context.role)
             rendezvous = replace(context.rendezvous, listener=listener)
             context = replace(context, rendezvous=rendezvous)
+        self._make_room(None)
         worker = build.worker_class(context, **build.keywords)
         self._workers[context.role] = worker
         self._keywords[context.role] = build.keywords
         worker.leave()
+        self._in_memory = worker if worker.takes_memory else None
         record.metrics.update(worker.record.metrics)
         places = dict(worker.coordinates())
         self._stages[context.role] = places["pp"].index if "pp" in places else 0
@@ -142,6 +145,8 @@ class Host:
         record.tokens = sum(count_tokens(each) for each in given if isinstance(each, Batch))
         record.stage = self._stages[request.role]
         worker.record, worker.rows = record, rows
+        if worker.takes_memory:
+            self._make_room(worker)
         worker.enter()
         value = method(*arguments, **keywords)
         worker.leave()
@@ -157,6 +162,12 @@ class Host:
         if mine.answers:
             _check_columns(name, value, transfer.columns(self._keywords[request.role]))
         return (value, None, ShardInfo.of(value, rows, total)) if mine.answers else (None,) * 3
+
+    def _make_room(self, worker: Worker | None) -> None:
+        """Has the role whose models were on the device last leave it to another, here or new."""
+        if self._in_memory not in (None, worker):
+            self._in_memory.make_room()
+        self._in_memory = worker
 
     def _apply(self, request: Apply, mine: RankPart) -> Returned:
         with self._inputs():

@@ -77,6 +77,14 @@ class Worker:
     def leave(self) -> None:
         """Called after each call, and after the worker is built."""
 
+    @property
+    def takes_memory(self) -> bool:
+        """Whether its calls use the memory of the device, so that others are to make room."""
+        return False
+
+    def make_room(self) -> None:
+        """Called before another role of this device takes its memory: gives back what can be."""
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times a part of the current call, for the share of the step shown to the user, and

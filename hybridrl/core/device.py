@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """torch.distributed back ends by kind of device; small CPU tensors travel by gloo everywhere."""
-
 
 LOGITS_AT_A_TIME = {"cpu": 1 << 22}
 """Of tokens times vocabulary: as many as a processor's cache holds."""
@@ -16,11 +16,12 @@ LOGITS_OF_ACCELERATORS = 160 << 20
 """1,100 tokens of a vocabulary of 152,000, 4 GiB while training. Each time the whole output
 embedding is read, and few tokens would not be worth it."""
 
+MULTIPLIES_INTO_FLOAT32 = {"cuda"}
+"""Kinds whose `torch.mm` of half-precision matrices can give float32."""
 
-def logits_at_a_time(kind: str) -> int:
-    """How many logits a device of this kind is to compute before it goes on with others."""
-    return LOGITS_AT_A_TIME.get(kind, LOGITS_OF_ACCELERATORS)
-
+SMALL_MODEL_BYTES = 256 << 20
+"""A float32 model below this is gathered in one piece, on all kinds: many small collectives cost
+more than its memory."""
 
 MESSAGE_BYTES = {"cpu": 32 << 20}
 """Memory for messages while weights change their layout. A processor does best with what stays in
@@ -28,6 +29,30 @@ its caches: 256 MiB take three times as long."""
 MESSAGE_BYTES_OF_ACCELERATORS = 512 << 20
 """128 MiB each way and round: a megabyte for each of 128 ranks, below which links are not full,
 and so few rounds that starting their collectives does not count."""
+
+BFLOAT16_FROM = {"cpu": 8_000_000}
+"""Parameters. On a CPU with the instructions an update takes half of float32's time (seen at 4 to
+34 million parameters); what is smaller has little to gain."""
+
+
+def logits_at_a_time(kind: str) -> int:
+    """How many logits a device of this kind is to compute before it goes on with others."""
+    return LOGITS_AT_A_TIME.get(kind, LOGITS_OF_ACCELERATORS)
+
+
+def multiplies_into_float32(kind: str) -> bool:
+    """Whether `torch.mm` of half-precision matrices gives float32 (`out_dtype`) on such a device,
+    without a copy of its operands."""
+    return kind in MULTIPLIES_INTO_FLOAT32
+
+
+def bfloat16_from(kind: str) -> int | None:
+    """The number of parameters from which a model gains by bfloat16 on such a device: 0 on
+    accelerators; None on CPUs that do not multiply it (those of this machine are asked)."""
+    multiplies = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    if kind == "cpu" and not multiplies:
+        return None
+    return BFLOAT16_FROM.get(kind, 0)
 
 
 def message_bytes(kind: str) -> int:
@@ -64,6 +89,11 @@ def host_memory(size: int, device: torch.device) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
 
+def pins_memory() -> bool:
+    """Whether copies to pinned memory of the host are what an accelerator here needs."""
+    return torch.accelerator.is_available()
+
+
 def mark(device: torch.device) -> Callable[[], None]:
     """A function that waits until the device has done what it has been given to do up to now."""
     if device.type == "cpu":
@@ -71,3 +101,43 @@ def mark(device: torch.device) -> Callable[[], None]:
     event = torch.Event(device)
     event.record()
     return event.synchronize
+
+
+class SideStream:
+    """A stream for copies beside the current one: `with` it, copies that do not block run beside
+    the work of the current stream. On CPUs everything happens in order.
+
+    Args:
+        device: Whose stream it is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._stream.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._stream is not None:
+            self._stream.__exit__(*raised)
+
+    def wait_for_current(self) -> None:
+        """What comes on this stream begins when the current one has done what it was given."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream())
+
+    def join(self) -> None:
+        """What comes on the current stream begins when this one has done what it was given."""
+        if self._stream is not None:
+            torch.accelerator.current_stream().wait_stream(self._stream)
+
+    def reads(self, tensor: torch.Tensor) -> None:
+        """The memory of a tensor that others made is free when this stream has read it."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+
+    def finish(self) -> None:
+        """Waits until everything on this stream is done."""
+        if self._stream is not None:
+            self._stream.synchronize()

@@ -2,4 +2,6 @@
 
 import torch
 
+AUTO = "auto"
+"""In their place: what suits the devices and the model."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

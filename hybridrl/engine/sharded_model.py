@@ -20,9 +20,10 @@ from hybridrl.engine.model_folder import fill, load_weights, save_model
 from hybridrl.engine.whole_parameters import whole_parameters
 from hybridrl.models import PackedModel
 from hybridrl.models.adapters import adapter_names, has_adapters, merged
+from hybridrl.models.checkpointing import set_checkpointing
 from hybridrl.models.stored_names import stored_form
 from hybridrl.parallel import tensor as tensor_parallel
-from hybridrl.parallel.fsdp import is_small, shard
+from hybridrl.parallel.fsdp import is_small, shard, units
 from hybridrl.parallel.layout import training_layout
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.pipeline import Pipeline
@@ -59,8 +60,7 @@ class ShardedModel:
         self.mesh = mesh
         self._layout: Layout | None = None
         offload = config.offload_parameters and device.type != "cpu"
-        if config.gradient_checkpointing:
-            model.inner.gradient_checkpointing_enable({"use_reentrant": False})
+        set_checkpointing(model.inner, config.gradient_checkpointing)
         self.has_adapters = has_adapters(model.inner)
         cuts = tensor_parallel.cut(model, mesh)
         self.cuts, self._partial = cuts.cuts, cuts.partial
@@ -172,6 +172,7 @@ class ShardedModel:
         load_weights(self.model.inner, folder, self.cuts, self.mesh.index("tp"))
 
     def _drop_gathered(self) -> None:
-        """A forward leaves the parameters gathered for the next one: copies in the precision of
-        computation, which hide the ones that are trained."""
-        self.model.reshard()
+        """A forward leaves the last units gathered for its backward: copies in the precision of
+        computation, which hide the parameters that are trained."""
+        for unit in units(self.model):
+            unit.reshard()

@@ -19,10 +19,11 @@ from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.core.balance import pack
 from hybridrl.core.batch import Batch
-from hybridrl.core.device import free_cached_memory
+from hybridrl.core.device import free_cached_memory, synchronize
 from hybridrl.core.record import Fault
 from hybridrl.engine.faults import fault_of_batch, fault_of_gradients
 from hybridrl.engine.gradients import Gradients
+from hybridrl.engine.hosted_moments import HostedMoments
 from hybridrl.engine.optimizer import make_optimizer
 from hybridrl.engine.sharded_model import ShardedModel
 from hybridrl.engine.token_columns import token_columns, token_places
@@ -30,6 +31,7 @@ from hybridrl.engine.update_metrics import UpdateMetrics
 from hybridrl.errors import TrainingError
 from hybridrl.models import PackedModel, PackedSamples, Rows
 from hybridrl.models.routing import Routing, balance_of, figures
+from hybridrl.parallel.fsdp import unit_parameters
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.sequence import SequenceParallel, check_rows
 
@@ -76,7 +78,8 @@ class TrainEngine(ShardedModel):
         self._sequence = SequenceParallel.of(mesh)
         self._gradients = self._watch_gradients()
         moves = not config.offload_parameters and device.type != "cpu"
-        self._offload_optimizer = config.offload_optimizer and moves
+        self._hosts_moments = config.offload_optimizer and moves
+        self._hosted: HostedMoments | None = None
         self._offloads_all, self._is_offloaded = config.offload_between_calls and moves, False
 
     def start_optimizer(self, config: OptimizerConfig, updates: int) -> None:
@@ -84,28 +87,33 @@ class TrainEngine(ShardedModel):
         self._max_grad_norm = config.max_grad_norm
         self.skipped_in_a_row = 0
         self.optimizer, self.schedule = make_optimizer(self.model.parameters(), config, updates)
+        if self._hosts_moments:
+            parts = unit_parameters(self.model)
+            self._hosted = HostedMoments(self.optimizer, parts, self.device)
 
     def offload(self) -> None:
         """Gives the device's memory to others until `onload`: parameters and optimizer state move
-        to the CPU. Only with `actor.offload_between_calls`."""
+        to the host's. Only with `actor.offload_between_calls`."""
         if self._offloads_all and not self._is_offloaded:
-            self.model.to("cpu")
+            # To pinned memory, because these copies do not block.
+            self.model.to("cpu", non_blocking=True)
             self._move_optimizer(torch.device("cpu"))
+            synchronize(self.device)
             free_cached_memory(self.device)
             self._is_offloaded = True
 
     def onload(self) -> None:
         """Takes the memory back; to be called before anything else is."""
         if self._is_offloaded:
-            self.model.to(self.device)
-            if not self._offload_optimizer:
+            self.model.to(self.device, non_blocking=True)
+            if self._hosted is None:
                 self._move_optimizer(self.device)
             self._is_offloaded = False
 
     def put_optimizer_away(self) -> None:
-        """To the CPU, if that is where its state is between updates (`actor.offload_optimizer`)."""
-        if self._offload_optimizer:
-            self._move_optimizer(torch.device("cpu"))
+        """To the host's memory, if that is where its moments are (`actor.offload_optimizer`)."""
+        if self._hosted is not None:
+            self._hosted.put_away()
 
     @torch.no_grad()
     def forward(self, batch: Batch, **options: float) -> Batch:
@@ -134,6 +142,7 @@ class TrainEngine(ShardedModel):
         else:
             for number, packed in enumerate(samples):
                 keep(number, self.model(packed, **options))
+        self._drop_gathered()  # their memory is for others now
         return Batch.from_columns(
             {name: responses._replace(values=values) for name, values in outputs.items()}
         )
@@ -159,8 +168,6 @@ class TrainEngine(ShardedModel):
             TrainingError: after `MOST_SKIPPED` such steps in a row.
         """
         self.model.train()
-        if self._offload_optimizer:
-            self._move_optimizer(self.device)
         gathered = UpdateMetrics()
         parts = [batch.take(rows) for rows in self._micro_batches(batch, rows_together)]
         samples = [self._pack(part) for part in parts]
@@ -175,8 +182,7 @@ class TrainEngine(ShardedModel):
             token_loss = loss(outputs, columns, segments)
             value = torch.where(mask, token_loss.loss * columns["loss_weights"], 0.0).sum()
             gathered.add(value, token_loss.metrics, mask, segments.lengths > 0)
-            # FSDP averages gradients over ranks; the weights already are those of the global loss.
-            return value * self.mesh.data_ranks
+            return value
 
         if self._pipeline is not None:
             self._pipeline.train(
@@ -202,7 +208,6 @@ class TrainEngine(ShardedModel):
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         if not self.skipped_in_a_row:
             self.schedule.step()
-        self.put_optimizer_away()
         return metrics
 
     def _pack(self, batch: Batch) -> PackedSamples:
@@ -301,7 +306,7 @@ class TrainEngine(ShardedModel):
         if math.isfinite(norm):
             if 0 < self._max_grad_norm < norm:
                 self._gradients.scale(self._max_grad_norm / norm)
-            self.optimizer.step()
+            (self._hosted or self.optimizer).step()
         self.optimizer.zero_grad()
         return norm
 
@@ -310,4 +315,4 @@ class TrainEngine(ShardedModel):
         for state in optimizer.state.values() if optimizer else ():
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.ndim:
-                    state[name] = value.to(device)
+                    state[name] = value.to(device, non_blocking=True)

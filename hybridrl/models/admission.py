@@ -62,8 +62,8 @@ def _tried(config: PretrainedConfig, path: str, scalar: bool) -> Rows:
         torch.manual_seed(0)
         samples = [torch.randint(VOCABULARY, (length,)) for length in LENGTHS]
         try:
-            ours, alone = _twins(shrunk(config), scalar)
-            expected = torch.cat([_expected(alone, sample) for sample in samples])
+            ours, alone = twins(shrunk(config), scalar)
+            expected = torch.cat([said_alone(alone, sample) for sample in samples])
         except Exception as error:  # of whatever kind: nobody knows what models will come
             raise ConfigError(
                 f"{who} cannot be trained here: a small copy of it, which would prove that its "
@@ -88,14 +88,19 @@ def _tried(config: PretrainedConfig, path: str, scalar: bool) -> Rows:
     raise ConfigError(
         f"{who} cannot be trained here: {'values' if scalar else 'log-probabilities'} of samples "
         f"would be off by up to {off:.2g}, because its attention or its head does what the packed "
-        "forward does not know, such as attention sinks, soft caps, a scale or a bias of the "
+        "forward does not know, such as soft caps, a scale or a bias of the "
         "logits, or because it drops out. Qwen, Llama, Mistral, Gemma 3, OLMo, Phi 3, GLM, "
         "DeepSeek 3 and many others work."
     )
 
 
-def _twins(config: PretrainedConfig, scalar: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Two copies of the same weights: one as it is trained, one of transformers."""
+@torch.no_grad()
+def twins(config: PretrainedConfig, scalar: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Two models of the same random weights: one as it is trained, one of transformers.
+
+    Args:
+        config: See `shrunk`.
+    """
     kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     if scalar:
         config.num_labels = 1
@@ -118,7 +123,7 @@ def _twins(config: PretrainedConfig, scalar: bool) -> tuple[PreTrainedModel, Pre
     return ours, alone
 
 
-def _expected(model: PreTrainedModel, sample: Tensor) -> Tensor:
+def said_alone(model: PreTrainedModel, sample: Tensor) -> Tensor:
     """What transformers says of a sample that is alone: log-probabilities of its tokens after the
     first, or the values before these."""
     row = sample[None]

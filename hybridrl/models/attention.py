@@ -16,6 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from hybridrl.models.packing import Bucket, Packing
 
+SINK_DIMS = 8
+"""Kernels want heads of a multiple of 8 dims."""
 NAME = "hybridrl_packed"
 """Value of `attn_implementation` that selects this attention."""
 
@@ -30,6 +32,7 @@ def packed_attention(
     packing: Packing,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each packed sample.
@@ -39,6 +42,7 @@ def packed_attention(
             value have the key-value heads.
         packing: Bounds of the samples in all rows, one after the other; passed to the model's
             forward as a keyword.
+        s_aux: `[heads]`, the attention sinks: a score of each head for looking at nothing.
 
     Returns:
         `[rows, tokens, heads, head_dim]`.
@@ -49,7 +53,7 @@ def packed_attention(
     if packing.split is not None:
         out = packing.split.attend(q, k, v, scaling, window)
     else:
-        out = causal_attention(q, k, v, packing, scaling, window)
+        out = causal_attention(q, k, v, packing, scaling, window, s_aux)
     return out.unflatten(0, (rows, -1)), None
 
 
@@ -60,6 +64,7 @@ def causal_attention(
     packing: Packing,
     scale: float | None,
     window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention inside each packed sample, all on this rank.
 
@@ -68,20 +73,21 @@ def causal_attention(
             less wide.
         scale: Of the scores; 1 / sqrt(head_dim) if None.
         window: How many tokens a query sees, itself included; None for all before it.
+        sinks: See `packed_attention`. The flash kernel does not know them.
 
     Returns:
         `[tokens, heads, width of v]`.
     """
     if not packing.buckets:
-        if q.dtype in (torch.float16, torch.bfloat16):
+        if q.dtype in (torch.float16, torch.bfloat16) and sinks is None:
             return _variable_length(q, k, v, packing, scale, window)
         packing = _with_buckets(packing)
     if len(packing.buckets) == 1:
-        return _rectangle(q, k, v, packing.buckets[0], scale, window)
+        return _rectangle(q, k, v, packing.buckets[0], scale, window, sinks)
     output = q.new_zeros(*q.shape[:-1], v.shape[-1])
     for bucket in packing.buckets:
         part = _rectangle(
-            *(x.index_select(0, bucket.source) for x in (q, k, v)), bucket, scale, window
+            *(x.index_select(0, bucket.source) for x in (q, k, v)), bucket, scale, window, sinks
         )
         output = output.index_copy(0, bucket.source, part)
     return output
@@ -119,6 +125,7 @@ def _rectangle(
     bucket: Bucket,
     scale: float | None,
     window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one bucket: `[real tokens, heads, head_dim]` in and out. Right padding needs no
     mask, because a causal query never looks to its right."""
@@ -130,18 +137,38 @@ def _rectangle(
         for x in (q, k, v)
     ]
     mask = None
-    if window is not None:
+    if window is not None or sinks is not None:
         mask = torch.ones(bucket.longest, bucket.longest, dtype=torch.bool, device=q.device)
-        mask = mask.tril().triu(1 - window)
+        mask = mask.tril() if window is None else mask.tril().triu(1 - window)
+    if sinks is not None:
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        dense, mask = _with_sink_key(*dense, sinks / scale), F.pad(mask, (1, 0), value=True)
     out = F.scaled_dot_product_attention(
         *dense,
         attn_mask=mask,
         is_causal=mask is None,
         scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+        enable_gqa=dense[0].shape[1] != dense[1].shape[1],
+    )[..., : v.shape[-1]]
     flat = out.transpose(1, 2).flatten(0, 1)
     return flat if full else _Gather.apply(flat, bucket.target)
+
+
+def _with_sink_key(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, products: torch.Tensor
+) -> list[torch.Tensor]:
+    """A first key whose product with every query of a head is the head's of `products`, and whose
+    value is nothing. All are `[rows, heads, tokens, head_dim]`; the result has keys for each head,
+    and `SINK_DIMS` more dims: a 1 in the first of a query meets the product there in that key."""
+    heads = q.shape[1]
+    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    ones = q.new_ones(*q.shape[:-1], 1)
+    sink = F.pad(products.to(k.dtype).view(1, heads, 1, 1), (k.shape[-1], SINK_DIMS - 1))
+    return [
+        F.pad(torch.cat([q, ones], -1), (0, SINK_DIMS - 1)),
+        torch.cat([sink.expand(len(k), -1, -1, -1), F.pad(k, (0, SINK_DIMS))], 2),
+        F.pad(v, (0, k.shape[-1] + SINK_DIMS - v.shape[-1], 1, 0)),
+    ]
 
 
 class _Scatter(torch.autograd.Function):

@@ -3,6 +3,7 @@ with a number, or a few, for every response token."""
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import ClassVar, Literal
 
 import torch
@@ -16,7 +17,8 @@ from hybridrl.models.packing import PackedSamples, Rows
 class PackedModel(nn.Module):
     """Wraps `inner`, whose attention is ours.
 
-    The head is applied inside this module's forward, so that a sharded model has gathered it.
+    The head is applied inside this module's forward, and by a method of its own (`log_probs`, or
+    its forward), so that a sharded model has gathered it.
 
     Attributes:
         OUTPUTS: Names of what `forward` gives, each `[response tokens]` in float32.
@@ -34,6 +36,11 @@ class PackedModel(nn.Module):
         for module in inner.modules():
             if isinstance(module, nn.Dropout):  # a sample's log-probabilities have to stay the same
                 module.p = 0.0
+
+    @property
+    def head(self) -> nn.Module:
+        """The part of the model that is applied to the last hidden states."""
+        raise NotImplementedError
 
     def hidden(self, samples: PackedSamples) -> torch.Tensor:
         """The last hidden states, `[tokens, hidden]` of all rows."""
@@ -54,12 +61,19 @@ class CausalPolicy(PackedModel):
     vocabulary: Vocabulary | None = None
     """The part of the vocabulary that this rank has, where it is cut."""
 
+    def __init__(self, inner: PreTrainedModel, rows: Rows = Rows.PACKED) -> None:
+        super().__init__(inner, rows)
+        self.head.log_probs = MethodType(_log_probs, self.head)  # type: ignore[assignment]
+
+    @property
+    def head(self) -> nn.Module:
+        return self.inner.get_output_embeddings()
+
     def forward(self, samples: PackedSamples, temperature: float = 1.0) -> dict[str, torch.Tensor]:
         """`log_probs` of the response tokens and `entropy`, of the distribution sampled from."""
         hidden = self.hidden(samples).index_select(0, samples.predictors)
-        weight = self.inner.get_output_embeddings().weight
-        log_probs, entropy = token_log_probs(
-            hidden, weight, samples.targets, temperature, self.vocabulary
+        log_probs, entropy = self.head.log_probs(
+            hidden, samples.targets, temperature, self.vocabulary
         )
         return {"log_probs": log_probs, "entropy": entropy}
 
@@ -84,7 +98,22 @@ class ScalarModel(PackedModel):
         super().__init__(inner, rows)
         self.shift = 1 if reads == "after" else 0
 
+    @property
+    def head(self) -> nn.Module:
+        return self.inner.score
+
     def forward(self, samples: PackedSamples) -> dict[str, torch.Tensor]:
         """`values` of the response tokens."""
         hidden = self.hidden(samples).index_select(0, samples.predictors + self.shift)
-        return {"values": self.inner.score(hidden).sum(1).float()}  # one column; FSDP wants no view
+        return {"values": self.head(hidden).sum(1).float()}  # one column; FSDP wants no view
+
+
+def _log_probs(
+    head: nn.Linear,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    vocabulary: Vocabulary | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An output embedding's answer in place of logits; see `token_log_probs`."""
+    return token_log_probs(hidden, head.weight, targets, temperature, vocabulary)

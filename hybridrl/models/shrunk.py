@@ -10,10 +10,6 @@ from transformers import PretrainedConfig
 
 HEADS, HEAD_WIDTH, VOCABULARY, WINDOW, TRAINED_LENGTH = 4, 16, 128, 8, 24
 MOST = {
-    "hidden_size": HEADS * HEAD_WIDTH,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
@@ -29,40 +25,65 @@ MOST = {
     "v_head_dim": HEAD_WIDTH,
 }
 """What is larger is made as large as this."""
+WIDTHS = {
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+"""As `MOST`, or a little larger so that it can be cut."""
+ALIGNED = 8
+"""Columns: kernels for experts want rows of whole 16 bytes on each rank."""
 
 
-def shrunk(config: PretrainedConfig) -> PretrainedConfig:
+def shrunk(config: PretrainedConfig, cuts: int = 1, layers: int = 2) -> PretrainedConfig:
     """The language model of `config` with few and narrow layers, one or more of each kind that it
     has. Whatever else makes its arithmetic its own stays: kinds of layers, norms, biases, caps,
-    scales, rotary positions."""
+    scales, rotary positions.
+
+    Args:
+        cuts: So many ranks are to share its heads and widths.
+        layers: At least so many, of a model that has as many.
+    """
     small = copy.deepcopy(config.get_text_config())
     heads = _get(small, "num_attention_heads") or HEADS
     groups = max(1, heads // (_get(small, "num_key_value_heads") or heads))
-    for name, most in MOST.items():
+    few = _multiple(HEADS, cuts)
+    widths = {"hidden_size": few * HEAD_WIDTH}
+    widths |= {name: _multiple(width, ALIGNED * cuts) for name, width in WIDTHS.items()}
+    for name, most in (MOST | widths).items():
         if _is_above(_get(small, name), most):
             _set(small, name, most)
     _set(small, "vocab_size", VOCABULARY)
     _narrow_states(small)
-    _set(small, "num_attention_heads", HEADS)
+    _set(small, "num_attention_heads", few)
     if _get(small, "num_key_value_heads"):
-        _set(small, "num_key_value_heads", max(1, HEADS // groups))
+        _set(small, "num_key_value_heads", _divisor(few, few // groups))
     if _is_above(_get(small, "head_dim"), HEAD_WIDTH):
         _set(small, "head_dim", HEAD_WIDTH)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         _set(small, name, None)
     _shorten_positions(small)
-    kinds = _some_of_each(_get(small, "layer_types") or ())
-    _set(small, "num_hidden_layers", len(kinds) or 2)
+    kinds = _some_of_each(_get(small, "layer_types") or (), layers)
+    _set(small, "num_hidden_layers", len(kinds) or layers)
     if kinds:
         _set(small, "layer_types", kinds)
     return small
 
 
-def _some_of_each(kinds: Any) -> list[str]:
+def _multiple(least: int, of: int) -> int:
+    return -(-least // of) * of
+
+
+def _divisor(of: int, most: int) -> int:
+    """The largest one up to `most`."""
+    return next(n for n in range(max(1, most), 0, -1) if of % n == 0)
+
+
+def _some_of_each(kinds: Any, layers: int) -> list[str]:
     """A few layers in their order, with one of each kind."""
     first = {kind: at for at, kind in reversed(list(enumerate(kinds)))}
     others = [at for at in range(len(kinds)) if at not in first.values()]
-    return [kinds[at] for at in sorted([*first.values(), *others[: max(0, 2 - len(first))]])]
+    return [kinds[at] for at in sorted([*first.values(), *others[: max(0, layers - len(first))]])]
 
 
 def _narrow_states(small: PretrainedConfig) -> None:

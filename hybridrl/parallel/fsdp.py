@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import Shard
 
+from hybridrl.core.device import SMALL_MODEL_BYTES
 from hybridrl.models import PackedModel
-
-SMALL_MODEL_BYTES = 256 << 20
-"""Below this a model is gathered in one piece: many small collectives cost more than its memory."""
 
 
 def is_small(model: nn.Module) -> bool:
@@ -29,10 +30,12 @@ def is_small(model: nn.Module) -> bool:
 def shard(
     model: PackedModel, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool
 ) -> PackedModel:
-    """Shards the float32 parameters over `mesh`, in place.
+    """Shards the float32 parameters over `mesh`, in place. Gradients are summed over it: the
+    weights of the global loss already divide by the tokens of all ranks.
 
-    Each transformer layer is a unit that is gathered for its own computation and freed after it;
-    what is left (embeddings, final norm) is one more. A small model is a single unit.
+    Each transformer layer is a unit that is gathered for its own computation and freed after it,
+    and so are embedding and head, unless they are tied: then they stay gathered from the first use
+    to the last, with what else is left (the final norm). A small model is a single unit.
 
     Args:
         dtype: Precision of computation; gradients are reduced in float32.
@@ -49,10 +52,43 @@ def shard(
         for module in list(model.inner.modules()):
             if type(module).__name__ in kinds:
                 fully_shard(module, **settings)
+        _shard_ends(model, settings)
     fully_shard(model, **settings)
-    # The weights of the global loss already divide by all ranks' tokens: sum, do not average.
-    # (gloo has no scaled sum: for both back ends `TrainEngine` multiplies the loss by the ranks.)
+    if mesh.size() > 1:
+        for unit in units(model):
+            unit.set_gradient_divide_factor(1.0)
+            # gloo has no sum of multiples, which is what a factor means to it otherwise.
+            unit.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def units(model: nn.Module) -> list[FSDPModule]:
+    """The modules whose parameters are gathered together."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def unit_parameters(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The trained parameters of each unit, those of inner ones first."""
+    seen: set[nn.Parameter] = set()
+    found = []
+    for unit in reversed(units(model)):
+        own = [p for p in unit.parameters() if p.requires_grad and p not in seen]
+        seen.update(own)
+        found.append(own)
+    return found
+
+
+def _shard_ends(model: PackedModel, settings: dict[str, Any]) -> None:
+    """Embedding and head, as far as this rank has them."""
+    embedding, head = model.inner.get_input_embeddings(), model.head
+    ends = [end for end in (embedding, head) if any(True for _ in end.parameters())]
+    if len(ends) == 2 and embedding.weight is next(head.parameters()):
+        return
+    for end in ends:
+        # The head's backward comes right after its forward.
+        fully_shard(end, reshard_after_forward=end is not head, **settings)
+    if head in ends and hasattr(head, "log_probs"):
+        register_fsdp_forward_method(head, "log_probs")
 
 
 def _dim_to_cut(parameter: nn.Parameter, shards: int) -> Shard:

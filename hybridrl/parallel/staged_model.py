@@ -117,6 +117,11 @@ class StagedModel(nn.Module):
         """The transformers model, as far as it lies here."""
         return self.model.inner
 
+    @property
+    def head(self) -> nn.Module:
+        """That of the model, or what stands in its place on other ranks."""
+        return self.model.head
+
     def forward(
         self, samples: PackedSamples, *, stage: int, states: Tensor | None = None, **options: float
     ) -> Tensor | dict[str, Tensor]:

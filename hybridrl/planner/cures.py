@@ -100,7 +100,7 @@ def _candidates(plan: Plan) -> Iterator[Setting]:
     else:
         for divisor in (2, 4, 8):
             yield "rollout.kv_cache_gib", rollout.kv_cache_gib / divisor
-    if not actor.gradient_checkpointing:
+    if actor.gradient_checkpointing in ("none", "selective"):
         yield "actor.gradient_checkpointing", True
     if rollout.engine == "vllm":
         yield from _doubled("rollout.parallel.tp", rollout.parallel.tp)

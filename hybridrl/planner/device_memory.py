@@ -102,20 +102,15 @@ def _phases(planner: Planner, stages: Mapping[str, int]) -> Iterable[PhaseMemory
     stays |= {role: _resident(planner, role, stage) for role, stage in stages.items()}
     offloaded = planner.machines.is_cuda and planner.config.actor.offload_between_calls
     found: dict[tuple[str, str], PhaseMemory] = {}
-    left: dict[str, Parts] = {}
-    for call in [*planner.calls, *planner.calls]:  # a second step finds what the first one left
+    for call in planner.calls:
         role, phase = call.role, call.phase
         if role not in stages:
             continue
-        if phase in ("sync", "train"):
-            left.pop(role, None)  # reading the shards, or a backward, frees what was gathered
         there = [stays[""], stays[role]]
         if not offloaded:
-            there = [*stays.values(), *(parts for name, parts in left.items() if name != role)]
+            there = [*stays.values()]
         parts = _sum([*there, _working(planner, role, stages[role], phase)])
         found[role, phase] = PhaseMemory(role, phase, parts)
-        if phase == "score" and planner.has_model(role):
-            left[role] = planner.part(role, stages[role]).left_gathered()
     # Roles that are never called are idle.
     return found.values() or [PhaseMemory(next(iter(stages)), "idle", _sum(stays.values()))]
 

@@ -2,8 +2,8 @@
 moment.
 
 A model lies in float32 shards, with Adam's two moments beside them where it is trained. FSDP
-gathers a unit (a layer, or the whole of a small model) in the precision of computation, sums its
-gradients in float32, and leaves the last unit of a forward gathered. `hybridrl.parallel.fsdp` and
+gathers a unit (a layer, the embedding, the head, or the whole of a small model) in the precision of
+computation, and sums its gradients in float32. `hybridrl.parallel.fsdp` and
 `hybridrl.engine.train` do what is counted here.
 """
 
@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridrl.core.device import logits_at_a_time
+from hybridrl.core.device import SMALL_MODEL_BYTES, logits_at_a_time, multiplies_into_float32
 from hybridrl.planner.dataflow import MicroBatches, Sizes
 from hybridrl.planner.model_shape import Counts, ModelShape
 
-SMALL_MODEL_BYTES = 256 << 20
-"""`hybridrl.parallel.fsdp.SMALL_MODEL_BYTES`, which a test compares."""
 MASTER = 4
 """Bytes of float32: parameters, their summed gradients and each of Adam's two moments."""
 CHECKPOINT = 3 * MASTER
@@ -25,6 +23,8 @@ LOGITS_SCORING, LOGITS_TRAINING = 4, 6
 """Chunks of float32 logits that live at once in `token_log_probs`, forward and backward."""
 SAMPLING_COPIES = 4
 """Of `[samples, vocabulary]` logits while `rollout=transformers` chooses tokens."""
+
+NONE = Counts(0, 0)
 
 Parts = dict[str, float]
 """Bytes by what they are for."""
@@ -68,6 +68,19 @@ class ModelPart:
         return found
 
     @property
+    def root(self) -> Counts:
+        """Those of them that stay gathered from their first use to their last."""
+        shape, (first, last) = self.shape, self.ends
+        if shape.tied:
+            return self.around
+        return self.around - (shape.embedding if first else NONE) - (shape.head if last else NONE)
+
+    @property
+    def head(self) -> Counts:
+        """The output, where it is a unit of its own."""
+        return self.shape.head if self.ends[1] and not self.shape.tied else NONE
+
+    @property
     def parameters(self) -> Counts:
         """On this device, were they not sharded."""
         return self.shape.layer.times(self.layers) + self.around
@@ -95,19 +108,14 @@ class ModelPart:
         moments come with the first update."""
         return {} if self.offload_parameters else {"parameters": self._shard}
 
-    def left_gathered(self) -> Parts:
-        """What a forward without a backward leaves until the next."""
-        unit = self.parameters if self.is_small else self.around
-        return {"gathered": self.shape.item * unit.all}
-
     def scoring(self, batch: MicroBatches, sizes: Sizes) -> Parts:
         """A forward's fullest moment, beside what is resident."""
         gathered = {"gathered": self._gathered(forward=True)}
         layers = batch.tokens * self.shape.scoring.of(self.layers)
-        head = {"activations": self._states(batch, sizes)}
+        head = {"gathered": self._gathered_at_head(), "activations": self._states(batch, sizes)}
         if chunk := self._logits(batch, sizes):
-            head["logits"] = LOGITS_SCORING * chunk
-        return _fullest({**gathered, "activations": layers}, {**gathered, **head})
+            head["logits"] = LOGITS_SCORING * chunk + self._head_copy
+        return _fullest({**gathered, "activations": layers}, head)
 
     def training(self, batch: MicroBatches, sizes: Sizes) -> Parts:
         """An update's fullest moment, beside what is resident."""
@@ -127,29 +135,43 @@ class ModelPart:
             reduced = max(reduced, MASTER * trained + shard)
         else:
             before = shard if several else 0
-            unit = max(head, (item + MASTER) * shape.layer.trained)
-            end = reduced = shard + (item + MASTER) * self.around.trained
+            kept_until_end = head if shape.tied else 0
+            unit = max(kept_until_end, (item + MASTER) * shape.layer.trained)
+            largest = max(self.root.trained, shape.embedding.trained if self.ends[0] else 0)
+            end = reduced = shard + (item + MASTER) * largest
         loss: Parts = {
-            "gathered": self._gathered(forward=True),
+            "gathered": self._gathered_at_head(),
             "gradients": before,
             "activations": kept + self._states(batch, sizes),
         }
         if chunk := self._logits(batch, sizes):
             states = batch.tokens * sizes.response_share * shape.hidden * item
-            loss["logits"] = LOGITS_TRAINING * chunk + states
-            # The backward sums the output's gradient in float32, and makes that of the states.
-            loss["gradients"] += (MASTER + (item if item != MASTER else 0)) * shape.head.trained
+            loss["logits"] = LOGITS_TRAINING * chunk + states + self._head_copy
+            # The backward sums the output's gradient in float32; a half-precision product is
+            # another such tensor before it is added.
+            tensors = 1 if item == MASTER or self._head_copy else 2
+            loss["gradients"] += tensors * MASTER * shape.head.trained
         gathered = self._gathered(forward=False)
+        summed = {
+            "gathered": self._gathered_at_head(),
+            "gradients": before + (item + MASTER) * self.head.trained,
+            "activations": kept + self._states(batch, sizes),
+        }
         layers = {"gathered": gathered, "gradients": before + unit, "activations": kept + backward}
-        best = _fullest(
+        step: Parts = {}
+        if self.offload_optimizer:  # the moments of two units at a time
+            largest = max(shape.layer.trained, self.around.trained)
+            unit_of_step = trained if self.is_small else largest
+            both = min(trained, 2 * unit_of_step)
+            step = {"gradients": shard, "optimizer": 2 * MASTER * both / self.shards}
+        return _fullest(
             loss,
+            *([] if self.is_small else [summed]),
             layers,
             {"gathered": gathered, "gradients": end},
             {"gradients": reduced},
+            step,
         )
-        if self.offload_optimizer:
-            best["optimizer"] = best.get("optimizer", 0.0) + 2 * shard
-        return best
 
     def _gathered(self, forward: bool) -> float:
         """Parameters in the precision of computation. A forward over several shards keeps the
@@ -159,7 +181,22 @@ class ModelPart:
         if self.is_small:
             return item * self.parameters.all * (1 + (buffer and forward))
         layers = min(self.layers, 2 if buffer else 1)
-        return item * (self.around.all + (layers + (buffer and forward)) * self.shape.layer.all)
+        return item * (self.root.all + (layers + (buffer and forward)) * self.shape.layer.all)
+
+    def _gathered_at_head(self) -> float:
+        """As `_gathered`, when the last layer is done; where the head is no unit of its own, its
+        layers are not freed yet."""
+        if self.is_small or not self.head.all:
+            return self._gathered(forward=True)
+        buffer = self.shards > 1
+        return self.shape.item * (self.root.all + (1 + buffer) * self.head.all)
+
+    @property
+    def _head_copy(self) -> float:
+        """The output embedding in float32, where the device cannot sum half-precision products
+        in it."""
+        exact = self.shape.item == MASTER or multiplies_into_float32(self.device)
+        return 0.0 if exact else MASTER * float(self.shape.head.all)
 
     def _states(self, batch: MicroBatches, sizes: Sizes) -> float:
         """The last hidden states, and those of them that are read."""

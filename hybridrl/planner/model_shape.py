@@ -11,7 +11,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from transformers import (
 from hybridrl.config.schema import LoraSettings
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.models.adapters import add_adapters
+from hybridrl.models.checkpointing import FULL, NONE, OFFLOAD, set_checkpointing
 from hybridrl.planner.token_bytes import ALIKE, ATTENTION, TokenBytes, token_bytes
 
 DEPTHS = (2, 3)
@@ -112,7 +113,7 @@ def shape_of(
     *,
     tp: int = 1,
     scalar: bool = False,
-    checkpointing: bool = False,
+    checkpointing: str = NONE,
     lora: LoraSettings | None = None,
 ) -> ModelShape:
     """The part of one of `tp` ranks.
@@ -121,7 +122,7 @@ def shape_of(
         config: Of the whole model.
         dtype: Name of the precision of computation.
         scalar: With a scalar head instead of logits.
-        checkpointing: Each layer's forward is repeated in the backward.
+        checkpointing: As `actor.gradient_checkpointing`.
         lora: Adapters; None trains all.
     """
     lora = lora if lora and lora.rank else None
@@ -137,7 +138,7 @@ def _count(
     dtype: str,
     tp: int,
     scalar: bool,
-    checkpointing: bool,
+    checkpointing: str,
     lora: LoraSettings | None,
 ) -> ModelShape:
     whole = narrowed(config, tp, config.get_text_config().num_hidden_layers)
@@ -155,11 +156,15 @@ def _count(
     head = output.weight if hasattr(output, "weight") else next(output.parameters())
     tied = head is embedding
     known = _counts([embedding] if tied else [embedding, head])
-    if checkpointing:
+    if checkpointing != NONE:
         for model in (shallow, deep):
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            set_checkpointing(model, FULL if checkpointing == OFFLOAD else checkpointing)
     width = _head_width(text)
     share = item / DTYPES[dtype].itemsize
+    training = token_bytes(shallow, deep, depths, trains=True)
+    if checkpointing == OFFLOAD:  # the states between layers are on the host
+        states = text.hidden_size * DTYPES[dtype].itemsize
+        training = replace(training, per_layer=max(0.0, training.per_layer - states))
     return ModelShape(
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
@@ -174,7 +179,7 @@ def _count(
         tensors=(len(list(deep.parameters())) - len(list(shallow.parameters()))) // between,
         active_of_layer=layer.all - round((_idle(deep) - _idle(shallow)) / between),
         item=item,
-        training=token_bytes(shallow, deep, depths, trains=True).times(share),
+        training=training.times(share),
         scoring=token_bytes(shallow, deep, depths, trains=False).times(share),
     )
 

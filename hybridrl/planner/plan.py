@@ -15,6 +15,7 @@ from hybridrl.planner.dataflow import MicroBatches, Sizes, sizes_of
 from hybridrl.planner.device_memory import DeviceMemory, lacking_of, memory_of
 from hybridrl.planner.devices import Machines
 from hybridrl.planner.planner import Planner
+from hybridrl.planner.precision import with_dtype
 from hybridrl.planner.step_time import Rates, Times, estimate
 from hybridrl.trainers.role_spec import RoleSpec
 
@@ -24,7 +25,7 @@ class Plan:
     """What a job will do and take.
 
     Attributes:
-        config: Of the job.
+        config: Of the job, with the precision that `model.dtype=auto` means on the machines.
         machines: On what.
         placement: Which role lives where.
         roles: What the driver program says of them.
@@ -85,6 +86,7 @@ def make_plan(
     Raises:
         ConfigError: if there is no such placement.
     """
+    config = with_dtype(config, machines.cluster.kind)
     placement = placement or check_placement(config, machines.cluster, roles)
     placed = [role for role in placement.roles if role != GENERATOR]
     roles = wanted_roles(config, placed if roles is None else roles)
@@ -131,6 +133,7 @@ def to_json(plan: Plan) -> str:
             "name": plan.machines.name,
             "memory_bytes": plan.machines.memory,
         },
+        "dtype": plan.config.model.dtype,
         "sizes": {**asdict(plan.sizes), "tokens": plan.sizes.tokens},
         "micro_batches": {
             f"{role}/{phase}": asdict(batch) for (role, phase), batch in plan.batches.items()

@@ -200,7 +200,7 @@ class _Clock:
 
     def _train(self, call: Call, part: ModelPart) -> float:
         rates, batch = self.rates, self.planner.batches[call.role, "train"]
-        again = self.planner.config.actor.gradient_checkpointing
+        again = self.planner.config.actor.gradient_checkpointing in ("full", "offload")
         compute = self._layers(part, batch.count, batch.total, True)
         compute += self._layers(part, batch.count, batch.total, False) if again else 0.0
         compute += self._head(part, batch.total, 8, LOGIT_TOUCHES)

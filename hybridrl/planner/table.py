@@ -92,7 +92,7 @@ def sizes_lines(plan: Plan) -> list[str]:
     sizes = plan.sizes
     lines = [
         f"devices     {len(plan.machines.cluster.devices)} x {plan.machines.name}, "
-        f"placement {plan.placement.strategy}",
+        f"placement {plan.placement.strategy}, {plan.config.model.dtype}",
         f"step        {sizes.prompts:,} prompts, {sizes.samples:,} samples of "
         f"{sizes.prompt_tokens:g} + {sizes.response_tokens:g} tokens = {sizes.tokens:,} tokens, "
         f"{sizes.updates} update(s)",

@@ -68,6 +68,10 @@ DRAFTS = {
 """vLLM's counters of tokens that were guessed ahead, and how we call them."""
 _log = logging.getLogger(__name__)
 
+HEAD_DTYPE = "float32"
+"""Of logits, as `hybridrl.models.log_probs` computes them: rounded to half precision they would be
+most of the difference between the trainer's log-probabilities and the generator's."""
+
 
 class VLLMRollout(RolloutEngine):
     """One rank of a vLLM engine. Requests of several turns need `rollout.parallel.tp=1`.
@@ -147,6 +151,7 @@ class VLLMRollout(RolloutEngine):
                 path,
                 tokenizer=tokenizer,
                 dtype=dtype,
+                hf_overrides={"head_dtype": HEAD_DTYPE},
                 seed=seed,
                 max_model_len=context_length,
                 max_num_seqs=config.max_sequences,

@@ -10,6 +10,7 @@ from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.config.schema import ActorConfig, LoraSettings
 from hybridrl.controller import Context
 from hybridrl.core.training_mesh import training_mesh
+from hybridrl.engine.cut_proof import prove_cuts
 from hybridrl.engine.train import TrainEngine
 from hybridrl.models import (
     CausalPolicy,
@@ -101,4 +102,5 @@ def _engine(
         model.requires_grad_(False)
     cut = training_mesh(context.world_size, config.parallel, rollout_tp)
     mesh = ParallelMesh(cut, device, config.parallel.shards)
+    prove_cuts(model, source.path, mesh, config, trains=trains)
     return TrainEngine(model, mesh, device, source.dtype, config, files)

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 class ModelWorker(Worker):
     """While it runs a call, its group is torch.distributed's whole world (see `process_group`), and
-    its model is on the device. It stands where its model's mesh says."""
+    its model is on the device, which it leaves when another role wants the memory. It stands where
+    its model's mesh says."""
 
     @property
     def model_engine(self) -> TrainEngine | None:
-        """The engine of its model. It leaves the device between calls, if it is to; None: the
-        worker has no model that is cut over ranks."""
+        """The engine of its model; None: the worker has no model that is cut over ranks."""
         return None
 
     def coordinates(self) -> Mapping[str, Coordinate]:
@@ -33,8 +33,14 @@ class ModelWorker(Worker):
             engine.onload()
 
     def leave(self) -> None:
+        if (engine := self.model_engine) is not None and engine.fault is not None:
+            self.record.faults.append(engine.fault)
+            engine.fault = None
+
+    @property
+    def takes_memory(self) -> bool:
+        return True
+
+    def make_room(self) -> None:
         if (engine := self.model_engine) is not None:
-            if engine.fault is not None:
-                self.record.faults.append(engine.fault)
-                engine.fault = None
             engine.offload()

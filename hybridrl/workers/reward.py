@@ -95,6 +95,10 @@ class RewardWorker(ModelWorker):
     def model_engine(self) -> TrainEngine | None:
         return self._engine
 
+    @property
+    def takes_memory(self) -> bool:
+        return self._engine is not None or self._judge is not None
+
     @transfer(
         SCORE,
         reads=("response_ids",),

@@ -8,6 +8,7 @@ from ranks import run_ranks
 
 from hybridrl.config.schema import ParallelConfig
 from hybridrl.core.training_mesh import training_mesh
+from hybridrl.parallel import fsdp
 from hybridrl.parallel.mesh import ParallelMesh
 
 WORLD = 4
@@ -56,8 +57,16 @@ def program(rank):
             dp = mesh.mesh.axes["dp"]
             mine = batch.take(deal(batch, DEALS[dp])[mesh.index("dp")])
             weight = 0.1 if settings["architecture"] == "qwen3_moe" else 0.0
+            # Of this one every layer, the embedding and the head are gathered for themselves.
+            in_units = "untied" in model and cut != "one rank"
+            fsdp.SMALL_MODEL_BYTES = 0 if in_units else 1 << 28
+            kept = "selective" if "llama" in model and cut != "one rank" else "none"
             engine = make_engine(
-                mesh, make_model(**settings), tokens_per_microbatch=60, router_loss_weight=weight
+                mesh,
+                make_model(**settings),
+                tokens_per_microbatch=60,
+                gradient_checkpointing=kept,
+                router_loss_weight=weight,
             )
             steps = 8 if cut in LONG and model == next(iter(MODELS)) else 2
             found[cut, model] = learn(engine, mine, steps) | {

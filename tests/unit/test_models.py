@@ -192,6 +192,23 @@ def test_half_precision_gives_float32_log_probs_near_the_exact_ones():
         torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.2)
 
 
+def test_a_likely_token_keeps_its_log_prob_in_half_precision():
+    """The states and the embedding are rounded, the logits are not: a logit of 20, rounded, would
+    be off by up to 0.06."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(500, 64, generator=generator).bfloat16().requires_grad_()
+    targets = torch.arange(20)
+    states = (0.3 * weight[:20]).detach().requires_grad_()
+    exact = torch.log_softmax(states.double() @ weight.double().T, 1)
+    wanted = exact.gather(1, targets[:, None]).squeeze(1)
+    found, _ = token_log_probs(states, weight, targets)
+    assert float(wanted.detach().min()) > -0.1, "peaked"
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-5)
+    gradients = (torch.autograd.grad(each.sum(), (states, weight)) for each in (found, wanted))
+    for gradient, value in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, value, rtol=0.02, atol=1e-5)
+
+
 @pytest.mark.parametrize("tokens_per_chunk", [1, 3, 7, 8, 100])
 def test_chunks_change_nothing_and_logits_never_exist_whole(tokens_per_chunk, monkeypatch):
     generator = torch.Generator().manual_seed(0)

@@ -1,17 +1,18 @@
 """What a plan says of memory: against what torch allocates, and against what must be."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from settings import configured
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
-from hybridrl.config.schema import LoraSettings
+from hybridrl.config.schema import CHECKPOINTING, LoraSettings
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import Cluster
 from hybridrl.models import CausalPolicy, PackedSamples, tiny_config
 from hybridrl.models.adapters import add_adapters
-from hybridrl.parallel import fsdp
-from hybridrl.planner import memory, model_shape, token_bytes
+from hybridrl.planner import model_shape, token_bytes
 from hybridrl.planner.devices import GIB, Machines, named, present
 from hybridrl.planner.model_shape import shape_of
 from hybridrl.planner.plan import make_plan
@@ -82,13 +83,12 @@ def test_saved_activations_are_what_autograd_saves():
 
 
 def test_checkpointing_keeps_one_state_for_each_layer():
-    shape = shape_of(CONFIG, "float32", checkpointing=True)
-    assert shape.training.per_layer == 64 * 4
-    assert shape.training.fixed > shape_of(CONFIG, "float32").training.fixed
-
-
-def test_small_is_what_fsdp_takes_for_small():
-    assert memory.SMALL_MODEL_BYTES == fsdp.SMALL_MODEL_BYTES
+    none, selective, full, offload = (
+        shape_of(CONFIG, "float32", checkpointing=kept).training for kept in CHECKPOINTING
+    )
+    assert full.per_layer == 64 * 4 and full.fixed > none.fixed
+    assert full.per_layer < selective.per_layer < none.per_layer
+    assert offload == replace(full, per_layer=0)
 
 
 def plan_of(*overrides, devices=1, lengths=(16, 48), tmp_path):
@@ -111,13 +111,10 @@ def test_shards_shrink_with_devices_and_copies_do_not(tmp_path):
         assert one[at][name] == pytest.approx(factor * two[at][name])
 
 
-def test_a_forward_leaves_the_reference_gathered(tmp_path):
-    """As FSDP does with the root of a model; the actor's backward frees its own."""
+def test_a_forward_leaves_nothing_gathered(tmp_path):
     kl = phases(plan_of("algorithm.kl_coefficient=0.1", tmp_path=tmp_path))
-    without = phases(plan_of(tmp_path=tmp_path))
-    parameters = without["actor", "train"]["parameters"]
-    assert "gathered" not in without["actor", "generate"]
-    assert kl["actor", "generate"]["gathered"] == pytest.approx(parameters)
+    assert kl["reference", "score"]["gathered"] > 0
+    assert "gathered" not in kl["actor", "generate"]
 
 
 def test_fewer_tokens_and_offloading_take_less():

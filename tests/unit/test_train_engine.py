@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.algorithms import DirectPreference, TokenLoss, negative_log_likelihood
 from hybridrl.algorithms.weights import MODES
-from hybridrl.config.schema import OptimizerConfig
+from hybridrl.config.schema import CHECKPOINTING, OptimizerConfig
 from hybridrl.controller.worker import Context
 from hybridrl.engine.optimizer import SCHEDULES, make_optimizer, rate_factor
 from hybridrl.engine.train import MOST_SKIPPED
@@ -80,7 +80,7 @@ def test_forward_equals_the_log_probs_of_update(engine):
 
 
 @pytest.mark.parametrize("small", [True, False])
-@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("checkpointing", [*CHECKPOINTING, True])
 def test_checkpointing_and_units_change_nothing(mesh, plain, monkeypatch, small, checkpointing):
     monkeypatch.setattr(fsdp, "SMALL_MODEL_BYTES", 1 << 20 if small else 0)
     engine = make_engine(mesh, gradient_checkpointing=checkpointing, tokens_per_microbatch=60)

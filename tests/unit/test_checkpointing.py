@@ -1,0 +1,64 @@
+"""What layers keep of their forward, by `actor.gradient_checkpointing`."""
+
+import pytest
+from engine_cases import CPU, make_batch, make_model
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hybridrl.config.schema import CHECKPOINTING, ActorConfig
+from hybridrl.models import CausalPolicy, PackedSamples, checkpointing
+
+
+class Counted(TorchDispatchMode):
+    """Matrix products, attention and everything."""
+
+    def __init__(self):
+        super().__init__()
+        self.products, self.all = 0, 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.products += checkpointing._is_expensive(operation)
+        self.all += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def operations(kept):
+    """Of a backward: matrix products and attentions, and all."""
+    model = make_model()
+    checkpointing.set_checkpointing(model, kept)
+    policy = CausalPolicy(model).train()
+    states = policy.hidden(PackedSamples.of(make_batch(), CPU))
+    with Counted() as counted:
+        states.sum().backward()
+    return counted.products, counted.all
+
+
+def test_selective_repeats_what_is_cheap_and_full_repeats_all():
+    none, selective, full, offload = (operations(kept) for kept in CHECKPOINTING)
+    assert none[0] == selective[0] < full[0] == offload[0]
+    assert none[1] < selective[1] < full[1]
+
+
+def test_offload_puts_the_inputs_of_layers_elsewhere(monkeypatch):
+    moved = []
+
+    class Host(saved_tensors_hooks):
+        def __init__(self, pin_memory):
+            super().__init__(self.pack, lambda tensor: tensor)
+
+        def pack(self, tensor):
+            moved.append(tuple(tensor.shape))
+            return tensor
+
+    monkeypatch.setattr(checkpointing, "save_on_cpu", Host)
+    model = make_model()
+    checkpointing.set_checkpointing(model, "offload")
+    samples = PackedSamples.of(make_batch(), CPU)
+    states = CausalPolicy(model).train().hidden(samples)
+    state = (1, samples.input_ids.numel(), states.shape[-1])
+    assert moved.count(state) == len(model.model.layers)
+
+
+@pytest.mark.parametrize(("said", "meant"), [(True, "full"), ("False", "none"), ("full", "full")])
+def test_a_switch_means_all_or_nothing(said, meant):
+    assert ActorConfig(gradient_checkpointing=said).gradient_checkpointing == meant
