@@ -129,6 +129,7 @@ def child(mode: str, name: str) -> None:
         if model:
             overrides = [*overrides, f"model.path={make_model(Path(folder) / 'model', **model)}"]
         overrides = [*overrides, f"run.root={folder}/runs", "warmup.steps=0", "eval.prompts=8"]
+        overrides = ["model.dtype=float32", *overrides]  # the same on every processor
         seconds, records = [], []
         with profiled(mode == "tensors") as seen, Job(load_config(overrides)) as job:
             trainer = job.make_trainer()

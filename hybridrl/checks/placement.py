@@ -47,6 +47,8 @@ def check_placement(config: Config, cluster: Cluster, roles: Roles | None = None
             path = specs[name].path(name, config) if name in specs else None
             adapts = name in specs and specs[name].trains and config.actor.lora.rank
             _check_cut(config, where.parallel, setting, path or config.model.path, bool(adapts))
+            if name == ACTOR:
+                _check_routers(config, path or config.model.path)
             if name in specs and specs[name].has_model(name, config):
                 _check_admitted(path or config.model.path, bool(specs[name].scalar), where.parallel)
     return placement
@@ -119,6 +121,23 @@ def _check_cut(
 
         model = load_config(path) if path else _tiny(config)
         check_model_fits(parallel, model, path or "the tiny model")
+
+
+def _check_routers(config: Config, path: str | None) -> None:
+    """Settings of routers need some; what a model in a hub has, workers learn."""
+    wanted = {
+        f"actor.router_loss_weight={config.actor.router_loss_weight}": (
+            config.actor.router_loss_weight
+        ),
+        "rollout.routing_replay=true": config.rollout.routing_replay,
+    }
+    for setting in (setting for setting, is_set in wanted.items() if is_set):
+        if path is None or Path(path).expanduser().is_dir():
+            from hybridrl.models import load_config
+            from hybridrl.models.routing import check_routing
+
+            model = load_config(path) if path else _tiny(config)
+            check_routing(model, setting, path or "the tiny model")
 
 
 def _check_admitted(path: str | None, scalar: bool, parallel: ParallelConfig) -> None:

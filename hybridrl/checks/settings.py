@@ -15,6 +15,7 @@ from hybridrl.checks.checkpoints import check_checkpoints
 from hybridrl.checks.model_folder import check_model
 from hybridrl.checks.placement import check_placement
 from hybridrl.checks.roles import check_roles
+from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import CHECKPOINTING, Config
 from hybridrl.core.cluster import Cluster, choose_devices
 from hybridrl.errors import ConfigError, MissingPackageError, nearest
@@ -74,6 +75,8 @@ NOT_NEGATIVE = (
     "observe.show_every",
     "observe.timeline_every",
 )
+SLOWEST_OF_BFLOAT16 = 0.99
+"""Largest beta of moments in bfloat16, which has 8 bits: a change of 0.4 % may be lost."""
 OF_OTHERS = ("reward.options", "cost.options", "rollout.engine_options")
 """Settings whose meaning only the user's functions, or vLLM, know."""
 
@@ -102,6 +105,7 @@ def check(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
     check_roles(config, roles)
     check_algorithm(config)
     _check_episode(config)
+    _check_replay(config)
     _check_rewards(config)
     _check_packages(config)
     if not config.run.dry:  # a recipe for other machines can be looked at on this one
@@ -141,6 +145,7 @@ def _check_names(config: Config) -> None:
         )
     if config.model.save_dtype is not None:
         one_of("model.save_dtype", config.model.save_dtype, DTYPES)
+    one_of("actor.compile", config.actor.compile, (AUTO, "true", "false"))
     one_of("actor.gradient_checkpointing", config.actor.gradient_checkpointing, CHECKPOINTING)
     one_of("data.too_long", config.data.too_long, ("error", "drop"))
     one_of("reward.on_error", config.reward.on_error, ("fail", "drop", "value"))
@@ -178,6 +183,35 @@ def _check_data(config: Config) -> None:
         )
 
 
+def _check_moments(config: Config) -> None:
+    actor = config.actor.optimizer
+    others = {f"models.{r}": model_settings(config, r).optimizer_of(actor) for r in config.models}
+    for name, optimizer in {"actor": actor, **others}.items():
+        setting = f"{name}.optimizer.moments"
+        one_of(setting, optimizer.moments, ("float32", "bfloat16"))
+        slowest = max(optimizer.betas, default=0.0)
+        if optimizer.moments == "bfloat16" and slowest > SLOWEST_OF_BFLOAT16:
+            raise ConfigError(
+                f"{setting}=bfloat16: with {name}.optimizer.betas={optimizer.betas} a step changes "
+                f"a moment by {1 - slowest:.2g} of it or less, which bfloat16 rounds away. Set "
+                f"betas of {SLOWEST_OF_BFLOAT16} or less, or {setting}=float32."
+            )
+
+
+def _check_ring(config: Config) -> None:
+    """Ring attention merges its blocks in place, which kept results do not survive."""
+    if config.actor.gradient_checkpointing != "selective":
+        return
+    cuts = {f"models.{role}": model_settings(config, role).parallel for role in config.models}
+    for name, cut in {"actor": config.actor.parallel, **cuts}.items():
+        if cut is not None and cut.ring > 1:
+            raise ConfigError(
+                f"actor.gradient_checkpointing=selective does not go with {name}.parallel.ring="
+                f"{cut.ring}. Set actor.gradient_checkpointing=full, or cut samples with "
+                f"{name}.parallel.ulysses."
+            )
+
+
 def _check_sizes(config: Config) -> None:
     betas = config.actor.optimizer.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
@@ -189,6 +223,8 @@ def _check_sizes(config: Config) -> None:
             f"num_devices={config.num_devices}: must be 1 or more, or null for every GPU or two "
             "CPU slots."
         )
+    _check_ring(config)
+    _check_moments(config)
     samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
     if config.actor.updates_per_step > samples:
         raise ConfigError(
@@ -246,6 +282,22 @@ def _check_episode(config: Config) -> None:
             f"{rollout.episode}: the devices that share a model must generate the same tokens at "
             "the same time, but each would see the tools answer at another moment. Set "
             "rollout.parallel.tp=1."
+        )
+
+
+def _check_replay(config: Config) -> None:
+    rollout = config.rollout
+    if not rollout.routing_replay:
+        return
+    if rollout.engine != "vllm":
+        raise ConfigError(
+            f"rollout.routing_replay=true with rollout={rollout.engine}: only vLLM says which "
+            "experts took a token. Set rollout=vllm, or rollout.routing_replay=false."
+        )
+    if rollout.episode is not None:
+        raise ConfigError(
+            f"rollout.routing_replay=true with rollout.episode={rollout.episode}: of samples of "
+            "several turns experts are not kept yet. Set rollout.routing_replay=false."
         )
 
 

@@ -60,9 +60,8 @@ def _model(folder: Location) -> tuple[TensorFiles | TensorsApart, str]:
         if (found := _open(folder, stem)) is not None:
             return found, stem
     raise ConfigError(
-        f"{folder} holds parameters under other names than transformers stores them by, as for "
-        "models with fused experts. Resume the run with trainer.steps at this step: it leaves the "
-        "model in its model/."
+        f"{folder} holds parameters in another form than transformers stores them in. Resume the "
+        "run with trainer.steps at this step: it leaves the model in its model/."
     )
 
 

@@ -44,6 +44,9 @@ class OptimizerConfig:
 
     learning_rate: float = 1e-6
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    moments: str = "float32"
+    """Precision in which both moments are kept between steps, which compute in float32: `float32`,
+    or `bfloat16`, which halves their memory and loses updates of the second one below 0.4 %."""
     weight_decay: float = 0.0
     warmup_steps: int = 0
     schedule: str = "constant"
@@ -108,6 +111,9 @@ class ActorConfig:
     """What a layer does not keep of its forward is computed again in its backward. `none`: it keeps
     all; `selective`: results of matrix products and attention; `full` (or `true`): its input only;
     `offload`: that too, on the CPU."""
+    compile: str = "auto"
+    """Compile layers with torch: `true`, `false`, or `auto`: on accelerators. What does not compile
+    runs as it is, and the log says so."""
     offload_parameters: bool = False
     """Keep parameters, gradients and optimizer state on the CPU (GPUs only)."""
     offload_optimizer: bool = False
@@ -123,6 +129,7 @@ class ActorConfig:
     def __post_init__(self) -> None:
         said = str(self.gradient_checkpointing).lower()
         self.gradient_checkpointing = {"true": "full", "false": "none"}.get(said, said)
+        self.compile = str(self.compile).lower()
 
 
 @dataclass
@@ -179,6 +186,10 @@ class RolloutConfig:
     memory_share: float = 0.5
     """Share of a GPU's memory for the engine: its weights and KV cache."""
     cuda_graphs: bool = True
+    routing_replay: bool = False
+    """Of a mixture of experts: the trainer lets each token be taken by the experts that took it in
+    generation (Ma et al. 2025, arXiv:2510.11370), with the weights that its own router gives them.
+    Rounding alone would choose others now and then. A byte for each of them and each token."""
     engine_options: dict[str, Any] = field(default_factory=dict)
     """Further options of vLLM's engine by vLLM's names, such as `max_num_batched_tokens`,
     `kv_cache_dtype`, `async_scheduling` or `speculative_config`."""

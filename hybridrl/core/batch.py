@@ -22,10 +22,12 @@ import torch
 from hybridrl.core.columns import Ragged, is_number, is_ragged, to_arrow, to_ragged, to_torch
 from hybridrl.errors import DataError, nearest
 
+ROUTES = "routed_experts"
+"""Which experts took each token but a sample's last, in all layers one after the other."""
 LIBRARY_COLUMNS = frozenset(
     {
         # of tokens
-        *("prompt_ids", "response_ids", "response_mask", "token_versions"),
+        *("prompt_ids", "response_ids", "response_mask", "token_versions", ROUTES),
         *("rollout_log_probs", "log_probs", "ref_log_probs", "entropy", "values", "cost_values"),
         *("returns", "cost_returns", "advantages", "loss_weights"),
         # of samples

@@ -89,6 +89,11 @@ def host_memory(size: int, device: torch.device) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
 
+def compiles(kind: str) -> bool:
+    """Whether compiled layers are known to gain there more than compiling takes."""
+    return kind != "cpu"
+
+
 def pins_memory() -> bool:
     """Whether copies to pinned memory of the host are what an accelerator here needs."""
     return torch.accelerator.is_available()

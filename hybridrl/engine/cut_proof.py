@@ -82,6 +82,7 @@ def _differences(
         **{"tokens_per_microbatch": sum(LENGTHS), "lora": LoraSettings()},
         **{"offload_parameters": False, "offload_optimizer": False},
         offload_between_calls=False,
+        router_loss_weight=0.0,
     )
     engine = TrainEngine(copy.requires_grad_(trains), mesh, mesh.device, "float32", settings)
     batch, name = _batch(samples), model.OUTPUTS[0]

@@ -5,8 +5,9 @@ Every rank writes and reads what it holds, so that none needs memory for the who
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -16,10 +17,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hybridrl.checkpoint.agreement import agreed, explained
+from hybridrl.checkpoint.apart import TensorsApart
 from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.checkpoint.writing import write_tensors
 from hybridrl.core.boxes import intersection
-from hybridrl.core.layout import Layout
+from hybridrl.core.layout import Layout, Piece
 from hybridrl.errors import ConfigError
 from hybridrl.models import PackedModel
 from hybridrl.models.adapters import ADAPTER, has_adapters
@@ -171,17 +173,30 @@ def _read(
         for part in parts[name]:
             _check_shape(files.folder, part.name, files.shapes[part.name], part.shape)
     for name, parameter in parameters.items():
-        local = _local(parameter)
-        for piece in pieces_of(name, parameter, cuts.get(name), index):
-            for part in parts[name]:
-                if (shared := intersection(piece.box, part.box)) is None:
-                    continue
-                place = tuple(
-                    slice(at, at + stop - start)
-                    for at, (start, stop) in zip(piece.at(shared).start, shared, strict=True)
-                )
-                target = local[place][(0,) * part.lacking]
-                files.read(part.name, part.inside(shared), target)
+        pieces = pieces_of(name, parameter, cuts.get(name), index)
+        read_parts(files, parts[name], pieces, _local(parameter))
+
+
+def read_parts(
+    files: TensorFiles | TensorsApart,
+    parts: Iterable[StoredPart],
+    pieces: Iterable[Piece],
+    local: Tensor,
+) -> None:
+    """Reads what a rank holds of a parameter.
+
+    Args:
+        parts: The tensors in files that the parameter is in.
+        pieces: What the rank holds, in `local`.
+    """
+    for piece, part in itertools.product(pieces, parts):
+        if (shared := intersection(piece.box, part.box)) is None:
+            continue
+        place = tuple(
+            slice(at, at + stop - start)
+            for at, (start, stop) in zip(piece.at(shared).start, shared, strict=True)
+        )
+        files.read(part.name, part.inside(shared), local[place][(0,) * part.lacking])
 
 
 @torch.no_grad()

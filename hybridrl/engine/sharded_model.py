@@ -16,6 +16,7 @@ from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.config.schema import ActorConfig
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.layout import Layout
+from hybridrl.engine.compiled_layers import compile_layers
 from hybridrl.engine.model_folder import fill, load_weights, save_model
 from hybridrl.engine.whole_parameters import whole_parameters
 from hybridrl.models import PackedModel
@@ -68,6 +69,7 @@ class ShardedModel:
         if (group := mesh.group("pp")) is not None:
             self._pipeline = Pipeline(group, config.parallel.chunks)
             model = self._pipeline.cut(model, DTYPES[dtype])
+        compile_layers(model, config.compile, device)
         # Gathering gradients once per update, not per micro-batch, needs them whole in memory.
         self._reduce_once = is_small(model)
         # FSDP moves to the device what it shards, a module at a time: never the whole model.

@@ -6,12 +6,11 @@
     training.json         what is a plain number
     rank-00000.json ...   what each rank wrote, and its checksums; see `hybridrl.core.written`
 
-Tensors are float32.
+Tensors are float32; moments that are kept in half precision lose nothing by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybridrl.engine.train import TrainEngine
-from hybridrl.models.stored_names import stored_form
+from hybridrl.models.stored_names import StoredForm, as_named, stored_form
 
 NUMBERS = "training.json"
 MOMENTS_STEM = "moments"
@@ -33,30 +32,25 @@ class StateFiles(NamedTuple):
     """What is kept of an engine.
 
     Attributes:
-        stem: What the names of the files with weights begin with.
-        weights: Their names in these files, by parameter: with adapters of these alone.
+        weights: How they stand in files: with adapters these alone.
         trained: Parameters that have moments, on any rank.
     """
 
-    stem: str
-    weights: Mapping[str, str]
+    weights: StoredForm
     trained: tuple[str, ...]
 
 
 def state_files(engine: TrainEngine) -> StateFiles:
     """What is kept of an engine. Collective."""
     shapes = engine.layout().shapes
-    form = stored_form(engine.model.inner, shapes)
-    names = None if form is None else form.names()
-    stem = WEIGHTS_STEM if names is None else form.stem
-    names = names or {name: name for name in shapes}
+    form = stored_form(engine.model.inner, shapes) or as_named(WEIGHTS_STEM, shapes)
     mine, group = set(trained_parameters(engine)), engine.mesh.group()
     found = [mine]
     if group is not None:  # a rank of a pipeline has the parameters of its stages only
         found *= dist.get_world_size(group)
         dist.all_gather_object(found, mine, group=group)
     everybody = set().union(*found)
-    return StateFiles(stem, names, tuple(name for name in shapes if name in everybody))
+    return StateFiles(form, tuple(name for name in shapes if name in everybody))
 
 
 def trained_parameters(engine: TrainEngine) -> dict[str, nn.Parameter]:
@@ -65,10 +59,14 @@ def trained_parameters(engine: TrainEngine) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in parameters if parameter.requires_grad}
 
 
-def local_state(engine: TrainEngine) -> dict[str, Tensor | None]:
-    """What this rank holds: weights by the names of parameters, and moments. Before its first
-    optimizer step, and where it never had a gradient, a parameter has none."""
-    found: dict[str, Tensor | None] = dict(engine.local_parameters())
+def local_state(engine: TrainEngine, weights: StoredForm) -> dict[str, Tensor | None]:
+    """What this rank holds: weights by the names of parameters, or of parts of these where files
+    have parts (`StoredForm.layout`), and moments. Before its first optimizer step, and where it
+    never had a gradient, a parameter has none."""
+    parameters = engine.local_parameters()
+    found: dict[str, Tensor | None] = dict(parameters)
+    for name in {part.parameter for part in weights.parts if part.lacking}:
+        found |= {f"{name}/{index}": part for index, part in enumerate(parameters[name])}
     for name, parameter in trained_parameters(engine).items():
         state = engine.optimizer.state.get(parameter) or {}
         for kind in MOMENTS:

@@ -89,7 +89,8 @@ class StateSaver:
         """
         self._background.settle()
         self._check_unused(folder)
-        write, sources = self._writing(counters, beside), local_state(self._engine)
+        write = self._writing(counters, beside)
+        sources = local_state(self._engine, self._files.weights)
         return write(folder, _values(self.parts, sources), lambda: False)
 
     def start(
@@ -108,7 +109,7 @@ class StateSaver:
         self._background.settle()  # until then the memory for the copy is in use
         self._check_unused(folder)
         write = self._writing(counters, beside)
-        copied = self._copy.fill(local_state(self._engine))
+        copied = self._copy.fill(local_state(self._engine, self._files.weights))
 
         def work(stop: Callable[[], bool]) -> Saved:
             copied()
@@ -187,24 +188,23 @@ class StateSaver:
 
     @cached_property
     def _plans(self) -> tuple[FilePlan, FilePlan]:
-        """Of weights and of moments, which lie as weights do."""
-        layout, files = self._engine.layout(), self._files
-        moves = share(layout, files.weights, self._engine.mesh.place)
+        """Of weights and of moments."""
+        layout, files, place = self._engine.layout(), self._files, self._engine.mesh.place
+        stored, stem = files.weights.layout(layout), files.weights.stem
         weights = plan_files(
-            {new: layout.shapes[name] for name, new in files.weights.items()},
-            [(files.weights[move.name], move) for move in moves],
+            stored.shapes,
+            [(move.name, move) for move in share(stored, stored.shapes, place)],
             torch.float32,
-            most_bytes(files.stem, self._file_bytes),
-            files.stem,
+            most_bytes(stem, self._file_bytes),
+            stem,
         )
-        trained = set(files.trained)
+        moves = share(layout, files.trained, place)
         moments = plan_files(
             {f"{kind}/{name}": layout.shapes[name] for kind in MOMENTS for name in files.trained},
             [
                 (f"{kind}/{move.name}", move._replace(source=_moment(kind, move.source)))
                 for kind in MOMENTS
                 for move in moves
-                if move.name in trained
             ],
             torch.float32,
             self._file_bytes,
@@ -225,7 +225,7 @@ class StateSaver:
     @cached_property
     def _description(self) -> dict[str, bytes]:
         """The small files that make a model folder of it, if it is one; they stay the same."""
-        if self._files.stem == WEIGHTS_STEM:
+        if self._files.weights.stem == WEIGHTS_STEM:
             return {}
         with TemporaryDirectory() as name:
             folder = Path(name)
@@ -237,7 +237,7 @@ class StateSaver:
     @cached_property
     def _indices(self) -> dict[str, bytes]:
         """Of weights and of moments, where several files hold them."""
-        plans = zip((self._files.stem, MOMENTS_STEM), self._plans, strict=True)
+        plans = zip((self._files.weights.stem, MOMENTS_STEM), self._plans, strict=True)
         return {index_of(stem): plan.index.encode() for stem, plan in plans if plan.index}
 
     def _steps(self) -> dict[str, float | None]:
@@ -261,7 +261,10 @@ class StateSaver:
 def _values(parts: Iterable[FilePart], sources: Mapping[str, Tensor | None]) -> Iterator[Tensor]:
     for part in parts:
         source = sources[part.source.tensor]
-        yield torch.zeros(extent(part.box)) if source is None else values_of(part, source)
+        if source is None:
+            yield torch.zeros(extent(part.box))
+        else:
+            yield values_of(part, source).to(part.entry.dtype)
 
 
 def _moment(kind: str, weight: Place) -> Place:

@@ -20,11 +20,12 @@ from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.core.balance import pack
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import free_cached_memory, synchronize
+from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.record import Fault
 from hybridrl.engine.faults import fault_of_batch, fault_of_gradients
 from hybridrl.engine.gradients import Gradients
-from hybridrl.engine.hosted_moments import HostedMoments
 from hybridrl.engine.optimizer import make_optimizer
+from hybridrl.engine.resting_moments import RestingMoments
 from hybridrl.engine.sharded_model import ShardedModel
 from hybridrl.engine.token_columns import token_columns, token_places
 from hybridrl.engine.update_metrics import UpdateMetrics
@@ -79,7 +80,7 @@ class TrainEngine(ShardedModel):
         self._gradients = self._watch_gradients()
         moves = not config.offload_parameters and device.type != "cpu"
         self._hosts_moments = config.offload_optimizer and moves
-        self._hosted: HostedMoments | None = None
+        self._resting: RestingMoments | None = None
         self._offloads_all, self._is_offloaded = config.offload_between_calls and moves, False
 
     def start_optimizer(self, config: OptimizerConfig, updates: int) -> None:
@@ -87,9 +88,11 @@ class TrainEngine(ShardedModel):
         self._max_grad_norm = config.max_grad_norm
         self.skipped_in_a_row = 0
         self.optimizer, self.schedule = make_optimizer(self.model.parameters(), config, updates)
-        if self._hosts_moments:
+        self._resting, dtype = None, DTYPES[config.moments]
+        if self._hosts_moments or dtype is not torch.float32:
             parts = unit_parameters(self.model)
-            self._hosted = HostedMoments(self.optimizer, parts, self.device)
+            place = torch.device("cpu") if self._hosts_moments else self.device
+            self._resting = RestingMoments(self.optimizer, parts, self.device, place, dtype)
 
     def offload(self) -> None:
         """Gives the device's memory to others until `onload`: parameters and optimizer state move
@@ -106,14 +109,15 @@ class TrainEngine(ShardedModel):
         """Takes the memory back; to be called before anything else is."""
         if self._is_offloaded:
             self.model.to(self.device, non_blocking=True)
-            if self._hosted is None:
+            if not self._hosts_moments:
                 self._move_optimizer(self.device)
             self._is_offloaded = False
 
     def put_optimizer_away(self) -> None:
-        """To the host's memory, if that is where its moments are (`actor.offload_optimizer`)."""
-        if self._hosted is not None:
-            self._hosted.put_away()
+        """To where its moments are between steps, and as they are there: `actor.offload_optimizer`,
+        `actor.optimizer.moments`."""
+        if self._resting is not None:
+            self._resting.put_away()
 
     @torch.no_grad()
     def forward(self, batch: Batch, **options: float) -> Batch:
@@ -171,7 +175,6 @@ class TrainEngine(ShardedModel):
         gathered = UpdateMetrics()
         parts = [batch.take(rows) for rows in self._micro_batches(batch, rows_together)]
         samples = [self._pack(part) for part in parts]
-
         self._balance_routers(samples, options)
 
         def value_of(number: int, outputs: Mapping[str, Tensor]) -> Tensor:
@@ -235,8 +238,6 @@ class TrainEngine(ShardedModel):
                 else:
                     for packed in samples:
                         self.model(packed, **options)
-            # As the loss: gradients are averaged over these ranks.
-            weight *= self.mesh.data_ranks
             routing.keep_balance(balance_of(self._of_all(routing), routing.chosen, weight))
         routing.count(self.device)
 
@@ -306,7 +307,7 @@ class TrainEngine(ShardedModel):
         if math.isfinite(norm):
             if 0 < self._max_grad_norm < norm:
                 self._gradients.scale(self._max_grad_norm / norm)
-            (self._hosted or self.optimizer).step()
+            (self._resting or self.optimizer).step()
         self.optimizer.zero_grad()
         return norm
 

@@ -16,6 +16,7 @@ from hybridrl.core.boxes import extent
 from hybridrl.core.layout import Layout
 from hybridrl.core.locations import Location
 from hybridrl.core.written import lacking
+from hybridrl.engine.model_folder import read_parts
 from hybridrl.engine.state_files import (
     MOMENTS,
     MOMENTS_STEM,
@@ -62,23 +63,27 @@ def load_training_state(engine: TrainEngine, folder: Location) -> dict[str, int]
         raise ConfigError(f"{fault}: saving did not come to its end. Resume from another step.")
     steps = {name: count for written in lists for name, count in written.steps.items()}
     files, layout = state_files(engine), engine.layout()
-    weights, moments = (open_tensors(folder, s, lists) for s in (files.stem, MOMENTS_STEM))
+    stems = files.weights.stem, MOMENTS_STEM
+    weights, moments = (open_tensors(folder, stem, lists) for stem in stems)
     _check_parameters(folder, moments, layout, files)
     local, states = engine.local_parameters(), engine.optimizer.state
+    held = layout.pieces.get(engine.mesh.place, {})
+    parts = files.weights.by_parameter()
     for name, parameter in trained_parameters(engine).items():
-        targets = {files.weights[name]: (weights, local[name])}
+        read_parts(weights, parts[name], held.get(name, ()), local[name])
+        targets = {}
         states.pop(parameter, None)
         if steps.get(name) is not None:
             values = {kind: torch.empty_like(parameter) for kind in MOMENTS}
             step = torch.tensor(steps[name], dtype=torch.float32, device=parameter.device)
             states[parameter] = {"step": step, **values}
             for kind, value in values.items():
-                targets[f"{kind}/{name}"] = moments, local_tensor(value)
-        for piece in layout.pieces.get(engine.mesh.place, {}).get(name, ()):
+                targets[f"{kind}/{name}"] = local_tensor(value)
+        for piece in held.get(name, ()):
             inner = zip(piece.start, extent(piece.box), strict=True)
             place = tuple(slice(at, at + n) for at, n in inner)
-            for stored, (source, tensor) in targets.items():
-                source.read(stored, piece.box, tensor[place])
+            for stored, tensor in targets.items():
+                moments.read(stored, piece.box, tensor[place])
     engine.skipped_in_a_row = numbers["skipped_in_a_row"]
     # One step back and one forward, which sets the rates. The count is for torch's warnings only.
     schedule, position = engine.schedule, numbers["schedule"]

@@ -59,4 +59,4 @@ def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
 
 @cache
 def _is_expensive(operation: Any) -> bool:
-    return operation.name().partition(".")[0] in _EXPENSIVE
+    return operation.name() in _EXPENSIVE

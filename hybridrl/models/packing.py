@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from hybridrl.core.batch import Batch, Ragged
+from hybridrl.core.batch import ROUTES, Batch, Ragged
 from hybridrl.errors import DataError
 
 WASTE = 1.25
@@ -127,8 +127,8 @@ class PackedSamples:
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device, rows: Rows = Rows.PACKED) -> PackedSamples:
-        """Lays out all rows of `batch` (columns `prompt_ids`, `response_ids`, and `routes` if it
-        has them).
+        """Lays out all rows of `batch` (columns `prompt_ids`, `response_ids`, and
+        `routed_experts` if it has that).
 
         A batch without rows gives one token that predicts nothing: no model runs on no tokens, and
         a rank without rows still takes part in its peers' collectives.
@@ -146,7 +146,7 @@ class PackedSamples:
         tokens[response_places] = responses.values
         real = torch.zeros(len(tokens), dtype=torch.bool)
         real[prompt_places] = real[response_places] = True
-        routes = _routes(batch, starts, len(tokens)) if "routes" in batch.columns else None
+        routes = _routes(batch, starts, len(tokens)) if ROUTES in batch.columns else None
         return cls(
             input_ids=tokens.view(1 if rows is Rows.PACKED else len(starts) or 1, -1).to(device),
             packing=Packing.of(bounds, device, real, routes),
@@ -157,15 +157,15 @@ class PackedSamples:
 
 
 def _routes(batch: Batch, starts: torch.Tensor, tokens: int) -> torch.Tensor | None:
-    """The column `routes`, which lacks the last token of each sample, by places in the row."""
-    column = batch.ragged("routes")
+    """The column `routed_experts`, which lacks each sample's last token, by places in the row."""
+    column = batch.ragged(ROUTES)
     lengths = torch.from_numpy(batch.lengths("prompt_ids") + batch.lengths("response_ids")) - 1
     if not (count := int(lengths.sum())):
         return None
     width = len(column.values) // count
     if not torch.equal(column.lengths, lengths * width):
         raise DataError(
-            "The column `routes` does not have as many experts for each token but the last of a "
+            f"The column `{ROUTES}` does not have as many experts for each token but the last of a "
             f"sample: rows of {column.lengths[:3].tolist()} for {lengths[:3].tolist()} tokens."
         )
     found = torch.full((tokens, width), -1, dtype=torch.int32)

@@ -18,10 +18,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from hybridrl.errors import ConfigError
 from hybridrl.models.packing import Packing
 
-ROUTES = "routes"
-"""The column of a batch that says which experts took each token but a sample's last, layer after
-layer."""
-
 
 @dataclass(frozen=True)
 class Balance:

@@ -67,10 +67,12 @@ class StoredForm(NamedTuple):
     stem: str
     parts: tuple[StoredPart, ...]
 
-    def names(self) -> dict[str, str] | None:
-        """Of the tensors, by parameter; None if parameters are divided."""
-        divided = any(part.box != whole(part.shape) for part in self.parts)
-        return None if divided else {part.parameter: part.name for part in self.parts}
+    def by_parameter(self) -> dict[str, list[StoredPart]]:
+        """The tensors that each parameter is in."""
+        found: dict[str, list[StoredPart]] = {}
+        for part in self.parts:
+            found.setdefault(part.parameter, []).append(part)
+        return found
 
     def layout(self, layout: Layout) -> Layout:
         """Which part of each tensor the ranks hold that hold these parts of the parameters. What a
@@ -116,6 +118,11 @@ def stored_form(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -
         )
     parts = _converted(model, shapes)
     return None if parts is None else StoredForm(MODEL, parts)
+
+
+def as_named(stem: str, shapes: Mapping[str, tuple[int, ...]]) -> StoredForm:
+    """Every parameter as it is."""
+    return StoredForm(stem, tuple(_whole_part(name, name, of) for name, of in shapes.items()))
 
 
 def parts_in_files(

@@ -43,6 +43,7 @@ class ModelPart:
         trains: Whether it learns.
         device: Kind of the device.
         offload_parameters, offload_optimizer: See `ActorConfig`.
+        moment: Bytes of an element of an optimizer's moment.
     """
 
     shape: ModelShape
@@ -54,6 +55,7 @@ class ModelPart:
     device: str
     offload_parameters: bool
     offload_optimizer: bool
+    moment: int = MASTER
 
     @property
     def around(self) -> Counts:
@@ -100,7 +102,7 @@ class ModelPart:
             return {}
         shards: Parts = {"parameters": self._shard}
         if self.trains and not self.offload_optimizer:
-            shards["optimizer"] = 2 * MASTER * self.parameters.trained / self.shards
+            shards["optimizer"] = 2 * self.moment * self.parameters.trained / self.shards
         return shards
 
     def loading(self) -> Parts:
@@ -110,7 +112,8 @@ class ModelPart:
 
     def scoring(self, batch: MicroBatches, sizes: Sizes) -> Parts:
         """A forward's fullest moment, beside what is resident."""
-        gathered = {"gathered": self._gathered(forward=True)}
+        again = 0 if self.is_small or batch.count < 2 else self.shape.item * self.head.all
+        gathered = {"gathered": self._gathered(forward=True) + again}  # the head stays meanwhile
         layers = batch.tokens * self.shape.scoring.of(self.layers)
         head = {"gathered": self._gathered_at_head(), "activations": self._states(batch, sizes)}
         if chunk := self._logits(batch, sizes):
@@ -159,7 +162,7 @@ class ModelPart:
         }
         layers = {"gathered": gathered, "gradients": before + unit, "activations": kept + backward}
         step: Parts = {}
-        if self.offload_optimizer:  # the moments of two units at a time
+        if self.offload_optimizer or self.moment != MASTER:  # those of two units are in use
             largest = max(shape.layer.trained, self.around.trained)
             unit_of_step = trained if self.is_small else largest
             both = min(trained, 2 * unit_of_step)

@@ -8,7 +8,9 @@ from functools import cache
 
 from transformers import PretrainedConfig
 
+from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import Config
+from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.training_mesh import training_mesh
 from hybridrl.models import load_config
 from hybridrl.placement import GENERATOR, Placement
@@ -75,6 +77,7 @@ class Planner:
         """What one device of a pipeline stage holds of a role's model."""
         place, actor, shape = self.placement.roles[role], self.config.actor, self.shape(role)
         parallel, is_cuda = place.parallel, self.machines.is_cuda
+        optimizer = model_settings(self.config, role).optimizer_of(actor.optimizer)
         base, more = divmod(shape.layers, parallel.pp * parallel.chunks)
         chunks = range(stage, parallel.pp * parallel.chunks, parallel.pp)
         offload = actor.offload_parameters and is_cuda
@@ -88,6 +91,7 @@ class Planner:
             device=self.machines.cluster.kind,
             offload_parameters=offload,
             offload_optimizer=actor.offload_optimizer and is_cuda and not offload,
+            moment=DTYPES[optimizer.moments].itemsize,
         )
 
     def trains(self, role: str) -> bool:

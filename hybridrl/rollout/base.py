@@ -6,13 +6,15 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 from torch import Tensor
 
-from hybridrl.core.batch import Batch, Ragged
+from hybridrl.core.batch import ROUTES, Batch, Ragged
 from hybridrl.rollout.weights import Pieces, WeightWriter
 
 
@@ -60,13 +62,14 @@ class Request(NamedTuple):
 
 class Finished(NamedTuple):
     """A generated turn: the `key` of its request, the tokens that the engine continued, and what
-    `RolloutEngine.generate` gives for a row."""
+    `RolloutEngine.generate` gives for a row; `routes` if they are wanted."""
 
     key: int
     prompt_ids: list[int]
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str
+    routes: npt.NDArray[Any] | None = None
 
 
 class RolloutEngine(ABC):
@@ -81,9 +84,11 @@ class RolloutEngine(ABC):
     Attributes:
         continuous: Whether requests that start while others are under way run beside them. If not,
             `poll` generates all that wait as one batch, and more of them are worth waiting for.
+        routes_dtype: Of the column `routed_experts`; None: samples come without it.
     """
 
     continuous: ClassVar[bool] = False
+    routes_dtype: npt.DTypeLike | None = None
 
     def __init__(self) -> None:
         self._waiting: list[Request] = []
@@ -98,7 +103,8 @@ class RolloutEngine(ABC):
 
         Returns:
             Columns `response_ids`, `rollout_log_probs` (of the distribution sampled from) and
-            `finish_reason` (`stop` or `length`).
+            `finish_reason` (`stop` or `length`); with `rollout.routing_replay` also
+            `routed_experts`, which took each token of prompt and response but the last.
         """
 
     def start(self, request: Request) -> None:
@@ -220,16 +226,26 @@ def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
 
 
 def responses(
-    token_ids: list[list[int]], log_probs: list[list[float]], finish_reasons: list[str]
+    token_ids: list[list[int]],
+    log_probs: list[list[float]],
+    finish_reasons: list[str],
+    routes: list[npt.NDArray[Any]] | None = None,
+    routes_dtype: npt.DTypeLike | None = None,
 ) -> Batch:
-    """The batch that `RolloutEngine.generate` returns."""
-    return Batch.from_columns(
+    """The batch that `RolloutEngine.generate` returns; with
+    `routed_experts` if these have a precision."""
+    batch = Batch.from_columns(
         {
             "response_ids": ragged(token_ids, torch.int64),
             "rollout_log_probs": ragged(log_probs, torch.float32),
             "finish_reason": pa.array(finish_reasons, pa.string()),
         }
     )
+    if routes is None or routes_dtype is None:
+        return batch
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(row.size for row in routes)])
+    values = np.concatenate([np.zeros(0, routes_dtype), *(row.reshape(-1) for row in routes)])
+    return batch.with_columns({ROUTES: Ragged(torch.from_numpy(values), cu_seqlens)})
 
 
 def ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Ragged:

@@ -93,6 +93,8 @@ class SampleStream:
             [finished.token_ids for finished in done],
             [finished.log_probs for finished in done],
             [finished.finish_reason for finished in done],
+            [finished.routes for finished in done if finished.routes is not None],
+            self._engine.routes_dtype,
         )
         rows = np.array([finished.key for finished in done], dtype=np.int64)
         return samples.with_columns({"token_versions": ragged(versions, torch.int64)}), rows

@@ -51,7 +51,7 @@ try:
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-    from hybridrl.rollout import vllm_weights
+    from hybridrl.rollout import vllm_routes, vllm_weights
     from hybridrl.rollout.vllm_adapters import Adapters
     from hybridrl.rollout.vllm_groups import EngineGroups
 except ImportError as error:
@@ -119,10 +119,13 @@ class VLLMRollout(RolloutEngine):
         self._sleeps = sleeps and device.type != "cpu"
         self._asleep = False
         self._has_cache = True
+        self._replays = config.routing_replay
+        self._recorder: vllm_routes.RouteRecorder | None = None
         self._running: dict[str, int] = {}  # samples of each request
         self._weights = 0  # how often they have changed
         self._pieces: Pieces = {}
-        self._guesses = bool(config.engine_options.get(SPECULATIVE))
+        options = dict(config.engine_options)
+        self._guesses = bool(options.get(SPECULATIVE))
         self._counted: dict[str, int] = {}
         if device.type != "cpu":
             memory: dict[str, Any] = {
@@ -130,6 +133,7 @@ class VLLMRollout(RolloutEngine):
                 "enforce_eager": not config.cuda_graphs,
                 "enable_sleep_mode": sleeps,
                 "enable_prefix_caching": True,
+                "enable_return_routed_experts": self._replays,
             }
         else:
             memory = {
@@ -151,7 +155,7 @@ class VLLMRollout(RolloutEngine):
                 path,
                 tokenizer=tokenizer,
                 dtype=dtype,
-                hf_overrides={"head_dtype": HEAD_DTYPE},
+                hf_overrides={"head_dtype": HEAD_DTYPE} | options.pop("hf_overrides", {}),
                 seed=seed,
                 max_model_len=context_length,
                 max_num_seqs=config.max_sequences,
@@ -163,13 +167,17 @@ class VLLMRollout(RolloutEngine):
                 # Those that vLLM calls processed are wrong for tokens that were guessed.
                 logprobs_mode="raw_logprobs" if self._guesses else "processed_logprobs",
                 disable_log_stats=not self._guesses,
-                **{"async_scheduling": False} | memory | dict(config.engine_options),
+                **{"async_scheduling": False} | memory | options,
             )
         except Exception as error:  # of many kinds: models and devices have their own
             raise ConfigError(_explain(error, path, config)) from error
         finally:
             torch.set_num_threads = set_threads  # vLLM replaces it on CPUs
             torch.set_num_threads(threads)
+        if self._replays:
+            self.routes_dtype = vllm_routes.routes_dtype(self._worker.get_model())
+        if self._replays and device.type == "cpu":
+            self._recorder = vllm_routes.RouteRecorder(self._llm.llm_engine, self._worker)
 
     def generate(self, batch: Batch, sampling: Sampling, seed: int | Sequence[int]) -> Batch:
         self._take_cache()
@@ -184,15 +192,18 @@ class VLLMRollout(RolloutEngine):
             use_tqdm=False,
             lora_request=self._lora,
         )
-        outputs = [
-            output
-            for request, (_, _, samples) in zip(found, groups, strict=True)
-            for output in request.outputs * (samples if greedy else 1)
-        ]
+        outputs, routes = [], []
+        for request, (_, _, samples) in zip(found, groups, strict=True):
+            copies = samples if greedy else 1
+            outputs += request.outputs * copies
+            if self._replays:
+                routes += [self._routes(request, one) for one in request.outputs] * copies
         return responses(
             [list(output.token_ids) for output in outputs],
             [list(output.logprobs.logprobs) for output in outputs],
             [output.finish_reason for output in outputs],
+            routes,
+            self.routes_dtype,
         )
 
     def start(self, request: Request) -> None:
@@ -215,6 +226,11 @@ class VLLMRollout(RolloutEngine):
             if output.finished:
                 samples = self._running.pop(output.request_id)
                 alike = samples // len(output.outputs)
+                routes = {
+                    answer.index: self._routes(output, answer)
+                    for answer in output.outputs
+                    if self._replays
+                }
                 answers = [answer for answer in output.outputs for _ in range(alike)]
                 found += [
                     Finished(
@@ -223,6 +239,7 @@ class VLLMRollout(RolloutEngine):
                         list(answer.token_ids),
                         list(answer.logprobs.logprobs),
                         answer.finish_reason,
+                        routes.get(answer.index),
                     )
                     for number, answer in enumerate(answers)
                 ]
@@ -242,6 +259,8 @@ class VLLMRollout(RolloutEngine):
     def cancel(self) -> None:
         self._llm.llm_engine.abort_request(list(self._running))
         self._running.clear()
+        if self._recorder is not None:
+            self._recorder.forget()
 
     def counts(self) -> dict[str, int]:
         if not self._guesses:
@@ -276,6 +295,12 @@ class VLLMRollout(RolloutEngine):
             logprobs=0,
             flat_logprobs=True,
         )
+
+    def _routes(self, request: Any, answer: Any) -> vllm_routes.Routes:
+        if self._recorder is not None:
+            tokens = len(request.prompt_token_ids) + len(answer.token_ids) - 1
+            return self._recorder.take(request.request_id, answer.index, tokens)
+        return vllm_routes.of_engine(self._worker.get_model(), answer.routed_experts)
 
     @property
     def _worker(self) -> Any:

@@ -31,7 +31,7 @@ from hybridrl.controller import (
     transfer,
 )
 from hybridrl.controller.worker import Rendezvous
-from hybridrl.core.batch import Batch, is_of_data
+from hybridrl.core.batch import ROUTES, Batch, is_of_data
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.locations import location_of
 from hybridrl.core.mesh import Coordinate, Mesh
@@ -49,7 +49,7 @@ from hybridrl.workers.generation import (
     SAMPLE,
     first_seed,
     load_generations,
-    of_episodes,
+    may_be_generated,
     report_engine,
     report_samples,
     report_sync,
@@ -124,7 +124,7 @@ class ActorWorker(TrainedModelWorker):
         reads=("prompt_ids",),
         may_read=is_of_data,
         makes=GENERATED,
-        may_make=of_episodes,
+        may_make=may_be_generated,
     )
     def generate_sequences(self, batch: Batch, sampling: Sampling) -> Batch:
         """One response for each row: `response_ids`, `response_mask`, `rollout_log_probs`,
@@ -139,7 +139,7 @@ class ActorWorker(TrainedModelWorker):
             report_engine(self, self._engine.rollout)
         return samples
 
-    @transfer(THREE_D, reads=SAMPLE, makes=("log_probs", "entropy"))
+    @transfer(THREE_D, reads=SAMPLE, may_read=(ROUTES,), makes=("log_probs", "entropy"))
     def compute_log_prob(self, batch: Batch) -> Batch:
         """`log_probs` of the responses under the policy as it is now, and `entropy`."""
         with self.phase("score"):

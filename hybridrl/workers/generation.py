@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.controller import Worker
-from hybridrl.core.batch import Batch
+from hybridrl.core.batch import ROUTES, Batch
 from hybridrl.core.locations import Location
 from hybridrl.engine.training_state import read_numbers, write_numbers
 from hybridrl.engine.weight_sync import SyncCost
@@ -29,11 +29,14 @@ GENERATIONS = "generations.json"
 actor generates or another group does for it, for a run may go on with another placement."""
 
 
-def of_episodes(keywords: Mapping[str, Any]) -> Sequence[str]:
+def may_be_generated(keywords: Mapping[str, Any]) -> Sequence[str]:
     """The further columns that a generation makes in workers built with these keywords."""
-    episodes = ("turns", "turn_rewards", "episode_rewards")
-    found = episodes if keywords["rollout"].episode is not None else ()
-    return (*found, "token_versions") if keywords.get("in_flight") else found
+    rollout, found = keywords["rollout"], []
+    if rollout.episode is not None:
+        found += ["turns", "turn_rewards", "episode_rewards"]
+    if rollout.routing_replay:
+        found.append(ROUTES)
+    return [*found, "token_versions"] if keywords.get("in_flight") else found
 
 
 def report_samples(worker: Worker, samples: Batch) -> None:

@@ -33,7 +33,7 @@ from hybridrl.workers.generation import (
     GENERATED,
     first_seed,
     load_generations,
-    of_episodes,
+    may_be_generated,
     report_engine,
     report_samples,
     report_sync,
@@ -140,7 +140,7 @@ class GeneratorWorker(ModelWorker):
                 self._version,
             )
 
-    @transfer(THREE_D_ALL_MICRO_DP, makes=GENERATED, may_make=of_episodes)
+    @transfer(THREE_D_ALL_MICRO_DP, makes=GENERATED, may_make=may_be_generated)
     def take_sequences(self, part: int, parts: int) -> Batch:
         """The samples that have finished since the last time: about one of `parts` of them all;
         the columns are those of `ActorWorker.generate_sequences`."""

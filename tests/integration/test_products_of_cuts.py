@@ -56,11 +56,12 @@ def program(rank):
                 continue
             dp = mesh.mesh.axes["dp"]
             mine = batch.take(deal(batch, DEALS[dp])[mesh.index("dp")])
-            weight = 0.1 if settings["architecture"] == "qwen3_moe" else 0.0
             # Of this one every layer, the embedding and the head are gathered for themselves.
             in_units = "untied" in model and cut != "one rank"
             fsdp.SMALL_MODEL_BYTES = 0 if in_units else 1 << 28
-            kept = "selective" if "llama" in model and cut != "one rank" else "none"
+            splits = cut != "one rank" and "ring" not in cut
+            kept = "selective" if "llama" in model and splits else "none"
+            weight = 0.1 if settings["architecture"] == "qwen3_moe" else 0.0
             engine = make_engine(
                 mesh,
                 make_model(**settings),

@@ -11,6 +11,7 @@ from parallel_cases import assemble, assert_close, parts
 from parallel_cases import make_model as plain_model
 from ranks import run_ranks
 from test_model_folders import critic
+from transformers import AutoModelForCausalLM
 
 from hybridrl.algorithms import TokenLoss
 from hybridrl.config.schema import ActorConfig, LoraSettings, OptimizerConfig, ParallelConfig
@@ -153,10 +154,13 @@ def others(rank, meshes, folder):
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run_ranks(
-        program, tmp_path_factory.mktemp("ranks"), WORLD, tmp_path_factory.mktemp("states")
-    )
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("states")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory, folder):
+    return run_ranks(program, tmp_path_factory.mktemp("ranks"), WORLD, folder)
 
 
 def of(ranks, *key):
@@ -215,6 +219,18 @@ def test_other_models_are_read_in_any_cut(ranks, model):
     for cut, other in itertools.product(MODELS[model], MODELS[model]):
         written = assemble(of(ranks, model, cut, "written"))
         assert_equal(assemble(of(ranks, model, cut, other)), written)
+
+
+@pytest.mark.skipif(not find_spec("peft"), reason="see above")
+@pytest.mark.parametrize("cut", MODELS["experts"])
+def test_a_state_of_experts_is_a_folder_that_transformers_opens(ranks, folder, cut):
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder / "experts" / cut, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    written = assemble(of(ranks, "experts", cut, "written"))
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, written[f"weight/{name}"])
 
 
 def test_of_adapters_only_they_are_kept_and_no_other_model_takes_them(mesh, tmp_path):

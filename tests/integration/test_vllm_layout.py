@@ -70,7 +70,7 @@ CASES_OF_RANKS = {
 AWAITING = "qwen2 tied"
 SHORT = {
     *((1, "qwen3"), (2, "qwen2 mqa"), (2, "qwen3 tied mqa"), (2, "rounded")),
-    *((1, "experts"), (2, "rounded experts")),
+    (2, "experts"),
 }
 """(Ranks, case) that are not left to `make test-long`: an engine takes seconds to start."""
 

@@ -1,14 +1,20 @@
 """What leaves the device: moments between updates, models when another role wants the memory."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 import torch
 from engine_cases import LEARNING, make_batch, make_engine, parameters
+from settings import configured
 
 from hybridrl.algorithms import negative_log_likelihood
+from hybridrl.checks.settings import check
 from hybridrl.controller import DP, InlineExecutor, Worker, WorkerGroup, transfer
 from hybridrl.core.batch import Batch
+from hybridrl.engine.state_saver import StateSaver
+from hybridrl.engine.training_state import load_training_state
+from hybridrl.errors import ConfigError
 from hybridrl.parallel import fsdp
 from hybridrl.parallel.fsdp import unit_parameters
 
@@ -35,7 +41,7 @@ def test_moments_that_come_part_by_part_change_nothing(mesh, monkeypatch, small)
     assert sum(stepped) == STEPS * trained, "every parameter once in a step"
     assert len(stepped) == STEPS * (1 if small else 3), "a unit at a time"
     # The first step makes them.
-    assert engine._hosted.brought == (STEPS - 1) * MOMENTS * trained
+    assert engine._resting.brought == (STEPS - 1) * MOMENTS * trained
 
 
 def held(optimizer):
@@ -53,6 +59,59 @@ def test_every_trained_parameter_is_in_one_part(mesh, monkeypatch):
     parts = [p for part in unit_parameters(engine.model) for p in part]
     assert len(parts) == len(set(parts))
     assert set(parts) == {p for p in engine.model.parameters() if p.requires_grad}
+
+
+def learn(engine, steps):
+    for _ in range(steps):
+        engine.update(make_batch(), likelier)
+    return parameters(engine)
+
+
+def moments(engine):
+    return [
+        engine.optimizer.state[parameter][kind].to_local()
+        for parameter in engine.model.parameters()
+        for kind in ("exp_avg", "exp_avg_sq")
+    ]
+
+
+def test_moments_rest_in_half_precision_and_compute_in_float32(mesh):
+    whole, half = (
+        make_engine(mesh, optimizer=replace(LEARNING, moments=dtype))
+        for dtype in ("float32", "bfloat16")
+    )
+    begin = parameters(whole)
+    wanted, found = learn(whole, STEPS) - begin, learn(half, STEPS) - begin
+    assert {m.dtype for m in moments(half)} == {torch.bfloat16}
+    assert float((found - wanted).norm()) < 0.02 * float(wanted.norm())
+    for one, other in zip(moments(whole), moments(half), strict=True):
+        assert float((other.float() - one).norm()) < 0.02 * float(one.norm())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_moments_of_half_precision_are_saved_and_read_bit_for_bit(mesh, tmp_path, asynchronous):
+    settings = replace(LEARNING, moments="bfloat16")
+    engine = make_engine(mesh, optimizer=settings)
+    learn(engine, 2)
+    saver = StateSaver(engine)
+    if asynchronous:
+        saver.start(tmp_path, {}, {})
+        saver.finish(True)
+    else:
+        saver.save(tmp_path, {}, {})
+    again = make_engine(mesh, optimizer=settings)
+    load_training_state(again, tmp_path)
+    for one, other in zip(moments(engine), moments(again), strict=True):
+        assert one.dtype is other.dtype is torch.bfloat16 and torch.equal(one, other)
+    assert torch.equal(learn(engine, 2), learn(again, 2))
+
+
+def test_moments_that_would_not_move_are_refused():
+    slow = ["actor.optimizer.moments=bfloat16", "actor.optimizer.betas=[0.9,0.999]"]
+    with pytest.raises(ConfigError, match=r"actor\.optimizer\.betas=.*bfloat16 rounds away"):
+        check(configured(slow))
+    with pytest.raises(ConfigError, match=r"actor\.optimizer\.moments=int4: must be one of"):
+        check(configured(["actor.optimizer.moments=int4"]))
 
 
 class Role(Worker):

@@ -25,6 +25,8 @@ from hybridrl.errors import ConfigError
         (6, ["actor.parallel.tp=2", "rollout.parallel.tp=3"], "one must divide the other"),
         (2, ["recover.min_devices=3"], "min_devices=3: the job has only 2 devices. Set it to 2"),
         (2, ["actor.lora.rank=4", "actor.parallel.tp=2"], "adapters are not cut over devices"),
+        (1, ["rollout.routing_replay=true"], "replay=true: the tiny model has no routers"),
+        (1, ["actor.router_loss_weight=0.01"], "weight=0.01: the tiny model has no routers"),
     ],
 )
 def test_what_cannot_be_is_a_sentence(devices, overrides, words):

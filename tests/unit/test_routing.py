@@ -7,12 +7,12 @@ from parallel_cases import assemble, make_engine, make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.algorithms import TokenLoss
-from hybridrl.config.schema import OptimizerConfig
-from hybridrl.core.batch import Batch
+from hybridrl.config.schema import CHECKPOINTING, OptimizerConfig
+from hybridrl.core.batch import ROUTES, Batch
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.models.packing import Rows
-from hybridrl.models.routing import ROUTES, Routing, check_routing, find_routers
+from hybridrl.models.routing import Routing, check_routing, find_routers
 
 WEIGHT = 0.5
 TINY = {
@@ -76,9 +76,9 @@ def expected():
 
 
 @pytest.mark.parametrize("rows", Rows)
-@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}], ids=str)
+@pytest.mark.parametrize("kept", CHECKPOINTING)
 def test_the_balancing_loss_is_that_of_the_paper_however_tokens_are_divided(
-    mesh, expected, settings, rows
+    mesh, expected, kept, rows
 ):
     for budget in (60, 1000):
         engine = make_engine(
@@ -87,7 +87,7 @@ def test_the_balancing_loss_is_that_of_the_paper_however_tokens_are_divided(
             OptimizerConfig(learning_rate=0.01, max_grad_norm=0.0),
             tokens_per_microbatch=budget,
             router_loss_weight=WEIGHT,
-            **settings,
+            gradient_checkpointing=kept,
         )
         engine.model.rows = rows
         metrics = engine.update(make_batch(), nothing)

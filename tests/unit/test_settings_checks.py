@@ -62,6 +62,9 @@ def test_what_is_no_finite_number_is_refused(setting, value):
             r"recover.min_devices=2: the job has only 1 device\. Set it to 1",
         ),
         ("eval.samples=0", r"eval\.samples=0: must be more than 0"),
+        ("model.tiny.experts=-1", r"model\.tiny\.experts=-1: must be 0 or more"),
+        ("actor.router_loss_weight=-1", r"router_loss_weight=-1\.0: must be 0 or more"),
+        ("rollout.routing_replay=true", "with rollout=transformers: only vLLM says which"),
     ],
 )
 def test_what_is_out_of_range_is_refused(override, words):

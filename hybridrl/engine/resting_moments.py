@@ -1,4 +1,5 @@
-"""The moments of an optimizer in the host's memory: on the device only while they are used."""
+"""The moments of an optimizer between its steps: in the host's memory, in half precision, or both.
+On the device and in float32 they are only while they are used."""
 
 from __future__ import annotations
 
@@ -12,17 +13,19 @@ from torch.distributed.tensor import DTensor
 from hybridrl.core.device import SideStream
 
 
-class HostedMoments:
+class RestingMoments:
     """Steps an optimizer part by part. The moments of the next part come while one is stepped, so
-    the device never holds those of more than two.
+    the device never holds those of more than two as they are used.
 
     Args:
         optimizer: Of `parts`; what it remembers may lie anywhere before the first step.
         parts: Parameters that are stepped together.
         device: Where they are.
+        place: Where moments rest.
+        dtype: In what precision.
 
     Attributes:
-        brought: Tensors that have been moved to the device so far.
+        brought: Tensors that have been made ready for use so far.
     """
 
     def __init__(
@@ -30,15 +33,17 @@ class HostedMoments:
         optimizer: torch.optim.Optimizer,
         parts: Sequence[Sequence[nn.Parameter]],
         device: torch.device,
+        place: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self._optimizer = optimizer
         self._parts = [set(part) for part in parts if part]
-        self._device = device
+        self._device, self._place, self._dtype = device, place, dtype
         self._stream = SideStream(device)
         self.brought = 0
 
     def step(self) -> None:
-        """One step of all parts; their moments are in the host's memory when it returns."""
+        """One step of all parts; their moments rest when it returns."""
         with self._stream:
             self._bring(0)
         for number, part in enumerate(self._parts):
@@ -53,7 +58,7 @@ class HostedMoments:
         self._stream.finish()
 
     def put_away(self) -> None:
-        """Moves to the host's memory what is not there yet."""
+        """Brings to rest what does not yet."""
         self._stream.wait_for_current()
         with self._stream:
             for part in self._parts:
@@ -63,13 +68,13 @@ class HostedMoments:
     def _bring(self, number: int) -> None:
         for part in self._parts[number : number + 1]:
             for state, name, value in self._moments(part):
-                state[name] = value.to(self._device, non_blocking=True)
+                state[name] = value.to(self._device, torch.float32, non_blocking=True)
                 self.brought += 1
 
     def _put_away(self, part: set[nn.Parameter]) -> None:
         for state, name, value in self._moments(part):
             # The host's memory is pinned, because the copy does not block.
-            state[name] = value.to("cpu", non_blocking=True)
+            state[name] = value.to(self._place, self._dtype, non_blocking=True)
             self._stream.reads(value.to_local() if isinstance(value, DTensor) else value)
 
     def _moments(self, part: set[nn.Parameter]) -> Iterator[tuple[dict[str, Tensor], str, Tensor]]:

@@ -1,0 +1,114 @@
+"""Which experts took each token while vLLM generated.
+
+On GPUs vLLM says so itself (`enable_return_routed_experts`). Its runner for CPUs does not; there
+the routers are watched, and what they chose in a step is put down to the requests of the step.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+from hybridrl.errors import RolloutError
+
+Routes = npt.NDArray[np.integer[Any]]
+"""`[tokens, layers with experts, experts chosen]`, of all tokens of a sample but the last."""
+
+
+def expert_layers(model: nn.Module) -> list[MoERunner]:
+    """The layers of experts, in the order of the model."""
+    return [module for module in model.modules() if isinstance(module, MoERunner)]
+
+
+def routes_dtype(model: nn.Module) -> npt.DTypeLike:
+    """The smallest precision that holds the number of every expert."""
+    most = max(layer.routed_experts.global_num_experts for layer in expert_layers(model))
+    return np.uint8 if most <= 256 else np.int16
+
+
+def of_engine(model: nn.Module, routes: Routes | None) -> Routes:
+    """What vLLM says of a sample, for the layers that have experts."""
+    assert routes is not None
+    found = routes[:, [layer.layer_id for layer in expert_layers(model)]]
+    return found.astype(routes_dtype(model))
+
+
+class RouteRecorder:
+    """Watches the routers of an engine that computes all tokens, and takes none from a cache.
+
+    Args:
+        engine: vLLM's, in this process.
+        worker: Its worker.
+    """
+
+    def __init__(self, engine: Any, worker: Any) -> None:
+        self._engine = engine
+        self._runner = worker.model_runner
+        self._layers = expert_layers(worker.get_model())
+        self._dtype = routes_dtype(worker.get_model())
+        self._step: dict[int, Tensor] = {}
+        self._of_samples: dict[tuple[str, int], list[Routes]] = {}
+        self._keys: dict[str, tuple[str, int]] = {}
+        for number, layer in enumerate(self._layers):
+            layer.router.set_capture_fn(partial(self._step.__setitem__, number))
+        self._execute = self._runner.execute_model
+        self._runner.execute_model = self._watched
+
+    def take(self, request: str, number: int, tokens: int) -> Routes:
+        """Of a sample that has finished; it is forgotten here.
+
+        Args:
+            request: The name under which its prompt was given to the engine.
+            number: Of the sample, among those of the prompt.
+            tokens: So many, the first.
+        """
+        return np.concatenate(self._of_samples.pop((request, number)))[:tokens]
+
+    def forget(self) -> None:
+        """Of all samples: those under way are dropped."""
+        self._of_samples.clear()
+
+    def _watched(self, scheduled: Any, *args: Any, **options: Any) -> Any:
+        self._step.clear()
+        outcome = self._execute(scheduled, *args, **options)
+        for name in scheduled.finished_req_ids:
+            self._keys.pop(name, None)
+        if scheduled.total_num_scheduled_tokens:
+            self._note(scheduled.num_scheduled_tokens)
+        return outcome
+
+    def _note(self, tokens: dict[str, int]) -> None:
+        """Gives each request its tokens of the step, which lie in the order of the runner's."""
+        batch, at = self._runner.input_batch, 0
+        chosen = np.stack([self._step[n].numpy() for n in range(len(self._layers))], axis=1)
+        for place, name in enumerate(batch.req_ids):
+            count = tokens[name]
+            held = self._of_samples.setdefault(self._key(name), [])
+            before = int(batch.num_computed_tokens_cpu[place])
+            known = sum(map(len, held))
+            if before > known:
+                raise RolloutError(
+                    f"Of a sample {before - known} tokens were not computed but taken from a "
+                    "cache, so nobody knows which experts took them. With "
+                    "rollout.routing_replay=true leave enable_prefix_caching out of "
+                    "rollout.engine_options, on CPUs."
+                )
+            if before < known:  # it begins anew after it had given its memory to others, or tokens
+                held[:] = [np.concatenate(held)[:before]]  # that were guessed ahead were wrong
+            held.append(chosen[at : at + count].astype(self._dtype))
+            at += count
+
+    def _key(self, name: str) -> tuple[str, int]:
+        """The request and the number of a sample, of the name that the engine gives it."""
+        if name not in self._keys:
+            state = self._engine.output_processor.request_states[name]
+            if (parent := state.parent_req) is None:
+                self._keys[name] = state.external_req_id, 0
+            else:  # the name begins with the number
+                self._keys[name] = parent.external_req_id, int(name.split("_", 1)[0])
+        return self._keys[name]

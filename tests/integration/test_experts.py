@@ -1,0 +1,163 @@
+"""A mixture of experts with vLLM: a whole job, and a trainer that follows the experts of vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from conftest import LEARNS, SHORT
+from ranks import run_ranks
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from hybridrl.config.schema import RolloutConfig
+from hybridrl.core.batch import ROUTES, Batch
+from hybridrl.models.attention import NAME
+from hybridrl.models.packed_models import CausalPolicy
+from hybridrl.models.packing import PackedSamples
+from hybridrl.models.routing import Routing, find_routers
+from hybridrl.rollout.base import Request, Sampling
+from hybridrl.rollout.shared_memory import remove_shared_memory
+from hybridrl.rollout.stream import SampleStream, Share
+
+pytestmark = pytest.mark.vllm
+CPU = torch.device("cpu")
+SAMPLING = Sampling(max_tokens=24, temperature=1.0)
+
+
+def make_model():
+    """Of layers 0 to 2 the one in the middle is dense."""
+    config = Qwen3MoeConfig(
+        vocab_size=49,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=16,
+        num_experts_per_tok=4,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        max_position_embeddings=64,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
+
+
+def rank_program(rank, folder, job):
+    """Samples of engines of both precisions, made in both ways."""
+    from hybridrl.rollout.vllm import VLLMRollout
+
+    found = {}
+    prompts = [[5, 6, 14, 7, 8, 17], [9, 10], [9, 10], [11, 12, 13, 20]] * 8
+    for dtype in ("float32", "bfloat16"):
+        rollout = VLLMRollout(
+            str(folder / "model"),
+            str(folder / "model"),
+            dtype,
+            RolloutConfig(kv_cache_gib=0.01, routing_replay=True, max_sequences=16),
+            context_length=64,
+            eos_token_ids=[1],
+            device=CPU,
+            seed=0,
+            job=job,
+        )
+        batch = Batch.from_columns({"prompt_ids": prompts})
+        samples = rollout.generate(batch, SAMPLING, seed=0)
+        found[dtype] = batch.with_columns(
+            {name: samples[name] for name in ("response_ids", "rollout_log_probs", ROUTES)}
+        )
+        if dtype == "float32":
+            greedy = rollout.generate(batch, Sampling(max_tokens=5, temperature=0.0), seed=0)
+            found["greedy"] = batch.with_columns(
+                {name: greedy[name] for name in ("response_ids", ROUTES)}
+            )
+            rollout.start(Request(0, prompts[0], SAMPLING, 0, 2))
+            rollout.poll()
+            rollout.cancel()
+            share = Share(0, 1, lambda: 10_000)
+            stream = SampleStream(rollout, prompts[:4], SAMPLING, 0, share, 16, version=0)
+            streamed, rows = stream.take(4)
+            of_rows = batch.take(rows)
+            found["streamed"] = of_rows.with_columns(
+                {name: streamed[name] for name in ("response_ids", ROUTES)}
+            )
+            none, _ = stream.take(1)
+            found["none"] = none
+        rollout.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("replay")
+    make_model().save_pretrained(folder / "model")
+    job = f"hybridrl-{os.getpid()}-replay"
+    (found,) = run_ranks(rank_program, folder, 1, folder, job)
+    remove_shared_memory(job)
+    return found
+
+
+def scored(batch, replay):
+    """Log-probabilities of the responses, and what the routers chose for each token."""
+    model = make_model()
+    policy, chosen = CausalPolicy(model), []
+    Routing.of(model)
+    for router in find_routers(model).values():
+        router.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
+    batch = batch if replay else batch.select(["prompt_ids", "response_ids"])
+    with torch.no_grad():
+        log_probs = policy(PackedSamples.of(batch, CPU))["log_probs"]
+    return log_probs, torch.stack(chosen, dim=1)
+
+
+@pytest.mark.parametrize("way", ["float32", "greedy", "streamed"])
+def test_recorded_are_the_experts_that_the_model_chooses(samples, way):
+    batch = samples[way]
+    _, own = scored(batch, replay=False)
+    lengths = batch.lengths("prompt_ids") + batch.lengths("response_ids")
+    of_samples = own.sort(-1).values.split(lengths.tolist())
+    for wanted, row in zip(of_samples, batch[ROUTES].rows(), strict=True):
+        assert row.dtype == torch.uint8
+        assert torch.equal(row.view(-1, 2, 4).long().sort(-1).values, wanted[:-1])
+
+
+def test_a_table_without_rows_has_the_column_too(samples):
+    assert not len(samples["none"])
+    assert samples["none"][ROUTES].values.dtype == torch.uint8
+
+
+def test_replay_brings_a_rounded_generator_closer(samples):
+    """Trained in float32, generated in bfloat16."""
+    batch = samples["bfloat16"]
+    said, gap = batch["rollout_log_probs"].values, {}
+    for replay in (False, True):
+        ratio = scored(batch, replay)[0] - said
+        gap[replay] = float((ratio.exp() - 1 - ratio).mean())
+    assert 0 < gap[True] < gap[False] / 2
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.parametrize("replay", ["true", "false"])
+def test_a_job_learns_and_its_generator_agrees(run, replay):
+    """Trained cut in two, generated whole on each of two devices."""
+    folder = run(
+        *(*SHORT, *LEARNS, "trainer.steps=8", "model.tiny.experts=8", "actor.parallel.tp=2"),
+        *("rollout.verify_weights=true", f"rollout.routing_replay={replay}"),
+        "actor.router_loss_weight=0.01",
+    )
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    steps = [row for row in map(json.loads, lines) if "reward/mean" in row]
+    rewards = [row["reward/mean"] for row in steps]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
+    assert all(row["mismatch/k3"] < 1e-9 for row in steps)
+    assert all(row["sync/received_bytes"] > 0 for row in steps[1:])  # as boxes
+    assert all(0.9 < row["router/loss"] < 4 and 0.5 < row["router/entropy"] <= 1 for row in steps)
