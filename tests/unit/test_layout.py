@@ -206,6 +206,42 @@ def test_the_source_of_everything_is_looked_for_by_every_rank():
             plan(source, target, rank)
 
 
+def test_what_all_hold_is_given_by_those_who_generate_with_the_same():
+    """Two shards times tp=2 to two replicas of tp=2: a norm, which tp does not cut, comes from
+    where the matrices come from."""
+    shapes = {"matrix": (8, 3), "norm": (4,)}
+    source, target = {}, {}
+    for rank in range(4):
+        dp, tp = divmod(rank, 2)
+        rows = boxes.shard_box((8, 3), [(0, tp, 2), (0, dp, 2)])
+        norm = boxes.shard_box((4,), [(0, dp, 2)])
+        source[rank] = {"matrix": local_pieces("m", rows), "norm": local_pieces("n", norm)}
+        half = boxes.shard_box((8, 3), [(0, tp, 2)])
+        target[rank] = {"matrix": local_pieces("m", half), "norm": local_pieces("n", ((0, 4),))}
+    found = plan(Layout(shapes, source), Layout(shapes, target))
+    assert {(move.sender, move.receivers) for move in found.moves} == {
+        (0, (2,)),
+        (1, (3,)),
+        (2, (0,)),
+        (3, (1,)),
+    }
+
+
+def test_ranks_may_call_their_tensors_as_they_like():
+    """Both tensors lie alike; of the second each rank has a name of its own."""
+    whole = ((0, 4),)
+    source = Layout({"a": (4,), "b": (4,)}, {0: {n: local_pieces(n, whole) for n in "ab"}})
+    target = Layout(
+        source.shapes,
+        {
+            rank: {"a": local_pieces("a", whole), "b": local_pieces(f"b of {rank}", whole)}
+            for rank in (1, 2)
+        },
+    )
+    found = {(m.name, m.target.tensor, m.receivers) for m in plan(source, target).moves}
+    assert found == {("a", "a", (1, 2)), ("b", "b of 1", (1,)), ("b", "b of 2", (2,))}
+
+
 @st.composite
 def tables(draw):
     """A table, and the same with everything in dictionaries."""
