@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from typing import Any
 from hybridrl.checks.algorithm import check_algorithm
 from hybridrl.checks.checkpoints import check_checkpoints
 from hybridrl.checks.model_folder import check_model
+from hybridrl.checks.names import one_of
 from hybridrl.checks.placement import check_placement
 from hybridrl.checks.roles import check_roles
-from hybridrl.config.role_models import model_settings
+from hybridrl.checks.rollout import check_rollout
+from hybridrl.checks.training import check_training
 from hybridrl.config.schema import CHECKPOINTING, Config
 from hybridrl.core.cluster import Cluster, choose_devices
-from hybridrl.errors import ConfigError, MissingPackageError, nearest
-from hybridrl.rollout.vllm_options import check_engine_options
+from hybridrl.errors import ConfigError, MissingPackageError
 from hybridrl.trainers.role_spec import RoleSpec
 
 POSITIVE = (
@@ -75,8 +76,6 @@ NOT_NEGATIVE = (
     "observe.show_every",
     "observe.timeline_every",
 )
-SLOWEST_OF_BFLOAT16 = 0.99
-"""Largest beta of moments in bfloat16, which has 8 bits: a change of 0.4 % may be lost."""
 OF_OTHERS = ("reward.options", "cost.options", "rollout.engine_options")
 """Settings whose meaning only the user's functions, or vLLM, know."""
 
@@ -100,12 +99,12 @@ def check(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
             raise ConfigError(f"{name}={value}: must be 0 or more.")
     _check_names(config)
     _check_data(config)
-    _check_sizes(config)
+    _check_devices_asked(config)
+    check_training(config)
+    check_rollout(config)
     check_checkpoints(config, roles)
     check_roles(config, roles)
     check_algorithm(config)
-    _check_episode(config)
-    _check_replay(config)
     _check_rewards(config)
     _check_packages(config)
     if not config.run.dry:  # a recipe for other machines can be looked at on this one
@@ -183,121 +182,16 @@ def _check_data(config: Config) -> None:
         )
 
 
-def _check_moments(config: Config) -> None:
-    actor = config.actor.optimizer
-    others = {f"models.{r}": model_settings(config, r).optimizer_of(actor) for r in config.models}
-    for name, optimizer in {"actor": actor, **others}.items():
-        setting = f"{name}.optimizer.moments"
-        one_of(setting, optimizer.moments, ("float32", "bfloat16"))
-        slowest = max(optimizer.betas, default=0.0)
-        if optimizer.moments == "bfloat16" and slowest > SLOWEST_OF_BFLOAT16:
-            raise ConfigError(
-                f"{setting}=bfloat16: with {name}.optimizer.betas={optimizer.betas} a step changes "
-                f"a moment by {1 - slowest:.2g} of it or less, which bfloat16 rounds away. Set "
-                f"betas of {SLOWEST_OF_BFLOAT16} or less, or {setting}=float32."
-            )
-
-
-def _check_ring(config: Config) -> None:
-    """Ring attention merges its blocks in place, which kept results do not survive."""
-    if config.actor.gradient_checkpointing != "selective":
-        return
-    cuts = {f"models.{role}": model_settings(config, role).parallel for role in config.models}
-    for name, cut in {"actor": config.actor.parallel, **cuts}.items():
-        if cut is not None and cut.ring > 1:
-            raise ConfigError(
-                f"actor.gradient_checkpointing=selective does not go with {name}.parallel.ring="
-                f"{cut.ring}. Set actor.gradient_checkpointing=full, or cut samples with "
-                f"{name}.parallel.ulysses."
-            )
-
-
-def _check_sizes(config: Config) -> None:
-    betas = config.actor.optimizer.betas
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(
-            f"actor.optimizer.betas={betas}: must be two numbers, 0 or more and less than 1."
-        )
+def _check_devices_asked(config: Config) -> None:
     if config.num_devices is not None and config.num_devices < 1:
         raise ConfigError(
             f"num_devices={config.num_devices}: must be 1 or more, or null for every GPU or two "
             "CPU slots."
         )
-    _check_ring(config)
-    _check_moments(config)
-    samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
-    if config.actor.updates_per_step > samples:
-        raise ConfigError(
-            f"actor.updates_per_step={config.actor.updates_per_step} is more than the {samples} "
-            "samples of a step (data.prompts_per_step x rollout.samples_per_prompt)."
-        )
-    if config.rollout.temperature == 0:
-        raise ConfigError(
-            "rollout.temperature=0: all samples of a prompt would be equal and nothing could be "
-            "learned. Evaluation is greedy by itself."
-        )
-    if not 0 <= config.rollout.min_tokens <= config.rollout.max_tokens:
-        raise ConfigError(
-            f"rollout.min_tokens={config.rollout.min_tokens}: must be between 0 and "
-            f"rollout.max_tokens={config.rollout.max_tokens}."
-        )
-    if not 0 < config.rollout.top_p <= 1:
-        raise ConfigError(f"rollout.top_p={config.rollout.top_p}: must be in (0, 1].")
-    if not 0 < config.rollout.memory_share < 1:
-        raise ConfigError(f"rollout.memory_share={config.rollout.memory_share}: must be in (0, 1).")
-    if options := config.rollout.engine_options:
-        if config.rollout.engine == "transformers":
-            raise ConfigError(
-                f"rollout.engine_options has {', '.join(options)}, which are vLLM's; they need "
-                "rollout=vllm."
-            )
-        check_engine_options(options, config.rollout.temperature, config.placement.in_flight)
-    if config.rollout.engine == "transformers" and config.rollout.parallel.tp > 1:
-        raise ConfigError(
-            f"rollout.parallel.tp={config.rollout.parallel.tp} needs rollout=vllm; "
-            "rollout=transformers keeps a whole model on each device."
-        )
     if config.executor == "inline" and (config.num_devices or 1) > 1:
         raise ConfigError(
             f"num_devices={config.num_devices}: executor=inline runs on one device, in the "
             "driver's process. Set num_devices=1, or executor=ray."
-        )
-
-
-def _check_episode(config: Config) -> None:
-    from hybridrl.rollout.episode_class import check_episode
-
-    rollout = config.rollout
-    if rollout.max_turn_tokens is not None and rollout.max_turn_tokens <= 0:
-        raise ConfigError(
-            f"rollout.max_turn_tokens={rollout.max_turn_tokens}: must be more than 0, or null for "
-            "turns as long as rollout.max_tokens allows."
-        )
-    if rollout.episode is None:
-        return
-    check_episode(rollout.episode)
-    if rollout.parallel.tp > 1:
-        raise ConfigError(
-            f"rollout.parallel.tp={rollout.parallel.tp} with rollout.episode="
-            f"{rollout.episode}: the devices that share a model must generate the same tokens at "
-            "the same time, but each would see the tools answer at another moment. Set "
-            "rollout.parallel.tp=1."
-        )
-
-
-def _check_replay(config: Config) -> None:
-    rollout = config.rollout
-    if not rollout.routing_replay:
-        return
-    if rollout.engine != "vllm":
-        raise ConfigError(
-            f"rollout.routing_replay=true with rollout={rollout.engine}: only vLLM says which "
-            "experts took a token. Set rollout=vllm, or rollout.routing_replay=false."
-        )
-    if rollout.episode is not None:
-        raise ConfigError(
-            f"rollout.routing_replay=true with rollout.episode={rollout.episode}: of samples of "
-            "several turns experts are not kept yet. Set rollout.routing_replay=false."
         )
 
 
@@ -370,15 +264,6 @@ def devices_here(config: Config) -> Cluster:
     number = 1 if inline else config.num_devices
     gpus = torch.accelerator.device_count()
     return Cluster.of_one_node(*choose_devices(config.devices, number, gpus, cpus))
-
-
-def one_of(setting: str, value: str, known: Iterable[str]) -> None:
-    """Refuses a name that is not known; names the nearest."""
-    known = list(known)
-    if value not in known:
-        raise ConfigError(
-            f"{setting}={value}: must be one of {', '.join(known)}.{nearest(value, known)}"
-        )
 
 
 def _get(config: Config, name: str) -> float:

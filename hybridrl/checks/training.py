@@ -1,0 +1,61 @@
+"""What can be wrong with how models are trained."""
+
+from __future__ import annotations
+
+from hybridrl.checks.names import one_of
+from hybridrl.config.role_models import model_settings
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError
+
+SLOWEST_OF_BFLOAT16 = 0.99
+"""Largest beta of moments in bfloat16, which has 8 bits: a change of 0.4 % may be lost."""
+
+
+def check_training(config: Config) -> None:
+    """Raises a sentence for the first thing that is wrong.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    betas = config.actor.optimizer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(
+            f"actor.optimizer.betas={betas}: must be two numbers, 0 or more and less than 1."
+        )
+    samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
+    if config.actor.updates_per_step > samples:
+        raise ConfigError(
+            f"actor.updates_per_step={config.actor.updates_per_step} is more than the {samples} "
+            "samples of a step (data.prompts_per_step x rollout.samples_per_prompt)."
+        )
+    _check_ring(config)
+    _check_moments(config)
+
+
+def _check_moments(config: Config) -> None:
+    actor = config.actor.optimizer
+    others = {f"models.{r}": model_settings(config, r).optimizer_of(actor) for r in config.models}
+    for name, optimizer in {"actor": actor, **others}.items():
+        setting = f"{name}.optimizer.moments"
+        one_of(setting, optimizer.moments, ("float32", "bfloat16"))
+        slowest = max(optimizer.betas, default=0.0)
+        if optimizer.moments == "bfloat16" and slowest > SLOWEST_OF_BFLOAT16:
+            raise ConfigError(
+                f"{setting}=bfloat16: with {name}.optimizer.betas={optimizer.betas} a step changes "
+                f"a moment by {1 - slowest:.2g} of it or less, which bfloat16 rounds away. Set "
+                f"betas of {SLOWEST_OF_BFLOAT16} or less, or {setting}=float32."
+            )
+
+
+def _check_ring(config: Config) -> None:
+    """Ring attention merges its blocks in place, which kept results do not survive."""
+    if config.actor.gradient_checkpointing != "selective":
+        return
+    cuts = {f"models.{role}": model_settings(config, role).parallel for role in config.models}
+    for name, cut in {"actor": config.actor.parallel, **cuts}.items():
+        if cut is not None and cut.ring > 1:
+            raise ConfigError(
+                f"actor.gradient_checkpointing=selective does not go with {name}.parallel.ring="
+                f"{cut.ring}. Set actor.gradient_checkpointing=full, or cut samples with "
+                f"{name}.parallel.ulysses."
+            )
