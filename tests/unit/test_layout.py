@@ -207,24 +207,19 @@ def test_the_source_of_everything_is_looked_for_by_every_rank():
 
 
 def test_what_all_hold_is_given_by_those_who_generate_with_the_same():
-    """Two shards times tp=2 to two replicas of tp=2: a norm, which tp does not cut, comes from
-    where the matrices come from."""
+    """Two copies cut in two, for two more: a norm, which is not cut, comes from where the matrices
+    come from."""
     shapes = {"matrix": (8, 3), "norm": (4,)}
-    source, target = {}, {}
-    for rank in range(4):
-        dp, tp = divmod(rank, 2)
-        rows = boxes.shard_box((8, 3), [(0, tp, 2), (0, dp, 2)])
-        norm = boxes.shard_box((4,), [(0, dp, 2)])
-        source[rank] = {"matrix": local_pieces("m", rows), "norm": local_pieces("n", norm)}
-        half = boxes.shard_box((8, 3), [(0, tp, 2)])
-        target[rank] = {"matrix": local_pieces("m", half), "norm": local_pieces("n", ((0, 4),))}
-    found = plan(Layout(shapes, source), Layout(shapes, target))
-    assert {(move.sender, move.receivers) for move in found.moves} == {
-        (0, (2,)),
-        (1, (3,)),
-        (2, (0,)),
-        (3, (1,)),
-    }
+    pieces = {}
+    for rank in range(8):
+        half = boxes.shard_box((8, 3), [(0, rank % 2, 2)])
+        pieces[rank] = {"matrix": local_pieces("m", half), "norm": local_pieces("n", ((0, 4),))}
+    source = Layout(shapes, {rank: pieces[rank] for rank in range(4)})
+    found = plan(source, Layout(shapes, pieces))
+    for name in shapes:
+        moves = [move for move in found.moves if move.name == name]
+        ends = {(move.sender, move.receivers) for move in moves}
+        assert ends == {(0, (4,)), (1, (5,)), (2, (6,)), (3, (7,))}
 
 
 def test_ranks_may_call_their_tensors_as_they_like():
