@@ -105,7 +105,7 @@ def _actor(job: Built, role: str) -> Keywords:
     config, algorithm = job.config, job.config.algorithm
     separated = role == ACTOR and job.placement.is_separated
     return {
-        "source": _own_source(job, role),
+        "source": replace(_own_source(job, role), adapters=_adapters(config)),
         "config": _training(job, role),
         "rollout": config.rollout,
         "objective": job.trainer_class.objective(config),
@@ -116,11 +116,16 @@ def _actor(job: Built, role: str) -> Keywords:
     }
 
 
+def _adapters(config: Config) -> LoraSettings | None:
+    """Of those that go to the generator as they are."""
+    return config.actor.lora if config.rollout.adapters == "separate" else None
+
+
 def _generator(job: Built) -> Keywords:
     config = job.config
     tp = job.placement.roles[GENERATOR].parallel.tp
     return {
-        "source": _source(job),
+        "source": replace(_source(job), adapters=_adapters(config)),
         "rollout": replace(config.rollout, parallel=RolloutParallelConfig(tp)),
         "seed": config.run.seed,
         "job": job.name,

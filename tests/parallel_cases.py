@@ -26,7 +26,6 @@ ARCHITECTURES = {
     "qwen3_moe": Qwen3MoeConfig,
 }
 EXPERTS = {
-    "num_experts": 6,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
@@ -34,7 +33,9 @@ EXPERTS = {
 LEARNING = OptimizerConfig(learning_rate=0.01)
 
 
-def make_model(architecture="qwen2", key_value_heads=2, tied=True, layers=2, vocabulary=23):
+def make_model(
+    architecture="qwen2", key_value_heads=2, tied=True, layers=2, vocabulary=23, experts=6
+):
     """The same tiny random model in every process."""
     config = ARCHITECTURES[architecture](
         vocab_size=vocabulary,
@@ -48,7 +49,7 @@ def make_model(architecture="qwen2", key_value_heads=2, tied=True, layers=2, voc
         initializer_range=0.3,
         tie_word_embeddings=tied,
         pad_token_id=0,
-        **(EXPERTS if architecture == "qwen3_moe" else {}),
+        **(EXPERTS | {"num_experts": experts} if architecture == "qwen3_moe" else {}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

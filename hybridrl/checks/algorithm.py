@@ -105,7 +105,12 @@ def _check_preference_and_cost(config: Config) -> None:
 
 
 def _check_lora(config: Config) -> None:
-    lora, warmup = config.actor.lora, config.warmup.steps
+    lora, warmup, rollout = config.actor.lora, config.warmup.steps, config.rollout
+    if rollout.adapters not in ("merged", "separate"):
+        raise ConfigError(f"rollout.adapters={rollout.adapters}: must be merged or separate.")
+    if rollout.adapters == "separate" and (lora.rank is None or rollout.engine != "vllm"):
+        why = "there are none (actor.lora.rank)" if lora.rank is None else "only vLLM takes them"
+        raise ConfigError(f"rollout.adapters=separate: {why}. Set rollout.adapters=merged.")
     if lora.rank is None:
         return
     if lora.rank <= 0:

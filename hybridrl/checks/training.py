@@ -48,8 +48,8 @@ def _check_moments(config: Config) -> None:
 
 
 def _check_ring(config: Config) -> None:
-    """The two together were seen to give wrong gradients: ring attention changes results of products
-    in place, and what `selective` keeps is most likely these."""
+    """The two together were seen to give wrong gradients: ring attention changes results of
+    products in place, and what `selective` keeps is most likely these."""
     if config.actor.gradient_checkpointing != "selective":
         return
     cuts = {f"models.{role}": model_settings(config, role).parallel for role in config.models}

@@ -193,5 +193,9 @@ class RolloutConfig:
     engine_options: dict[str, Any] = field(default_factory=dict)
     """Further options of vLLM's engine by vLLM's names, such as `max_num_batched_tokens`,
     `kv_cache_dtype`, `async_scheduling` or `speculative_config`."""
+    adapters: str = "merged"
+    """How the adapters of `actor.lora` get to vLLM: `merged` into the weights, which all travel; or
+    `separate`, so that they alone travel, and vLLM computes with both: less time for each sync and
+    more for each token."""
     verify_weights: bool = False
     """Compare all weights of the generator with the trainer's after each sync; slow."""

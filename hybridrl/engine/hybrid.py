@@ -109,7 +109,7 @@ class HybridEngine:
             self._sync = WeightSync.between(self.train, self.rollout, self._dtype)
             self._is_planned = True
         if self._sync is None:
-            self.rollout.load(self.train.full_weights())
+            self.rollout.load(self.train.weights_for(self.rollout.takes_adapters))
         else:
             self.cost = self._sync.run()
             if self._verify and (wrong := self.rollout.differences(self.train.full_weights())):

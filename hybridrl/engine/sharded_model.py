@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from hybridrl.engine.compiled_layers import compile_layers
 from hybridrl.engine.model_folder import fill, load_weights, save_model
 from hybridrl.engine.whole_parameters import whole_parameters
 from hybridrl.models import PackedModel
-from hybridrl.models.adapters import has_adapters, merged
+from hybridrl.models.adapters import adapter_names, has_adapters, merged
 from hybridrl.models.checkpointing import set_checkpointing
 from hybridrl.models.stored_names import stored_form
 from hybridrl.parallel import tensor as tensor_parallel
@@ -95,13 +95,18 @@ class ShardedModel:
             for name, p in self.model.inner.named_parameters()
         }
 
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole, under its checkpoint name, one at a time. Collective."""
+    def full_parameters(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter, or those of these names, whole, under its checkpoint name, one at a
+        time. Collective."""
         self._drop_gathered()
+        wanted = set(self.layout().shapes if names is None else names)
         if self.mesh.size("tp") * self.mesh.size("pp") > 1:
-            yield from whole_parameters(self.layout(), self.local_parameters(), self.mesh)
+            layout = self.layout().renamed({n: n for n in self.layout().shapes if n in wanted})
+            yield from whole_parameters(layout, self.local_parameters(), self.mesh)
             return
         for name, parameter in self.model.inner.named_parameters():
+            if name not in wanted:
+                continue
             whole = parameter.detach()
             if isinstance(whole, DTensor):
                 whole = whole.to(self.device).full_tensor()
@@ -111,6 +116,16 @@ class ShardedModel:
         """As `full_parameters`, with adapters multiplied into the weights that they belong to."""
         parameters = self.full_parameters()
         return merged(self.model.inner, parameters) if self.has_adapters else parameters
+
+    def weights_for(self, adapters: bool) -> Iterator[tuple[str, Tensor]]:
+        """What an engine that generates is given: the adapters alone, or `full_weights`."""
+        return self.adapters() if adapters else self.full_weights()
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """As `full_parameters`, of the adapters alone, by peft's names."""
+        names = adapter_names(self.model.inner, self.layout().shapes)
+        for name, tensor in self.full_parameters(names):
+            yield names[name], tensor
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:

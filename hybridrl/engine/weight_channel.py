@@ -34,6 +34,7 @@ class WeightChannel:
         dtype: Precision of the rollout engine's weights.
         train, rollout: What this rank has: one of them.
         verify: Send all weights whole besides and compare them; as slow as that.
+        adapters: Of a model that has any, they alone go.
         parcels: Weights do not travel in the group but as parcels: `pack` and `unpack`.
 
     Attributes:
@@ -48,11 +49,13 @@ class WeightChannel:
         train: TrainEngine | None = None,
         rollout: RolloutEngine | None = None,
         verify: bool = False,
+        adapters: bool = False,
         parcels: bool = False,
     ) -> None:
         self._group, self._dtype, self._device = group, dtype, device
         self._train, self._rollout = train, rollout
         self._sync = WeightSync.across(group, dtype, device, train, rollout)
+        self._adapters = adapters
         self._verify = verify and self._sync is not None
         self.count = 0
         if parcels:
@@ -129,7 +132,7 @@ class WeightChannel:
         self._total = self._first.pop()
 
     def _send_whole(self) -> None:
-        for name, tensor in self._train.full_weights():
+        for name, tensor in self._train.weights_for(self._adapters):
             self._tell((name, tuple(tensor.shape)))
             whole = tensor.to(self._device, self._dtype).contiguous()
             dist.broadcast(whole, group=self._group, group_src=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import Shard
 
 from hybridrl.core.device import SMALL_MODEL_BYTES
 from hybridrl.models import PackedModel
@@ -43,6 +45,7 @@ def shard(
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        "shard_placement_fn": partial(_dim_to_cut, shards=mesh.size(mesh.ndim - 1)),
     }
     if not is_small(model):
         kinds = set(model.inner._no_split_modules or ())
@@ -86,3 +89,13 @@ def _shard_ends(model: PackedModel, settings: dict[str, Any]) -> None:
         fully_shard(end, reshard_after_forward=end is not head, **settings)
     if head in ends and hasattr(head, "log_probs"):
         register_fsdp_forward_method(head, "log_probs")
+
+
+def _dim_to_cut(parameter: nn.Parameter, shards: int) -> Shard:
+    """The first dim that gives every rank a part; of a layer's experts dim 0 is their number, which
+    may be less. Other dims FSDP cuts in equal parts only: if none can be, dim 0, and some ranks
+    have nothing."""
+    sizes = enumerate(parameter.shape)
+    if not parameter.ndim or parameter.shape[0] >= shards:
+        return Shard(0)
+    return Shard(next((dim for dim, size in sizes if size % shards == 0), 0))

@@ -149,8 +149,10 @@ class Planner:
         cut = place.parallel.tp * place.parallel.pp
         parts = cut * (place.parallel.shards or len(place.devices) // cut)
         whole = self.shape(role, whole=True).parameters.all
-        if self.config.actor.lora.rank:  # whole tensors, adapters multiplied in
-            return whole * 4.0 * (1 - 1 / parts)
+        if self.config.actor.lora.rank:  # whole tensors: adapters, or weights with them inside
+            counts = self.shape(role, whole=True).parameters
+            separate = self.config.rollout.adapters == "separate"
+            return (counts.trained if separate else whole) * 4.0 * (1 - 1 / parts)
         return max(0.0, generation_copy(shape) - shape.item * whole / parts)
 
 

@@ -210,6 +210,12 @@ class RolloutEngine(ABC):
         """Whether weights outlive `sleep`; if not, `load` must bring them again, changed or not."""
         return True
 
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether `load` is to be given the adapters of a model that has any, by peft's names, and
+        not its weights with the adapters multiplied in."""
+        return False
+
     def close(self) -> None:  # noqa: B027
         """Ends the engine."""
 

@@ -134,6 +134,10 @@ class EpisodeRollout(RolloutEngine):
     def keeps_weights(self) -> bool:
         return self._engine.keeps_weights
 
+    @property
+    def takes_adapters(self) -> bool:
+        return self._engine.takes_adapters
+
     def close(self) -> None:
         self.tools.close()
         self._engine.close()

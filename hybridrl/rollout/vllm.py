@@ -22,7 +22,7 @@ from hybridrl.rollout.vllm_engine import start_engine
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from hybridrl.config.schema import RolloutConfig
+from hybridrl.config.schema import LoraSettings, RolloutConfig
 from hybridrl.core.batch import Batch
 from hybridrl.rollout import vllm_routes, vllm_weights
 from hybridrl.rollout.base import (
@@ -33,6 +33,7 @@ from hybridrl.rollout.base import (
     responses,
     row_seeds,
 )
+from hybridrl.rollout.vllm_adapters import Adapters
 from hybridrl.rollout.vllm_groups import EngineGroups
 from hybridrl.rollout.vllm_layout import NotProbedError
 from hybridrl.rollout.vllm_options import SPECULATIVE
@@ -62,6 +63,8 @@ class VLLMRollout(RolloutEngine):
             name: the folder's are not read if these fill the model. None: none are brought.
         sleeps: It gives its memory to others between generations, with its weights: they are
             brought again. One engine of a process can.
+        adapters: It is given adapters of this kind alone, and keeps them beside its weights; None:
+            all weights.
     """
 
     continuous = True
@@ -80,8 +83,10 @@ class VLLMRollout(RolloutEngine):
         job: str,
         coming: Mapping[str, tuple[int, ...]] | None = None,
         sleeps: bool = False,
+        adapters: LoraSettings | None = None,
     ) -> None:
         super().__init__()
+        self._adapters = None if adapters is None else Adapters(adapters)
         self._awaits_weights = coming is not None
         self._device = device
         self._eos_token_ids = eos_token_ids
@@ -108,6 +113,7 @@ class VLLMRollout(RolloutEngine):
             job=job,
             coming=coming,
             sleeps=sleeps,
+            further={} if self._adapters is None else self._adapters.options,
         )
         if self._replays:
             self.routes_dtype = vllm_routes.routes_dtype(self._worker.get_model())
@@ -125,6 +131,7 @@ class VLLMRollout(RolloutEngine):
             [{"prompt_token_ids": ids, "cache_salt": self._salt()} for ids, _, _ in groups],
             [self._parameters(sampling, 1 if greedy else n, first) for _, first, n in groups],
             use_tqdm=False,
+            lora_request=self._lora,
         )
         outputs, routes = [], []
         for request, (_, _, samples) in zip(found, groups, strict=True):
@@ -149,7 +156,7 @@ class VLLMRollout(RolloutEngine):
         key = str(request.key)
         ids = request.prompt_ids
         prompt = {"type": "token", "prompt_token_ids": ids, "cache_salt": self._salt()}
-        self._llm.llm_engine.add_request(key, prompt, parameters)
+        self._llm.llm_engine.add_request(key, prompt, parameters, lora_request=self._lora)
         self._running[key] = request.samples
 
     def poll(self) -> list[Finished]:
@@ -266,6 +273,10 @@ class VLLMRollout(RolloutEngine):
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self._groups.enter()
         worker = self._worker
+        if self._adapters is not None:
+            self._adapters.load(worker, weights)
+            self._forget_prefixes()
+            return
         vllm_weights.forget_kernels(worker.get_model())
         worker.reload_weights(weights_iterator=weights)
         head = getattr(worker.get_model(), "lm_head", None)
@@ -291,7 +302,8 @@ class VLLMRollout(RolloutEngine):
 
     def sleep(self) -> None:
         if self._sleeps and not self._asleep:
-            self._llm.sleep(level=2)  # drops weights too: they come anew before they are needed
+            # Level 2 drops weights, which come anew when they are needed; 1 keeps them on the CPU.
+            self._llm.sleep(level=2 if self._adapters is None else 1)
             self._asleep, self._has_cache = True, False
 
     @property
@@ -300,7 +312,15 @@ class VLLMRollout(RolloutEngine):
 
     @property
     def keeps_weights(self) -> bool:
-        return not self._sleeps
+        return not self._sleeps or self.takes_adapters
+
+    @property
+    def takes_adapters(self) -> bool:
+        return self._adapters is not None
+
+    @property
+    def _lora(self) -> Any:
+        return None if self._adapters is None else self._adapters.request
 
     def close(self) -> None:
         self._llm.llm_engine.model_executor.shutdown()

@@ -57,8 +57,12 @@ def start_engine(
     job: str,
     coming: Mapping[str, tuple[int, ...]] | None,
     sleeps: bool,
+    further: Mapping[str, Any],
 ) -> LLM:
     """An engine on the process group that is the current one; for the arguments see `VLLMRollout`.
+
+    Args:
+        further: Options of what it is to do besides.
 
     Raises:
         ConfigError: if it does not start, with the first of what vLLM says.
@@ -84,7 +88,7 @@ def start_engine(
             # Those that vLLM calls processed are wrong for tokens that were guessed.
             logprobs_mode="raw_logprobs" if guesses else "processed_logprobs",
             disable_log_stats=not guesses,
-            **{"async_scheduling": False} | _by_device(config, device, sleeps) | options,
+            **{"async_scheduling": False} | _by_device(config, device, sleeps) | options | further,
         )
     except Exception as error:  # of many kinds: models and devices have their own
         raise ConfigError(_explain(error, path, config)) from error

@@ -226,7 +226,13 @@ class ActorWorker(TrainedModelWorker):
         self.enter()
         train, dtype = self._engine.train, DTYPES[self._source.dtype]
         self._channel = WeightChannel(
-            group, dtype, train.device, train, verify=self._verify, parcels=parcels
+            group,
+            dtype,
+            train.device,
+            train,
+            verify=self._verify,
+            adapters=self._source.adapters is not None,
+            parcels=parcels,
         )
 
     @transfer(ONE_TO_ALL)

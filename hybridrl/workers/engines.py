@@ -7,7 +7,7 @@ from typing import Literal
 
 from hybridrl.checkpoint.file_plan import FILE_BYTES
 from hybridrl.checkpoint.reading import TensorFiles
-from hybridrl.config.schema import ActorConfig
+from hybridrl.config.schema import ActorConfig, LoraSettings
 from hybridrl.controller import Context
 from hybridrl.core.training_mesh import training_mesh
 from hybridrl.engine.cut_proof import prove_cuts
@@ -38,6 +38,7 @@ class ModelSource:
         save_dtype: Precision of the model in files; None: that of the files at `path`.
         file_bytes: Largest file, unless one tensor is larger.
         seed: Of adapters, which are new in it.
+        adapters: Of those that go to what generates as they are; None: all weights go.
     """
 
     path: str
@@ -48,6 +49,7 @@ class ModelSource:
     save_dtype: str | None = None
     file_bytes: int = FILE_BYTES
     seed: int = 0
+    adapters: LoraSettings | None = None
 
 
 def policy_engine(

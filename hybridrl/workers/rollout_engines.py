@@ -94,4 +94,5 @@ def build_generator(
         job=job,
         coming=coming,
         sleeps=sleeps,
+        adapters=source.adapters,
     )

@@ -1,6 +1,7 @@
 """Real gloo: cutting a model over ranks, in one way or several, never changes the mathematics."""
 
 import pytest
+import torch
 from engine_cases import CPU, deal, make_batch
 from parallel_cases import assemble, assert_close, learn, make_engine, make_model
 from ranks import run_ranks
@@ -14,6 +15,7 @@ WORLD = 4
 # Ranks, how they are cut, ranks that share a copy while generating.
 CUTS = {
     "dp2": (2, ParallelConfig(), 1),
+    "dp4": (4, ParallelConfig(), 1),
     "tp2": (2, ParallelConfig(tp=2), 1),
     "tp4": (4, ParallelConfig(tp=4), 1),
     "tp4, numbered for two replicas of two": (4, ParallelConfig(tp=4), 2),
@@ -33,7 +35,9 @@ MODELS = {
     },
     "llama, tied, 4 key-value heads": {"architecture": "llama", "key_value_heads": 4},
     "qwen3 of experts, untied": {"architecture": "qwen3_moe", "tied": False},
+    "qwen3 of 3 experts": {"architecture": "qwen3_moe", "experts": 3},
 }
+DEALS = {1: [11], 2: [7, 4], 4: [7, 1, 0, 3]}
 # Cuts that take 8 steps with the first model, and 2 with others.
 LONG = ("one rank", "dp2", "tp2", "dp2 x tp2", "tp2 x pp2")
 
@@ -51,7 +55,7 @@ def program(rank):
             if rank not in mesh.mesh.grid:
                 continue
             dp = mesh.mesh.axes["dp"]
-            mine = batch.take(deal(batch, [len(batch)] if dp == 1 else [7, 4])[mesh.index("dp")])
+            mine = batch.take(deal(batch, DEALS[dp])[mesh.index("dp")])
             # Of this one every layer, the embedding and the head are gathered for themselves.
             in_units = "untied" in model and cut != "one rank"
             fsdp.SMALL_MODEL_BYTES = 0 if in_units else 1 << 28
@@ -68,6 +72,7 @@ def program(rank):
             steps = 8 if cut in LONG and model == next(iter(MODELS)) else 2
             found[cut, model] = learn(engine, mine, steps) | {
                 "dp": mesh.index("dp"),
+                "dp ranks": dp,
                 "says": mesh.index("pp") == mesh.size("pp") - 1,
             }
     return found
@@ -93,9 +98,16 @@ def test_all_is_as_on_one_rank(ranks, cut, model):
             assert step == pytest.approx(wanted, rel=1e-4, abs=1e-5)
         if not rank["says"]:
             continue
-        rows = deal(make_batch(), [7, 4])[rank["dp"]] if "dp2" in cut else None
+        rows = deal(make_batch(), DEALS[rank["dp ranks"]])[rank["dp"]]
         order = deal(make_batch(), [11])[0]
         by_row = dict(zip(order, one["before"], strict=True))
-        for row, values in zip(rows or order, rank["before"], strict=True):
+        for row, values in zip(rows, rank["before"], strict=True):
             for name, wanted in by_row[row].items():
                 assert values[name] == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+
+
+def test_every_rank_has_a_part_of_fewer_experts_than_ranks(ranks):
+    for rank in ranks:
+        for name, (shape, _, local) in rank["dp4", "qwen3 of 3 experts"]["after"].items():
+            if ".mlp." in name:
+                assert local.numel() == torch.Size(shape).numel() // 4, name

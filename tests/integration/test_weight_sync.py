@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hybridrl.algorithms import PolicyObjective, token_weights
 from hybridrl.config.schema import (
     ActorConfig,
+    LoraSettings,
     OptimizerConfig,
     ParallelConfig,
     RolloutConfig,
@@ -18,6 +20,7 @@ from hybridrl.config.schema import (
 from hybridrl.controller import WorkerGroup
 from hybridrl.core.batch import Batch
 from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.placement.separated_actor import SeparatedActor
 from hybridrl.rollout import Sampling
 from hybridrl.rollout.shared_memory import remove_shared_memory
 
@@ -151,3 +154,66 @@ def test_greedy_tokens_agree_after_training(case, hosts, tmp_path):
         assert sum(received) == pytest.approx((copies - 1) * whole, rel=0.05)
     else:
         assert sum(received) < 0.5 * whole
+
+
+def actors_with_adapters(executor, path):
+    """Three that learn alike: adapters multiplied into the weights, beside them, and beside them on
+    another device."""
+    from hybridrl.workers.actor import ActorWorker
+    from hybridrl.workers.engines import ModelSource
+    from hybridrl.workers.generator import GeneratorWorker
+
+    lora = LoraSettings(rank=4, targets=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
+    merged = ModelSource(path, path, "float32", 64, (1,))
+    beside = replace(merged, adapters=lora)
+    rollout = RolloutConfig(kv_cache_gib=0.05)
+
+    def actor(name, device, source, generates=True):
+        return WorkerGroup(
+            executor,
+            name,
+            ActorWorker,
+            [device],
+            source=source,
+            config=ActorConfig(optimizer=OptimizerConfig(learning_rate=3e-2), lora=lora),
+            rollout=rollout,
+            objective=PolicyObjective(),
+            updates=9,
+            seed=0,
+            job=JOB,
+            generates=generates,
+        )
+
+    generator = WorkerGroup(
+        executor, "generator", GeneratorWorker, [1], source=beside, rollout=rollout, seed=0, job=JOB
+    )
+    trainer = actor("trainer", 0, beside, generates=False)
+    return [
+        actor("merged", 1, merged),
+        actor("beside", 0, beside),
+        SeparatedActor(trainer, generator, staleness=0, in_flight=False, store=False),
+    ]
+
+
+def test_adapters_beside_the_weights_are_those_multiplied_in(hosts, tmp_path):
+    make_model(tmp_path, "Llama", tied=False)
+    prompts = Batch.from_columns({"prompt_ids": PROMPTS * 4})
+    tokens = []
+    with hosts.lend(2) as executor:
+        actors = actors_with_adapters(executor, str(tmp_path))
+        batch = executor.put(prompts)
+        for _ in range(3):
+            found = []
+            for actor in actors:
+                samples = batch | actor.generate_sequences(batch, Sampling(max_tokens=12))
+                samples |= actor.compute_log_prob(samples)
+                found.append(samples.collect(["response_ids", "rollout_log_probs", "log_probs"]))
+                actor.update_supervised(supervised_batch()).get()
+            for each in found:
+                assert each["response_ids"].values.equal(found[0]["response_ids"].values)
+                for name in ("rollout_log_probs", "log_probs"):
+                    expected = found[0]["log_probs"].values.numpy()
+                    assert each[name].values.numpy() == pytest.approx(expected, abs=1e-4)
+            tokens.append(found[0]["response_ids"].values.tolist())
+    remove_shared_memory(JOB)
+    assert tokens[0] != tokens[1] != tokens[2]

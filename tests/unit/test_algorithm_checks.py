@@ -79,6 +79,13 @@ WRONG = [
     (["actor.lora.rank=0", *LORA[1:]], "actor.lora.rank=0", "1 or more"),
     (["actor.lora.rank=-2", *LORA[1:]], "actor.lora.rank=-2", "1 or more"),
     (["actor.lora.rank=8"], "actor.lora.rank=8", "model.path"),
+    (["rollout.adapters=separate"], "rollout.adapters=separate: there are none", "merged"),
+    ([*LORA, "rollout.adapters=apart"], "rollout.adapters=apart", "merged or separate"),
+    (
+        [*LORA, "rollout.adapters=separate", "rollout=transformers"],
+        "rollout.adapters=separate: only vLLM",
+        "rollout.adapters=merged",
+    ),
     ([*LORA, "warmup.steps=5"], "warmup.steps=5 with actor.lora.rank=8", "warmup.steps=0"),
     # Advantages.
     (["algorithm.advantage=leave_one"], "algorithm.advantage=leave_one", "`leave_one_out`?"),

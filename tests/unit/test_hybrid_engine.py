@@ -39,7 +39,7 @@ def engine(rollout):
     mesh = SimpleNamespace(group=lambda: None)
     train = SimpleNamespace(device=torch.device("cpu"), mesh=mesh, has_adapters=True, version=0)
     train.offload = lambda: None
-    train.full_weights = lambda: iter([("w", train.version)])
+    train.weights_for = lambda adapters: iter([("w", train.version)])
 
     def update(batch, loss, **options):
         train.version += 1

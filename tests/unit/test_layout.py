@@ -206,6 +206,37 @@ def test_the_source_of_everything_is_looked_for_by_every_rank():
             plan(source, target, rank)
 
 
+def test_what_all_hold_is_given_by_those_who_generate_with_the_same():
+    """Two copies cut in two, for two more: a norm, which is not cut, comes from where the matrices
+    come from."""
+    shapes = {"matrix": (8, 3), "norm": (4,)}
+    pieces = {}
+    for rank in range(8):
+        half = boxes.shard_box((8, 3), [(0, rank % 2, 2)])
+        pieces[rank] = {"matrix": local_pieces("m", half), "norm": local_pieces("n", ((0, 4),))}
+    source = Layout(shapes, {rank: pieces[rank] for rank in range(4)})
+    found = plan(source, Layout(shapes, pieces))
+    for name in shapes:
+        moves = [move for move in found.moves if move.name == name]
+        ends = {(move.sender, move.receivers) for move in moves}
+        assert ends == {(0, (4,)), (1, (5,)), (2, (6,)), (3, (7,))}
+
+
+def test_ranks_may_call_their_tensors_as_they_like():
+    """Both tensors lie alike; of the second each rank has a name of its own."""
+    whole = ((0, 4),)
+    source = Layout({"a": (4,), "b": (4,)}, {0: {n: local_pieces(n, whole) for n in "ab"}})
+    target = Layout(
+        source.shapes,
+        {
+            rank: {"a": local_pieces("a", whole), "b": local_pieces(f"b of {rank}", whole)}
+            for rank in (1, 2)
+        },
+    )
+    found = {(m.name, m.target.tensor, m.receivers) for m in plan(source, target).moves}
+    assert found == {("a", "a", (1, 2)), ("b", "b of 1", (1,)), ("b", "b of 2", (2,))}
+
+
 @st.composite
 def tables(draw):
     """A table, and the same with everything in dictionaries."""
