@@ -30,7 +30,7 @@ WIDTHS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
-"""As `MOST`, or a little larger so that it can be cut."""
+"""So wide is it made, or a little wider so that it can be cut."""
 ALIGNED = 8
 """Columns: kernels for experts want rows of whole 16 bytes on each rank."""
 
@@ -50,9 +50,12 @@ def shrunk(config: PretrainedConfig, cuts: int = 1, layers: int = 2) -> Pretrain
     few = _multiple(HEADS, cuts)
     widths = {"hidden_size": few * HEAD_WIDTH}
     widths |= {name: _multiple(width, ALIGNED * cuts) for name, width in WIDTHS.items()}
-    for name, most in (MOST | widths).items():
+    for name, most in MOST.items():
         if _is_above(_get(small, name), most):
             _set(small, name, most)
+    for name, width in widths.items():
+        if _is_above(_get(small, name), 0):
+            _set(small, name, width)
     _set(small, "vocab_size", VOCABULARY)
     _narrow_states(small)
     _set(small, "num_attention_heads", few)
