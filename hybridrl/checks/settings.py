@@ -40,6 +40,8 @@ POSITIVE = (
     "eval.prompts",
     "eval.samples",
     "model.file_gib",
+    *(f"actor.parallel.{axis}" for axis in ("tp", "pp", "ulysses", "ring", "chunks")),
+    "rollout.parallel.tp",
     "model.tiny.hidden_size",
     "model.tiny.layers",
     "model.tiny.heads",

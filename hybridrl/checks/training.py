@@ -28,6 +28,11 @@ def check_training(config: Config) -> None:
             f"actor.updates_per_step={config.actor.updates_per_step} is more than the {samples} "
             "samples of a step (data.prompts_per_step x rollout.samples_per_prompt)."
         )
+    if config.model.tiny.experts == 1:
+        raise ConfigError(
+            "model.tiny.experts=1: two experts take a token, so there must be 2 or more; 0 makes "
+            "layers without any."
+        )
     _check_ring(config)
     _check_moments(config)
 

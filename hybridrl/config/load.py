@@ -48,6 +48,7 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
     """
     overrides = expand(overrides)
     _check_preset_groups(overrides)
+    _check_open(overrides)
     added = [f"++{o}" if OPEN.match(o) and "=" in o else o for o in overrides]
     GlobalHydra.instance().clear()
     try:
@@ -114,6 +115,16 @@ def _preset_groups(schema: Any) -> dict[str, Any]:
         for kind in get_args(kinds[field.name])
         if is_dataclass(kind)
     }
+
+
+def _check_open(overrides: Sequence[str]) -> None:
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key == "rollout.engine_options" and value and not value.startswith("{"):
+            raise ConfigError(
+                f"{override}: must be a dictionary. Or set one option, as in "
+                f"{key}.max_num_batched_tokens=4096."
+            )
 
 
 def _check_preset_groups(overrides: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from hybridrl.errors import ConfigError, MissingPackageError
 
 ADAPTER = "default"
 """The one adapter that a model has here."""
+ALL = "all-linear"
 HEAD = "score"
 """The scalar head of a critic is new, so it is trained whole."""
 
@@ -45,9 +46,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int = 0) 
     adapter = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
-        target_modules=settings.targets
-        if isinstance(settings.targets, str)
-        else list(settings.targets),
+        target_modules=_targets(model, settings),
         task_type="SEQ_CLS" if scalar else "CAUSAL_LM",
         modules_to_save=[HEAD] if scalar else None,
     )
@@ -57,6 +56,16 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int = 0) 
     except ValueError as error:
         raise ConfigError(f"actor.lora.targets={settings.targets}: {error}") from error
     _draw(model, seed)
+
+
+def _targets(model: PreTrainedModel, settings: LoraSettings) -> str | list[str]:
+    """What peft is to look for. All linear layers are modules here: the matrices of experts, which
+    are a parameter together, stay as they are."""
+    if settings.targets != ALL or not any(p.ndim > 2 for p in model.parameters()):
+        return settings.targets if isinstance(settings.targets, str) else list(settings.targets)
+    head = model.get_output_embeddings()
+    linear = (name for name, m in model.named_modules() if type(m) is nn.Linear and m is not head)
+    return sorted({name.rpartition(".")[2] for name in linear} - {HEAD})
 
 
 def _draw(model: PreTrainedModel, seed: int) -> None:

@@ -15,6 +15,7 @@ import math
 import torch
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PretrainedConfig,
@@ -37,6 +38,7 @@ MOST_PARAMETERS = 50_000_000
 """A copy with more would cost seconds."""
 
 
+NEW_LINE = "\n"
 _admitted: dict[str, Rows] = {}
 
 
@@ -58,6 +60,11 @@ def admit(config: PretrainedConfig, path: str, *, scalar: bool = False) -> Rows:
 
 def _tried(config: PretrainedConfig, path: str, scalar: bool) -> Rows:
     who = f"{path} ({config.model_type})"
+    if scalar and type(config.get_text_config()) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ConfigError(
+            f"{who} cannot be a critic or a reward model: transformers has no class of it with a "
+            "scalar head. Choose another model for that role, or an algorithm without one."
+        )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         samples = [torch.randint(VOCABULARY, (length,)) for length in LENGTHS]
@@ -67,7 +74,8 @@ def _tried(config: PretrainedConfig, path: str, scalar: bool) -> Rows:
         except Exception as error:  # of whatever kind: nobody knows what models will come
             raise ConfigError(
                 f"{who} cannot be trained here: a small copy of it, which would prove that its "
-                f"samples can be packed, does not run ({type(error).__name__}: {error})."
+                f"samples can be packed, does not run ({type(error).__name__}: "
+                f"{str(error).partition(NEW_LINE)[0][:300]})."
             ) from error
         batch = Batch.from_columns(
             {"prompt_ids": [x[:1] for x in samples], "response_ids": [x[1:] for x in samples]}
@@ -88,9 +96,9 @@ def _tried(config: PretrainedConfig, path: str, scalar: bool) -> Rows:
     raise ConfigError(
         f"{who} cannot be trained here: {'values' if scalar else 'log-probabilities'} of samples "
         f"would be off by up to {off:.2g}, because its attention or its head does what the packed "
-        "forward does not know, such as soft caps, a scale or a bias of the "
-        "logits, or because it drops out. Qwen, Llama, Mistral, Gemma 3, OLMo, Phi 3, GLM, "
-        "DeepSeek 3 and many others work."
+        "forward does not know, such as soft caps, positions added to the scores, an encoder, a "
+        "scale or a bias of the logits, or because it drops out. Qwen, Llama, Mistral, Gemma 3, "
+        "OLMo, Phi 3, GLM, DeepSeek 3 and many others work."
     )
 
 

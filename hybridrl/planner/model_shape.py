@@ -24,6 +24,7 @@ from transformers import (
 
 from hybridrl.config.schema import LoraSettings
 from hybridrl.core.dtypes import DTYPES
+from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.models.adapters import add_adapters
 from hybridrl.models.checkpointing import FULL, NONE, OFFLOAD, set_checkpointing
 from hybridrl.planner.token_bytes import ALIKE, ATTENTION, TokenBytes, token_bytes
@@ -129,7 +130,15 @@ def shape_of(
     known = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
     key = repr((sorted(known.items()), dtype, tp, scalar, checkpointing, lora))
     if key not in _counted:
-        _counted[key] = _count(config, dtype, tp, scalar, checkpointing, lora)
+        try:
+            _counted[key] = _count(config, dtype, tp, scalar, checkpointing, lora)
+        except HybridRLError:
+            raise
+        except Exception as error:  # of whatever kind: nobody knows what models will come
+            raise ConfigError(
+                f"What a token of a {config.model_type} model takes cannot be counted, so nothing "
+                f"can be planned ({type(error).__name__}: {error})."
+            ) from error
     return _counted[key]
 
 
@@ -170,7 +179,7 @@ def _count(
         hidden=text.hidden_size,
         vocabulary=1 if scalar else head.shape[0],
         key_value=2 * width * _key_value_heads(text),
-        query=width * text.num_attention_heads,
+        query=width * _heads(text),
         layer=layer,
         embedding=_counts([embedding]),
         head=_counts([head]),
@@ -210,11 +219,15 @@ def _depths(kinds: Sequence[str]) -> tuple[int, int]:
 
 
 def _head_width(text: PretrainedConfig) -> int:
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return getattr(text, "head_dim", None) or text.hidden_size // _heads(text)
+
+
+def _heads(text: PretrainedConfig) -> int:
+    return getattr(text, "num_attention_heads", None) or 1  # without attention
 
 
 def _key_value_heads(text: PretrainedConfig) -> int:
-    return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return getattr(text, "num_key_value_heads", None) or _heads(text)
 
 
 def narrowed(config: PretrainedConfig, tp: int, layers: int) -> PretrainedConfig:

@@ -47,9 +47,9 @@ def token_bytes(
         trains: Also what is kept for the backward, and what that takes.
     """
     kinds = getattr(deep.config.get_text_config(), "layer_types", None) or ()
+    few, more = (_run(shallow, n * LEAST_TOKENS, trains=False).operations for n in (1, 2))
     tokens = TOKENS
-    if not set(kinds) <= ALIKE:
-        few, more = (_run(shallow, n * LEAST_TOKENS, trains=False).operations for n in (1, 2))
+    if few != more or not set(kinds) <= ALIKE:
         tokens = FEW_TOKENS if few == more else LEAST_TOKENS
         for parameter in (*shallow.parameters(), *deep.parameters()):
             if parameter.requires_grad and trains:  # its gradient would be the larger part

@@ -46,9 +46,15 @@ class TransformersRollout(RolloutEngine):
         self._tokenizer = tokenizer
         self._max_sequences = max_sequences
         self._eos = torch.tensor(eos_token_ids, device=device)
-        self._model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=DTYPES[dtype], attn_implementation="sdpa"
-        )
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=DTYPES[dtype], attn_implementation="sdpa"
+            )
+        except ValueError:  # its attention does what the fused one does not know
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=DTYPES[dtype], attn_implementation="eager"
+            )
+        self._model = model
         self._model.to(device).eval().requires_grad_(False)
 
     @torch.inference_mode()

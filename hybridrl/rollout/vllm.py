@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from hybridrl.config.schema import LoraSettings, RolloutConfig
 from hybridrl.core.batch import Batch
+from hybridrl.errors import HybridRLError, RolloutError
 from hybridrl.rollout import vllm_routes, vllm_weights
 from hybridrl.rollout.base import (
     Finished,
@@ -93,6 +95,7 @@ class VLLMRollout(RolloutEngine):
         self._sleeps = sleeps and device.type != "cpu"
         self._asleep = False
         self._has_cache = True
+        self._has_generated = False
         self._replays = config.routing_replay
         self._recorder: vllm_routes.RouteRecorder | None = None
         self._running: dict[str, int] = {}  # samples of each request
@@ -127,12 +130,13 @@ class VLLMRollout(RolloutEngine):
         prompts = [row.tolist() for row in batch["prompt_ids"].rows()]
         greedy = sampling.temperature == 0  # then all copies are alike, and vLLM allows one only
         groups = list(_folded(prompts, row_seeds(seed, len(prompts))))
-        found = self._llm.generate(
-            [{"prompt_token_ids": ids, "cache_salt": self._salt()} for ids, _, _ in groups],
-            [self._parameters(sampling, 1 if greedy else n, first) for _, first, n in groups],
-            use_tqdm=False,
-            lora_request=self._lora,
-        )
+        with self._first_time():
+            found = self._llm.generate(
+                [{"prompt_token_ids": ids, "cache_salt": self._salt()} for ids, _, _ in groups],
+                [self._parameters(sampling, 1 if greedy else n, first) for _, first, n in groups],
+                use_tqdm=False,
+                lora_request=self._lora,
+            )
         outputs, routes = [], []
         for request, (_, _, samples) in zip(found, groups, strict=True):
             copies = samples if greedy else 1
@@ -163,7 +167,9 @@ class VLLMRollout(RolloutEngine):
         """One step of the engine: one more token for each sample that runs."""
         self._groups.enter()
         found = []
-        for output in self._llm.llm_engine.step():
+        with self._first_time():
+            outputs = self._llm.llm_engine.step()
+        for output in outputs:
             if output.finished:
                 samples = self._running.pop(output.request_id)
                 alike = samples // len(output.outputs)
@@ -211,6 +217,23 @@ class VLLMRollout(RolloutEngine):
         }
         before, self._counted = self._counted, now
         return {DRAFTS[name]: value - before.get(name, 0) for name, value in now.items()}
+
+    @contextmanager
+    def _first_time(self) -> Iterator[None]:
+        """Inside, an error is explained, unless the engine has generated before."""
+        try:
+            yield
+        except Exception as error:  # of many kinds: models and devices have their own
+            if self._has_generated or isinstance(error, HybridRLError):
+                raise
+            said = str(error).strip().partition("\n")[0]
+            raise RolloutError(
+                "vLLM has started with this model but cannot generate with it on this device "
+                f"({type(error).__name__}{': ' * bool(said)}{said}). If vLLM does not run the "
+                "model, or heads of its size, rollout=transformers generates with the class that "
+                "is trained."
+            ) from error
+        self._has_generated = True
 
     def _take_cache(self) -> None:
         self._groups.enter()

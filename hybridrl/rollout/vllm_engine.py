@@ -143,6 +143,8 @@ def _explain(error: Exception, path: str, config: RolloutConfig) -> str:
     why = said[0] if said else "it does not say why"
     if not isinstance(error, ValueError):
         why = f"{type(error).__name__}: {why}"
+    if options := config.engine_options:
+        why += f" (rollout.engine_options={dict(options)})"
     return (
         f"vLLM does not start with {path}: {why} (rollout.max_tokens={config.max_tokens}, "
         f"rollout.parallel.tp={config.parallel.tp}, rollout.kv_cache_gib="

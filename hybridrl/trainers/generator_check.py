@@ -18,8 +18,8 @@ and for kernels that add up in another order."""
 
 
 def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
-    """To be asked after the first step that this process does; later ones may learn from samples of
-    older policies.
+    """To be asked after the first step of this process that learns from samples; later ones may
+    learn from those of older policies.
 
     Args:
         metrics: Of the step.

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
@@ -27,6 +28,7 @@ from hybridrl.models import (
 )
 from hybridrl.models.adapters import add_adapters, has_adapters
 from hybridrl.models.attention import NAME
+from hybridrl.models.shrunk import shrunk
 from hybridrl.workers.reward_model import sample_scores
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'hybridrl[lora]'")
@@ -258,3 +260,16 @@ def test_adapters_begin_by_their_seed_and_names_alone(base):
     assert not any(torch.equal(first[name], other[name]) for name in down)
     assert len({float(first[name].sum()) for name in down}) == len(down)
     assert not any(first[name].any() for name in first if ".lora_B." in name)
+
+
+def test_the_matrices_of_experts_stay_as_they_are():
+    config = shrunk(AutoConfig.for_model("qwen3_moe"))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
+    add_adapters(model, LORA)
+    beside = {name.split(".lora_")[0].rpartition(".")[2] for name, _ in adapters_of(model)}
+    assert beside == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def adapters_of(model):
+    return [(name, p) for name, p in model.named_parameters() if ".lora_" in name]

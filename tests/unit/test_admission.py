@@ -68,6 +68,11 @@ def test_models_with_a_scalar_head_are_tried_too():
     assert admit(AutoConfig.for_model("phi"), "critic", scalar=True) is Rows.PACKED
 
 
+def test_a_family_without_a_scalar_head_has_no_critic():
+    with pytest.raises(ConfigError, match=r"\(granitemoehybrid\) cannot be a critic"):
+        admit(AutoConfig.for_model("granitemoehybrid"), "mine", scalar=True)
+
+
 def test_a_model_of_one_layer():
     assert admit(AutoConfig.for_model("qwen2", num_hidden_layers=1), "mine") is Rows.PACKED
 

@@ -171,6 +171,8 @@ WRONG = [
     (["algorithm.overlong_buffer=-1"], "algorithm.overlong_buffer=-1", "rollout.max_tokens=8"),
     (["algorithm.overlong_buffer=9"], "algorithm.overlong_buffer=9", "rollout.max_tokens=8"),
     (["algorithm=ppo", "critic.value_clip=0"], "critic.value_clip=0", "null"),
+    (["model.tiny.experts=1"], "model.tiny.experts=1", "2 or more"),
+    (["actor.parallel.tp=0"], "actor.parallel.tp=0", "more than 0"),
     # Samples that are not the policy's own.
     (["rollout.top_p=0.9"], "rollout.top_p=0.9", "rollout.top_p=1.0"),
     (["algorithm=ppo", "rollout.top_k=5"], "rollout.top_k=5", "rollout.top_k=0"),

@@ -23,3 +23,11 @@ def test_a_recipe_says_what_the_command_line_says(tmp_path):
     config = load_config([f"recipe={recipe}", "trainer.steps=4"])
     assert config.reward.options["format"]["pattern"] == PATTERN
     assert config.trainer.steps == 4
+
+
+@pytest.mark.parametrize("value", ["[]", "[1,2]", "fast"])
+def test_engine_options_are_a_dictionary(value):
+    with pytest.raises(ConfigError, match=r"engine_options=.*: must be a dictionary"):
+        load_config([f"rollout.engine_options={value}"])
+    found = load_config(["rollout.engine_options={block_size: 32}", "rollout.engine_options.a=1"])
+    assert found.rollout.engine_options == {"block_size": 32, "a": 1}

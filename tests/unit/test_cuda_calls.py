@@ -155,13 +155,10 @@ def test_every_group_of_an_accelerator_takes_tensors_of_the_host_too():
 def test_the_engine_is_given_what_vllm_takes():
     known = parameters(method(vllm_class("entrypoints/llm.py", "LLM"), "__init__"))
     known |= fields(vllm_class("engine/arg_utils.py", "EngineArgs"))
-    (call,) = calls("rollout/vllm.py", "LLM")
+    (call,) = calls("rollout/vllm_engine.py", "LLM")
     given = keywords(call)
-    for node in ast.walk(tree_of(ROOT / "rollout/vllm.py")):  # and by `**memory`
-        is_memory = isinstance(node, ast.Assign | ast.AnnAssign) and "memory" in ast.unparse(
-            node.targets[0] if isinstance(node, ast.Assign) else node.target
-        )
-        if is_memory and isinstance(node.value, ast.Dict):
+    for node in ast.walk(tree_of(ROOT / "rollout/vllm_engine.py")):  # and by device
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Dict):
             given |= {key.value for key in node.value.keys if key is not None}
     assert "enable_sleep_mode" in given
     assert given <= known, sorted(given - known)

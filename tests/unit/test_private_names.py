@@ -25,7 +25,7 @@ KNOWN = {
     "_flash_attention_backward": ("parallel/block_attention.py",),
     "_cdata": ("core/views.py", "planner/token_bytes.py"),  # of storages, as torch's own
     "_schema": ("rollout/vllm_layout.py",),
-    "_dynamo": ("rollout/vllm.py",),
+    "_dynamo": ("rollout/vllm_engine.py",),
     "torch._dynamo.exc": ("engine/compiled_layers.py",),
     "torch._inductor.exc": ("engine/compiled_layers.py",),
     "torch.utils._python_dispatch": (
@@ -39,11 +39,12 @@ KNOWN = {
     "_no_split_modules": ("engine/compiled_layers.py", "models/routing.py", "parallel/fsdp.py"),
     "_disable_adapters": ("engine/sharded_model.py",),
     # vLLM
-    "_distributed_args": ("rollout/vllm.py",),
+    "_distributed_args": ("rollout/vllm_engine.py",),
+    "_adapter_manager": ("rollout/vllm_adapters.py",),
     "_use_zentorch": ("rollout/vllm_weights.py",),
     # Python, Ray, fsspec
-    "_SHM_NAME_PREFIX": ("rollout/vllm.py",),  # 3.11 to 3.13
-    "_SHM_SAFE_NAME_LENGTH": ("rollout/vllm.py",),
+    "_SHM_NAME_PREFIX": ("rollout/vllm_engine.py",),  # 3.11 to 3.13
+    "_SHM_SAFE_NAME_LENGTH": ("rollout/vllm_engine.py",),
     "_current_frames": ("controller/health.py", "rollout/tool_loop.py"),
     "_private": ("ray_backend/cluster.py",),
 }
