@@ -29,8 +29,6 @@ from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend,
 )
 
-from hybridrl.core.device import MULTIPLIES_INTO_FLOAT32
-
 KIND = "simulated"
 aten = torch.ops.aten
 
@@ -106,7 +104,6 @@ class _Module(_DummyBackendModule):
 
 
 _setup_privateuseone_for_python_backend(KIND, _Module())
-MULTIPLIES_INTO_FLOAT32.add(KIND)
 torch.accelerator.synchronize = torch.accelerator.empty_cache = lambda *_: None
 torch.accelerator.current_stream = lambda *_: _Stream()
 DEVICE = torch.device(KIND, 0)
