@@ -29,9 +29,9 @@ MODELS = {
     "qwen3 of experts": ("qwen3_moe", {}),
     "mistral, windows": ("mistral", {"sliding_window": 4096}),
 }
-WRONG = [("sum_over", True), ("sum_over", False), ("copy_to_all", True)]
-"""Sums over ranks that are forgotten, in the forward or in the backward pass; whether the model
-learns."""
+WRONG = [("sum_over", True), ("sum_over", False), ("copy_to_all", True), ("nan", True)]
+"""Sums over ranks that are forgotten, in the forward or in the backward pass, or give no number;
+whether the model learns."""
 
 
 def made(family, settings, scalar=False):
@@ -70,7 +70,10 @@ def program(rank):
 def broken(mesh, config, forgotten, trains):
     cut_proof._proven.clear()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as caught:
-        patch.setattr(tensor, forgotten, lambda x, *_: x)
+        if forgotten == "nan":
+            patch.setattr(tensor, "sum_over", lambda x, *_: x * float("nan"))
+        else:
+            patch.setattr(tensor, forgotten, lambda x, *_: x)
         cut_proof.prove_cuts(made("qwen2", {}), "mine", mesh, config, trains=trains)
     return str(caught.value)
 

@@ -28,7 +28,14 @@ def test_what_cannot_be_compared_passes():
     config = Config()
     config.model.dtype = "float32"
     check_generator(config, {})
-    check_generator(config, figures(float("nan")))
+    check_generator(config, figures(float("nan"), **{"policy/loss": float("nan")}))
     check_generator(config, figures(1.0, **{"staleness/max": 1.0}))
     config.rollout.min_tokens = 4
     check_generator(config, figures(1.0))
+
+
+def test_log_probabilities_that_are_no_numbers_are_the_generators_fault():
+    config = Config()
+    config.model.dtype = "float32"
+    with pytest.raises(TrainingError, match=r"mismatch/k3 is nan"):
+        check_generator(config, figures(float("nan"), **{"policy/loss": 0.1}))
