@@ -5,7 +5,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' requirements/cpu.txt)
 
-.PHONY: train test test-unit test-long chaos lint format docs clean
+.PHONY: train test test-unit test-long chaos campaign lint format docs clean
 
 train: .venv/.installed
 	$(BIN)/python -m hybridrl.main $(ARGS)
@@ -27,9 +27,16 @@ test-unit: .venv/.installed
 test-long: .venv/.installed
 	$(BIN)/python -m pytest -m long -n 2 --dist loadfile $(ARGS)
 
-# Kills parts of forty jobs at random moments: half an hour. ARGS="--rounds 6 --seed 7"
+# Kills parts of jobs at random moments, of those that go on and of those that have to end: an hour
+# and a half. ARGS="--rounds 6 --seed 7"
 chaos: .venv/.installed
 	$(BIN)/python tests/chaos.py $(ARGS)
+	$(BIN)/python tests/chaos_endings.py $(ARGS)
+
+# Wrong settings, data, models and rewards in number: each should end in its sentence.
+# ARGS="settings --only lora --all"
+campaign: .venv/.installed
+	$(BIN)/python tests/campaigns/campaign.py $(ARGS)
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

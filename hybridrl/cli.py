@@ -5,6 +5,7 @@ will live, what that takes of each device, and how long a step will last; it sta
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hybridrl.commands import checkpoint
-from hybridrl.errors import ConfigError, HybridRLError
+from hybridrl.errors import ConfigError, HybridRLError, Problems
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -67,9 +68,13 @@ def _plan(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     from hybridrl.planner.cures import refuse
     from hybridrl.planner.described import with_described_models
     from hybridrl.planner.plan import make_plan, to_json
+    from hybridrl.preflight import preflight
 
     config = load_config(overrides)
     lengths = _lengths(chosen.lengths)
+    problems = Problems()
+    unseen = preflight(config, problems, plans=True, is_elsewhere=chosen.devices is not None)
+    problems.raise_if_any()
     machines = _machines(config, chosen.devices)
     with with_described_models(config, _tiny(config)) as described:
         plan = make_plan(described, machines, lengths=lengths)
@@ -82,8 +87,8 @@ def _plan(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
             console = Console(width=None if sys.stdout.isatty() else 160)
             for line in table.sizes_lines(plan):
                 console.print(line, highlight=False, markup=False)
-            if plan.notice:
-                console.print(plan.notice, highlight=False, markup=False)
+            for notice in filter(None, (plan.notice, *unseen)):
+                console.print(notice, highlight=False, markup=False)
             for shown in table.tables(plan):
                 console.print()
                 console.print(shown)
@@ -139,8 +144,12 @@ def _lengths(text: str | None) -> tuple[float, float] | None:
         return None
     try:
         prompt, response = (float(part) for part in text.split("+"))
+        if not (0 < prompt < math.inf and 0 < response < math.inf):
+            raise ValueError
     except ValueError as error:
-        raise ConfigError(f"--lengths {text}: write PROMPT+RESPONSE, such as 300+800.") from error
+        raise ConfigError(
+            f"--lengths {text}: write PROMPT+RESPONSE, numbers of tokens such as 300+800."
+        ) from error
     return prompt, response
 
 

@@ -75,7 +75,11 @@ class Devices:
         Raises:
             ConfigError: if there are too few.
         """
-        if self._cluster is None:
+        if self._cluster is None or self._ray is None:
+            return
+        if not self._ray.is_whole and self._ray.node is not None:  # the next one has all devices
+            self._ray.close()
+            self._ray = self._keepers = None
             return
         from hybridrl.ray_backend.cluster import wait_for_devices
 

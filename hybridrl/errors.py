@@ -3,15 +3,41 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 
 class HybridRLError(Exception):
-    """Base of every error that HybridRL raises on purpose."""
+    """Base of every error that HybridRL raises on purpose.
+
+    Attributes:
+        told: Whether the command line has shown it, which it does before it closes anything.
+    """
+
+    told = False
 
 
 class ConfigError(HybridRLError):
-    """A setting, or a combination of settings, is wrong. Raised before anything starts."""
+    """A setting, or a combination of settings, is wrong. Raised before anything starts.
+
+    Args:
+        problems: What is wrong, a sentence each.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__(*problems)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong, a sentence each."""
+        return self.args
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return str(self.problems[0])
+        return "\n".join(
+            [f"{len(self.problems)} things are wrong:", *map("* {}".format, self.args)]
+        )
 
 
 class DataError(HybridRLError):
@@ -24,6 +50,11 @@ class MissingPackageError(HybridRLError):
 
 class RewardError(HybridRLError):
     """A reward function could not be loaded, or failed while `reward.on_error` is `fail`."""
+
+
+class MachineError(RewardError):
+    """This machine cannot do what a reward function needs; no score is right then, so
+    `reward.on_error` has no say. Says what is missing."""
 
 
 class LayoutError(HybridRLError):
@@ -62,14 +93,83 @@ class CallTimeoutError(LostError):
 
 
 class Preempted(KeyboardInterrupt):
-    """SIGTERM ended the run where it can go on: whoever took the machine may start it again."""
+    """SIGTERM or SIGHUP ended the run where it can go on: whoever took the machine may start it
+    again."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns ' Did you mean `x`?' for the closest known name, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    """Returns ' Did you mean `x`?' for the known name that is closest, or goes on from this one; or
+    an empty string."""
+    names = list(known)
+    longer = [one for one in names if len(name) > 1 and one.startswith(f"{name}_")]
+    close = longer or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f" Did you mean `{close[0]}`?" if close else ""
 
 
 class StorageError(HybridRLError):
     """A file of the run could not be written. Names the path, the free space and the cure."""
+
+
+class Problems:
+    """Gathers what is wrong in places that do not depend on each other, to be told at once:
+
+    problems = Problems()
+    with problems.noted():
+        check_data(config)
+    with problems.noted():
+        check_model(config)
+    problems.raise_if_any()
+    """
+
+    def __init__(self) -> None:
+        self._errors: list[HybridRLError] = []
+
+    def __bool__(self) -> bool:
+        """Whether anything is wrong."""
+        return bool(self._errors)
+
+    @contextmanager
+    def noted(self, besides: Collection[str] = ()) -> Iterator[None]:
+        """Keeps an error that is raised inside.
+
+        Args:
+            besides: Settings that are known to be wrong: what is said of them is left out.
+        """
+        try:
+            yield
+        except HybridRLError as error:
+            known = [name for name in besides if name in str(error)]
+            if isinstance(error, ConfigError) and known:
+                left = [one for one in error.problems if not any(name in one for name in known)]
+                error = ConfigError(*left)
+            if error.args:
+                self._errors.append(error)
+
+    def raise_if_any(self) -> None:
+        """Raises what was kept: a single error as it came, several as one `ConfigError`, none
+        twice.
+
+        Raises:
+            HybridRLError: if there is any.
+        """
+        sentences: dict[str, None] = {}
+        for error in self._errors:
+            said = error.problems if isinstance(error, ConfigError) else [str(error)]
+            sentences.update(dict.fromkeys(said))
+        if len(sentences) == 1:
+            raise self._errors[0]
+        if sentences:
+            raise ConfigError(*sentences)
+
+
+def check_all(checks: Iterable[Callable[..., object]], *arguments: object) -> None:
+    """Calls all checks with these arguments, whatever the others find.
+
+    Raises:
+        HybridRLError: with the problems of all that refuse.
+    """
+    problems = Problems()
+    for check in checks:
+        with problems.noted():
+            check(*arguments)
+    problems.raise_if_any()

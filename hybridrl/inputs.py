@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.checks.model_folder import check_model
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, nearest
 from hybridrl.observe.storage import explain_write_errors
-from hybridrl.trainers import name_of
+from hybridrl.trainers import load_trainer, name_of
 from hybridrl.trainers.role_spec import SCORING, RoleSpec
 
 if TYPE_CHECKING:
@@ -43,10 +42,7 @@ class Rows:
 
 def model_folder(config: Config, run: Path) -> str:
     """Folder or hub name of the model; a tiny one is made in the run's folder if none is named."""
-    if config.model.path is None:
-        return str(_make_tiny_model(config, run / "initial_model"))
-    check_model(config.model.path)
-    return config.model.path
+    return config.model.path or str(_make_tiny_model(config, run / "initial_model"))
 
 
 def load_rows(config: Config, kind: str, tokenizer: Any) -> Rows:
@@ -56,8 +52,10 @@ def load_rows(config: Config, kind: str, tokenizer: Any) -> Rows:
         kind: `prompts`, `examples` or `pairs`, as `Trainer.DATA` says.
     """
     from hybridrl.data.preferences import samples_of_pairs
-    from hybridrl.data.sources import load_examples, load_pairs, load_prompts
+    from hybridrl.data.sources import check_apart, load_examples, load_pairs, load_prompts
 
+    if load_trainer(config.trainer.name).TRAINS:
+        check_apart(config.data)
     settings = {"held_out": config.eval.prompts, "seed": config.run.seed}
     examples = None
     if kind == "prompts":
@@ -67,7 +65,6 @@ def load_rows(config: Config, kind: str, tokenizer: Any) -> Rows:
     else:
         training, held_out = load_pairs(config.data, tokenizer, **settings)
         held_out = None if held_out is None else samples_of_pairs(held_out)
-    _check_by_column(config, held_out)
     batches = [training] if held_out is None else [training, held_out]
     response = config.rollout.max_tokens
     if kind != "prompts":
@@ -128,7 +125,7 @@ def write_rows(rows: Any, file: Path) -> str:
     elif isinstance(rows, Sequence) and rows and all(isinstance(row, Mapping) for row in rows):
         try:
             table = pa.Table.from_pylist(list(rows))
-        except pa.ArrowException as error:
+        except (pa.ArrowException, OverflowError, UnicodeError) as error:
             raise ConfigError(
                 f"Job(data=...): the values of a column must be of one kind: {error}"
             ) from error
@@ -195,7 +192,12 @@ def check_lengths(config: Config, kind: str, rows: Rows, model: PretrainedConfig
         )
 
 
-def _check_by_column(config: Config, held_out: Batch | None) -> None:
+def check_by_column(config: Config, held_out: Batch | None) -> None:
+    """The column by which evaluations are told apart has to be there.
+
+    Raises:
+        ConfigError: if it is not.
+    """
     by = config.eval.by_column
     if by is None or held_out is None or by in held_out.columns:
         return

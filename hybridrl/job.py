@@ -7,6 +7,7 @@ with Job(load_config(["trainer.steps=40"])) as job:
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,15 +23,18 @@ from hybridrl.checks.settings import check
 from hybridrl.config.load import to_plain, to_yaml
 from hybridrl.config.resume import steps_folder
 from hybridrl.config.schema import Config
+from hybridrl.config.secrets import command_line
 from hybridrl.core.garbage import no_collection
 from hybridrl.devices import Devices
 from hybridrl.errors import ConfigError, DataError, WorkerError
 from hybridrl.groups import build_groups
 from hybridrl.inputs import with_objects, write_rows
 from hybridrl.observe.folder_owner import FolderOwner
-from hybridrl.observe.metrics import open_writers
+from hybridrl.observe.metrics import MetricWriter, open_writers, trackers_of
 from hybridrl.observe.run_directory import RunDirectory, make_steps_folder
 from hybridrl.observe.run_lock import RunLock
+from hybridrl.observe.run_state import RunState, outcome_of
+from hybridrl.preflight import load_inputs
 from hybridrl.trainers import load_trainer
 from hybridrl.trainers.resumed import find_checkpoint
 from hybridrl.trainers.same_model import check_made_with, made_with
@@ -62,6 +66,8 @@ class Job:
         data: Rows in place of `data.path`: a list of dictionaries, a `datasets.Dataset`, or a
             `Batch`. They are written to `data.parquet` of the run directory.
         trainer: A subclass of `hybridrl.trainers.base.Trainer`, in place of `trainer.name`.
+        is_whole: The trainer is the whole program, so that reward functions can be held against
+            the data, and tried, before workers start.
 
     Attributes:
         directory: The run's files.
@@ -76,8 +82,10 @@ class Job:
         roles: What is said of each role.
         placement: Which role lives on which devices.
         plan: What that takes of each device.
+        remarks: What reward functions have to say to the user before they start.
         dtype_notice: What `model.dtype=auto` has chosen, if that is a surprise; else empty.
         groups: The worker groups, by role.
+        command: The command line, without secrets.
         started: When this process began, seconds since the epoch.
     """
 
@@ -90,17 +98,27 @@ class Job:
         reward: Function | Sequence[Function] | None = None,
         data: Any = None,
         trainer: type[Trainer] | None = None,
+        is_whole: bool = False,
     ) -> None:
         self.started = psutil.Process().create_time()
+        self.command = command_line(sys.orig_argv)
         self.config = config = with_objects(config, reward, data, trainer)
         self.name = _new_name()
+        self._is_whole = is_whole
         self.trainer_class = load_trainer(config.trainer.name)
         self.roles = wanted_roles(config, roles)
         check(config, self.roles)
         self._opened = ExitStack()
+        self._state: RunState | None = None
         try:
             self.directory = _make_directory(config)
+            if config.run.private:
+                self.directory.close_to_others()
+                self._opened.callback(os.umask, os.umask(0o077))  # processes inherit it
             self._opened.enter_context(RunLock(self.directory.path))
+            self._state = RunState(self.directory.path)
+            if config.resume is None:  # else when it is known that the checkpoint fits
+                self._state.begin()
             steps = steps_folder(self.directory.path, config.checkpoint.folder)
             if config.checkpoint.folder is not None and isinstance(steps, Path):
                 make_steps_folder(steps)
@@ -114,16 +132,15 @@ class Job:
                 self.config = config = replace(config, data=replace(config.data, path=path))
             if config.resume is None or self.resumed.folder is None:
                 self.write_settings()  # otherwise when it is known that the checkpoint fits them
-            trackers = config.metrics or []
-            trackers = [trackers] if isinstance(trackers, str) else list(trackers)
             self._writers = open_writers(
-                trackers, self.directory, config.run.name, to_plain(config)
+                trackers_of(config.metrics), self.directory, config.run.name, to_plain(config)
             )
             for writer in self._writers:
-                self._opened.callback(writer.close)
+                self._opened.callback(self._close_writer, writer)
             self._open(progress)
-        except BaseException:
-            self.close()
+            self.directory.point_latest()
+        except BaseException as error:
+            self._end(error)
             raise
 
     def _claim(self, steps: Location) -> FolderOwner | None:
@@ -203,14 +220,17 @@ class Job:
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """In good order every call is done before the workers end, and what failed is raised, also
         where nobody has asked."""
         try:
-            if kind is None and self.executor.takes_calls:
+            if error is None and self.executor.takes_calls:
                 self.executor.settle()
+        except BaseException as failed:
+            error = failed
+            raise
         finally:
-            self.close()
+            self._end(error)
 
     def put(self, batch: Batch) -> BatchRef:
         """Hands a batch of the driver's to the workers; see `Executor.put`."""
@@ -247,7 +267,9 @@ class Job:
         return evaluate_answers(actor, reward, held_out, self.sampling, self.config)["accuracy"]
 
     def write_settings(self) -> None:
-        """Writes `config.yaml`, for who resumes the run."""
+        """Writes `config.yaml`, for who resumes the run: from now on it is of this job."""
+        if self._state is not None:
+            self._state.begin()
         self.directory.write_config(to_yaml(self.config))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -258,7 +280,17 @@ class Job:
     def close(self) -> None:
         """Ends workers, and Ray if it was started here. Leaves nothing in shared memory. A part
         that fails to close keeps no other from being closed."""
+        self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Notes how the run has ended, first, for to close may take long; closes everything."""
+        self._outcome, _ = outcome_of(error)
+        if self._state is not None:
+            self._state.end(error)
         self._opened.close()
+
+    def _close_writer(self, writer: MetricWriter) -> None:
+        writer.close(self._outcome)
 
     def _start_executor(self) -> Executor:
         from hybridrl.rollout.shared_memory import remove_leftovers, remove_shared_memory
@@ -276,24 +308,20 @@ class Job:
 
     def _load(self) -> None:
         """Model folder, tokenizer and data, and what follows from their sizes."""
-        from hybridrl import inputs
-        from hybridrl.models import load_config, load_tokenizer
         from hybridrl.planner.at_start import count_models
         from hybridrl.planner.precision import kind_here, with_dtype
         from hybridrl.rollout import Sampling
 
-        config, rollout, kind = self.config, self.config.rollout, self.trainer_class.DATA
-        self.model_path = inputs.model_folder(config, self.directory.path)
-        self.tokenizer_path = config.model.tokenizer or self.model_path
-        self.tokenizer = load_tokenizer(self.tokenizer_path)
-        inputs.check_tokenizers(config, self.roles, self.tokenizer, self.tokenizer_path)
-        rows = inputs.load_rows(config, kind, self.tokenizer)
+        config, rollout = self.config, self.config.rollout
+        folder = self.directory.path
+        found = load_inputs(config, self.roles, folder, is_whole=self._is_whole)
+        self.model_path, self.tokenizer_path = found.model_path, found.tokenizer_path
+        self.tokenizer, rows = found.tokenizer, found.rows
         self.training, self.held_out, self.examples = rows.training, rows.held_out, rows.examples
         self.longest_prompt, self.longest_response = rows.longest_prompt, rows.longest_response
         self.context_length = self.longest_prompt + self.longest_response
-        model_config = load_config(self.model_path)
-        inputs.check_lengths(config, kind, rows, model_config)
-        self.made_with = made_with(model_config.to_dict(), self.tokenizer)
+        self.remarks = found.remarks
+        self.made_with = made_with(found.model.to_dict(), self.tokenizer)
         if self.resumed.folder is not None:
             check_made_with(self.resumed.folder, self.made_with)
         self.sampling = Sampling(

@@ -1,32 +1,33 @@
-"""`python -m hybridrl.main [key=value ...]`: composes the configuration and runs a trainer.
-
-`--cfg job` prints the whole configuration; `--help` and `--multirun` are Hydra's.
-"""
+"""Composes the configuration from `key=value` arguments and runs a trainer."""
 
 from __future__ import annotations
 
+import argparse
 import sys
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
 
-from hybridrl.checks.settings import check
-from hybridrl.config.load import load_config, to_config, to_yaml
-from hybridrl.config.recipe import expand
-from hybridrl.config.resumed_settings import with_settings_of_run
+from hybridrl.config.load import load_config, shown
 from hybridrl.config.schema import Config
+from hybridrl.config.shown import idle
+from hybridrl.config.sweep import jobs
 from hybridrl.errors import (
     ConfigError,
     DataError,
     HybridRLError,
     MissingPackageError,
     Preempted,
+    Problems,
 )
+from hybridrl.interrupts import Interrupts, leave
 
-WRONG_SETTING, FAILED, INTERRUPTED = 2, 1, 130
+if TYPE_CHECKING:
+    from hybridrl.observe.step_view import StepView
+
+WRONG_SETTING, FAILED, INTERRUPTED = 2, 1, Interrupts.INTERRUPTED
 """Exit codes."""
 PREEMPTED = 75
 """Exit code after SIGTERM where there are checkpoints to go on from: `EX_TEMPFAIL` of sysexits.h,
@@ -35,23 +36,23 @@ PREEMPTED = 75
 
 def main() -> None:
     """The command line."""
-    arguments = sys.argv[1:]
+    chosen, further = _parser().parse_known_intermixed_args()
     try:
-        if any(argument.startswith("-") for argument in arguments):
-            sys.argv[1:] = expand(arguments)
-            _with_hydra()
+        _refuse_flags(further)
+        if chosen.cfg:
+            _print_settings(load_config(chosen.settings))
+        elif chosen.multirun:
+            for config in [load_config(overrides) for overrides in jobs(chosen.settings)]:
+                run(config)
         else:
-            run(load_config(arguments))
+            run(load_config(chosen.settings))
     except Preempted:
-        sys.exit(PREEMPTED)
+        leave(PREEMPTED)
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-    except (ConfigError, DataError, MissingPackageError) as error:
-        _complain(error)
-        sys.exit(WRONG_SETTING)
+        leave(INTERRUPTED)
     except HybridRLError as error:
         _complain(error)
-        sys.exit(FAILED)
+        sys.exit(_code_of(error))
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -63,60 +64,123 @@ def run(config: Config) -> dict[str, Any]:
         Preempted: after SIGTERM, when the run can go on from a checkpoint.
     """
     if config.run.dry:
-        check(config)
-        Console().print(to_yaml(config), markup=False, highlight=False, end="")
+        _look(config)
         return {}
     from hybridrl.job import Job
     from hybridrl.observe.console import make_console
     from hybridrl.observe.overview import overview
     from hybridrl.observe.summary import accuracy_name, final_sentence
-    from hybridrl.preemption import on_sigterm
     from hybridrl.trainers import load_trainer
     from hybridrl.trainers.loop import Loop
 
-    code = PREEMPTED if config.checkpoint.wanted else INTERRUPTED
-
-    def end_now() -> None:
-        view.message("SIGTERM: ended before the first step.")
-        raise Preempted if config.checkpoint.wanted else KeyboardInterrupt
+    def end_now(signal: str) -> None:
+        view.message(f"{signal}: ended before the first step.")
+        raise Preempted(signal) if config.checkpoint.wanted else KeyboardInterrupt(signal)
 
     title = f"HybridRL {config.trainer.name}: {config.run.name}"
     steps = config.trainer.steps if load_trainer(config.trainer.name).TRAINS else 0
+    terminated = PREEMPTED if config.checkpoint.wanted else INTERRUPTED
     with (
         make_console(steps, title, accuracy=accuracy_name(config.reward, short=True)) as view,
-        ExitStack() as starting,
+        Interrupts(config.recover, terminated) as interrupts,
     ):
-        summary: dict[str, Any] = {}
-        grace = config.recover.grace_s
-        starting.enter_context(on_sigterm(end_now, grace, code))
-        with Job(config, view.phase) as job:
+        interrupts.on_terminate = end_now
+        with (
+            Job(config, view.phase, is_whole=True) as job,
+            _told_before_closing(view, interrupts),
+        ):
             # It brings in the libraries of the models, which the job imports while Ray starts.
             from hybridrl.planner.table import short
 
             view.message(overview(job, short(job.plan)))
-            for notice in (job.dtype_notice, job.plan.notice, *job.resumed.notices):
+            choices = (job.dtype_notice, job.plan.notice)
+            for notice in (*idle(config), *choices, *job.remarks, *job.resumed.notices):
                 if notice:
                     view.message(notice)
             loop = Loop(job, view)
-            summary = loop.summary
-            starting.close()
-            with on_sigterm(loop.preempt, grace, code):
-                try:
-                    loop.run()
-                finally:
-                    view.phase("closing")
+            interrupts.on_terminate, interrupts.on_interrupt = loop.preempt, loop.interrupt
+            summary = loop.run()
         accuracy = accuracy_name(config.reward)
         view.close(final_sentence(summary, job.directory.path, accuracy))
     return summary
 
 
-@hydra.main(version_base=None, config_path="config", config_name="config")
-def _with_hydra(config: Any) -> None:
-    overrides = list(HydraConfig.get().overrides.task)
-    run(with_settings_of_run(to_config(config), overrides))
+@contextmanager
+def _told_before_closing(view: StepView, interrupts: Interrupts) -> Iterator[None]:
+    """Around the work of a run: its error is told at its end, because what is closed then may take
+    long, or for ever."""
+    code = FAILED
+    try:
+        yield
+        code = 0
+    except HybridRLError as error:
+        code = _code_of(error)
+        view.close()
+        _complain(error)
+        raise
+    finally:
+        view.phase("closing")
+        interrupts.closing(code)
+
+
+def _look(config: Config) -> None:
+    """Checks everything and prints the settings; starts nothing."""
+    from hybridrl.checks.placement import check_placement
+    from hybridrl.preflight import devices_to_check, preflight
+
+    problems = Problems()
+    unseen = preflight(config, problems)
+    if not problems:
+        devices = devices_to_check(config)
+        if devices is None:
+            unseen.append("The placement was not checked: its devices are not on this machine.")
+        else:
+            with problems.noted():
+                check_placement(config, devices)
+    problems.raise_if_any()
+    for sentence in (*unseen, *idle(config)):
+        Console(stderr=True).print(sentence, markup=False, highlight=False, soft_wrap=True)
+    _print_settings(config)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hybridrl.main", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument(
+        "settings", nargs="*", metavar="key=value", help="--cfg job shows all that there are"
+    )
+    parser.add_argument("--cfg", choices=["job"], help="print the settings of the job, and end")
+    parser.add_argument(
+        "--multirun",
+        "-m",
+        action="store_true",
+        help="a job for each of several values: algorithm=grpo,rloo run.seed=range(3)",
+    )
+    return parser
+
+
+def _refuse_flags(flags: Sequence[str]) -> None:
+    if flags:
+        raise ConfigError(
+            f"{' '.join(flags)}: there is no such option; see --help. For settings in a file of "
+            "yours write recipe=<file>."
+        )
+
+
+def _print_settings(config: Config) -> None:
+    Console().print(shown(config), markup=False, highlight=False, soft_wrap=True, end="")
+
+
+def _code_of(error: HybridRLError) -> int:
+    is_wrong = isinstance(error, ConfigError | DataError | MissingPackageError)
+    return WRONG_SETTING if is_wrong else FAILED
 
 
 def _complain(error: HybridRLError) -> None:
+    if error.told:
+        return
+    error.told = True
     console = Console(stderr=True)
     console.print("error:", style="bold red", end=" ")
     console.print(str(error), markup=False, highlight=False, soft_wrap=True)

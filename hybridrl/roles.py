@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from hybridrl.algorithms import BradleyTerry
+from hybridrl.checks.tokenizer import end_tokens
 from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import (
     ActorConfig,
@@ -78,7 +79,7 @@ def _source(job: Built, path: str | None = None) -> ModelSource:
         tokenizer=job.tokenizer_path,
         dtype=job.config.model.dtype,
         context_length=job.context_length,
-        eos_token_ids=_ends(job.model_path, job.tokenizer),
+        eos_token_ids=end_tokens(job.model_path, job.tokenizer),
         save_dtype=job.config.model.save_dtype,
         file_bytes=round(job.config.model.file_gib * 2**30),
         seed=job.config.run.seed,
@@ -87,18 +88,6 @@ def _source(job: Built, path: str | None = None) -> ModelSource:
 
 def _own_source(job: Built, role: str) -> ModelSource:
     return _source(job, job.roles[role].path(role, job.config))
-
-
-def _ends(path: str, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a response."""
-    from transformers import GenerationConfig
-
-    try:
-        eos = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # a folder without generation_config.json
-        eos = None
-    found = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
-    return tuple(sorted(found - {None}))
 
 
 def _actor(job: Built, role: str) -> Keywords:
@@ -180,7 +169,7 @@ def _judge(job: Built, config: JudgeConfig) -> ModelSource:
         source,
         tokenizer=config.path,
         context_length=config.context,
-        eos_token_ids=_ends(config.path, load_tokenizer(config.path)),
+        eos_token_ids=end_tokens(config.path, load_tokenizer(config.path)),
     )
 
 

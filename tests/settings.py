@@ -5,14 +5,14 @@ from functools import cache
 
 from omegaconf import OmegaConf
 
-from hybridrl.config.load import GROUPS, load_config, to_config
+from hybridrl.config.load import load_config, to_config
+from hybridrl.config.presets import CHOSEN
 from hybridrl.config.schema import Config
 
 
 def configured(overrides: Sequence[str] = ()) -> Config:
-    """As `load_config`, which takes a tenth of a second, but each choice of presets is composed
-    only once."""
-    chosen = tuple(o for o in overrides if o.partition("=")[0] in GROUPS)
+    """As `load_config`, but each choice of presets is composed only once."""
+    chosen = tuple(o for o in overrides if o.partition("=")[0] in CHOSEN)
     others = [o for o in overrides if o not in chosen]
     base = OmegaConf.structured(_preset(chosen))
     return to_config(OmegaConf.merge(base, OmegaConf.from_dotlist(others)))

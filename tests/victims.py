@@ -10,10 +10,12 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ PATTERNS = {
     "relay": "ray::Relay",
     "reward": "hybridrl.rewards.child",
     "keeper": "RayKeeper",
+    "raylet": "raylet/raylet",
+    "gcs": "gcs_server",
 }
 """What is in the command of each kind of process."""
 WITH_RELAY = (
@@ -38,11 +42,18 @@ STEP = re.compile(r"step +(\d+)/")
 _MOST_SECONDS = 240.0
 
 
+def _hear_signals() -> None:
+    """The tests themselves may run under `nohup`, or in the background of a shell."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Victim:
     """`python -m hybridrl.main` with `run.directory=<folder>/run`, started at once.
 
     Args:
         relay: Calls its hosts through a relay, few as they are.
+        under: A command that starts it, such as `nohup`.
         environment: Added to that of the processes.
 
     Attributes:
@@ -54,11 +65,12 @@ class Victim:
         folder: Path,
         *settings: str,
         relay: bool = False,
+        under: Sequence[str] = (),
         environment: dict[str, str] | None = None,
     ) -> None:
         self.folder, self.run = folder, folder / "run"
         program = ["-c", WITH_RELAY] if relay else ["-m", "hybridrl.main"]
-        self._command = [sys.executable, *program, f"run.directory={self.run}", *settings]
+        self._command = [*under, sys.executable, *program, f"run.directory={self.run}", *settings]
         self.mark = f"{os.getpid()}-{folder.name}"
         # SPT_NOENV: Ray's processes change their titles, which may not cost them the mark.
         added = {MARK: self.mark, "SPT_NOENV": "1", "OMP_NUM_THREADS": "1"}
@@ -77,6 +89,7 @@ class Victim:
             cwd=self.folder,
             env=self._environment,
             start_new_session=True,
+            preexec_fn=_hear_signals,
         )
         self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
         self._reader.start()
@@ -126,8 +139,8 @@ class Victim:
         return self._wait(lambda: any(row["step"] >= step for row in self.rows()))
 
     def wait_for_line(self, words: str) -> bool:
-        """Waits until it has printed a line with these words; False if the job ends first."""
-        return self._wait(lambda: words in self.output)
+        """Waits until it has printed what this pattern is; False if the job ends first."""
+        return self._wait(lambda: re.search(words, self.output))
 
     def wait_for_save(self, step: int) -> bool:
         """Waits until this step or a later one is being saved."""

@@ -108,6 +108,11 @@ def _load(
         raise ConfigError(
             f"{setting}={name} is a {type(function).__name__}; it must be a function."
         )
+    if not any(takes(function, name) for name in offered):
+        raise ConfigError(
+            f"{setting}={name} has none of the parameters {', '.join(offered)}, so it could learn "
+            "nothing from a sample. Name those that it needs."
+        )
     for parameter in inspect.signature(function).parameters.values():
         if parameter.default is parameter.empty and parameter.name not in offered:
             raise ConfigError(

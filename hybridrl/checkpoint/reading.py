@@ -152,7 +152,14 @@ def _files(folder: Path, stem: str) -> tuple[list[Path], dict[str, Path]]:
         return [whole], {}
     if (folder / index_of(stem)).is_file():
         index = dict(_index(folder / index_of(stem)))
-        return sorted(set(index.values())), index
+        files = sorted(set(index.values()))
+        if absent := [path for path in files if not path.is_file()]:
+            raise ConfigError(
+                f"{folder} has no {absent[0].name}, which is named in {index_of(stem)} "
+                f"({len(absent)} of {len(files)} files are missing). Was the download or the copy "
+                "cut short? Do it again."
+            )
+        return files, index
     found = sorted(folder.glob("*.safetensors" if stem == MODEL else f"{stem}-*.safetensors"))
     if parts := [path.name for path in found if _PART.fullmatch(path.name)]:
         raise ConfigError(

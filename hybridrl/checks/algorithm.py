@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from hybridrl.config.schema import Config, CriticConfig
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.errors import ConfigError, check_all, nearest
 
 WITH_PAIRS = ("dpo", "reward_model")
 WITH_REWARD_PER_TOKEN = ("ppo", "safe_rlhf", "remax")
 
 
 def check_algorithm(config: Config) -> None:
-    """Raises a sentence for the first contradiction.
+    """Refuses contradictions.
 
     Raises:
         ConfigError: names the settings and the cure.
     """
-    _check_parts(config)
-    _check_kl_estimator(config)
-    _check_preference_and_cost(config)
-    _check_lora(config)
-    if not _learns_from_samples(config):
-        return
-    _check_advantages(config)
-    _check_kl(config)
-    _check_loss(config)
-    _check_samples(config)
+    checks = [_check_parts, _check_cost, _check_lora]
+    if _learns_from_samples(config):
+        checks += [_check_advantages, _check_kl, _check_loss, _check_samples]
+    check_all(checks, config)
 
 
 def _is_own(trainer: str) -> bool:
@@ -77,26 +71,8 @@ def _check_parts(config: Config) -> None:
         )
 
 
-def _check_preference_and_cost(config: Config) -> None:
-    from hybridrl.algorithms.preferences import PREFERENCE_LOSSES
-
-    preference, cost = config.preference, config.cost
-    if preference is not None and preference.loss not in PREFERENCE_LOSSES:
-        raise ConfigError(
-            f"preference.loss={preference.loss}: must be one of {', '.join(PREFERENCE_LOSSES)}."
-            f"{nearest(preference.loss, PREFERENCE_LOSSES)}"
-        )
-    if preference is not None and preference.beta <= 0:
-        raise ConfigError(f"preference.beta={preference.beta}: must be more than 0.")
-    if preference is not None and preference.nll_coefficient < 0:
-        raise ConfigError(
-            f"preference.nll_coefficient={preference.nll_coefficient}: must be 0 or more."
-        )
-    if cost is not None and cost.multiplier <= 0:
-        raise ConfigError(
-            f"cost.multiplier={cost.multiplier}: must be more than 0, because it learns in its "
-            "logarithm."
-        )
+def _check_cost(config: Config) -> None:
+    cost = config.cost
     if cost is not None and cost.multiplier_max < cost.multiplier:
         raise ConfigError(
             f"cost.multiplier_max={cost.multiplier_max}: must be at least "
@@ -106,17 +82,11 @@ def _check_preference_and_cost(config: Config) -> None:
 
 def _check_lora(config: Config) -> None:
     lora, warmup, rollout = config.actor.lora, config.warmup.steps, config.rollout
-    if rollout.adapters not in ("merged", "separate"):
-        raise ConfigError(f"rollout.adapters={rollout.adapters}: must be merged or separate.")
     if rollout.adapters == "separate" and (lora.rank is None or rollout.engine != "vllm"):
         why = "there are none (actor.lora.rank)" if lora.rank is None else "only vLLM takes them"
         raise ConfigError(f"rollout.adapters=separate: {why}. Set rollout.adapters=merged.")
     if lora.rank is None:
         return
-    if lora.rank <= 0:
-        raise ConfigError(
-            f"actor.lora.rank={lora.rank}: must be 1 or more; null trains the whole model."
-        )
     if config.model.path is None:
         raise ConfigError(
             f"actor.lora.rank={lora.rank} adapts a model that knows something, and the tiny one is "
@@ -164,17 +134,6 @@ def _check_advantages(config: Config) -> None:
         )
 
 
-def _check_kl_estimator(config: Config) -> None:
-    from hybridrl.algorithms.kl import ESTIMATORS
-
-    estimator = config.algorithm.kl_estimator
-    if estimator is not None and estimator not in ESTIMATORS:
-        raise ConfigError(
-            f"algorithm.kl_estimator={estimator}: must be one of {', '.join(ESTIMATORS)}."
-            f"{nearest(estimator, ESTIMATORS)}"
-        )
-
-
 def _check_kl(config: Config) -> None:
     algorithm, name = config.algorithm, config.trainer.name
     per_token = name in WITH_REWARD_PER_TOKEN or _is_own(name)
@@ -197,19 +156,9 @@ def _check_kl(config: Config) -> None:
 
 
 def _check_loss(config: Config) -> None:
-    from hybridrl.algorithms.objective import CORRECTIONS
     from hybridrl.algorithms.registry import options_of, policy_loss
 
     algorithm = config.algorithm
-    if algorithm.correction not in CORRECTIONS:
-        raise ConfigError(
-            f"algorithm.correction={algorithm.correction}: must be one of {', '.join(CORRECTIONS)}."
-            f"{nearest(algorithm.correction, CORRECTIONS)}"
-        )
-    if algorithm.correction_level not in ("token", "sequence"):
-        raise ConfigError(
-            f"algorithm.correction_level={algorithm.correction_level}: must be token or sequence."
-        )
     bounds = {"truncate": [algorithm.correction_high]}.get(
         algorithm.correction, [algorithm.correction_low, algorithm.correction_high]
     )
@@ -217,6 +166,12 @@ def _check_loss(config: Config) -> None:
         raise ConfigError(
             f"algorithm.correction={algorithm.correction} has no bound. Set "
             "algorithm.correction_high."
+        )
+    low, high = algorithm.correction_low, algorithm.correction_high
+    if algorithm.correction == "mask" and None not in (low, high) and low >= high:  # type: ignore[operator]
+        raise ConfigError(
+            f"algorithm.correction_low={low}: must be less than algorithm.correction_high={high}, "
+            "or every weight would be masked."
         )
     options = options_of(policy_loss(algorithm.policy_loss))
     for option in algorithm.loss_options:
@@ -227,15 +182,10 @@ def _check_loss(config: Config) -> None:
                 f"{nearest(option, options)}"
             )
     longest = config.rollout.max_tokens
-    if not 0 <= algorithm.overlong_buffer <= longest:
+    if algorithm.overlong_buffer > longest:
         raise ConfigError(
             f"algorithm.overlong_buffer={algorithm.overlong_buffer}: must be from 0 to "
             f"rollout.max_tokens={longest}."
-        )
-    if config.critic.value_clip is not None and config.critic.value_clip <= 0:
-        raise ConfigError(
-            f"critic.value_clip={config.critic.value_clip}: must be more than 0; null does not "
-            "clip."
         )
 
 

@@ -12,9 +12,6 @@ from hybridrl.errors import ConfigError
 from hybridrl.trainers import load_roles, load_trainer
 from hybridrl.trainers.role_spec import RoleSpec
 
-MOST_SKIPPED = 20
-"""As `hybridrl.engine.train` has it."""
-
 
 def check_min_devices(config: Config, devices: int | None) -> None:
     """Refuses to wait for more devices than the job has.
@@ -26,10 +23,6 @@ def check_min_devices(config: Config, devices: int | None) -> None:
         ConfigError: names `recover.min_devices`.
     """
     least = config.recover.min_devices
-    if least is not None and least < 1:
-        raise ConfigError(
-            f"recover.min_devices={least}: must be 1 or more, or null for all devices."
-        )
     if least is not None and devices is not None and least > devices:
         raise ConfigError(
             f"recover.min_devices={least}: the job has only {devices} "
@@ -57,11 +50,6 @@ def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = Non
                 f"{name}={value}: trainer.name={config.trainer.name} trains nothing, so there is "
                 f"nothing to go on with. Leave {name} out."
             )
-    if config.guard.most_skipped > MOST_SKIPPED:
-        raise ConfigError(
-            f"guard.most_skipped={config.guard.most_skipped}: must be {MOST_SKIPPED} or less; "
-            "after so many in a row the engine itself gives up."
-        )
     if not checkpoint.wanted:
         if config.guard.on_nan == "rewind":
             raise ConfigError(
@@ -96,8 +84,6 @@ def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = Non
 
 def _check_memory_copies(config: Config, roles: Mapping[str, RoleSpec]) -> None:
     copies = config.checkpoint.memory_copies
-    if copies < 0:
-        raise ConfigError(f"checkpoint.memory_copies={copies}: must be 0 (none) or more.")
     if copies and config.executor == "inline":
         raise ConfigError(
             f"checkpoint.memory_copies={copies}: with executor=inline there is one process, and "

@@ -1,27 +1,97 @@
-"""Whether a model folder can be loaded, found without loading anything."""
+"""Whether a model can be loaded, found without a worker and without reading a weight."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+NO_WRITERS = ("Classification", "MaskedLM", "QuestionAnswering")
+"""In the names of classes that transformers would load as a language model, and that are none."""
+DEQUANTISED = ("mxfp4",)
+"""Quantised folders that transformers reads as plain weights."""
 
 
-def check_model(path: str, setting: str = "model.path") -> None:
-    """Refuses a model folder that cannot be loaded, before anything starts.
+def check_model(path: str, setting: str = "model.path", *, scalar: bool, learns: bool) -> None:
+    """Refuses a model that cannot be trained, or cannot score, before anything starts.
 
-    A path that is no folder here is taken for a hub name.
+    A path that is no folder here is taken for a hub name, of which nothing is known; see
+    `check_reachable`.
+
+    Args:
+        scalar: It is to end in one number: a critic or a reward model.
+        learns: It is trained, so that a scalar head may be new.
 
     Raises:
-        ConfigError: naming `setting` and what the folder lacks.
+        ConfigError: naming `setting`, and what is wrong with the folder or its files.
     """
-    folder = Path(path).expanduser()
-    if not folder.exists():
-        if path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise ConfigError(f"{setting}={path}: there is no such folder.")
+    _check_place(path, setting)
+    if not Path(path).is_dir():
         return
+    from hybridrl.models import check_complete, check_files, check_labels, load_config
+
+    described = _described(path, setting)
+    _check_type(described, path, setting)
+    config = load_config(path, setting)
+    if getattr(config.get_text_config(), "num_attention_heads", None) is None:
+        raise ConfigError(
+            f"{setting}={path} is of the type `{config.model_type}`, which has no attention heads, "
+            "and models are packed, cut and planned by theirs. Take a transformer, or a model that "
+            "has both kinds of layers."
+        )
+    if not scalar:
+        _check_writes(config, path, setting)
+    method = _quantised(described)
+    if method not in (None, *DEQUANTISED):
+        raise ConfigError(
+            f"{setting}={path} is quantised ({method}), and models are trained, and score, with "
+            "whole weights. Take the model that it was made from."
+        )
+    if method is None:
+        check_files(path, setting)
+    if scalar:
+        check_labels(config, f"{setting}={path}")
+    check_complete(path, setting, config, scalar=scalar, needs_head=scalar and not learns)
+
+
+def check_generator(path: str, setting: str) -> None:
+    """Refuses a folder that nothing could generate with, such as that of a judge. What its engine
+    makes of the model, it says itself.
+
+    Raises:
+        ConfigError: naming `setting`, and what is wrong with the folder or its files.
+    """
+    _check_place(path, setting)
+    if Path(path).is_dir() and _quantised(_described(path, setting)) is None:
+        from hybridrl.models import check_files
+
+        check_files(path, setting)
+
+
+def may_be_on_hub(path: str) -> bool:
+    """Whether it may be the name of a model of the hub, by its looks."""
+    return bool(path) and not path.startswith((".", "/", "~")) and path.count("/") <= 1
+
+
+def _check_place(path: str, setting: str) -> None:
+    """Refuses a path that is neither a model folder nor a hub name."""
+    folder = Path(path)
+    if not folder.exists():
+        if not may_be_on_hub(path):
+            near = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
+            raise ConfigError(
+                f"{setting}={path}: there is no such folder (seen from {Path.cwd()})."
+                f"{nearest(folder.name, near)}"
+            )
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"{setting}={path} is a file; name the folder of a Hugging Face model.")
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
             f"{setting}={path} holds the adapters of a LoRA run, not a model. Multiply them in "
@@ -32,8 +102,81 @@ def check_model(path: str, setting: str = "model.path") -> None:
         raise ConfigError(
             f"{setting}={path} has no config.json, so it is not a Hugging Face model folder."
         )
-    if not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+    if not has_weights(folder):
         raise ConfigError(
             f"{setting}={path} has a config.json but no weights "
             f"({' or '.join(WEIGHT_FILES)}). Was the download cut short?"
         )
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether there are files of weights."""
+    return any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)
+
+
+def _described(path: str, setting: str) -> dict[str, Any]:
+    """What stands in config.json."""
+    file = Path(path) / "config.json"
+    try:
+        described = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(described, dict):
+            raise ValueError("it holds no object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{setting}={path}: its config.json could not be read: {error}. Copy or download the "
+            "model again."
+        ) from error
+    return described
+
+
+def _quantised(described: dict[str, Any]) -> str | None:
+    """The method by which a model is quantised; None: it is not."""
+    if "quantization_config" not in described:
+        return None
+    return str((described["quantization_config"] or {}).get("quant_method", "in an unknown way"))
+
+
+def _check_type(described: dict[str, Any], path: str, setting: str) -> None:
+    """Refuses what transformers has no class of."""
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    kind = described.get("model_type")
+    if kind in CONFIG_MAPPING:
+        return
+    if "auto_map" in described:
+        raise ConfigError(
+            f"{setting}={path} is a model of Python code of its own (`auto_map` of its "
+            "config.json), which is not run here. Take a model that transformers has a class of."
+        )
+    if kind is None:
+        raise ConfigError(
+            f"{setting}={path}: its config.json has no `model_type`, so nobody knows what model "
+            "it is. Copy config.json from the model that this one was made from."
+        )
+    raise ConfigError(
+        f"{setting}={path} is of the type `{kind}`, which transformers "
+        f"{transformers.__version__} does not have. Install a newer one, or take another model."
+        f"{nearest(str(kind), CONFIG_MAPPING.keys())}"
+    )
+
+
+def _check_writes(config: PretrainedConfig, path: str, setting: str) -> None:
+    """Refuses what is no language model that writes from left to right."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    classes = list(config.architectures or ())
+    wrong = next((name for name in classes if any(no in name for no in NO_WRITERS)), None)
+    known = {type(config), type(config.get_text_config())}
+    if getattr(config, "is_encoder_decoder", False):
+        why = f"an encoder-decoder ({config.model_type})"
+    elif wrong is not None:
+        why = f"`{wrong}` by its config.json"
+    elif not any(kind in MODEL_FOR_CAUSAL_LM_MAPPING for kind in known):
+        why = f"of the type `{config.model_type}`, of which transformers has no language model"
+    else:
+        return
+    raise ConfigError(
+        f"{setting}={path} is {why}, and what is needed is a causal language model, which writes "
+        "from left to right (`...ForCausalLM`). Take one of these."
+    )

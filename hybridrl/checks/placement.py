@@ -12,7 +12,7 @@ from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import Config, ParallelConfig
 from hybridrl.core.cluster import Cluster
 from hybridrl.core.training_mesh import check_sizes
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, nearest
 from hybridrl.placement import ACTOR, GENERATOR, Placement, Role, place
 from hybridrl.trainers import load_roles
 from hybridrl.trainers.role_spec import RoleSpec, checked_roles, played_by
@@ -32,6 +32,12 @@ def check_placement(config: Config, cluster: Cluster, roles: Roles | None = None
     """
     check_min_devices(config, len(cluster.devices))
     specs = wanted_roles(config, roles)
+    for name in config.placement.roles:
+        if name not in (*specs, GENERATOR):
+            raise ConfigError(
+                f"placement.roles.{name} is set, but the job has no role `{name}`; it has "
+                f"{', '.join(specs)}.{nearest(name, specs)}"
+            )
     _check_generates(config, specs)
     placed = _placed(config, specs)
     placement = place(placed, cluster, config.placement)
@@ -151,12 +157,6 @@ def _check_admitted(path: str | None, scalar: bool, parallel: ParallelConfig) ->
 
 def _check_flow(config: Config, placement: Placement) -> None:
     settings = config.placement
-    if settings.staleness < 0:
-        raise ConfigError(f"placement.staleness={settings.staleness}: must be 0 or more.")
-    if settings.transport not in ("auto", "collective", "store"):
-        raise ConfigError(
-            f"placement.transport={settings.transport}: must be one of auto, collective, store."
-        )
     if settings.transport == "collective" and settings.staleness > 1:
         raise ConfigError(
             f"placement.transport=collective with placement.staleness={settings.staleness}: "
@@ -170,7 +170,7 @@ def _check_flow(config: Config, placement: Placement) -> None:
         )
     if placement.is_separated:
         return
-    for name in ("staleness", "in_flight"):
+    for name in ("staleness", "in_flight", "generation_devices"):
         if value := getattr(settings, name):
             raise ConfigError(
                 f"placement.{name}={value} needs generation on devices of its own: set "

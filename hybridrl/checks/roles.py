@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from hybridrl.checks.model_folder import check_model
 from hybridrl.config.role_models import model_settings
@@ -37,14 +37,42 @@ def check_roles(config: Config, chosen: Mapping[str, RoleSpec] | None = None) ->
                 f"`{role}`; it has {', '.join(roles)}.{nearest(role, roles)}"
             )
         _check_settings(config, role, roles[role])
-        if path := model_settings(config, role).path:
-            check_model(path, f"models.{role}.path")
     warms_up = config.warmup.steps and load_trainer(config.trainer.name).DATA == "prompts"
     if warms_up and load_trainer(config.trainer.name).TRAINS and ACTOR not in own:
         raise ConfigError(
             f"warmup.steps={config.warmup.steps} trains the role `{ACTOR}`, but "
             f"trainer.name={config.trainer.name} has only {', '.join(own)}. Set warmup.steps=0."
         )
+
+
+def check_models(config: Config, roles: Mapping[str, RoleSpec], but: Collection[str] = ()) -> None:
+    """Looks at the folders that the models of these roles come from, each in the light of what the
+    role does with it.
+
+    Args:
+        but: Paths of models that are not looked at.
+
+    Raises:
+        ConfigError: names the setting and what is wrong with the folder.
+    """
+    seen = set()
+    for role, spec in roles.items():
+        if not spec.has_model(role, config):
+            continue
+        setting, path = model_of(config, role, spec)
+        use = (path, bool(spec.scalar), bool(spec.trains))
+        if path is not None and path not in but and use not in seen:
+            seen.add(use)
+            check_model(path, setting, scalar=use[1], learns=use[2])
+
+
+def model_of(config: Config, role: str, spec: RoleSpec) -> tuple[str, str | None]:
+    """The setting that says where the model of a role comes from, and its value."""
+    if spec.worker in SCORING:
+        return f"{spec.worker}.model", spec.path(role, config)
+    if (path := spec.path(role, config)) is not None:
+        return f"models.{role}.path", path
+    return "model.path", config.model.path
 
 
 def _check_settings(config: Config, role: str, spec: RoleSpec) -> None:

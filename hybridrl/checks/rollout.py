@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from hybridrl.config.schema import Config
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, check_all
 from hybridrl.rollout.vllm_options import check_engine_options
 
 
 def check_rollout(config: Config) -> None:
-    """Raises a sentence for the first thing that is wrong.
+    """Refuses what could not be generated, or not be learned from.
 
     Raises:
-        ConfigError: names the setting.
+        ConfigError: names the settings.
     """
+    check_all([_check_sampling, _check_engine, _check_episode, _check_replay], config)
+
+
+def _check_sampling(config: Config) -> None:
     rollout = config.rollout
-    if rollout.temperature == 0:
-        raise ConfigError(
-            "rollout.temperature=0: all samples of a prompt would be equal and nothing could be "
-            "learned. Evaluation is greedy by itself."
-        )
-    if not 0 <= rollout.min_tokens <= rollout.max_tokens:
+    if rollout.min_tokens > rollout.max_tokens:
         raise ConfigError(
             f"rollout.min_tokens={rollout.min_tokens}: must be between 0 and "
             f"rollout.max_tokens={rollout.max_tokens}."
         )
-    if not 0 < rollout.top_p <= 1:
-        raise ConfigError(f"rollout.top_p={rollout.top_p}: must be in (0, 1].")
-    if not 0 < rollout.memory_share < 1:
-        raise ConfigError(f"rollout.memory_share={rollout.memory_share}: must be in (0, 1).")
+
+
+def _check_engine(config: Config) -> None:
+    rollout = config.rollout
     if options := rollout.engine_options:
         if rollout.engine == "transformers":
             raise ConfigError(
@@ -40,19 +39,12 @@ def check_rollout(config: Config) -> None:
             f"rollout.parallel.tp={rollout.parallel.tp} needs rollout=vllm; "
             "rollout=transformers keeps a whole model on each device."
         )
-    _check_episode(config)
-    _check_replay(config)
 
 
 def _check_episode(config: Config) -> None:
     from hybridrl.rollout.episode_class import check_episode
 
     rollout = config.rollout
-    if rollout.max_turn_tokens is not None and rollout.max_turn_tokens <= 0:
-        raise ConfigError(
-            f"rollout.max_turn_tokens={rollout.max_turn_tokens}: must be more than 0, or null for "
-            "turns as long as rollout.max_tokens allows."
-        )
     if rollout.episode is None:
         return
     check_episode(rollout.episode)

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-from hybridrl.checks.names import one_of
 from hybridrl.config.role_models import model_settings
-from hybridrl.config.schema import Config
-from hybridrl.errors import ConfigError
+from hybridrl.config.schema import Config, ParallelConfig
+from hybridrl.errors import ConfigError, check_all
 
 SLOWEST_OF_BFLOAT16 = 0.99
 """Largest beta of moments in bfloat16, which has 8 bits: a change of 0.4 % may be lost."""
 
 
 def check_training(config: Config) -> None:
-    """Raises a sentence for the first thing that is wrong.
+    """Refuses what no optimizer and no device could do.
 
     Raises:
-        ConfigError: names the setting.
+        ConfigError: names the settings.
     """
-    betas = config.actor.optimizer.betas
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(
-            f"actor.optimizer.betas={betas}: must be two numbers, 0 or more and less than 1."
-        )
+    check_all([_check_updates, _check_experts, _check_chunks, _check_ring, _check_moments], config)
+
+
+def _check_updates(config: Config) -> None:
     samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
     if config.actor.updates_per_step > samples:
         raise ConfigError(
             f"actor.updates_per_step={config.actor.updates_per_step} is more than the {samples} "
             "samples of a step (data.prompts_per_step x rollout.samples_per_prompt)."
         )
+
+
+def _check_experts(config: Config) -> None:
     if config.model.tiny.experts == 1:
         raise ConfigError(
             "model.tiny.experts=1: two experts take a token, so there must be 2 or more; 0 makes "
             "layers without any."
         )
-    _check_ring(config)
-    _check_moments(config)
 
 
 def _check_moments(config: Config) -> None:
@@ -42,7 +41,6 @@ def _check_moments(config: Config) -> None:
     others = {f"models.{r}": model_settings(config, r).optimizer_of(actor) for r in config.models}
     for name, optimizer in {"actor": actor, **others}.items():
         setting = f"{name}.optimizer.moments"
-        one_of(setting, optimizer.moments, ("float32", "bfloat16"))
         slowest = max(optimizer.betas, default=0.0)
         if optimizer.moments == "bfloat16" and slowest > SLOWEST_OF_BFLOAT16:
             raise ConfigError(
@@ -52,14 +50,28 @@ def _check_moments(config: Config) -> None:
             )
 
 
+def _check_chunks(config: Config) -> None:
+    for name, cut in _cuts(config).items():
+        if cut.chunks > 1 and cut.pp == 1:
+            raise ConfigError(
+                f"{name}.parallel.chunks={cut.chunks}: these are stages of a pipeline, and "
+                f"there is none. Set {name}.parallel.pp=2 or more, or {name}.parallel.chunks=1."
+            )
+
+
+def _cuts(config: Config) -> dict[str, ParallelConfig]:
+    """How models are cut, by whose settings say so."""
+    cuts = {f"models.{role}": model_settings(config, role).parallel for role in config.models}
+    return {"actor": config.actor.parallel} | {name: cut for name, cut in cuts.items() if cut}
+
+
 def _check_ring(config: Config) -> None:
     """The two together were seen to give wrong gradients: ring attention changes results of
     products in place, and what `selective` keeps is most likely these."""
     if config.actor.gradient_checkpointing != "selective":
         return
-    cuts = {f"models.{role}": model_settings(config, role).parallel for role in config.models}
-    for name, cut in {"actor": config.actor.parallel, **cuts}.items():
-        if cut is not None and cut.ring > 1:
+    for name, cut in _cuts(config).items():
+        if cut.ring > 1:
             raise ConfigError(
                 f"actor.gradient_checkpointing=selective does not go with {name}.parallel.ring="
                 f"{cut.ring}. Set actor.gradient_checkpointing=full, or cut samples with "

@@ -1,37 +1,29 @@
-"""Composing a job's configuration from the YAML files here and `key=value` overrides."""
+"""Composing a job's configuration from defaults, presets and `key=value` overrides."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import asdict, fields, is_dataclass, replace
-from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, is_dataclass, replace
+from typing import Any, get_origin
 
-import yaml
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
+from hybridrl.config import secrets
 from hybridrl.config.model_start import with_model_folders
-from hybridrl.config.recipe import expand
+from hybridrl.config.names import check_name, leaves
+from hybridrl.config.overrides import (
+    Override,
+    hint_of,
+    in_brackets,
+    read_overrides,
+)
+from hybridrl.config.presets import CHOSEN, names, preset, presets_with, settings_of_group
 from hybridrl.config.resumed_settings import with_settings_of_run
 from hybridrl.config.schema import Config
-from hybridrl.errors import ConfigError, nearest
-
-FOLDER = Path(__file__).parent
-GROUPS = ("algorithm", "data", "placement", "rollout")
-OPEN = re.compile(
-    r"((reward|cost)\.options|algorithm\.loss_options|placement\.roles|models"
-    r"|rollout\.engine_options)[.=]"
-)
-"""Settings below which any name may stand: the user's, those of a loss, roles, or vLLM's; checked
-with them."""
-
-ConfigStore.instance().store(name="schema", node=Config)
+from hybridrl.config.shown import that_count
+from hybridrl.config.values import is_optional, kind_of, mistyped, plain, sentence
+from hybridrl.errors import ConfigError, Problems, nearest
 
 
 def load_config(overrides: Sequence[str] = ()) -> Config:
@@ -43,39 +35,57 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
             or `["recipe=my.yaml"]`.
 
     Raises:
-        ConfigError: for an unknown key (names the nearest), a value of the wrong type, or a value
+        ConfigError: for each unknown key (names the nearest), value of the wrong type, or value
             that has to be given.
     """
-    overrides = expand(overrides)
-    _check_preset_groups(overrides)
-    _check_open(overrides)
-    added = [f"++{o}" if OPEN.match(o) and "=" in o else o for o in overrides]
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(FOLDER), version_base=None):
-            composed = to_config(compose("config", overrides=added))
-    except (HydraException, OmegaConfBaseException) as error:
-        cause = f"{error}\n{error.__cause__ or ''}"
-        raise ConfigError(_explain(cause, overrides)) from None
-    return with_settings_of_run(composed, overrides)
+    problems = Problems()
+    read = read_overrides(overrides, problems)
+    composed = _compose(read, problems)
+    problems.raise_if_any()
+    keys = (key for override in read for key in _settings_of(override))
+    return with_settings_of_run(to_config(composed), keys)
 
 
 def to_config(config: DictConfig) -> Config:
-    """The dataclasses behind a composed configuration, with model folders in place of runs."""
-    found = OmegaConf.to_object(config)
+    """The dataclasses behind a composed configuration, with model folders in place of runs.
+
+    Raises:
+        ConfigError: if a value that refers to another, or to the environment, cannot be had.
+    """
+    try:
+        found = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_unresolved(config, error)) from None
     if not isinstance(found, Config):
-        raise ConfigError("The configuration is not of the schema's type; start from config.yaml.")
-    return with_model_folders(found)
+        raise ConfigError("The configuration is not of the schema's type; start from Config().")
+    for name, hint in leaves().items():  # OmegaConf looks at no list that refers to another value
+        value = _at(found, name)
+        if value is not None and (refusal := mistyped(hint, value)):
+            raise ConfigError(sentence(name, value, hint, refusal))
+    return with_model_folders(secrets.marked(found, config))
+
+
+def _at(config: Config, name: str) -> Any:
+    """A setting; None where its group is."""
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration as it is written to `config.yaml` of the run."""
-    return OmegaConf.to_yaml(OmegaConf.structured(_named(config)))
+    """The resolved configuration as it is written to `config.yaml` of the run: without secrets."""
+    return OmegaConf.to_yaml(OmegaConf.structured(secrets.written(_named(config))))
+
+
+def shown(config: Config) -> str:
+    """What counts of the configuration in this job, for a person to read."""
+    return OmegaConf.to_yaml(OmegaConf.create(that_count(secrets.written(_named(config)), config)))
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """The resolved configuration as nested dictionaries."""
-    return asdict(_named(config))
+    """The resolved configuration as nested dictionaries, without secrets."""
+    return asdict(secrets.written(_named(config)))
 
 
 def _named(config: Config) -> Config:
@@ -94,103 +104,109 @@ def _names(function: Any) -> Any:
     return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
 
 
-def leaves(schema: Any, prefix: str = "") -> list[str]:
-    """The dotted names of all settings, of groups too that are null until a preset sets them."""
-    names: list[str] = []
-    unset = _preset_groups(schema)
-    for field in fields(schema):
-        value = unset.get(field.name, getattr(schema, field.name))
-        name = f"{prefix}{field.name}"
-        names += leaves(value, f"{name}.") if is_dataclass(value) else [name]
-    return names
-
-
-def _preset_groups(schema: Any) -> dict[str, Any]:
-    """The groups of settings that are null in `schema`, with their defaults."""
-    kinds = get_type_hints(type(schema))
-    return {
-        field.name: kind()
-        for field in fields(schema)
-        if getattr(schema, field.name) is None
-        for kind in get_args(kinds[field.name])
-        if is_dataclass(kind)
-    }
-
-
-def _check_open(overrides: Sequence[str]) -> None:
+def _compose(overrides: Sequence[Override], problems: Problems) -> DictConfig:
+    """Defaults, then presets, then what else overrides say, in their order."""
+    chosen = dict(CHOSEN)
     for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if key == "rollout.engine_options" and value and not value.startswith("{"):
-            raise ConfigError(
-                f"{override}: must be a dictionary. Or set one option, as in "
-                f"{key}.max_num_batched_tokens=4096."
-            )
+        if override.is_preset:
+            with problems.noted():
+                chosen[override.key] = _preset_name(override)
+    presets = [preset(group, name) for group, name in chosen.items()]
+    config = OmegaConf.merge(OmegaConf.structured(Config), *presets)
+    assert isinstance(config, DictConfig)
+    for override in overrides:
+        if not override.is_preset:
+            with problems.noted():
+                _set(config, override)
+    return config
 
 
-def _check_preset_groups(overrides: Sequence[str]) -> None:
-    """Refuses settings of a group that no override creates: Hydra would fail without a sentence."""
-    for group in _preset_groups(Config()):
-        mine = [o for o in overrides if re.match(rf"\+*{group}[.=]", o) and o != f"{group}=null"]
-        presets = [f"algorithm={name}" for name in _presets_with(group)] if mine else []
-        if not mine or any(preset in overrides for preset in presets):
-            continue
-        key = mine[0].split("=", 1)[0].lstrip("+")
-        known = [group, *(name for name in leaves(Config()) if name.startswith(f"{group}."))]
-        if key not in known and not OPEN.match(key):
-            raise ConfigError(f"There is no setting `{key}`.{_nearest_setting(key, known)}")
-        raise ConfigError(
-            f"{mine[0]}: `{group}` is set by {' or '.join(presets)}; choose that, or leave {key} "
-            "out."
+def _unresolved(config: DictConfig, error: OmegaConfBaseException) -> str:
+    """Of a value that refers to another, or to the environment."""
+    key = str(error.full_key)
+    said = OmegaConf.to_container(config)
+    for name in key.split("."):
+        said = said.get(name) if isinstance(said, dict) else None
+    cause = str(error).splitlines()[0]
+    if "could not be converted" in cause or "Cannot convert" in cause:
+        return f"{key}={said}: what it refers to {kind_of(hint_of(key))}."
+    cause = cause.rpartition("resolving interpolation: ")[2].strip('"')
+    return f"{key}={said}: {cause[:1].lower()}{cause[1:].removesuffix('.')}."
+
+
+def _preset_name(override: Override) -> str:
+    group, name = override.key, override.value
+    if name in names(group):
+        return str(name)
+    raise ConfigError(
+        f"{group}={name}: there is no `{group}` called `{name}`; there are "
+        f"{', '.join(names(group))}."
+        + (
+            nearest(name, names(group))
+            if "," not in name
+            else " For a job with each, add --multirun."
         )
+    )
 
 
-def _presets_with(group: str) -> list[str]:
-    """The algorithm files that set something in `group`."""
-    paths = sorted((FOLDER / "algorithm").glob("*.yaml"))
-    return [path.stem for path in paths if group in (yaml.safe_load(path.read_text()) or {})]
+def _set(config: DictConfig, override: Override) -> None:
+    """Sets what an override says."""
+    key, value, hint = override.key, override.value, hint_of(override.key)
+    if is_dataclass(plain(hint)):
+        _set_group(config, override)
+        return
+    if absent := next((g for g in _groups_of(key) if OmegaConf.select(config, g) is None), None):
+        presets = " or ".join(presets_with(absent))
+        raise ConfigError(
+            f"{override.said}: `{absent}` is set by {presets}; choose that, or leave {key} out."
+        )
+    if value == "???" or (value is None and not is_optional(hint) and plain(hint) is not Any):
+        raise ConfigError(f"{override.said}: must have a value. Leave it out for the default.")
+    if isinstance(value, dict) and (found := mistyped(hint, value)):  # OmegaConf merges anything
+        raise ConfigError(f"{override.said}: {found}.")
+    try:
+        OmegaConf.update(config, key, value, merge=True, force_add=True)
+    except GrammarParseError as error:
+        raise ConfigError(
+            f"{override.said}: `${{` begins a reference, such as ${{oc.env:NAME}}; write "
+            rf"\${{ for the characters themselves. Here: {str(error).splitlines()[0]}."
+        ) from None
+    except OmegaConfBaseException:
+        is_list = get_origin(plain(hint)) is list and not isinstance(value, list | dict)
+        cure = f" {in_brackets(key, value)}" if is_list else ""
+        raise ConfigError(f"{override.said}: {kind_of(hint)}.{cure}") from None
 
 
-def _explain(text: str, overrides: Sequence[str]) -> str:
-    """Hydra's words, as a sentence of ours that names the setting and the nearest known one."""
-    known = leaves(Config())
-    null = [f"{group}=null" for group in _preset_groups(Config())]
-    for override in (o for o in overrides if o not in null):
-        key = override.split("=", 1)[0].lstrip("+~").split("@")[0]
-        if "=" not in override:
-            return (
-                f"`{override}` is not an override; write key=value, for example trainer.steps=20."
-            )
-        if key in GROUPS:
-            choices = sorted(path.stem for path in (FOLDER / key).glob("*.yaml"))
-            choice = override.split("=", 1)[1]
-            if choice not in choices:
-                return (
-                    f"{override}: there is no `{key}` called `{choice}`; there are "
-                    f"{', '.join(choices)}.{nearest(choice, choices)}"
-                )
-        elif key not in known and not key.startswith("hydra") and not OPEN.match(key):
-            if any(name.startswith(f"{key}.") for name in known):
-                if override.split("=", 1)[1].startswith("{"):
-                    continue  # several settings of the group at once
-                inner = [name for name in known if name.startswith(f"{key}.")]
-                return f"`{override}`: `{key}` is a group of settings; set {', '.join(inner)}."
-            return f"There is no setting `{key}`.{_nearest_setting(key, known)}"
-        elif "sweep" in text.lower() and "," in override.split("=", 1)[1] and "[" not in override:
-            value = override.split("=", 1)[1]
-            return f"{override}: write a list in brackets, as in '{key}=[{value}]'."
-    lines = text.strip().splitlines()
-    key = re.search(r"full_key: (\S+)", text)
-    if key and "is not Optional" in text:
-        return f"{key.group(1)}=null: must have a value. Leave it out for the default."
-    said = ("Value '", "Cannot convert")
-    cause = next((line for line in lines if line.startswith(said)), lines[0])
-    return f"{key.group(1)}: {cause}" if key else cause
+def _set_group(config: DictConfig, override: Override) -> None:
+    """Several settings of a group at once, as a dictionary; null for a group that may be absent."""
+    key, value = override.key, override.value
+    if value is None and is_optional(hint_of(key)):
+        OmegaConf.update(config, key, None, merge=False)
+        return
+    if not isinstance(value, dict):
+        inner = [name for name in leaves() if name.startswith(f"{key}.")]
+        raise ConfigError(
+            f"`{override.said}`: `{key}` is a group of settings; set {', '.join(inner)}."
+        )
+    problems = Problems()
+    for name, entry in value.items():
+        with problems.noted():
+            check_name(f"{key}.{name}")
+            _set(config, Override(f"{key}.{name}", entry, f"{key}.{name}={entry}"))
+    problems.raise_if_any()
 
 
-def _nearest_setting(key: str, known: list[str]) -> str:
-    """By the whole name, or by its last word wherever that stands."""
-    if close := nearest(key, known):
-        return close
-    last = key.rsplit(".", 1)[-1]
-    same = [name for name in known if name.rsplit(".", 1)[-1] == last]
-    return f" Did you mean `{same[0]}`?" if same else " `--cfg job` shows all settings."
+def _groups_of(key: str) -> Iterable[str]:
+    """The groups that hold a setting, outermost first."""
+    parts = key.split(".")
+    return (".".join(parts[:end]) for end in range(1, len(parts)) if _is_group(parts[:end]))
+
+
+def _is_group(parts: Sequence[str]) -> bool:
+    return is_dataclass(plain(hint_of(".".join(parts))))
+
+
+def _settings_of(override: Override) -> Iterable[str]:
+    """The dotted names of all settings that an override is about; of a preset all count that
+    presets of its group set."""
+    return settings_of_group(override.key) if override.is_preset else [override.key]

@@ -3,18 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from hybridrl.config.bounds import (
+    Length,
+    Name,
+    NonNegativeFloat,
+    NonNegativeInt,
+    NotEmpty,
+    OneOf,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Range,
+    Rate,
+    Seconds,
+    Share,
+    TextOrTexts,
+    With,
+)
+
+TINY = With("model.path=null")
+VALUES = With("trainer.name=ppo", "trainer.name=safe_rlhf")
+VLLM = With("rollout.engine=vllm")
+EPISODES = With("rollout.episode")
+ANNEALED = With("actor.optimizer.schedule=linear", "actor.optimizer.schedule=cosine")
+LORA = With("actor.lora.rank")
 
 
 @dataclass
 class TinyModelConfig:
     """Shape of the model that is made from `run.seed` when `model.path` is null."""
 
-    hidden_size: int = 128
-    layers: int = 2
-    heads: int = 4
-    context: int = 128
-    experts: int = 0
+    hidden_size: Annotated[int, Range(least=1, most=65536), TINY] = 128
+    """A multiple of 32 for each head."""
+    layers: Annotated[int, Range(least=1, most=1000), TINY] = 2
+    """Transformer blocks."""
+    heads: Annotated[int, Range(least=1, most=1024), TINY] = 4
+    """Of attention; half as many of keys and values."""
+    context: Annotated[int, Range(least=1, most=2**24), TINY] = 128
+    """Longest sample, prompt included, in tokens."""
+    experts: Annotated[int, Range(least=0, most=4096), TINY] = 0
     """Of each layer, two of which take a token; 0: layers are dense."""
 
 
@@ -22,18 +51,18 @@ class TinyModelConfig:
 class ModelConfig:
     """The language model to train."""
 
-    path: str | None = None
+    path: Name | None = None
     """Folder or hub name; null makes a tiny model and a character tokenizer."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[Name | None, With("model.path")] = None
     """Where the tokenizer lies, if not with the model."""
-    dtype: str = "auto"
+    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
     """Precision of computation: `bfloat16`, `float32`, or `auto`: bfloat16 on accelerators, and on
     CPUs that multiply it from 8 million parameters on, else float32. Master weights and optimizer
     are float32. The run's `config.yaml` has the one that was chosen."""
-    save_dtype: str | None = None
+    save_dtype: Annotated[str, OneOf("float32", "bfloat16", "float16")] | None = None
     """Precision of trained models in files; null: that of the folder that the model comes from.
     Checkpoints and adapters are float32."""
-    file_gib: float = 5.0
+    file_gib: PositiveFloat = 5.0
     """Largest file of a model or a checkpoint, unless one tensor is larger, GiB."""
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
 
@@ -42,28 +71,36 @@ class ModelConfig:
 class OptimizerConfig:
     """AdamW."""
 
-    learning_rate: float = 1e-6
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    moments: str = "float32"
+    learning_rate: Rate = 1e-6
+    """At its highest, after warm-up."""
+    betas: Annotated[list[Annotated[float, Range(least=0, below=1)]], Length(2)] = field(
+        default_factory=lambda: [0.9, 0.95]
+    )
+    """Decay of the mean of gradients, and of their squares."""
+    moments: Annotated[str, OneOf("float32", "bfloat16")] = "float32"
     """Precision in which both moments are kept between steps, which compute in float32: `float32`,
     or `bfloat16`, which halves their memory and loses updates of the second one below 0.4 %."""
-    weight_decay: float = 0.0
-    warmup_steps: int = 0
-    schedule: str = "constant"
+    weight_decay: NonNegativeFloat = 0.0
+    """Share of each weight that is taken off in a step, times the learning rate."""
+    warmup_steps: NonNegativeInt = 0
+    """Updates over which the rate grows from 0."""
+    schedule: Annotated[str, OneOf("constant", "linear", "cosine")] = "constant"
     """`constant`, `linear` or `cosine`, down to `min_ratio` of the rate at the last step."""
-    min_ratio: float = 0.0
-    max_grad_norm: float = 1.0
+    min_ratio: Annotated[Probability, ANNEALED] = 0.0
+    """Of the highest learning rate, at the last step."""
+    max_grad_norm: NonNegativeFloat = 1.0
+    """Longer gradients are scaled down to it; 0: none are."""
 
 
 @dataclass
 class LoraSettings:
     """Low-rank adapters instead of the whole model; see `hybridrl.models.adapters`."""
 
-    rank: int | None = None
+    rank: PositiveInt | None = None
     """null trains the whole model."""
-    alpha: float = 32.0
+    alpha: Annotated[PositiveFloat, LORA] = 32.0
     """Adapters are multiplied by alpha / rank."""
-    targets: Any = "all-linear"
+    targets: Annotated[Any, TextOrTexts(), NotEmpty(), LORA] = "all-linear"
     """Modules that get one: `all-linear`, or a list of names such as `[q_proj, v_proj]`."""
 
 
@@ -72,21 +109,21 @@ class ParallelConfig:
     """How a model that is trained is cut over the devices: dp x ring x ulysses x pp x tp of them.
     Splits never change what is learned."""
 
-    dp: int | None = None
+    dp: PositiveInt | None = None
     """Parts of the batch; null: as many as the devices leave."""
-    tp: int = 1
+    tp: PositiveInt = 1
     """Tensor parallel: every matrix is cut over so many devices."""
-    pp: int = 1
+    pp: PositiveInt = 1
     """Pipeline: consecutive layers lie on different devices."""
-    chunks: int = 1
+    chunks: PositiveInt = 1
     """Stages on each device of a pipeline; more than one interleaves them: less idle time, more
     messages."""
-    ulysses: int = 1
+    ulysses: PositiveInt = 1
     """Sequence parallel by heads: samples are cut over so many devices, which swap tokens for heads
     in attention."""
-    ring: int = 1
+    ring: PositiveInt = 1
     """Sequence parallel by blocks: keys and values are passed around so many devices."""
-    shards: int | None = None
+    shards: PositiveInt | None = None
     """Data- and sequence-parallel ranks that share one copy of the parameters; null: all of them.
     Fewer gather over shorter ways and take more memory (hybrid sharding)."""
 
@@ -100,18 +137,18 @@ class ActorConfig:
     """How the model is trained: the policy, or with trainer `reward_model` the reward model. Other
     models are trained alike, but for what `models.<role>` says."""
 
-    tokens_per_microbatch: int = 16384
+    tokens_per_microbatch: PositiveInt = 16384
     """Tokens, prompts included, of one forward and backward on one device."""
-    updates_per_step: int = 1
+    updates_per_step: PositiveInt = 1
     """Optimizer updates on the samples of one step, each on its own part of them."""
-    router_loss_weight: float = 0.0
+    router_loss_weight: NonNegativeFloat = 0.0
     """Of the auxiliary loss that keeps a mixture of experts in balance, see
     `hybridrl.models.routing`; with it an update forwards its samples once more. 0: none."""
-    gradient_checkpointing: str = "none"
+    gradient_checkpointing: Annotated[str, OneOf(*CHECKPOINTING)] = "none"
     """What a layer does not keep of its forward is computed again in its backward. `none`: it keeps
     all; `selective`: results of matrix products and attention; `full` (or `true`): its input only;
     `offload`: that too, on the CPU."""
-    compile: str = "auto"
+    compile: Annotated[str, OneOf("auto", "true", "false")] = "auto"
     """Compile layers with torch: `true`, `false`, or `auto`: on accelerators. What does not compile
     runs as it is, and the log says so."""
     offload_parameters: bool = False
@@ -137,9 +174,9 @@ class CriticConfig:
     """How `ppo` and `safe_rlhf` learn values. The critic's model begins as the actor's, or as
     `models.critic.path` says: a reward model or a language model."""
 
-    value_clip: float | None = None
+    value_clip: Annotated[PositiveFloat | None, VALUES] = None
     """Farthest that an update may move a value; null does not clip."""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[NonNegativeInt, VALUES] = 0
     """First steps, in which only the critic learns."""
 
 
@@ -147,7 +184,7 @@ class CriticConfig:
 class RolloutParallelConfig:
     """How the model is cut while it generates."""
 
-    tp: int = 1
+    tp: Annotated[PositiveInt, VLLM] = 1
     """Devices that share one copy of the model."""
 
 
@@ -155,45 +192,58 @@ class RolloutParallelConfig:
 class RolloutConfig:
     """How samples are generated."""
 
-    engine: str = "vllm"
-    samples_per_prompt: int = 8
-    max_tokens: int = 512
+    engine: Annotated[str, OneOf("vllm", "transformers")] = "vllm"
+    """What generates, as `rollout=<name>` chooses it."""
+    samples_per_prompt: PositiveInt = 8
+    """Answers that are drawn for each prompt."""
+    max_tokens: PositiveInt = 512
     """Longest response."""
-    min_tokens: int = 0
+    min_tokens: NonNegativeInt = 0
     """Shortest response: the end-of-sequence token is not chosen before."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: Annotated[
+        float,
+        Range(
+            least=0.01,
+            most=100,
+            why="Near 0 all samples of a prompt would be equal and nothing could be learned. "
+            "Evaluation is greedy by itself.",
+        ),
+    ] = 1.0
+    """Of drawing, which the trainer's log-probabilities follow."""
+    top_p: Annotated[float, Range(above=0, most=1)] = 1.0
+    """Share of the probability that tokens are drawn from; 1: all of it."""
+    top_k: NonNegativeInt = 0
     """0 switches it off."""
-    stop: list[str] = field(default_factory=list)
+    stop: list[Annotated[str, NotEmpty()]] = field(default_factory=list)
     """Texts that end a response; the tokenizer's end-of-sequence token always does."""
-    episode: str | None = None
+    episode: Name | None = None
     """`path/to/file.py:Name` or `package.module:Name`: a class whose objects answer the model's
     turns, see `hybridrl.Episode`. Then `max_tokens` and `min_tokens` are those of all turns
     together, `stop` texts end a turn, and `reward.function=[]` leaves rewards to the episode."""
-    max_turns: int = 8
+    max_turns: Annotated[PositiveInt, EPISODES] = 8
     """Most turns of the model in an episode."""
-    max_turn_tokens: int | None = None
+    max_turn_tokens: Annotated[PositiveInt | None, EPISODES] = None
     """Longest of these turns; null: as long as `max_tokens` allows. A turn that is cut short ends
     its episode."""
-    tool_timeout_s: float = 30.0
+    tool_timeout_s: Annotated[Seconds, EPISODES] = 30.0
     """Longest time for one call of the episode's code; then that episode is over."""
     parallel: RolloutParallelConfig = field(default_factory=RolloutParallelConfig)
-    max_sequences: int = 256
+    max_sequences: PositiveInt = 256
     """Samples generated at a time on one replica."""
-    kv_cache_gib: float = 0.25
+    kv_cache_gib: Annotated[PositiveFloat, VLLM] = 0.25
     """KV cache per device (CPUs)."""
-    memory_share: float = 0.5
+    memory_share: Annotated[Share, VLLM] = 0.5
     """Share of a GPU's memory for the engine: its weights and KV cache."""
-    cuda_graphs: bool = True
-    routing_replay: bool = False
+    cuda_graphs: Annotated[bool, VLLM] = True
+    """Record the generator's kernels once and play them back (GPUs only)."""
+    routing_replay: Annotated[bool, VLLM] = False
     """Of a mixture of experts: the trainer lets each token be taken by the experts that took it in
     generation (Ma et al. 2025, arXiv:2510.11370), with the weights that its own router gives them.
     Rounding alone would choose others now and then. A byte for each of them and each token."""
-    engine_options: dict[str, Any] = field(default_factory=dict)
+    engine_options: Annotated[dict[str, Any], VLLM] = field(default_factory=dict)
     """Further options of vLLM's engine by vLLM's names, such as `max_num_batched_tokens`,
     `kv_cache_dtype`, `async_scheduling` or `speculative_config`."""
-    adapters: str = "merged"
+    adapters: Annotated[str, OneOf("merged", "separate"), LORA] = "merged"
     """How the adapters of `actor.lora` get to vLLM: `merged` into the weights, which all travel; or
     `separate`, so that they alone travel, and vLLM computes with both: less time for each sync and
     more for each token."""

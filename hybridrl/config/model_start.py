@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hybridrl.config.bounds import NotLonger
+from hybridrl.config.resume import LATEST
 from hybridrl.config.schema import Config, RewardConfig
 from hybridrl.errors import ConfigError
 
@@ -40,8 +42,11 @@ def model_folder(path: str | None, setting: str, *roles: str) -> str | None:
     Raises:
         ConfigError: if a run or a step has none of them; names the setting.
     """
-    folder = Path(path).expanduser() if path else None
-    if folder is None or (folder / "config.json").is_file():
+    if path is None or NotLonger().refusal(path):  # what cannot be a path, checks tell of
+        return path
+    path = _of_now(str(Path(path).expanduser()) if path.startswith("~") else path)
+    folder = Path(path)
+    if (folder / "config.json").is_file():
         return path
     if (folder / "complete.json").is_file():
         names, what = [*roles], "a step of a run"
@@ -56,6 +61,16 @@ def model_folder(path: str | None, setting: str, *roles: str) -> str | None:
             f"{', '.join(names)}. Name a model folder, or one of the steps in a run's checkpoints."
         )
     return str(found)
+
+
+def _of_now(path: str) -> str:
+    """A path through the link to the newest run, by the name of that run: when workers read it, or
+    read it again, the link is this run's."""
+    folder = Path(path).expanduser()
+    for place in (folder, *folder.parents):
+        if place.name == LATEST and place.is_symlink():
+            return str(place.parent / place.readlink() / folder.relative_to(place))
+    return path
 
 
 def _role(role: str, settings: Any) -> Any:

@@ -21,6 +21,8 @@ COMPLETE = "complete.json"
 """The file that a step's folder has when it is complete."""
 SETTINGS = "config.yaml"
 """The settings of a run, in its folder and in those of its steps."""
+LATEST = "latest"
+"""The link to the newest run, in the folder of all runs."""
 _STEP = re.compile(r"step-(\d{6,})")
 
 
@@ -110,7 +112,10 @@ def named_source(setting: str, named: str) -> Source:
         ConfigError: if it is none of these.
     """
     said = f"{setting}={named}" if setting else named
-    place = location_of(named)
+    try:
+        place = location_of(named)
+    except ConfigError as error:
+        raise ConfigError(f"{said}: {error}") from None
     if isinstance(place, Path):
         place = place.resolve()
     step = step_of(place)

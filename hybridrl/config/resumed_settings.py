@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
+from hybridrl.config import secrets
+from hybridrl.config.presets import leaves
 from hybridrl.config.resume import AUTO, forked, resumed
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
@@ -26,14 +27,13 @@ _SAME_LEARNING = re.compile(
 """Settings that do not change what is learned from a step on, or say only for how long."""
 
 
-def with_settings_of_run(config: Config, overrides: Sequence[str]) -> Config:
+def with_settings_of_run(config: Config, given_keys: Iterable[str]) -> Config:
     """The settings to run with: those of the run that is resumed or forked in place of everything
     that no override says.
 
     Args:
         config: As composed from the defaults and the overrides.
-        overrides: As on the command line; of a preset (`algorithm=ppo`) all count that presets of
-            its group set.
+        given_keys: The dotted names of the settings that overrides and presets give.
 
     Raises:
         ConfigError: if the run's settings cannot be read.
@@ -47,11 +47,12 @@ def with_settings_of_run(config: Config, overrides: Sequence[str]) -> Config:
     source = resumes or forked(config)
     if source is None:
         return config
-    given = OmegaConf.structured(config)
+    given = OmegaConf.structured(secrets.unmarked(config))
+    named = f"fork={config.fork}" if resumes is None else f"resume={config.resume}"
     try:
         stored = yaml.safe_load(source.settings.read_text(encoding="utf-8"))
         found: Any = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(stored))
-        for key in _keys(overrides):
+        for key in given_keys:
             while True:
                 value = OmegaConf.select(given, key, default=_ABSENT)
                 group = key.rpartition(".")[0]
@@ -59,13 +60,19 @@ def with_settings_of_run(config: Config, overrides: Sequence[str]) -> Config:
                     break
                 key = group  # that is null in one of the two, or has an option less
             OmegaConf.update(found, key, value, merge=False, force_add=True)
-        settings = OmegaConf.to_object(found)
+        settings = secrets.marked(OmegaConf.to_object(found), found)
+    except InterpolationResolutionError as error:
+        raise ConfigError(
+            f"{named}: {error.full_key} of that run was {str(error).splitlines()[0]}. Set the "
+            f"variable, or give {error.full_key}=<value>."
+        ) from error
     except (OSError, yaml.YAMLError, UnicodeError, OmegaConfBaseException) as error:
-        named = f"fork={config.fork}" if resumes is None else f"resume={config.resume}"
         raise ConfigError(
             f"{named}: {source.settings} could not be read: {str(error).splitlines()[0]}. "
             "Bring it back from a copy; without it the settings of the run are not known."
         ) from error
+    secrets.check_known(settings, named)
+    settings = secrets.as_given(settings, config)
     directory, checkpoint = config.run.directory, settings.checkpoint
     if resumes is not None:
         directory = directory or str(resumes.run)
@@ -83,7 +90,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     Args:
         before, now: Settings as nested mappings.
     """
-    old, new = dict(_leaves(before)), dict(_leaves(now))
+    old, new = dict(leaves(before)), dict(leaves(now))
     keys = [key for key in {**old, **new} if key not in _PLACES and old.get(key) != new.get(key)]
     keys.sort(key=lambda key: (not changes_learning(key), key))
     return [
@@ -96,26 +103,3 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def changes_learning(key: str) -> bool:
     """Whether a run of another value of this setting learns something else from its data."""
     return _SAME_LEARNING.match(key) is None
-
-
-def _keys(overrides: Sequence[str]) -> Iterator[str]:
-    """The dotted names of all settings that overrides are about."""
-    for override in overrides:
-        key = override.split("=", 1)[0].lstrip("+~")
-        presets = sorted((Path(__file__).parent / key).glob("*.yaml")) if key.isidentifier() else []
-        for preset in presets:
-            text = preset.read_text()
-            prefix = "" if "@package _global_" in text else f"{key}."
-            for name, _ in _leaves(yaml.safe_load(text) or {}):
-                if name.split(".")[0] != "defaults":
-                    yield prefix + name
-        if not presets and not key.startswith("hydra"):
-            yield key
-
-
-def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

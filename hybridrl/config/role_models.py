@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.schema import Config, OptimizerConfig, ParallelConfig
+from hybridrl.config.values import hints, kind_of, wrong_values
 from hybridrl.errors import ConfigError, nearest
 
 Settings = TypeVar("Settings")
@@ -68,17 +69,23 @@ def typed(name: str, defaults: Settings, read: Any) -> Settings:
     """These settings in place of the defaults, each of the type that the schema says.
 
     Raises:
-        ConfigError: for a name that is not known, or a value of another type.
+        ConfigError: for a name that is not known, or a value of another type or out of range.
     """
     check_names(name, read, [f.name for f in fields(defaults)])  # type: ignore[arg-type]
     found: Any = OmegaConf.structured(defaults)
     for key, value in read.items():
         try:
             found[key] = value
-        except OmegaConfBaseException as error:
-            cause = str(error).splitlines()[0]
-            raise ConfigError(f"{name}.{key}={value}: {cause}.") from None
-    return OmegaConf.to_object(found)  # type: ignore[return-value]
+        except OmegaConfBaseException:
+            kind = kind_of(hints(type(defaults))[key])
+            raise ConfigError(f"{name}.{key}={value}: {kind}.") from None
+    settings: Any = OmegaConf.to_object(found)
+    wrong = dict(wrong_values(settings, f"{name}."))
+    if said := [
+        wrong[setting] for setting in (f"{name}.{key}" for key in read) if setting in wrong
+    ]:
+        raise ConfigError(*said)
+    return settings  # type: ignore[no-any-return]
 
 
 def check_names(name: str, read: Any, known: Iterable[str]) -> None:

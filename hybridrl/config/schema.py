@@ -1,7 +1,7 @@
 """Every setting of a job, typed, with its default and its unit. One place per fact.
 
 What is learned stands in `objective_schema`, the models in `model_schema`, all else here, where the
-whole is put together and imported from.
+whole is put together and imported from. Beside a type stands what its values may be (`bounds`).
 
 A *prompt* is a question, a *sample* is one answer to it, a *token* is a token. What can be derived
 (samples per step, context length, devices) is derived, and printed at the start.
@@ -10,8 +10,21 @@ A *prompt* is a question, a *sample* is one answer to it, a *token* is a token. 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from hybridrl.config.bounds import (
+    ListOf,
+    Name,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OneOf,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Rate,
+    Seconds,
+    With,
+)
 from hybridrl.config.model_schema import (
     CHECKPOINTING,
     ActorConfig,
@@ -64,28 +77,44 @@ __all__ = [
     "WarmupConfig",
 ]
 
+SEPARATED = With(
+    "placement.strategy=separation", "placement.strategy=explicit", "placement.strategy=file"
+)
+PLACED = With("placement.strategy=explicit", "placement.strategy=interleaving")
+PAIRS = With("trainer.name=dpo", "trainer.name=reward_model")
+SAVED = With("checkpoint.every", "checkpoint.every_minutes", "checkpoint.best")
+RAY = With("executor=ray")
+
+
+CLOSING_SECONDS = 8.0
+"""How long workers and Ray may take to end after a signal."""
+
 
 @dataclass
 class RunConfig:
     """Where the run leaves its files."""
 
-    name: str = "grpo"
-    root: str = "runs"
+    name: Name = "grpo"
+    """Part of the folder's name, and the run's name in trackers."""
+    root: Name = "runs"
     """Folder of all runs; this one becomes `<root>/<date>-<name>`."""
-    directory: str | None = None
+    directory: Name | None = None
     """An explicit folder instead."""
-    seed: int = 0
+    seed: Annotated[int, Range(least=0, most=2**32 - 1)] = 0
+    """Of the tiny model, the order of the data, the held-out rows, adapters and all sampling."""
     dry: bool = False
     """Only check the settings and print the resolved configuration."""
+    private: bool = False
+    """Keep other users of the machine out of the run's folder, and of all that this job writes."""
 
 
 @dataclass
 class RayConfig:
     """How to reach Ray."""
 
-    address: str | None = None
+    address: Annotated[Name | None, RAY] = None
     """`auto`, `host:port` or `ray://host:port` joins a cluster; null starts one on this machine."""
-    start_timeout_s: float = 120.0
+    start_timeout_s: Annotated[Seconds, RAY] = 120.0
     """Longest wait for the cluster to give the devices."""
 
 
@@ -93,9 +122,9 @@ class RayConfig:
 class ControllerConfig:
     """The single controller."""
 
-    timeout_s: float = 1800.0
+    timeout_s: Seconds = 1800.0
     """Longest time one call may run on a worker."""
-    heartbeat_s: float = 60.0
+    heartbeat_s: Seconds = 60.0
     """A worker process that does not answer for so long while it has a call to do is named on the
     console; the job goes on."""
 
@@ -105,26 +134,26 @@ class PlacementConfig:
     """Which role lives on which devices; `placement=<name>` chooses a strategy. It never changes
     what is learned, but for `staleness`."""
 
-    strategy: str = "flattening"
+    strategy: Name = "flattening"
     """`flattening`, `interleaving`, `separation`, `explicit`, `file`, or a function of yours:
     `path/to/file.py:name`; see `hybridrl.placement`."""
-    path: str | None = None
+    path: Annotated[Name | None, With("placement.strategy=file")] = None
     """For `file`: a placement.json, as every run leaves one."""
-    roles: dict[str, Any] = field(default_factory=dict)
+    roles: Annotated[dict[str, Any], PLACED] = field(default_factory=dict)
     """By role (`actor`, `generator`, `critic`, `reference`, `reward` ...): its `devices` in rank
     order (for `explicit`), or its `share` of them (for `interleaving`)."""
-    generation_devices: int | None = None
+    generation_devices: Annotated[PositiveInt | None, SEPARATED] = None
     """For `separation`: how many devices generate; null: half of them."""
-    scoring: str = "generation"
+    scoring: Annotated[str, OneOf("generation", "training"), SEPARATED] = "generation"
     """For `separation`: on which side the roles live that only score, `generation` or
     `training`."""
-    staleness: int = 0
+    staleness: Annotated[NonNegativeInt, SEPARATED] = 0
     """Where generation has its own devices: how many steps the samples' policy may be behind. 0 is
     strictly on-policy; with 1 the next samples are generated while the last ones are learned."""
-    in_flight: bool = False
+    in_flight: Annotated[bool, SEPARATED] = False
     """Where generation has its own devices: give it new weights between two tokens, without waiting
     for the samples under way; they go on with the new weights."""
-    transport: str = "auto"
+    transport: Annotated[str, OneOf("auto", "collective", "store"), SEPARATED] = "auto"
     """How weights reach devices that only generate: `collective`, `store` (Ray's object store), or
     `auto`: collective wherever both sides can meet (`staleness` up to 1)."""
 
@@ -133,21 +162,25 @@ class PlacementConfig:
 class WarmupConfig:
     """Supervised steps before reinforcement, on a built-in task's own answers."""
 
-    steps: int = 0
-    examples_per_step: int = 256
-    learning_rate: float = 1e-3
+    steps: NonNegativeInt = 0
+    """Updates before reinforcement begins; 0: none."""
+    examples_per_step: PositiveInt = 256
+    """Prompts with their answers that an update learns from."""
+    learning_rate: Rate = 1e-3
+    """In place of `actor.optimizer.learning_rate`."""
 
 
 @dataclass
 class EvalConfig:
     """Greedy answers to held-out prompts."""
 
-    every: int = 20
+    every: NonNegativeInt = 20
     """Steps between evaluations; 0: only before the first step and after the last."""
-    prompts: int = 256
-    samples: int = 1
+    prompts: PositiveInt = 256
+    """Most held-out prompts."""
+    samples: PositiveInt = 1
     """k of mean@k and pass@k, measured besides when it is more than 1."""
-    by_column: str | None = None
+    by_column: Annotated[Name | None, With("data.path")] = None
     """A column of the data, such as `source`: accuracy is also shown for each of its values."""
 
 
@@ -155,34 +188,35 @@ class EvalConfig:
 class TrainerConfig:
     """The driver program."""
 
-    name: str = "grpo"
+    name: Name = "grpo"
     """A module of `hybridrl.trainers`, or a class of yours: `path/to/file.py:Name`."""
-    steps: int = 100
+    steps: PositiveInt = 100
+    """Each generates for `data.prompts_per_step` prompts and learns from them."""
 
 
 @dataclass
 class CheckpointConfig:
     """Whole steps that a run can go on from, in its `checkpoints/`; see docs/checkpoints.md."""
 
-    every: int = 0
+    every: NonNegativeInt = 0
     """Steps between two checkpoints; there is one after the last step, too. 0: none for that
     reason."""
-    every_minutes: float = 0.0
+    every_minutes: NonNegativeFloat = 0.0
     """Minutes after which the next step is saved, if no other was; 0: none for that reason."""
-    keep_last: int = 2
+    keep_last: Annotated[PositiveInt, SAVED] = 2
     """So many of the newest stay; older ones are removed."""
-    keep_every: int = 0
+    keep_every: Annotated[NonNegativeInt, SAVED] = 0
     """Steps that are multiples of it are never removed; 0: no such steps."""
-    best: str | None = None
+    best: Name | None = None
     """A figure of the evaluations, such as `accuracy`, or `-eval/loss` where less is better: a step
     that is better than all before it is saved, and stays."""
-    folder: str | None = None
+    folder: Annotated[Name | None, SAVED] = None
     """Where the steps are instead of in the run's `checkpoints/`: a folder, or a URL that fsspec
     knows (`s3://bucket/run-7`)."""
-    asynchronous: bool = True
+    asynchronous: Annotated[bool, SAVED] = True
     """Write a copy of the state while the next steps go on; false: wait until it is written, which
     saves the memory for the copy, 12 bytes of the host for each parameter that a device trains."""
-    memory_copies: int = 0
+    memory_copies: Annotated[NonNegativeInt, SAVED] = 0
     """Keep the newest checkpoint in the memory of nodes, too: what a device writes on its own node
     and on so many others. After a loss of a worker, or of as many nodes, it is read from there. 0:
     nowhere."""
@@ -198,28 +232,35 @@ class RecoverConfig:
     """What becomes of a job that loses a worker, a host or a node, or is told to end (SIGTERM), if
     it has checkpoints (`checkpoint.every`); see docs/checkpoints.md."""
 
-    max_restarts: int = 3
+    max_restarts: Annotated[NonNegativeInt, SAVED] = 3
     """So many times in a row, without a new checkpoint between them, its workers are started again
     and it goes on from the newest checkpoint. 0: it ends with the error."""
-    min_devices: int | None = None
+    min_devices: Annotated[PositiveInt | None, SAVED] = None
     """Where fewer devices come back: go on with as few as these; null: with all or not at all."""
-    wait_s: float = 300.0
+    wait_s: Annotated[NonNegativeFloat, SAVED] = 300.0
     """Longest wait for all devices to come back."""
-    grace_s: float = 30.0
-    """Time between SIGTERM and the end of the process: the step in hand is finished and saved if
-    that can be done meanwhile."""
+    grace_s: Seconds = 30.0
+    """Time between SIGTERM, SIGHUP or Ctrl-C and the end of the process: what is in hand is
+    finished and saved if that can be done meanwhile."""
+
+    @property
+    def save_s(self) -> float:
+        """What of the grace is for saving; the rest is for ending workers."""
+        return max(self.grace_s / 2, self.grace_s - CLOSING_SECONDS)
 
 
 @dataclass
 class GuardConfig:
     """Losses, gradients and scores that are not finite; see docs/running.md."""
 
-    on_nan: str = "skip"
+    on_nan: Annotated[str, OneOf("skip", "stop", "rewind")] = "skip"
     """`skip`: the update is left out; `stop`: the job ends; `rewind`: it goes back to the last
     checkpoint, and leaves out the prompts that led there when they come again."""
-    most_skipped: int = 10
-    """So many such updates in a row, or rewinds to one checkpoint, end the job; at most 20."""
-    most_mismatch: float | None = None
+    most_skipped: Annotated[
+        int, Range(least=1, most=20, why="After so many in a row the engine itself gives up.")
+    ] = 10
+    """So many such updates in a row, or rewinds to one checkpoint, end the job."""
+    most_mismatch: PositiveFloat | None = None
     """The job ends if the generator is further from the trainer in its first step (`mismatch/k3`);
     null: 1e-4 in float32, 0.05 in bfloat16."""
 
@@ -228,11 +269,11 @@ class GuardConfig:
 class ObserveConfig:
     """What is written and shown."""
 
-    samples_every: int = 10
+    samples_every: NonNegativeInt = 10
     """Steps between two tables in `samples/`; 0: none."""
-    show_every: int = 10
+    show_every: NonNegativeInt = 10
     """Steps between two samples on the console; 0: none."""
-    timeline_every: int = 0
+    timeline_every: NonNegativeInt = 0
     """Steps between two timelines in `timelines/`: a picture, and a trace for Perfetto, of what
     each device did in the step and the one before; 0: none."""
 
@@ -242,14 +283,14 @@ class Config:
     """A whole job."""
 
     run: RunConfig = field(default_factory=RunConfig)
-    devices: str = "auto"
+    devices: Annotated[str, OneOf("auto", "cpu", "cuda")] = "auto"
     """`cpu`, `cuda`, or `auto`: every GPU, or two CPU slots where there is none."""
-    num_devices: int | None = None
+    num_devices: PositiveInt | None = None
     """null: every GPU; two CPU slots (one with `executor=inline`)."""
-    executor: str = "ray"
+    executor: Annotated[str, OneOf("ray", "inline")] = "ray"
     """`ray`, or `inline`: one device, in the driver's process, without Ray."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    metrics: Any = None
+    metrics: Annotated[Any, ListOf("tensorboard", "wandb", "mlflow", "jsonl")] = None
     """Besides `metrics.jsonl`: `tensorboard`, `wandb`, `mlflow`, or a list of them."""
     ray: RayConfig = field(default_factory=RayConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
@@ -263,9 +304,9 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    preference: PreferenceConfig | None = None
+    preference: Annotated[PreferenceConfig | None, PAIRS] = None
     """Set by `algorithm=dpo` and `algorithm=reward_model`."""
-    cost: CostConfig | None = None
+    cost: Annotated[CostConfig | None, With("trainer.name=safe_rlhf")] = None
     """Set by `algorithm=safe_rlhf`."""
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -274,11 +315,11 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     recover: RecoverConfig = field(default_factory=RecoverConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
-    resume: str | None = None
+    resume: Name | None = None
     """What to go on from, with its settings where no other is given: the folder of a run (its
     newest checkpoint) or one of its step folders; or `auto`: the newest checkpoint in
     `run.directory`, and the beginning where there is none."""
-    fork: str | None = None
+    fork: Name | None = None
     """What a new run begins from, with its settings where no other is given: a run or a step, as
     for `resume`. The old run stays as it is. With `resume=auto` it counts only while the new run
     has no checkpoint of its own."""

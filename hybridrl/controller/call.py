@@ -68,7 +68,7 @@ class RankPart(NamedTuple):
 @dataclass(frozen=True)
 class Failure:
     """An exception in a worker: where it happened, when (seconds since the epoch), and its
-    traceback."""
+    traceback; empty if the message says enough."""
 
     role: str
     rank: int

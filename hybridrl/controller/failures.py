@@ -64,10 +64,8 @@ def explain(found: Sequence[Failure | Death], hosts: Hosts) -> WorkerError:
     if deaths:
         return _of_death(deaths[0], hosts)
     cause = min((item for item in found if isinstance(item, Failure)), key=lambda item: item.time)
-    return WorkerError(
-        f"{cause.role}.{cause.method} failed on rank {cause.rank}: {cause.message}\n\n"
-        f"{cause.traceback.rstrip()}"
-    )
+    said = f"{cause.role}.{cause.method} failed on rank {cause.rank}: {cause.message}"
+    return WorkerError(f"{said}\n\n{cause.traceback}".rstrip())
 
 
 def node_lost(death: Death, hosts: Hosts) -> LostError:

@@ -28,8 +28,9 @@ PASSED_ON = ("/torch/_ops.py",)
 @dataclass(frozen=True)
 class Status:
     """What a host is doing: the call in hand, for how long (seconds, without the time that it
-    waited for its inputs), and whether it still waits for them. `method` is empty when the host is
-    idle; `phase` is empty between phases."""
+    waited for its inputs, and since a part of it was last done; see `Worker.progress`), and whether
+    it still waits for its inputs. `method` is empty when the host is idle; `phase` is empty between
+    phases."""
 
     role: str = ""
     rank: int = 0

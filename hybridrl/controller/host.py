@@ -33,13 +33,14 @@ from hybridrl.controller.call import (
 from hybridrl.controller.choices import Part
 from hybridrl.controller.columns import Columns
 from hybridrl.controller.health import Snapshot, Status, take_snapshot
+from hybridrl.controller.planned_faults import PlannedFaults
 from hybridrl.controller.protocol import PartialTable, Transfer
 from hybridrl.controller.shards import Rows, ShardInfo, count_tokens
 from hybridrl.controller.worker import Context, Rendezvous, Worker
 from hybridrl.core.batch import Batch
 from hybridrl.core.record import Record
 from hybridrl.core.waits import operations_of_gpu, seconds_waited
-from hybridrl.errors import DataError
+from hybridrl.errors import DataError, HybridRLError
 
 Returned = tuple[Batch | None, Any, ShardInfo | None]
 """A batch, a value that travels in the reply, and what may be known of the batch."""
@@ -56,6 +57,7 @@ class Host:
     def __init__(self, *, raises: bool = False, redirects: bool = True) -> None:
         self._raises = raises
         self._redirects = redirects
+        self._faults = PlannedFaults()
         self._workers: dict[str, Worker] = {}
         self._keywords: dict[str, Mapping[str, Any]] = {}
         self._stages: dict[str, int] = {}
@@ -189,7 +191,8 @@ class Host:
             return Status()
         record, begin = current
         call = record.role, record.rank, record.method
-        return Status(*call, time.monotonic() - begin, self._waiting, record.phase)
+        seconds = time.monotonic() - max(begin, record.progress)
+        return Status(*call, seconds, self._waiting, record.phase)
 
     def snapshot(self) -> Snapshot:
         """What this host is doing now, and where. Safe from any thread but the one that works."""
@@ -223,6 +226,7 @@ class Host:
         record.start = time.time()
         waited, on_gpu = seconds_waited(), operations_of_gpu()
         try:
+            self._faults.meet(record)
             batch, value, info = function()
         except UpstreamError as error:
             return None, Reply(record, failure=error.failure)
@@ -231,7 +235,7 @@ class Host:
                 raise
             failure = failure_of(error, record)
             logging.getLogger(__name__).error(
-                "%s.%s failed:\n%s", record.role, record.method, failure.traceback
+                "%s.%s failed:", record.role, record.method, exc_info=error
             )
             return None, Reply(record, failure=failure)
         finally:
@@ -267,16 +271,17 @@ class Host:
 
 def failure_of(error: BaseException, record: Record) -> Failure:
     """An exception as it is told: with the traceback from the worker's own code on, for the frames
-    of this file tell nobody anything."""
+    of this file tell nobody anything. One of our own is a sentence that needs none."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    text = "".join(traceback.format_exception(error.with_traceback(trace)))
+    is_sentence = isinstance(error, HybridRLError) and error.__cause__ is None
+    told = [] if is_sentence else traceback.format_exception(error.with_traceback(trace))
     try:
         message = f"{type(error).__name__}: {error}"
     except Exception:  # an exception of somebody's own that cannot say what it is
         message = type(error).__name__
-    return Failure(record.role, record.rank, record.method, message, text, time.time())
+    return Failure(record.role, record.rank, record.method, message, "".join(told), time.time())
 
 
 def _check_columns(name: str, batch: Batch, columns: Columns) -> None:

@@ -99,6 +99,11 @@ class Worker:
             self.record.phases[name] += time.perf_counter() - begin
             self.record.peaks[name] = max(self.record.peaks.get(name, 0), memory.bytes())
 
+    def progress(self) -> None:
+        """Says that a part of the current call is done: its deadline counts from here. For work of
+        many parts of which each has a limit of its own. Safe from any thread."""
+        self.record.progress = time.monotonic()
+
     def report(self, **metrics: float) -> None:
         """Adds figures to those of the current call: they add up, and of those named `*_max` the
         largest counts; see `Record.metrics`."""

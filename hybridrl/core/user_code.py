@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from hybridrl.errors import ConfigError, HybridRLError, nearest
@@ -74,18 +74,35 @@ def check(setting: str, spec: str) -> None:
         raise _no_such_name(setting, spec, name, defined)
 
 
-def parameters(spec: str) -> list[inspect.Parameter] | None:
-    """The parameters of the function that a file defines under the name, found without importing
-    it; None if it cannot be told."""
-    found = split(spec)
-    if found is None or not is_file(found[0]):
+def parameters(setting: str, spec: str) -> list[inspect.Parameter] | None:
+    """The parameters of the function that a file or module defines under the name, found without
+    importing it; None if they cannot be told.
+
+    Raises:
+        ConfigError: as `check` does.
+    """
+    place, name = _split(setting, spec)
+    source = (_find_file if is_file(place) else _find_module)(setting, spec, place, name)
+    if source is None or source.suffix != ".py":
         return None
-    tree = ast.parse(Path(found[0]).expanduser().read_bytes())
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    named_so = [n for n in tree.body if isinstance(n, kinds) and n.name == found[1]]
-    if not named_so or named_so[-1].decorator_list:
+    bound = [
+        node
+        for node in ast.parse(source.read_bytes()).body
+        if name in _defined_names([node]) and not isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    node: ast.AST | None = bound[-1] if bound else None
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        node = node.value
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         return None
-    given, one = named_so[-1].args, inspect.Parameter
+    if getattr(node, "decorator_list", None):
+        return None
+    return _listed(node.args)
+
+
+def _listed(given: ast.arguments) -> list[inspect.Parameter]:
+    """The parameters that stand in a definition; defaults are None, whatever they are."""
+    one = inspect.Parameter
     positional: list[tuple[ast.arg, Any]] = [(a, one.POSITIONAL_ONLY) for a in given.posonlyargs]
     positional += [(a, one.POSITIONAL_OR_KEYWORD) for a in given.args]
     without = len(positional) - len(given.defaults)
@@ -116,7 +133,8 @@ def load(setting: str, spec: str, failure: type[HybridRLError] = ConfigError) ->
     try:
         module = _load_file(Path(place)) if is_file(place) else importlib.import_module(place)
     except BaseException as error:  # a user's module may even call sys.exit
-        lines = traceback.format_exception(error)
+        frames = _without_import(error.__traceback__)
+        lines = traceback.format_exception(type(error), error, frames)
         raise failure(
             f"`{setting}` names `{spec}`, and importing it raised "
             f"{type(error).__name__}: {error}\n{''.join(lines)}"
@@ -125,6 +143,16 @@ def load(setting: str, spec: str, failure: type[HybridRLError] = ConfigError) ->
         known = [known for known in vars(module) if not known.startswith("_")]
         raise _no_such_name(setting, spec, name, known)
     return getattr(module, name)
+
+
+def _without_import(frames: TracebackType | None) -> TracebackType | None:
+    """The frames from the user's own code on: those that import it say nothing to the user."""
+    while frames is not None:
+        file = frames.tb_frame.f_code.co_filename
+        if file not in (__file__, importlib.__file__) and not file.startswith("<frozen importlib"):
+            break
+        frames = frames.tb_next
+    return frames
 
 
 def loaded_files() -> list[ModuleType]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.data.encoding import control_tokens, excerpt, shortened
 from hybridrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -66,11 +67,26 @@ def check_system_prompt(system_prompt: str | None, is_chat: Sequence[bool]) -> N
         )
 
 
+def check_text(number: int, text: str, column: str, setting: str) -> None:
+    """Refuses text that nobody writes: NUL characters, which end a text in C.
+
+    Raises:
+        DataError: naming the row.
+    """
+    if "\0" in text:
+        raise DataError(
+            f"Row {number} of the data has a NUL character (\\u0000) in the column `{column}` "
+            f"(`{setting}`), after {excerpt(text[: text.index(chr(0))][-40:])}. Remove it."
+        )
+
+
 def messages_of(number: int, cell: str | list[Any], role: str = "user") -> list[Message]:
     """The cell as chat messages; a string is one message of `role`.
 
+    Content that comes in parts, as for models that see pictures, becomes their text.
+
     Raises:
-        DataError: naming the row, if a message lacks `role` or `content`.
+        DataError: naming the row, if a message lacks `role` or `content`, or has other than text.
     """
     messages = [{"role": role, "content": cell}] if isinstance(cell, str) else cell
     for message in messages:
@@ -80,7 +96,54 @@ def messages_of(number: int, cell: str | list[Any], role: str = "user") -> list[
                 f"`content`: {message!r}."
             )
     # Arrow gives every message the keys of all messages; a template must not see the empty ones.
-    return [{key: v for key, v in m.items() if v is not None} for m in messages]
+    filled = [{key: v for key, v in m.items() if v is not None} for m in messages]
+    for message in filled:
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            raise DataError(
+                f"Row {number} of the data has a chat message without a role: {message!r}. "
+                "Expected `system`, `user`, `assistant` or `tool`."
+            )
+        if "content" in message or not message.get("tool_calls"):
+            message["content"] = _text_of(number, message)
+    return filled
+
+
+def question_of(number: int, cell: str | list[Any], column: str) -> list[Message]:
+    """The messages of a prompt, which the assistant is to answer.
+
+    Raises:
+        DataError: as `messages_of`; also if the last one is the assistant's own, or empty.
+    """
+    messages = messages_of(number, cell)
+    last = messages[-1]
+    if last["role"] == "assistant":
+        raise DataError(
+            f"Row {number} of the data has a chat in the column `{column}` that ends with the "
+            "assistant's message, so there is nothing to answer. Leave that message out, or put it "
+            "into a column of its own."
+        )
+    if last["role"] != "tool" and not str(last.get("content", "")).strip():
+        raise DataError(
+            f"Row {number} of the data has a chat in the column `{column}` whose last message, of "
+            f"the role `{last['role']}`, is empty. Leave the row out."
+        )
+    return messages
+
+
+def _text_of(number: int, message: Message) -> str:
+    """The content of a message, of which the template makes what it likes if it is no text."""
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        kinds = [part.get("type", "text") for part in content if isinstance(part, dict)]
+        if content and all(isinstance(part, str) for part in parts) and set(kinds) <= {"text"}:
+            content = "".join(parts)
+    if not isinstance(content, str):
+        raise DataError(
+            f"Row {number} of the data has a message of the role `{message['role']}` whose content "
+            f"is no text: {shortened(content)}. Models are trained on text only; leave the row out."
+        )
+    return content
 
 
 def open_with(system_prompt: str | None, messages: list[Message]) -> list[Message]:
@@ -93,7 +156,22 @@ def open_with(system_prompt: str | None, messages: list[Message]) -> list[Messag
 def render(
     number: int, messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, ask: bool
 ) -> str:
-    """The chat as text; with `ask`, followed by what opens the assistant's next turn."""
+    """The chat as text; with `ask`, followed by what opens the assistant's next turn.
+
+    Raises:
+        DataError: naming the row, if the template refuses it, or if the text of a message holds a
+            control token, which would end or begin turns that nobody has taken.
+    """
+    for message in messages:
+        content = message.get("content", "")
+        check_text(number, content, "messages", "content")
+        if found := control_tokens(tokenizer).search(content):
+            raise DataError(
+                f"Row {number} of the data has `{found.group()}` in the text of a message of the "
+                f"role `{message['role']}`, which is a control token of the tokenizer "
+                f"`{tokenizer.name_or_path}`: the model would not read it as text. Remove it, or "
+                "write it otherwise."
+            )
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
     except Exception as error:  # templates raise jinja2 errors, among them their own complaints

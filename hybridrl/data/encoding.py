@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
+
+_control_tokens: WeakKeyDictionary[PreTrainedTokenizerBase, re.Pattern[str]] = WeakKeyDictionary()
 
 TokenIds = npt.NDArray[np.int64]
 
@@ -28,6 +32,16 @@ def encode_prompts(
     Raises:
         DataError: naming the row, if a prompt has no tokens.
     """
+    plain = [text for text, chatty in zip(texts, is_chat, strict=True) if not chatty]
+    holding = sum(bool(control_tokens(tokenizer).search(text)) for text in plain)
+    if 0 < holding < len(plain):  # of rendered chats, all hold some
+        _log.warning(
+            "%d of %d prompts hold control tokens of the tokenizer `%s` in their text, and are "
+            "read with them, because strings are taken as they are.",
+            holding,
+            len(plain),
+            tokenizer.name_or_path,
+        )
     encoded: list[TokenIds] = [np.empty(0, np.int64)] * len(texts)
     for kind in (False, True):
         chosen = [number for number, chatty in enumerate(is_chat) if chatty is kind]
@@ -55,6 +69,16 @@ def encode_turns(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> li
     return rows
 
 
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Finds the texts that the tokenizer reads as special tokens."""
+    if tokenizer not in _control_tokens:
+        added = tokenizer.added_tokens_decoder.values()
+        special = {*tokenizer.all_special_tokens, *(t.content for t in added if t.special)}
+        longest_first = sorted(filter(None, special), key=len, reverse=True)
+        _control_tokens[tokenizer] = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    return _control_tokens[tokenizer]
+
+
 def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id of the token that ends an answer.
 
@@ -77,6 +101,12 @@ def ended(ids: TokenIds, end: int) -> TokenIds:
 def excerpt(text: str, length: int = 80) -> str:
     """The beginning of a text, quoted, for a message."""
     return repr(text if len(text) <= length else text[:length] + "...")
+
+
+def shortened(value: object, length: int = 100) -> str:
+    """The beginning of what a cell holds, for a message."""
+    shown = ascii(value)
+    return shown if len(shown) <= length else f"{shown[:length]}..."
 
 
 def _warn_of_unknown_tokens(

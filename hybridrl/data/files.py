@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hybridrl.data.json_lines import check_columns, read_json_lines
+from hybridrl.core.hub import why_not_on_hub
+from hybridrl.data.columns import check_columns, with_inner_columns
+from hybridrl.data.json_lines import read_json_lines
 from hybridrl.errors import DataError, MissingPackageError
 
 Format = Literal["jsonl", "parquet", "arrow", "datasets"]
@@ -25,7 +29,11 @@ _SUFFIXES = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+TRAIN = "train"
+HELD_OUT = ("validation", "valid", "val", "dev", "eval", "test")
+"""Splits to evaluate on, as files are named, the first choice first."""
 _SAVED = ("dataset_dict.json", "dataset_info.json")
+_log = logging.getLogger(__name__)
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
 
 
@@ -35,6 +43,7 @@ def read_rows(
     *,
     format: Format | None = None,
     required: Mapping[str, str] | None = None,
+    texts: Collection[str] = (),
 ) -> pa.Table:
     """Reads all rows that `path` stands for.
 
@@ -46,11 +55,15 @@ def read_rows(
             file.
         split: of a hub data set, the split (`train` if None; the hub's slices such as `train[:1%]`
             work); of a folder, only files named after it (`train.jsonl`,
-            `train-00000-of-00002.parquet`, `train/any.parquet`), all if None; of a saved
-            `DatasetDict`, its split, `train` if None.
+            `train-00000-of-00002.parquet`, `train/any.parquet`); if None, those of `train` where
+            there are files of several splits, else all; of a saved `DatasetDict`, its split,
+            `train` if None.
         format: None tells it from the file names.
         required: columns that must be there, by the setting that names them, for instance
-            `{"data.prompt_column": "question"}`.
+            `{"data.prompt_column": "question"}`. Dots lead into objects:
+            `reward_model.ground_truth`.
+        texts: Of these, columns in which numbers are read as texts where the file has them as
+            such: JSON lines.
 
     Raises:
         DataError: if nothing is found, a file is broken (with its name and line), a required column
@@ -58,24 +71,56 @@ def read_rows(
         MissingPackageError: if a hub data set is asked for and `datasets` is not installed.
     """
     required = required or {}
-    files = [] if format == "datasets" else _find_files(path, split, format)
-    if files:
-        table = _read_files(files, format, required)
-    elif (
-        format in ("jsonl", "parquet", "arrow")
-        or not _HUB_NAME.fullmatch(path)
-        or _has_suffix(path)
-    ):
-        raise DataError(
-            f"`data.path` is `{path}`, and there is no such file, folder or glob (seen from "
-            f"{Path.cwd()}). Give a JSON lines, Parquet or Arrow file, or the "
-            "`owner/name` of a data set."
-        )
-    else:
-        table = _read_from_hub(path, split)
-    check_columns(table.column_names, required, f"`{path}`")
+    files = check_path(path, split, format=format)
+    table = _read_files(files, format, required, texts) if files else _read_from_hub(path, split)
     if table.num_rows == 0:
         raise DataError(f"`data.path` is `{path}`, which holds no rows.")
+    return _complete(table, required, f"`{path}`")
+
+
+def may_be_on_hub(path: str) -> bool:
+    """Whether it may be the name of a data set of the hub."""
+    return _HUB_NAME.fullmatch(path) is not None and not _has_suffix(path)
+
+
+def check_path(path: str, split: str | None = None, *, format: Format | None = None) -> list[Path]:
+    """The files that `path` stands for; none where it may be a data set of the hub.
+
+    Raises:
+        DataError: if it can be neither.
+    """
+    files = [] if format == "datasets" else _find_files(path, split, format)
+    if not files and (format in ("jsonl", "parquet", "arrow") or not may_be_on_hub(path)):
+        cure = "Give a JSON lines, Parquet or Arrow file, or the `owner/name` of a data set."
+        if "," in path:
+            cure += " Several files are named by their folder, or by a glob such as `data/*.jsonl`."
+        raise DataError(
+            f"`data.path` is `{path}`, and there is no such file, folder or glob (seen from "
+            f"{Path.cwd()}). {cure}"
+        )
+    return files
+
+
+def splits_of(path: str) -> list[str]:
+    """The splits after which files of a folder are named: `train` first, then those of `HELD_OUT`;
+    none of anything else than a folder."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return []
+    files = [file.relative_to(folder) for file in _glob(folder / "**" / "*")]
+    named = [file for file in files if _has_suffix(file.name)]
+    return [name for name in (TRAIN, *HELD_OUT) if any(_is_of_split(f, name) for f in named)]
+
+
+def _complete(table: pa.Table, required: Mapping[str, str], place: str) -> pa.Table:
+    """The table with all required columns, also those that stand inside of others."""
+    if table.num_rows == 0:  # and perhaps no columns; another file may have some
+        return table
+    twice = [name for name, number in Counter(table.column_names).items() if number > 1]
+    if twice:
+        raise DataError(f"{place} has several columns of the name `{twice[0]}`. Rename one.")
+    table = with_inner_columns(table, required.values())
+    check_columns(table.column_names, required, place)
     return table
 
 
@@ -104,7 +149,22 @@ def _files_of_folder(folder: Path, split: str | None, format: Format | None) -> 
             f"{', '.join(_SUFFIXES)}."
         )
     if split is None:
-        return files
+        known = splits_of(str(folder))
+        if len(known) < 2:
+            return files
+        if TRAIN not in known:
+            raise DataError(
+                f"`data.path` is the folder `{folder}`, which has files of several splits "
+                f"({', '.join(known)}) and none that is named after `train`. Name the one to learn "
+                f"from, as in data.split={known[0]}."
+            )
+        split = TRAIN
+        _log.warning(
+            "`data.path` is the folder `%s` with the splits %s: those of `train` are read. "
+            "`data.split` chooses another.",
+            folder,
+            ", ".join(known),
+        )
     chosen = [file for file in files if _is_of_split(file.relative_to(folder), split)]
     if not chosen:
         raise DataError(
@@ -137,10 +197,15 @@ def _format_of(name: str) -> str | None:
     return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), None)
 
 
-def _read_files(files: list[Path], format: Format | None, required: Mapping[str, str]) -> pa.Table:
+def _read_files(
+    files: list[Path],
+    format: Format | None,
+    required: Mapping[str, str],
+    texts: Collection[str],
+) -> pa.Table:
     kinds = {format or _format_of(file.name) for file in files}
     if kinds == {"jsonl"}:
-        return read_json_lines(files, required)
+        return read_json_lines(files, required, texts)
     if kinds == {"parquet"}:
         return _concat(files, [_read_parquet(file, required) for file in files])
     if kinds == {"arrow"}:
@@ -148,8 +213,9 @@ def _read_files(files: list[Path], format: Format | None, required: Mapping[str,
     unknown = next((file for file in files if _format_of(file.name) is None), None)
     if unknown is not None:
         raise DataError(
-            f"`data.path` includes `{unknown}`, whose name does not tell its format; expected one "
-            f"of {', '.join(_SUFFIXES)}. Rename it."
+            f"`data.path` includes `{unknown}`, which is by its name no file of rows; expected one "
+            f"of {', '.join(_SUFFIXES)}. Rename it if it is one; write rows of another kind, such "
+            "as CSV, as JSON lines or Parquet."
         )
     raise DataError(
         f"`data.path` stands for files of different formats, among them `{files[0]}` and "
@@ -162,8 +228,7 @@ def _read_parquet(file: Path, required: Mapping[str, str]) -> pa.Table:
         table = pq.ParquetFile(file).read()
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"`{file}` (`data.path`) is no readable Parquet file: {error}") from error
-    check_columns(table.column_names, required, f"`{file}`")
-    return table
+    return _complete(table, required, f"`{file}`")
 
 
 def _read_arrow(file: Path, required: Mapping[str, str]) -> pa.Table:
@@ -176,8 +241,7 @@ def _read_arrow(file: Path, required: Mapping[str, str]) -> pa.Table:
                 table = pa.ipc.open_file(source).read_all()
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"`{file}` (`data.path`) is no readable Arrow file: {error}") from error
-    check_columns(table.column_names, required, f"`{file}`")
-    return table.replace_schema_metadata(None)
+    return _complete(table, required, f"`{file}`").replace_schema_metadata(None)
 
 
 def _concat(files: list[Path], tables: list[pa.Table]) -> pa.Table:
@@ -199,6 +263,12 @@ def _read_from_hub(path: str, split: str | None) -> pa.Table:
             "Hugging Face hub needs the package `datasets`: pip install 'hybridrl[datasets]'"
         ) from error
     name, _, configuration = path.partition(":")
+    if (why := why_not_on_hub(name, "dataset")) is not None:
+        raise DataError(
+            f"`data.path` is `{path}`, which is no file here (seen from {Path.cwd()}), and the "
+            f"Hugging Face hub {why}. Give the path of a file or folder, or put the data set into "
+            "the hub's cache on this machine (`hf download --repo-type dataset`)."
+        )
     load: Callable[..., object] = load_dataset
     try:
         dataset = load(name, configuration or None, split=split or "train")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -11,19 +12,43 @@ from typing import Any
 
 import pyarrow as pa
 
-from hybridrl.errors import DataError, nearest
+from hybridrl.data.columns import as_shown, cells_of, check_columns
+from hybridrl.data.encoding import shortened
+from hybridrl.errors import DataError
 
 Location = tuple[Path, int]
+_GZIPPED = b"\x1f\x8b"
+_UNFIT = (pa.ArrowException, OverflowError, UnicodeError, RecursionError)
+"""What Arrow raises of values that no column can hold together."""
+
+_log = logging.getLogger(__name__)
 
 
-def read_json_lines(files: list[Path], required: Mapping[str, str]) -> pa.Table:
+class WrittenNumber(float):
+    """A number that remembers how it is written: as an answer, `0.50` is not `0.5`."""
+
+    def __new__(cls, text: str) -> WrittenNumber:
+        number = super().__new__(cls, text)
+        number.text = text  # type: ignore[attr-defined]
+        return number
+
+
+def read_json_lines(
+    files: list[Path], required: Mapping[str, str], texts: Collection[str] = ()
+) -> pa.Table:
     """Reads the files into one table; a key that a row lacks is null, empty lines are skipped.
 
-    `required` maps the name of a setting to the column that it names; every row must have it.
+    A column that is not required, and whose values no column can hold together, is left out; the
+    log says so.
+
+    Args:
+        required: The column that each setting names; every row must have it. Dots lead into
+            objects: `reward_model.ground_truth`.
+        texts: Of these, columns in which numbers become texts, as they are written.
 
     Raises:
         DataError: naming file and line, if a line is no JSON object, lacks a required column, or
-            holds a value of another type than the rows above it.
+            holds a value of another type than the rows above it in one.
     """
     rows: list[dict[str, Any]] = []
     locations: list[Location] = []
@@ -32,18 +57,21 @@ def read_json_lines(files: list[Path], required: Mapping[str, str]) -> pa.Table:
             check_columns(row, required, f"{file}, line {line},")
             rows.append(row)
             locations.append((file, line))
-    names = {name: None for row in rows for name in row}
-    return pa.table({name: _column(name, rows, locations) for name in names})
-
-
-def check_columns(columns: Collection[str], required: Mapping[str, str], place: str) -> None:
-    """Raises a `DataError` that names the setting and the nearest column if one is missing."""
-    for setting, name in required.items():
-        if name not in columns:
-            raise DataError(
-                f"{place} has no column `{name}` (`{setting}`); it has "
-                f"{', '.join(columns) or 'none'}." + nearest(name, columns)
-            )
+    needed = set(required.values())
+    columns: dict[str, pa.Array] = {}
+    for name in dict.fromkeys([*(name for row in rows for name in row), *needed]):
+        values = cells_of(rows, name)
+        if name in texts:
+            values = [_as_written(*pair, name) for pair in zip(values, locations, strict=True)]
+        try:
+            name.encode()
+            columns[name] = pa.array(values)
+        except _UNFIT as error:
+            complaint = _complaint(name, values, locations, error)
+            if name in needed:
+                raise DataError(complaint) from error
+            _log.warning("The data's column `%s` is left out. %s", as_shown(name), complaint)
+    return pa.table(columns)
 
 
 def _rows_of(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -58,11 +86,24 @@ def _rows_of(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _row(file: Path, line: int, text: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(text)
-    except ValueError as error:  # broken JSON, or bytes that are no text
+        row = json.loads(
+            text.decode("utf-8-sig"), object_pairs_hook=_once, parse_float=WrittenNumber
+        )
+    except UnicodeDecodeError as error:
+        cure = "Save the file as UTF-8."
+        if text.startswith(_GZIPPED):
+            cure = f"It is compressed by gzip: name it `{file.name}.gz`."
+        raise DataError(
+            f"{file}, line {line}, is no text in UTF-8 (byte {error.start + 1} of the line: "
+            f"{error.reason}). {cure}"
+        ) from error
+    except (ValueError, RecursionError) as error:  # broken JSON
         hint = ""
         if line == 1 and text.strip() in (b"[", b"{"):
             hint = " The file looks like one large JSON value; write one object per line instead."
+        if not text.lstrip(b"\xef\xbb\xbf").lstrip().startswith((b"{", b"[", b'"')):
+            hint = f" It begins with {shortened(text.decode('utf-8-sig').strip())}; a line is one"
+            hint += " object in braces. Write rows of another kind, such as CSV, as JSON lines."
         raise DataError(f"{file}, line {line}, is no valid JSON: {error}.{hint}") from error
     if not isinstance(row, dict):
         raise DataError(
@@ -72,17 +113,56 @@ def _row(file: Path, line: int, text: bytes) -> dict[str, Any]:
     return row
 
 
-def _column(name: str, rows: list[dict[str, Any]], locations: list[Location]) -> pa.Array:
-    values = [row.get(name) for row in rows]
-    try:
-        return pa.array(values)
-    except (pa.ArrowException, OverflowError) as error:
-        bad = _first_misfit(values)
-        file, line = locations[bad]
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys must differ: of two values nobody could say which is meant."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} stands there twice")
+    return found
+
+
+def _as_written(value: Any, place: Location, column: str) -> Any:
+    """A number or a truth value as it stands in the file; anything else as it is.
+
+    Raises:
+        DataError: for what is not a number.
+    """
+    if isinstance(value, WrittenNumber):
+        return value.text  # type: ignore[attr-defined]
+    if isinstance(value, float):  # the decoder's own: NaN or infinity
+        file, line = place
         raise DataError(
-            f"{file}, line {line}, has {values[bad]!r} in the column `{name}`, which does not fit "
-            f"the type of the rows above it: {error}. Give the column one type in all rows."
-        ) from error
+            f"{file}, line {line}, has {value} in the column `{column}`, which nothing equals. "
+            "Leave the row out."
+        )
+    return json.dumps(value) if isinstance(value, bool | int) else value
+
+
+def _complaint(name: str, values: list[Any], locations: list[Location], error: Exception) -> str:
+    """Why the values do not fit into one column."""
+    if _fits(values):
+        return "Its name has half of a surrogate pair, which is no character."
+    bad = _first_misfit(values)
+    name, (file, line) = as_shown(name), locations[bad]
+    shown = shortened(values[bad])
+    if _fits(values[bad : bad + 1]):
+        why = f"does not fit the type of the rows above it: {error}. Give the column one type in"
+        return f"{file}, line {line}, has {shown} in the column `{name}`, which {why} all rows."
+    if isinstance(error, UnicodeError):
+        error = UnicodeError("half of a surrogate pair, which is no character")
+    return (
+        f"{file}, line {line}, has {shown} in the column `{name}`, which cannot be kept: {error}."
+    )
+
+
+def _fits(values: list[Any]) -> bool:
+    try:
+        pa.array(values)
+    except _UNFIT:
+        return False
+    return True
 
 
 def _first_misfit(values: list[Any]) -> int:
@@ -90,14 +170,14 @@ def _first_misfit(values: list[Any]) -> int:
     low, high = 0, len(values)  # the first `low` values fit, the first `high` do not
     while high - low > 1:
         middle = (low + high) // 2
-        try:
-            pa.array(values[:middle])
+        if _fits(values[:middle]):
             low = middle
-        except (pa.ArrowException, OverflowError):
+        else:
             high = middle
     return high - 1
 
 
 def _json_name(value: Any) -> str:
     names = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    names[WrittenNumber] = "number"
     return names.get(type(value), "null")

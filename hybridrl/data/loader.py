@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import zlib
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,8 @@ import numpy.typing as npt
 
 from hybridrl.core.batch import Batch
 from hybridrl.errors import ConfigError, DataError
+
+_log = logging.getLogger(__name__)
 
 
 class PromptLoader(Iterator[Batch]):
@@ -64,6 +69,7 @@ class PromptLoader(Iterator[Batch]):
             "rows": len(self._prompts),
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "crc32": self._crc32,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -82,7 +88,21 @@ class PromptLoader(Iterator[Batch]):
                     f"{mine[key]}, so the order of the prompts cannot go on. Use the old data and "
                     "settings, or start a new run from the checkpoint's weights."
                 )
+        if state.get("crc32") != mine["crc32"]:
+            _log.warning(
+                "These prompts are not those that the checkpoint was made with: their number is "
+                "the same, their tokens or which of them are held out are not (%s). The order goes "
+                "on with those that are here.",
+                "the data has changed" if "crc32" in state else "it is of an older version",
+            )
         self._position = int(state["position"])
+
+    @cached_property
+    def _crc32(self) -> int | None:
+        """Of the tokens of all prompts; None of rows without any."""
+        if "prompt_ids" not in self._prompts.columns:
+            return None
+        return zlib.crc32(self._prompts.ragged("prompt_ids").values.numpy().data)
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
         if self._order_of_epoch is None or self._order_of_epoch[0] != epoch:

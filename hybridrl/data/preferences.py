@@ -16,13 +16,15 @@ from hybridrl.data.chat import (
     check_cell,
     check_chat,
     check_system_prompt,
+    check_text,
     cut_at_answers,
     messages_of,
     open_with,
+    question_of,
 )
+from hybridrl.data.columns import column_of
 from hybridrl.data.encoding import encode_prompts, encode_turns, end_token, ended
 from hybridrl.data.lengths import TooLong, rows_within
-from hybridrl.data.prompts import column_of
 from hybridrl.errors import DataError
 
 if TYPE_CHECKING:
@@ -186,6 +188,8 @@ def _pair_of(
         if name is not None:
             check_chat(number, cell, tokenizer, name, chat)
     if not chats:
+        for name, cell in zip(columns, cells, strict=True):
+            check_text(number, cell, str(name), "data.*_column")
         return _Pair(prompt, chosen, rejected, is_chat=False)
     better, worse = (messages_of(number, cell, "assistant") for cell in (chosen, rejected))
     asked = open_with(system_prompt, _prompt_of(number, prompt, better, worse, columns))
@@ -225,7 +229,7 @@ def _prompt_of(
                 "and `data.prompt_column` is null or names no column. Set it to the prompts' one."
             )
         return before
-    given = messages_of(number, prompt)
+    given = question_of(number, prompt, columns.prompt)
     if not before:
         return given
     if _contents(given) != _contents(before[-len(given) :]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
@@ -13,16 +14,21 @@ from hybridrl.data.chat import (
     check_cell,
     check_chat,
     check_system_prompt,
-    messages_of,
+    check_text,
     open_with,
+    question_of,
     render,
 )
-from hybridrl.data.encoding import TokenIds, encode_prompts
+from hybridrl.data.columns import column_of
+from hybridrl.data.encoding import TokenIds, encode_prompts, shortened
 from hybridrl.data.lengths import TooLong, rows_within
-from hybridrl.errors import DataError, nearest
+from hybridrl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+MOST_EXACT = 2**53
+"""Whole numbers below it are exact as floats."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,15 +58,19 @@ def tokenize_prompts(
     as they are; True also wraps a string as one user message; False allows strings only.
     `system_prompt` opens every chat that does not bring a system message of its own.
 
+    Control tokens, such as the one that ends a turn, are read as such where they stand in a string
+    that is taken as it is, for it may be a chat that somebody has rendered; the log tells if only
+    some have any. In a message they are refused.
+
     Returns:
         A batch with the columns `prompt_ids` (token-level), `prompt` (the text as the model sees
-        it), `answer` (text; empty without an answer), and every further column of `rows` unchanged,
-        for reward functions to read, but for those with the names of columns that the library makes
-        itself. A log message names these, and counts rows dropped as too long.
+        it), `answer` (text; empty without `answer_column`), and every further column of `rows`
+        unchanged, for reward functions to read, but for those with the names of columns that the
+        library makes itself. A log message names these, and counts rows dropped as too long.
 
     Raises:
-        DataError: if a column is missing, or a prompt is malformed, empty or too long; names the
-            row, counting from 1.
+        DataError: if a column is missing, a prompt is malformed, empty or too long, or an answer
+            says nothing; names the row, counting from 1.
         ConfigError: if the settings contradict each other or the tokenizer.
     """
     answers = _answers(rows, answer_column)
@@ -80,7 +90,9 @@ def tokenize_prompts(
         "prompt": pa.array(prompts.texts, pa.large_string()),
         "answer": pa.array(answers, pa.large_string()),
     }
-    further = {name: rows.column(name) for name in rows.column_names if name not in columns}
+    inner = {name for name in (prompt_column, answer_column) if name and "." in name}
+    names = [name for name in rows.column_names if name not in columns and name not in inner]
+    further = {name: rows.column(name) for name in names}
     if hidden := sorted(name for name in further if not is_of_data(name)):
         _log.warning(
             "The data's %s left out: the library makes columns of such names itself. Rename them "
@@ -110,33 +122,36 @@ def render_prompts(
         is_chat.append(isinstance(prompt, list) or chat is True)
         if is_chat[-1]:
             check_chat(number, prompt, tokenizer, prompt_column, chat)
-            messages = open_with(system_prompt, messages_of(number, prompt))
+            messages = open_with(system_prompt, question_of(number, prompt, prompt_column))
             texts.append(render(number, messages, tokenizer, ask=True))
         else:
+            check_text(number, prompt, prompt_column, "data.prompt_column")
             texts.append(prompt)
     check_system_prompt(system_prompt, is_chat)
     return RenderedPrompts(texts, encode_prompts(texts, is_chat, tokenizer))
 
 
-def column_of(rows: pa.Table, name: str, setting: str) -> pa.ChunkedArray:
-    """The column, or a `DataError` that names the setting and the nearest existing column."""
-    if name not in rows.column_names:
-        raise DataError(
-            f"`{setting}` is `{name}`, but the data has no such column; it has "
-            f"{', '.join(rows.column_names)}." + nearest(name, rows.column_names)
-        )
-    return rows.column(name)
-
-
 def _answers(rows: pa.Table, answer_column: str | None) -> list[str]:
     if answer_column is None:
         return [""] * rows.num_rows
-    return [_as_text(v) for v in column_of(rows, answer_column, "data.answer_column").to_pylist()]
+    cells = column_of(rows, answer_column, "data.answer_column").to_pylist()
+    return [_answer(number, cell, answer_column) for number, cell in enumerate(cells, start=1)]
 
 
-def _as_text(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, list | dict):
-        return json.dumps(value, default=str)
-    return str(value)
+def _answer(number: int, cell: Any, column: str) -> str:
+    """The answer as text. One that says nothing is refused: an empty response would be right."""
+    if isinstance(cell, list | dict | bool):
+        text = json.dumps(cell, default=str)
+    elif isinstance(cell, float) and cell.is_integer() and abs(cell) < MOST_EXACT:
+        text = str(int(cell))  # what was a whole number among fractions, or among nothing
+    else:
+        text = "" if cell is None else str(cell)
+    is_number = not isinstance(cell, float) or math.isfinite(cell)
+    if not text.strip() or not is_number or isinstance(cell, bytes):
+        raise DataError(
+            f"Row {number} of the data has {shortened(cell)} in the column `{column}` "
+            "(`data.answer_column`), expected the right answer. Leave the row out; or set "
+            "data.answer_column=null if no reward function reads answers."
+        )
+    check_text(number, text, column, "data.answer_column")
+    return text

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
 from hybridrl.config.schema import DataConfig
 from hybridrl.core.batch import Batch
-from hybridrl.data.files import read_rows
+from hybridrl.data.files import TRAIN, read_rows, splits_of
+from hybridrl.data.held_out import draw, hold_out, tell_of_overlap, tell_of_repeats
 from hybridrl.data.preferences import tokenize_pairs
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.supervised import tokenize_conversations, tokenize_examples, tokenize_turns
 from hybridrl.data.tasks import load_task, task_names
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, DataError, HybridRLError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LARGEST_HELD_OUT_SHARE = 0.2
-"""Of a file from which held-out rows are cut off."""
+_log = logging.getLogger(__name__)
 
 
 class Prompts(NamedTuple):
@@ -79,6 +83,8 @@ def load_prompts(
 
     split = _load(config, "problems", required, tokenized, held_out, seed)
     examples = None
+    if not task:
+        tell_of_repeats(split.training)
     if task:
         examples = load_examples(config, tokenizer, held_out=held_out, seed=seed).training
     return Prompts(split.training, split.held_out, examples)
@@ -169,17 +175,100 @@ def _load(
     seed: int,
 ) -> Split:
     """Rows of the task's function `of_task` or of files, tokenized."""
+    _check_places(config)
     if config.task is not None:
-        rows = _function_of_task(config.task, of_task)(count_held_out=held_out, seed=seed)
-        training, kept = (pa.Table.from_pylist(part) for part in rows)
+        training, kept = _rows_of_task(config.task, of_task, held_out, seed)
         return Split(tokenized(training), tokenized(kept) if len(kept) else None)
-    batch = tokenized(_read(config.path, config.split, required))
-    if config.eval_path:
-        kept = _read(config.eval_path, config.eval_split, required)[:held_out]
-        return Split(batch, tokenized(kept) if len(kept) else None)
-    spared = min(held_out, int(LARGEST_HELD_OUT_SHARE * len(batch)))
-    cut = len(batch) - spared
-    return Split(batch.slice(0, cut), batch.slice(cut, len(batch)) if spared else None)
+    path, (eval_path, eval_split) = str(config.path), _evaluated(config)
+    texts = [name for setting, name in required.items() if setting == "data.answer_column"]
+    batch = tokenized(read_rows(path, config.split, required=required, texts=texts))
+    if eval_path is None:
+        return Split(*hold_out(batch, held_out, seed))
+    with _said_of_eval_path() if config.eval_path is not None else nullcontext():
+        others = read_rows(eval_path, eval_split, required=required, texts=texts)
+        kept = tokenized(draw(others, held_out, seed)) if held_out else None
+    if kept is not None:
+        tell_of_overlap(batch, kept)
+    return Split(batch, kept)
+
+
+@contextmanager
+def _said_of_eval_path() -> Iterator[None]:
+    """Inside, errors name `data.eval_path`, which is read as `data.path` is. The number of a row is
+    left out: it counts those that were drawn."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        said = re.sub(r"\bdata\.(path|split)\b", r"data.eval_\1", str(error))
+        said = re.sub(r"\bRow \d+ of the data\b", "A row of `data.eval_path`", said)
+        raise type(error)(said) from error
+
+
+def _check_places(config: DataConfig) -> None:
+    """Refuses settings of files that would be ignored, or that have a policy evaluated on what it
+    learns."""
+    given = {
+        f"data.{name}={value}": name
+        for name in ("split", "eval_path", "eval_split")
+        if (value := getattr(config, name)) is not None
+    }
+    if config.task is not None and given:
+        raise ConfigError(
+            f"{next(iter(given))} is for data of files, and data.task={config.task} brings its own "
+            "prompts to evaluate on. Leave it out, or set data=jsonl data.path=<file>."
+        )
+    if config.eval_path is None and config.eval_split is not None:
+        raise ConfigError(
+            f"data.eval_split={config.eval_split} needs data.eval_path, the file, folder or data "
+            "set that it is a split of. It may be that of data.path."
+        )
+
+
+def check_apart(config: DataConfig) -> None:
+    """Refuses to have a policy evaluated on what it learns.
+
+    Raises:
+        ConfigError: names `data.eval_path`.
+    """
+    if config.eval_path is not None and config.eval_path == config.path:
+        splits = [config.split or TRAIN, config.eval_split or TRAIN]
+        if splits[0] == splits[1]:
+            has_splits = not Path(config.eval_path).is_file()
+            raise ConfigError(
+                f"data.eval_path={config.eval_path} is data.path: the policy would be evaluated on "
+                "what it learns. Leave data.eval_path out, and rows are held out; or name another "
+                f"{'split by data.eval_split' if has_splits else 'file'}."
+            )
+
+
+def _evaluated(config: DataConfig) -> tuple[str | None, str | None]:
+    """Where rows to evaluate on come from: path and split; None: they are held out of the others.
+
+    A folder that has files of a split for that beside those of `train` is asked for them.
+    """
+    if config.eval_path is not None or config.split is not None:
+        return config.eval_path, config.eval_split
+    first, *others = splits_of(str(config.path)) or [None]
+    if first != TRAIN or not others:
+        return None, None
+    _log.warning("Evaluations are on the split `%s` of `%s`.", others[0], config.path)
+    return config.path, others[0]
+
+
+def _rows_of_task(name: str, function: str, held_out: int, seed: int) -> list[pa.Table]:
+    """What a task's function gives: rows to learn from, and rows to evaluate on."""
+    make = _function_of_task(name, function)
+    try:
+        training, kept = make(count_held_out=held_out, seed=seed)
+        return [pa.Table.from_pylist(list(part)) for part in (training, kept)]
+    except HybridRLError:
+        raise
+    except Exception as error:  # it is the user's
+        raise ConfigError(
+            f"`data.task` is `{name}`, whose function `{function}(count_held_out, seed)` must "
+            "return two lists of dictionaries, rows to learn from and rows to evaluate on: "
+            f"{type(error).__name__}: {error}."
+        ) from error
 
 
 def _function_of_task(name: str, function: str) -> Callable[..., Any]:
@@ -206,8 +295,3 @@ def _prompt_column(config: DataConfig) -> str:
 def _limits(config: DataConfig) -> dict[str, Any]:
     names = ("max_prompt_tokens", "max_response_tokens", "too_long")
     return {name: getattr(config, name) for name in names}
-
-
-def _read(path: str | None, split: str | None, required: Mapping[str, str]) -> pa.Table:
-    assert path is not None  # `checks.settings` asks for a task or a path
-    return read_rows(path, split, required=required)

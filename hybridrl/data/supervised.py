@@ -13,13 +13,15 @@ from hybridrl.data.chat import (
     check_cell,
     check_chat,
     check_system_prompt,
+    check_text,
     cut_at_answers,
     messages_of,
     open_with,
+    question_of,
 )
+from hybridrl.data.columns import column_of
 from hybridrl.data.encoding import encode_prompts, encode_turns, end_token, ended
 from hybridrl.data.lengths import TooLong, rows_within
-from hybridrl.data.prompts import column_of
 from hybridrl.errors import DataError
 
 if TYPE_CHECKING:
@@ -72,10 +74,12 @@ def tokenize_examples(
         for name, cell in chats.items():
             check_chat(number, cell, tokenizer, name, chat)
         if chats:
-            asked = open_with(system_prompt, messages_of(number, prompt))
+            asked = open_with(system_prompt, question_of(number, prompt, prompt_column))
             messages = asked + messages_of(number, response, "assistant")
             examples.append(_example_of(number, messages, len(asked), tokenizer, response_column))
         else:
+            check_text(number, prompt, prompt_column, "data.prompt_column")
+            check_text(number, response, response_column, "data.response_column")
             examples.append(_Example([prompt, response], is_chat=False))
     check_system_prompt(system_prompt, [example.is_chat for example in examples])
     return _tokenize(examples, tokenizer, max_prompt_tokens, max_response_tokens, too_long)

@@ -13,9 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.columns import Ragged
-from hybridrl.core.record import Fault
-
-COLUMN, LOSS, GRADIENT = 0, 1, 2
+from hybridrl.core.record import COLUMN, GRADIENT, LOSS, WEIGHT, Fault
 
 
 def fault_of_batch(batch: Batch, loss: float) -> Fault | None:
@@ -42,13 +40,17 @@ def fault_of_batch(batch: Batch, loss: float) -> Fault | None:
     return None if math.isfinite(loss) else Fault(LOSS, "its loss")
 
 
-def fault_of_gradients(model: nn.Module) -> Fault | None:
-    """Of the first parameter that has one, of those that this rank holds."""
+def fault_of_model(model: nn.Module) -> Fault | None:
+    """Of the first parameter of those that this rank holds, or else of the first gradient."""
     for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            continue
-        gradient = parameter.grad
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        if not torch.isfinite(local).all():
+        if not _is_finite(parameter):
+            return Fault(WEIGHT, f"the weight `{name}` itself")
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not _is_finite(parameter.grad):
             return Fault(GRADIENT, f"the gradient of `{name}`")
     return None
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return bool(torch.isfinite(local).all())

@@ -22,7 +22,7 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.device import free_cached_memory, synchronize
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.record import Fault
-from hybridrl.engine.faults import fault_of_batch, fault_of_gradients
+from hybridrl.engine.faults import fault_of_batch, fault_of_model
 from hybridrl.engine.gradients import Gradients
 from hybridrl.engine.optimizer import make_optimizer
 from hybridrl.engine.resting_moments import RestingMoments
@@ -206,7 +206,8 @@ class TrainEngine(ShardedModel):
         metrics |= found
         metrics["grad_norm"] = self._step()
         if self.skipped_in_a_row:
-            self.fault = fault_of_batch(batch, gathered.loss) or self.fault
+            faults = (fault_of_batch(batch, gathered.loss), self.fault)
+            self.fault = min(filter(None, faults), default=None)
         metrics["skipped_updates"] = float(self.skipped_in_a_row > 0)
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         if not self.skipped_in_a_row:
@@ -303,7 +304,7 @@ class TrainEngine(ShardedModel):
                 "advantages, or for a learning rate (actor.optimizer.learning_rate) that has sent "
                 "the weights to infinity."
             )
-        self.fault = None if math.isfinite(norm) else fault_of_gradients(self.model.inner)
+        self.fault = None if math.isfinite(norm) else fault_of_model(self.model.inner)
         if math.isfinite(norm):
             if 0 < self._max_grad_norm < norm:
                 self._gradients.scale(self._max_grad_norm / norm)

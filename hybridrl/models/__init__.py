@@ -1,7 +1,9 @@
 """Building and loading transformers models, and their forward over packed samples."""
 
 from hybridrl.models.admission import admit
+from hybridrl.models.complete import check_complete, check_files
 from hybridrl.models.loading import (
+    check_labels,
     load_config,
     load_model,
     load_scalar_model,
@@ -24,6 +26,9 @@ __all__ = [
     "Rows",
     "ScalarModel",
     "admit",
+    "check_complete",
+    "check_files",
+    "check_labels",
     "load_config",
     "load_model",
     "load_scalar_model",

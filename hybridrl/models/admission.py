@@ -9,6 +9,7 @@ attention or head do something that the packed forward does not know.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 
@@ -38,6 +39,8 @@ MOST_PARAMETERS = 50_000_000
 """A copy with more would cost seconds."""
 
 
+ADDS_POSITIONS = ("bloom", "mpt")
+"""Types of models that always do."""
 NEW_LINE = "\n"
 _admitted: dict[str, Rows] = {}
 
@@ -65,6 +68,18 @@ def _tried(config: PretrainedConfig, path: str, scalar: bool) -> Rows:
             f"{who} cannot be a critic or a reward model: transformers has no class of it with a "
             "scalar head. Choose another model for that role, or an algorithm without one."
         )
+    rows, off = _trial(config, who, scalar)
+    if rows is not None:
+        return rows
+    raise ConfigError(
+        f"{who} cannot be trained here: {'values' if scalar else 'log-probabilities'} of samples "
+        f"would be off by up to {off:.2g}, {_cause(config, who, scalar)} Qwen, Llama, Mistral, "
+        "Gemma 3, OLMo, Phi 3, GLM, DeepSeek 3 and many others work."
+    )
+
+
+def _trial(config: PretrainedConfig, who: str, scalar: bool) -> tuple[Rows | None, float]:
+    """How samples can be laid out (None: in no way), and how far the last way was off."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         samples = [torch.randint(VOCABULARY, (length,)) for length in LENGTHS]
@@ -80,6 +95,7 @@ def _tried(config: PretrainedConfig, path: str, scalar: bool) -> Rows:
         batch = Batch.from_columns(
             {"prompt_ids": [x[:1] for x in samples], "response_ids": [x[1:] for x in samples]}
         )
+        off = math.inf
         for rows in Rows:
             model = ScalarModel(ours, "before", rows) if scalar else CausalPolicy(ours, rows)
             try:
@@ -92,14 +108,39 @@ def _tried(config: PretrainedConfig, path: str, scalar: bool) -> Rows:
                 ) from error
             off = _difference(outputs[model.OUTPUTS[0]], expected)
             if off <= TOLERANCE:
-                return rows
-    raise ConfigError(
-        f"{who} cannot be trained here: {'values' if scalar else 'log-probabilities'} of samples "
-        f"would be off by up to {off:.2g}, because its attention or its head does what the packed "
-        "forward does not know, such as soft caps, positions added to the scores, an encoder, a "
-        "scale or a bias of the logits, or because it drops out. Qwen, Llama, Mistral, Gemma 3, "
-        "OLMo, Phi 3, GLM, DeepSeek 3 and many others work."
+                return rows, off
+    return None, off
+
+
+def _cause(config: PretrainedConfig, who: str, scalar: bool) -> str:
+    """Why the forwards differ, proven where it is a setting: without it they do not."""
+    for words, settings in _suspects(config).items():
+        without = copy.deepcopy(config)
+        for name, value in settings.items():
+            setattr(without.get_text_config(), name, value)
+        with contextlib.suppress(Exception):  # it may not run so
+            if settings and _trial(without, who, scalar)[0] is not None:
+                return f"because {words} ({', '.join(sorted(settings))} in its config.json)."
+    if config.model_type in ADDS_POSITIONS or getattr(config, "alibi", False):
+        return "because positions are added to the scores of its attention (ALiBi)."
+    return (
+        "because its attention or its head does what the packed forward does not know, such as "
+        "an encoder, or a scale or a bias of the logits."
     )
+
+
+def _suspects(config: PretrainedConfig) -> dict[str, dict[str, float | None]]:
+    """Settings that change a forward, and without what value they would not."""
+    set_so = config.get_text_config().to_dict()
+    drops = [n for n, v in set_so.items() if "drop" in n and isinstance(v, float) and v > 0]
+    caps = [name for name in set_so if name.endswith("logit_softcapping") and set_so[name]]
+    return {
+        "it drops out while it is trained, unless you set to 0 what says so": dict.fromkeys(
+            drops, 0.0
+        ),
+        "it has soft caps": dict.fromkeys(caps),
+        "it has a scale of the logits": {"logit_scale": 1.0} if set_so.get("logit_scale") else {},
+    }
 
 
 @torch.no_grad()

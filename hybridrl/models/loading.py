@@ -22,18 +22,19 @@ from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.errors import ConfigError
 from hybridrl.models.attention import NAME
+from hybridrl.models.complete import HEAD, quiet, refuse_made_up
 from hybridrl.models.empty import empty_model
 
 logging.disable_progress_bar()
 
 
-def load_config(path: str) -> PretrainedConfig:
-    """The architecture of the model at `path`."""
+def load_config(path: str, setting: str = "model.path") -> PretrainedConfig:
+    """The architecture of the model at `path`, which `setting` names."""
     try:
         return AutoConfig.from_pretrained(path)
     except Exception as error:  # of many kinds: a config.json may hold anything
         raise ConfigError(
-            f"model.path={path}: its config.json could not be read: {_first_line(error)}"
+            f"{setting}={path}: its config.json could not be read: {_first_line(error)}"
         ) from error
 
 
@@ -57,11 +58,13 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 def load_model(path: str, dtype: str) -> PreTrainedModel:
     """The causal language model at `path`, on the CPU, with packed attention."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=DTYPES[dtype], attn_implementation=NAME
-        )
+        with quiet():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                path, dtype=DTYPES[dtype], attn_implementation=NAME, output_loading_info=True
+            )
     except Exception as error:  # libraries raise many kinds
         raise ConfigError(f"model.path={path} could not be loaded: {_first_line(error)}") from error
+    refuse_made_up(found, f"model.path={path}", needs_head=True)
     return _finished(model)
 
 
@@ -73,46 +76,60 @@ def unread_model(path: str) -> tuple[PreTrainedModel, TensorFiles | None]:
     return _finished(found.model), found.files
 
 
-def load_scalar_model(path: str, dtype: str) -> PreTrainedModel:
+def load_scalar_model(path: str, dtype: str, *, needs_head: bool = False) -> PreTrainedModel:
     """The model at `path` with a scalar head, on the CPU, with packed attention.
 
     A sequence-classification folder with one label keeps its head. A causal language model gets a
-    new one of zeros: it says 0 of everything until it has learned.
+    new one of zeros, which says 0 of everything until it has learned, or is refused.
+
+    Args:
+        needs_head: It will never learn: without a head of its own it is refused.
     """
-    _refuse_labels(load_config(path), path)
+    check_labels(load_config(path), path)
     try:
-        model, found = AutoModelForSequenceClassification.from_pretrained(
-            path,
-            num_labels=1,
-            dtype=DTYPES[dtype],
-            attn_implementation=NAME,
-            output_loading_info=True,
-        )
+        with quiet():
+            model, found = AutoModelForSequenceClassification.from_pretrained(
+                path,
+                num_labels=1,
+                dtype=DTYPES[dtype],
+                attn_implementation=NAME,
+                output_loading_info=True,
+            )
     except Exception as error:  # libraries raise many kinds
         raise ConfigError(
             f"{path} could not be loaded with a scalar head: {_first_line(error)}"
         ) from error
-    if any(name.startswith("score.") for name in found["missing_keys"]):
+    refuse_made_up(found, path, needs_head=needs_head)
+    if any(name.startswith(HEAD) for name in found["missing_keys"]):
         torch.nn.init.zeros_(model.score.weight)
     return _finished(model)
 
 
-def unread_scalar_model(path: str) -> tuple[PreTrainedModel, TensorFiles | None]:
+def unread_scalar_model(
+    path: str, *, needs_head: bool = False
+) -> tuple[PreTrainedModel, TensorFiles | None]:
     """As `load_scalar_model`, and `unread_model`."""
     config = load_config(path)
-    _refuse_labels(config, path)
+    check_labels(config, path)
     config.num_labels = 1
-    if (found := empty_model(path, config, scalar=True)) is None:
-        return load_scalar_model(path, "float32"), None
+    found = empty_model(path, config, scalar=True)
+    lacks_head = found is not None and "score.weight" not in found.files.shapes
+    if found is None or (needs_head and lacks_head):
+        return load_scalar_model(path, "float32", needs_head=needs_head), None
     return _finished(found.model), found.files
 
 
-def _refuse_labels(config: PretrainedConfig, path: str) -> None:
+def check_labels(config: PretrainedConfig, who: str) -> None:
+    """Refuses a classifier of more than one label.
+
+    Raises:
+        ConfigError: begins with `who`.
+    """
     classifies = any("Classification" in name for name in config.architectures or ())
     if classifies and config.num_labels != 1:
         raise ConfigError(
-            f"model path {path} classifies into {config.num_labels} labels; a critic or a reward "
-            "model has one (num_labels=1)."
+            f"{who} classifies into {config.num_labels} labels; a critic or a reward model has "
+            "one (num_labels=1)."
         )
 
 

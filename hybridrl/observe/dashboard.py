@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.cells import cell_len
 from rich.text import Text
 
+from hybridrl.observe.completions import Completion, how_many, table_lines
 from hybridrl.observe.readings import Readings, clock_time, shown, sparkline
 from hybridrl.observe.safe_text import one_line
 from hybridrl.observe.step_clock import PHASE_COLOURS
@@ -108,13 +111,17 @@ def split_cells(shares: list[float], width: int) -> list[int]:
     return cells
 
 
-def sample_lines(step: int, prompt: str, answer: str, reward: float, width: int) -> list[Text]:
-    """A sampled answer between two rules. No side borders: odd characters would break them."""
-    heading = f"── sample of step {step}, reward {reward:.3g} "
-    room = width - 12  # two cells spare, for terminals that draw a character wider than rich thinks
+def samples_lines(
+    step: int, prompt: str, completions: Sequence[Completion], width: int
+) -> list[Text]:
+    """Samples of a prompt between two rules. No side borders: odd characters would break them."""
+    heading = f"── {how_many(completions)} of step {step} "
+    room = width - 4  # two cells spare, for terminals that draw a character wider than rich thinks
+    first, *rows = table_lines(completions, room)
     return [
         Text(heading + "─" * max(0, width - cell_len(heading)), "dim"),
-        Text.assemble(("  prompt  ", "dim"), one_line(prompt, room)),
-        Text.assemble(("  answer  ", "dim"), one_line(answer, room)),
+        Text.assemble(("  prompt  ", "dim"), one_line(prompt, room - 8)),
+        Text(f"  {first}", "dim"),
+        *(Text(f"  {row}") for row in rows),
         Text("─" * width, "dim"),
     ]

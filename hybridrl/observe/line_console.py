@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
+from hybridrl.observe.completions import Completion, how_many, table_lines
 from hybridrl.observe.readings import Readings, clock_time, shown
 from hybridrl.observe.safe_text import encodable, one_line, plain_lines
 from hybridrl.observe.step_view import StepView
 from hybridrl.observe.summary import readable_seconds
 
 _PROGRESS_EVERY_S = 5.0
+_SAMPLE_CELLS = 120
 _PHASES_SHOWN = {"generate": "gen", "score": "score", "train": "train", "sync": "sync"}
 
 
 class LineConsole(StepView):
-    """Prints a line per step and a sample every `sample_every` steps; never moves the cursor."""
+    """Prints a line per step, and what samples it is given; never moves the cursor."""
 
     def __init__(
         self,
         total_steps: int,
         title: str,
         console: Console,
-        sample_every: int = 10,
         clock: Callable[[], float] = time.monotonic,
         accuracy: str = "accuracy",
     ) -> None:
         self._readings = Readings(total_steps, clock, accuracy)
         self._console = console
         self._clock = clock
-        self._sample_every = sample_every
-        self._next_sample_step = 0
         self._phase = ""
         self._phase_began = 0.0
         self._progress_shown = 0.0
@@ -59,14 +58,10 @@ class LineConsole(StepView):
         self._readings.record(step, metrics)
         self._line(step_line(self._readings))
 
-    def sample(self, prompt: str, answer: str, reward: float) -> None:
-        step = self._readings.current_step or 0
-        if step < self._next_sample_step:
-            return
-        self._next_sample_step = step + self._sample_every
-        self._line(
-            f"  sample | {one_line(prompt, 70)} -> {one_line(answer, 90)} | reward {reward:.3g}"
-        )
+    def samples(self, prompt: str, completions: Sequence[Completion]) -> None:
+        self._line(f"  {how_many(completions)} of: {one_line(prompt, _SAMPLE_CELLS)}")
+        for line in table_lines(completions, _SAMPLE_CELLS):
+            self._line(f"  {line}")
 
     def message(self, text: str) -> None:
         self._line(plain_lines(text))
@@ -104,6 +99,7 @@ def step_line(readings: Readings) -> str:
         if value("cost/mean") is not None:
             parts.append(f"cost {shown(value('cost/mean'), '.3f')}")
         parts += [
+            *([f"{dropped:g} dropped"] if (dropped := value("reward/dropped")) else []),
             f"{readings.accuracy_name} {shown(readings.accuracy, '.2f')}",
             f"length {shown(value('response/length_mean'), '.1f')}",
             f"kl {shown(value('policy/kl'), '.2g')}",

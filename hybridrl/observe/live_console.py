@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 from rich.cells import cell_len
@@ -11,10 +11,11 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from hybridrl.observe.completions import Completion
 from hybridrl.observe.dashboard import (
     bar,
     progress_line,
-    sample_lines,
+    samples_lines,
     share_lines,
     value_lines,
 )
@@ -24,7 +25,7 @@ from hybridrl.observe.step_view import StepView
 from hybridrl.observe.summary import readable_seconds
 
 _FRAMES_PER_SECOND = 4  # the run's own process draws them, so no more than the eye needs
-_SAMPLE_SHOWN_S = 3.0  # long enough to be read
+_SAMPLES_SHOWN_S = 3.0  # long enough to be read
 _MAX_WIDTH = 120
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
@@ -50,8 +51,8 @@ class LiveConsole(StepView):
         self._clock = clock
         self._phase: tuple[str, float] | None = None
         self._progress: tuple[int, int, str] | None = None
-        self._sample: tuple[int, str, str, float] | None = None
-        self._sample_since = float("-inf")
+        self._samples: tuple[int, str, Sequence[Completion]] | None = None
+        self._samples_since = float("-inf")
         self._closed = False
         self._live = Live(self, console=console, refresh_per_second=_FRAMES_PER_SECOND)
 
@@ -72,11 +73,11 @@ class LiveConsole(StepView):
         self._end_phase()
         self._readings.record(step, metrics)
 
-    def sample(self, prompt: str, answer: str, reward: float) -> None:
+    def samples(self, prompt: str, completions: Sequence[Completion]) -> None:
         now = self._clock()
-        if now - self._sample_since >= _SAMPLE_SHOWN_S:
-            self._sample_since = now
-            self._sample = (self._readings.current_step or 0, prompt, answer, reward)
+        if now - self._samples_since >= _SAMPLES_SHOWN_S:
+            self._samples_since = now
+            self._samples = (self._readings.current_step or 0, prompt, completions)
 
     def message(self, text: str) -> None:
         self._console.print(Text(plain_lines(text)), soft_wrap=True)
@@ -112,7 +113,7 @@ class LiveConsole(StepView):
         yield Group(Text(), *self._lines(width, colour=console.color_system is not None))
 
     def _lines(self, width: int, colour: bool) -> list[Text]:
-        readings, sample = self._readings, self._sample
+        readings, samples = self._readings, self._samples
         phase, progress = self._phase, self._progress
         if readings.current_step is None:
             lines = [Text(one_line(self._title, width), "bold")]
@@ -128,8 +129,8 @@ class LiveConsole(StepView):
         heading.append_text(words)
         lines = [heading, progress_line(readings, width), *value_lines(readings, width)]
         lines += share_lines(readings, width, colour)
-        if sample is not None:
-            lines += sample_lines(*sample, width)
+        if samples is not None:
+            lines += samples_lines(*samples, width)
         return lines
 
     def _phase_words(

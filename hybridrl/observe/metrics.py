@@ -6,6 +6,7 @@ it is opened, so a run without it neither needs it nor waits for it.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +14,12 @@ from typing import Any, Protocol
 
 from hybridrl.errors import ConfigError, MissingPackageError, nearest
 from hybridrl.observe.run_directory import RunDirectory
+from hybridrl.observe.run_state import FAILED, FINISHED, INTERRUPTED
 from hybridrl.observe.storage import explain_write_errors
 from hybridrl.observe.strict_json import to_json
+
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+"""Packages, by whose names they are asked for."""
 
 
 class MetricWriter(Protocol):
@@ -22,7 +27,8 @@ class MetricWriter(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, state: str = FINISHED) -> None:
+        """Ends it; of a run that has ended like this, see `run_state`."""
 
 
 class JsonLines:
@@ -51,7 +57,7 @@ class JsonLines:
             while data:  # a nearly full disk takes part of a line and refuses the rest
                 data = data[self._file.write(data) :]
 
-    def close(self) -> None:
+    def close(self, state: str = FINISHED) -> None:
         with explain_write_errors(self._path):
             self._file.close()
 
@@ -74,7 +80,7 @@ class TensorBoard:
                 self._writer.add_scalar(key, float(value), step)
             self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, state: str = FINISHED) -> None:
         with explain_write_errors(self._directory):
             self._writer.close()
 
@@ -95,8 +101,8 @@ class WeightsAndBiases:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({key: float(value) for key, value in metrics.items()}, step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, state: str = FINISHED) -> None:
+        self._run.finish(exit_code=int(state != FINISHED))
 
 
 class MLflow:
@@ -116,8 +122,25 @@ class MLflow:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._mlflow.log_metrics({key: float(v) for key, v in metrics.items()}, step=step)
 
-    def close(self) -> None:
-        self._mlflow.end_run()
+    def close(self, state: str = FINISHED) -> None:
+        status = {FINISHED: "FINISHED", INTERRUPTED: "KILLED"}.get(state, "FAILED")
+        self._mlflow.end_run(status)
+
+
+def trackers_of(metrics: Any) -> list[str]:
+    """What the setting `metrics` names: none, one or several."""
+    return [metrics] if isinstance(metrics, str) else list(metrics or [])
+
+
+def check_packages(names: Sequence[str]) -> None:
+    """Whether the trackers of these can be opened here; opens none.
+
+    Raises:
+        MissingPackageError: a tracker's package is not installed.
+    """
+    for name in names:
+        if name in TRACKERS and importlib.util.find_spec(name) is None:
+            raise _missing(name, ModuleNotFoundError(f"No module named '{name}'", name=name))
 
 
 def open_writers(
@@ -148,7 +171,7 @@ def open_writers(
             writers.append(openers[name]())
     except BaseException:
         for writer in writers:
-            writer.close()
+            writer.close(FAILED)
         raise
     return writers
 

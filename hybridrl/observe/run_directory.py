@@ -4,12 +4,14 @@ runs/2026-03-01_09-30-00-addition/
     config.yaml      the resolved settings
     metrics.jsonl    one line per step
     samples/         step-000012.parquet: prompts, answers, rewards
+    tokens/          step-000012.parquet: of some samples, each token
     bad-steps/       what steps learned from whose numbers were not finite
     logs/            one file per rank
     model/           the trained model
     placement.json   which role lives on which devices; `placement=file` reads it
     checkpoints/     whole steps to go on from; see `step_folders`
     lock.json        which job has the folder, while it runs; see `run_lock`
+    status.json      what has become of the run; see `run_state`
     summary.json, curves.png
 runs/latest          a link to the newest run
 """
@@ -27,6 +29,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.config.resume import LATEST
 from hybridrl.errors import ConfigError, StorageError
 from hybridrl.observe.metrics_history import length_up_to
 from hybridrl.observe.run_lock import LOCK
@@ -51,18 +54,20 @@ class RunDirectory:
         self.path = path
         self.logs = path / "logs"
         self.samples = path / "samples"
+        self.tokens = path / "tokens"
         self.model = path / "model"
         self.metrics_file = path / "metrics.jsonl"
         self.config_file = path / "config.yaml"
         self.summary_file = path / "summary.json"
         self.curves_file = path / "curves.png"
+        self._latest: Path | None = None
 
     def __repr__(self) -> str:
         return f"RunDirectory({str(self.path)!r})"
 
     @classmethod
     def create(cls, root: Path, name: str) -> RunDirectory:
-        """Makes `<root>/<date>_<time>-<name>/` and points `<root>/latest` at it.
+        """Makes `<root>/<date>_<time>-<name>/`. When it is worth looking at: `point_latest`.
 
         Raises:
             ConfigError: `root` cannot be written, or is in the folder of another run; the message
@@ -72,13 +77,14 @@ class RunDirectory:
         root = Path(root)
         _refuse_inside_a_run("run.root", root, root / name)
         stem = f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{_folder_name(name)}"
+        _check_latest(root / LATEST)
         try:
             root.mkdir(parents=True, exist_ok=True)
             directory = cls(_make_unique(root, stem))
             directory._make_folders()
         except OSError as error:
             raise _not_writable("run.root", root, error) from error
-        _point_latest(root / "latest", directory.path.name)
+        directory._latest = root / LATEST
         return directory
 
     @classmethod
@@ -107,6 +113,51 @@ class RunDirectory:
             raise _not_writable("run.directory", directory.path, error) from error
         return directory
 
+    def point_latest(self) -> None:
+        """Points `<root>/latest` at this run, if it was made by `create`."""
+        if self._latest is not None:
+            _point_latest(self._latest, self.path.name)
+
+    @classmethod
+    def check(cls, directory: str | None, root: str, resumes: bool) -> None:
+        """Whether `at` or `create` would make a folder; makes none.
+
+        Raises:
+            ConfigError: as they do.
+        """
+        setting, path = ("run.root", root) if directory is None else ("run.directory", directory)
+        run = cls(Path(path))
+        if directory is None:
+            _refuse_inside_a_run(setting, run.path, run.path / "new")
+        elif not resumes:
+            run._refuse_results()
+        if not run.config_file.is_file():
+            _refuse_inside_a_run(setting, run.path, run.path)
+        there = next(
+            folder for folder in (run.path, *run.path.absolute().parents) if folder.exists()
+        )
+        try:
+            if not there.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+            with tempfile.TemporaryFile(dir=there):
+                pass
+        except OSError as error:
+            raise _not_writable(setting, run.path, error) from error
+
+    def close_to_others(self) -> None:
+        """Lets only this user into the folder, whatever the files in it allow.
+
+        Raises:
+            ConfigError: the folder is somebody else's.
+        """
+        try:
+            self.path.chmod(0o700)
+        except PermissionError as error:
+            raise ConfigError(
+                f"run.private=true: {self.path} belongs to another user, who alone can keep others "
+                "out. Name a new folder by run.directory."
+            ) from error
+
     def write_config(self, text: str) -> None:
         """Writes the resolved settings, YAML text as given."""
         with replacing(self.config_file) as part:
@@ -122,8 +173,20 @@ class RunDirectory:
         with replacing(self.summary_file) as part:
             _write_durably(part, to_json(summary, indent=2) + "\n")
 
-    def write_samples(self, step: int, table: pyarrow.Table) -> Path:
-        """Writes the samples of one step to `samples/step-<6 digits>.parquet`; returns it."""
+    def forget_summary(self) -> None:
+        """Removes that of an earlier job of this run, whose end is not the end any more."""
+        with explain_write_errors(self.summary_file):
+            self.summary_file.unlink(missing_ok=True)
+
+    def write_samples(
+        self, step: int, table: pyarrow.Table, tokens: pyarrow.Table | None = None
+    ) -> Path:
+        """Writes the samples of one step to `samples/step-<6 digits>.parquet`; returns it. What is
+        known of their tokens, of the first ones, goes to `tokens/`, under the same name."""
+        if tokens is not None:
+            with explain_write_errors(self.tokens):
+                self.tokens.mkdir(exist_ok=True)
+            _write_table(self.tokens / f"step-{step:06d}.parquet", tokens)
         return _write_table(self.samples / f"step-{step:06d}.parquet", table)
 
     def write_bad_step(self, step: int, table: pyarrow.Table, found: Mapping[str, Any]) -> Path:
@@ -146,7 +209,8 @@ class RunDirectory:
         with explain_write_errors(self.path):
             if self.metrics_file.is_file():
                 os.truncate(self.metrics_file, length_up_to(self.metrics_file, step))
-            for path in (*self.samples.glob("step-*"), *self.path.glob("timelines/step-*")):
+            folders = (self.samples, self.tokens, self.path / "timelines")
+            for path in (path for folder in folders for path in folder.glob("step-*")):
                 number = re.match(r"step-(\d+)", path.name)
                 if number and int(number[1]) > step:
                     path.unlink()
@@ -224,13 +288,16 @@ def _make_unique(root: Path, stem: str) -> Path:
     raise StorageError(f"{root} holds 9,999 runs called {stem}. Set `run.name` to another name.")
 
 
-def _point_latest(link: Path, target: str) -> None:
-    """Makes `link` point at `target`; anyone who follows it sees the old run or the new one."""
+def _check_latest(link: Path) -> None:
     if link.exists() and not link.is_symlink():
         raise ConfigError(
             f"{link} is a file or folder of its own, and every run makes it a link to the newest "
             "run. Rename it, or set `run.root` to another folder."
         )
+
+
+def _point_latest(link: Path, target: str) -> None:
+    """Makes `link` point at `target`; anyone who follows it sees the old run or the new one."""
     new_link = link.with_name(f".latest-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         new_link.symlink_to(target)

@@ -109,6 +109,18 @@ def this_process() -> dict[str, Any]:
     }
 
 
+def read_holder(file: Path) -> dict[str, Any] | None:
+    """Which process has noted itself in a lock; None if none has."""
+    try:
+        opened = os.open(file, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        return _read(opened)
+    finally:
+        os.close(opened)
+
+
 def _machine() -> str:
     """Equal for processes that see each other's numbers: the same boot and the same container."""
     with contextlib.suppress(OSError):

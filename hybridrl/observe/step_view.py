@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
+
+from hybridrl.observe.completions import Completion
 
 
 class StepView(ABC):
@@ -29,8 +31,8 @@ class StepView(ABC):
         """
 
     @abstractmethod
-    def sample(self, prompt: str, answer: str, reward: float) -> None:
-        """Offers a sample to show; any text is safe. The view leaves out what comes too often."""
+    def samples(self, prompt: str, completions: Sequence[Completion]) -> None:
+        """Shows samples of one prompt; any text is safe."""
 
     @abstractmethod
     def message(self, text: str) -> None:

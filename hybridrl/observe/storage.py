@@ -88,3 +88,25 @@ def replacing(path: Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
             raise
+
+
+@contextlib.contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """As `replacing`, for a folder, which other processes may fill until the block ends. The old
+    one is moved away first, so that there is none for a moment, but never a mixture or a half.
+
+    Raises:
+        StorageError: the folder could not be written; the temporary one is removed.
+    """
+    part, old = (path.with_name(f".{path.name}.{end}") for end in ("part", "old"))
+    with explain_write_errors(path):
+        shutil.rmtree(part, ignore_errors=True)  # of a job that was killed
+        try:
+            yield part
+            if path.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                path.rename(old)
+            part.rename(path)
+        finally:
+            for left in (part, old):
+                shutil.rmtree(left, ignore_errors=True)

@@ -18,13 +18,24 @@ GAINS = {
 """What a run may gain, and how it is called."""
 
 
+CHECKERS = ("exact", "numeric", "contains", "boxed", "math", "passes_tests")
+"""Functions of the library that score an answer 1 if it is right, and less if not."""
+
+
 def accuracy_name(reward: RewardConfig, short: bool = False) -> str:
-    """What the metric `accuracy` is: a model that grades may be wrong, so with one it is only the
-    share of greedy answers that it scores `reward.correct_at` or more."""
-    if reward.model or reward.judge.path:
-        limit = f"{reward.correct_at:g}"
-        return f"score>={limit}" if short else f"greedy answers (score >= {limit})"
-    return "accuracy" if short else GAINS["accuracy"]
+    """What the metric `accuracy` is: the share of right answers where one function of the library
+    checks them. A model that grades may be wrong, and what other functions mean by a score is not
+    known: there it is only the share of greedy answers that score `reward.correct_at` or more."""
+    checks = [reward.function] if isinstance(reward.function, str) else reward.function
+    is_checked = isinstance(checks, list) and len(checks) == 1 and isinstance(checks[0], str)
+    if (
+        is_checked
+        and checks[0].rpartition(":")[2] in CHECKERS
+        and not (reward.model or reward.judge.path or reward.weights not in (None, [1.0]))
+    ):
+        return "accuracy" if short else GAINS["accuracy"]
+    limit = f"{reward.correct_at:g}"
+    return f"score>={limit}" if short else f"greedy answers (score >= {limit})"
 
 
 def final_sentence(

@@ -20,8 +20,8 @@ from hybridrl.controller.worker import Context, Rendezvous
 from hybridrl.core.device import COLLECTIVES, make_current
 from hybridrl.core.waits import time_waits
 
-COLLECTIVE_TIMEOUT = timedelta(hours=2)
-"""Longer than any call's deadline, which reports who hangs and where; this only ends orphans."""
+COLLECTIVE_TIMEOUT = timedelta(days=365)
+"""Longer than any call's deadline (`controller.timeout_s`), which reports who hangs and where."""
 NAMES_PER_WORLD = 100_000
 
 _worlds: dict[str, dist.ProcessGroup] = {}

@@ -6,12 +6,13 @@ file: `placement.strategy=path/to/file.py:place`.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 
 from hybridrl.config.schema import PlacementConfig
 from hybridrl.core import user_code
 from hybridrl.core.cluster import Cluster
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.placement import explicit, flattening, interleaving, separation
 from hybridrl.placement.placement import ACTOR, GENERATOR, Placement, Role, RolePlace
 from hybridrl.placement.role_settings import RoleSettings, settings_of
@@ -50,9 +51,35 @@ def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) ->
     for name in settings.roles:
         settings_of(settings, name)
     strategy = user_code.named("placement.strategy", settings.strategy, STRATEGIES)
-    placement = strategy(roles, cluster, settings)
+    placement = (
+        strategy(roles, cluster, settings)
+        if settings.strategy in STRATEGIES
+        else _by_users(strategy, roles, cluster, settings)
+    )
     _check(placement, roles, len(cluster.devices))
     return placement
+
+
+def _by_users(
+    strategy: Strategy, roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig
+) -> Placement:
+    """What a function of the user's makes of it."""
+    setting = f"placement.strategy={settings.strategy}"
+    try:
+        found = strategy(roles, cluster, settings)
+    except HybridRLError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{setting}: called with (roles, cluster, settings) it failed.\n"
+            f"{''.join(traceback.format_exception(error)).rstrip()}"
+        ) from error
+    if not isinstance(found, Placement):
+        raise ConfigError(
+            f"{setting} gave a {type(found).__name__}; it must return a hybridrl.placement."
+            "Placement."
+        )
+    return found
 
 
 def _check(placement: Placement, roles: Sequence[Role], devices: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import socket
 import threading
@@ -13,9 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridrl.errors import ConfigError, HybridRLError
-from hybridrl.ray_backend import agents, node_probe
+from hybridrl.ray_backend import node_probe
 from hybridrl.ray_backend.library import ray
 from hybridrl.ray_backend.nodes import Node, NodeReport, check_reports, check_room, table
+from hybridrl.ray_backend.own_node import OwnNode
 
 PACKAGES = {
     "hybridrl": ("hybridrl",),
@@ -31,6 +33,10 @@ LOOK_SECONDS = 0.5
 
 
 QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
+TOKENS = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
+"""Variables by which a user says how Ray is to know who may use a cluster."""
+CLOSE_SECONDS = 5.0
+"""What of a cluster of ours has not ended by then is killed."""
 STARTS = 2
 """Ray gives up after 30 s, which a busy machine may need."""
 
@@ -44,18 +50,43 @@ class Connection:
     Attributes:
         is_own: Whether it is to be ended here; in a process that was connected before, it is not.
         joined: Whether it is to a cluster that somebody else started.
+        node: Ray's processes, if they were started here.
     """
 
     def __init__(self, address: str | None) -> None:
         self.is_own = not ray.is_initialized()
-        with _our_sigterm():
-            self.joined = self.is_own and connect(address)
+        self.node: OwnNode | None = None
+        self.joined = False
+        if self.is_own:
+            with _our_sigterm():
+                self.node = connect(address)
+            self.joined = self.node is None
+
+    def fault(self) -> str:
+        """What of the cluster itself has ended, as a sentence; empty if nothing has. Takes no
+        time."""
+        return "" if self.node is None else self.node.fault()
+
+    def stopped(self) -> str:
+        """What of it is stopped, for the middle of a sentence; empty if nothing is."""
+        return "" if self.node is None else self.node.stopped()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the cluster can be asked for anything."""
+        return not (self.fault() or self.stopped())
+
+    def keep_logs(self) -> None:
+        """Ray's own files are not removed at the end of a cluster that was started here."""
+        if self.node is not None:
+            self.node.keep_logs()
 
     def close(self) -> None:
         """Leaves the cluster, or ends it if it was started here."""
-        if self.is_own:
+        if self.node is not None:
+            end(self.node)
+        elif self.is_own:
             ray.shutdown()
-            agents.end_watch()
 
 
 @contextlib.contextmanager
@@ -69,9 +100,9 @@ def _our_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def connect(address: str | None) -> bool:
-    """Joins the cluster at `address` (see `ray.address`), or starts one on this machine. Whether it
-    joined one.
+def connect(address: str | None) -> OwnNode | None:
+    """Joins the cluster at `address` (see `ray.address`), or starts one on this machine, whose node
+    it gives.
 
     Raises:
         ConfigError: if there is none at the address.
@@ -80,8 +111,7 @@ def connect(address: str | None) -> bool:
     # `ray job submit` says in this variable which cluster the job belongs to.
     address = address or os.environ.get("RAY_ADDRESS")
     if address is None:
-        start(os.cpu_count() or 1)
-        return False
+        return start(os.cpu_count() or 1)
     _check_listening(address)
     try:
         ray.init(address=address, **QUIET)
@@ -90,27 +120,49 @@ def connect(address: str | None) -> bool:
             f"ray.address={address}: Ray could not be reached: {error} Write `auto` on a node of "
             "the cluster, or the `host:port` that `ray start --head` printed."
         ) from error
-    return True
+    return None
 
 
-def start(cpus: int) -> None:
+def start(cpus: int) -> OwnNode:
     """Starts a cluster on this machine, with so many CPU slots.
 
     Raises:
         HybridRLError: if that fails twice.
     """
+    _choose_token()
     for attempt in range(STARTS):
+        node = OwnNode()
         try:
             ray.init(num_cpus=cpus, include_dashboard=False, **QUIET)
-            agents.end_with_driver()
-            return
-        except Exception as error:  # Ray raises that itself, when it has waited for 30 s
-            ray.shutdown()
-            if attempt == STARTS - 1:
+            node.started(ray._private.worker._global_node.get_session_dir_path())
+            return node
+        except BaseException as error:
+            with node.ending(CLOSE_SECONDS):
+                ray.shutdown()
+            if not isinstance(error, Exception):  # Ctrl-C
+                raise
+            if attempt == STARTS - 1:  # Ray itself has waited for 30 s
                 raise HybridRLError(
                     f"Ray could not be started on this machine: {error} If the machine is busy, "
                     "try again when it is less so; if not, its own logs say more."
                 ) from error
+    raise AssertionError("the last attempt returns or raises")
+
+
+def end(node: OwnNode) -> None:
+    """Ends the cluster that `start` has started."""
+    if node.fault() or node.stopped():  # Ray would wait for it, or end this process
+        node.kill()
+    with node.ending(CLOSE_SECONDS):
+        ray.shutdown()
+
+
+def _choose_token() -> None:
+    """A cluster of ours has a token of its own, in the environment of its processes. Ray would take
+    one from a file in the user's home, which it makes so that everybody may read it, and which
+    cannot be made everywhere."""
+    if not TOKENS & os.environ.keys():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _check_listening(address: str) -> None:

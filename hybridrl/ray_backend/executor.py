@@ -8,21 +8,19 @@ import pickle
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hybridrl.controller.call import Call, Failure, Reply, Request, Result
 from hybridrl.controller.executor import Executor, warn_of_unfinished
 from hybridrl.controller.failures import Death, Hosts, explain, out_of_memory
-from hybridrl.controller.hangs import Hang, Pending, silence
 from hybridrl.controller.shards import ShardInfo
 from hybridrl.core import user_code
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import Cluster, Device, choose_devices
 from hybridrl.core.record import Record
-from hybridrl.errors import ConfigError, DataError, LostError, WorkerError
+from hybridrl.errors import CallTimeoutError, ConfigError, DataError, LostError, WorkerError
 from hybridrl.ray_backend import cluster as ray_cluster
 from hybridrl.ray_backend.cluster import Connection
 from hybridrl.ray_backend.host import RayHost
@@ -31,8 +29,8 @@ from hybridrl.ray_backend.message import pack, seal
 from hybridrl.ray_backend.nodes import by_address, table
 from hybridrl.ray_backend.relay import RelayTransport
 from hybridrl.ray_backend.remote_result import Refs
+from hybridrl.ray_backend.supervision import Supervision
 from hybridrl.ray_backend.transport import DirectTransport, Event, Lost, Order, Transport
-from hybridrl.ray_backend.watch import Watch
 
 CLOSE_SECONDS = 4.0
 """How long hosts may take to close their workers before they are ended."""
@@ -90,8 +88,6 @@ class RayExecutor(Executor):
         self.run_directory = run_directory.absolute() if run_directory else None
         self._timeout = timeout_s
         self._heartbeat = heartbeat_s
-        self._unreachable: set[str] = set()
-        self._stalled = time.monotonic()  # since when no host has been seen to work
         for module in user_code.loaded_files():  # whose names mean nothing to workers
             ray.cloudpickle.register_pickle_by_value(module)
         self._shares_connection = connection is not None
@@ -109,6 +105,7 @@ class RayExecutor(Executor):
                 ray_cluster.check_nodes(self._bundles, start_timeout_s, seen)
             self._start_hosts(kind, number, cpus, preload, start_timeout_s)
         except BaseException:
+            self._connection.keep_logs()
             self._give_back()
             raise
 
@@ -154,9 +151,20 @@ class RayExecutor(Executor):
         )
         self._hosts = [hosts[index] for index in order]
         self._identities = [identities[index] for index in order]
-        self._watch = Watch(self._hosts)
-        is_many = number > DIRECT_HOSTS
-        self._transport: Transport = (RelayTransport if is_many else DirectTransport)(self._hosts)
+        self._known = Hosts(self._identities, self._roles, self.run_directory)
+        self._supervision = Supervision(
+            self._hosts,
+            self._known,
+            self._nodes,
+            self._connection,
+            timeout_s=self._timeout,
+            heartbeat_s=self._heartbeat,
+            oldest=self._oldest,
+            notify=lambda sentence: self.notify(sentence),
+        )
+        self._transport: Transport = DirectTransport(self._hosts)
+        if number > DIRECT_HOSTS:
+            self._transport = RelayTransport(self._hosts, self._timeout)
         self.nodes = [identity.node for identity in self._identities]
         if len(set(self.nodes)) > 1:
             for host in self._hosts:
@@ -167,7 +175,7 @@ class RayExecutor(Executor):
 
     def _send(self, call: Call, request: Request, returns_batch: bool) -> Any:
         if len(self._pending) == 1:  # nobody had anything to do before
-            self._stalled = time.monotonic()
+            self._supervision.work_begins()
         try:
             body, results = pack(request)
         except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
@@ -183,27 +191,46 @@ class RayExecutor(Executor):
         return Refs([ray.put(seal(reply, []))], [ray.put(batch)])
 
     def fetch(self, result: Result, index: int) -> Batch:
-        try:
-            return ray.get(self._transport.fetch(result.data, index))
-        except ray.exceptions.ObjectLostError as error:
-            sentence = f"A batch was lost with the node on which it lay: {error}"
-            raise self._ended(LostError(sentence)) from None
+        begin = time.monotonic()
+        while True:
+            try:
+                return ray.get(self._transport.fetch(result.data, index), timeout=LOOK_SECONDS)
+            except ray.exceptions.GetTimeoutError:
+                self._check()
+                if time.monotonic() - begin < self._timeout:
+                    continue
+                name = result.call.name if result.call is not None else "put"
+                sentence = (
+                    f"A batch that {name} made could not be fetched within {self._timeout:g} s "
+                    "(controller.timeout_s): its node is overloaded, or the network does not reach "
+                    "it."
+                )
+                raise self._ended(CallTimeoutError(sentence)) from None
+            except ray.exceptions.ObjectLostError as error:
+                sentence = f"A batch was lost with the node on which it lay: {error}"
+                raise self._ended(LostError(sentence)) from None
 
     def wait(self, calls: Sequence[Call], limit: float | None = None) -> bool:
         until = math.inf if limit is None else time.monotonic() + limit
-        patience = min(5.0, self._timeout / 4, self._heartbeat)
-        check = time.monotonic() + patience
+        at_most = min(LOOK_SECONDS, self._supervision.patience)
         while late := [call for call in calls if not call.is_done]:
             if not self.takes_calls:
                 raise self.refusal()
             left = max(0.0, until - time.monotonic())
-            self._look([call.number for call in late], min(left, LOOK_SECONDS, patience))
+            self._look([call.number for call in late], min(left, at_most))
             if not left:
                 return all(call.is_done for call in calls)
-            if time.monotonic() > check:
-                self._check_deadlines()
-                check = time.monotonic() + patience
+            self._check()
         return True
+
+    def _check(self) -> None:
+        """To be called while something is waited for; see `Supervision.check`."""
+        try:
+            self._supervision.check()
+        except LostError as error:
+            if self._connection.fault():  # hosts may still work
+                raise
+            raise self._ended(error) from None
 
     def close(self) -> None:
         if self._bundles is None:  # closed before
@@ -216,15 +243,16 @@ class RayExecutor(Executor):
                 ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
         self.takes_calls = False
         self._pending.clear()
-        for actor in [*self._hosts, *self._transport.helpers()]:
-            ray.kill(actor, no_restart=True)
+        if self._connection.is_whole:  # else they end with the cluster, which cannot be asked
+            for actor in [*self._hosts, *self._transport.helpers()]:
+                ray.kill(actor, no_restart=True)
         self._give_back()
 
     def _give_back(self) -> None:
         """Gives the devices back to the cluster, and leaves it."""
-        if self._bundles is not None:
+        if self._bundles is not None and self._connection.is_whole:
             ray.util.remove_placement_group(self._bundles)
-            self._bundles = None
+        self._bundles = None
         if not self._shares_connection:
             self._connection.close()
 
@@ -232,8 +260,9 @@ class RayExecutor(Executor):
         """Takes note of what has come of calls, waiting so long for these; raises if one failed."""
         try:
             found = self._note(self._transport.poll(numbers, seconds))
-        except WorkerError as error:
-            raise self._ended(error) from None
+        except WorkerError as error:  # of the relay
+            fault = self._connection.fault()
+            raise self._ended(LostError(fault) if fault else error) from None
         if found:
             self._fail(found)
 
@@ -262,16 +291,15 @@ class RayExecutor(Executor):
         while self._pending and (left := until - time.monotonic()) > 0:
             with contextlib.suppress(WorkerError):  # of the relay, which has told enough
                 found += self._note(self._transport.poll(list(self._pending), left))
-        found += self._lost(range(len(self._hosts)))
-        raise self._ended(explain(found, self._known()))
+        if fault := self._connection.fault():
+            raise self._ended(LostError(fault))
+        found += self._supervision.lost()
+        raise self._ended(explain(self._supervision.by_one_clock(found), self._known))
 
     def _ended(self, error: WorkerError) -> WorkerError:
         """The error, after which no call can be made."""
         self.takes_calls, self.failure = False, str(error).partition("\n")[0]
         return error
-
-    def _known(self) -> Hosts:
-        return Hosts(self._identities, self._roles, self.run_directory)
 
     def _oldest(self, host: int) -> tuple[Call, int] | None:
         """The first call on a host that is not done there, and which rank it is."""
@@ -280,50 +308,6 @@ class RayExecutor(Executor):
                 if at == host and call.replies[rank] is None:
                     return call, rank
         return None
-
-    def _lost(self, hosts: Iterable[int]) -> list[Death]:
-        """Of these hosts, those whose nodes cannot be reached, and which have something to do."""
-        if len(self._nodes) < 2:
-            return []
-        ids = list({self._identities[host].node for host in hosts})
-        with ThreadPoolExecutor(16) as pool:
-            reached = pool.map(ray_cluster.is_reachable, [self._nodes[node] for node in ids])
-            lost = {node for node, there in zip(ids, reached, strict=True) if not there}
-        gone = [host for host in hosts if self._identities[host].node in lost]
-        return [Death(*oldest, "", with_node=True) for h in gone if (oldest := self._oldest(h))]
-
-    def _check_deadlines(self) -> None:
-        """Raises if a host has been working on one call for longer than the deadline, if nobody
-        has been working for as long while calls are pending, or if nothing was heard of a node
-        twice in a row."""
-        silent = self._watch.look()
-        lost = self._lost(silent)
-        if again := [d for d in lost if self._identities[d.host].node in self._unreachable]:
-            raise self._ended(explain(again, self._known()))
-        self._unreachable = {self._identities[death.host].node for death in lost}
-        hosts = range(len(self._hosts))
-        pending = {host: oldest for host in hosts if (oldest := self._oldest(host))}
-        self._notify_of_silence(pending)
-        statuses = self._watch.statuses
-        late = [h for h in pending if self._watch.seconds_on(h, pending[h][0]) > self._timeout]
-        why = ""
-        may_work = any(host in pending for host in silent)
-        if may_work or not pending or any(s is not None and s.is_working for s in statuses):
-            self._stalled = time.monotonic()
-        elif time.monotonic() - self._stalled > self._timeout:
-            late = list(pending)
-            why = ": no host is working, so what they wait for, or their replies, must be lost"
-        if late:
-            snapshots = self._watch.snapshots()
-            hang = Hang(pending, late, self._timeout, snapshots, self._known(), why)
-            raise self._ended(hang.error())
-
-    def _notify_of_silence(self, pending: Pending) -> None:
-        """Names a host that does not answer, once, long before the deadline."""
-        for host in self._watch.fallen_silent(self._heartbeat):
-            if host in pending:
-                call, rank = pending[host]
-                self.notify(silence(call, rank, self._identities[host], self._heartbeat))
 
 
 def _loss(call: Call, rank: int, lost: Lost) -> Failure | Death:

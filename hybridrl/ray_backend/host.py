@@ -9,6 +9,7 @@ import ipaddress
 import logging
 import os
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -128,6 +129,10 @@ class RayHost:
     @ray.method(concurrency_group="health")
     def status(self) -> Status:
         return self._host.status()
+
+    @ray.method(concurrency_group="health")
+    def clock(self) -> float:
+        return time.time()
 
     @ray.method(concurrency_group="health")
     def snapshot(self) -> Snapshot:

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from hybridrl.controller.call import Result
-from hybridrl.errors import LostError, WorkerError
+from hybridrl.errors import LostError
 from hybridrl.ray_backend.library import ray
 from hybridrl.ray_backend.message import addressed, open_head, seal, unseal
 from hybridrl.ray_backend.remote_result import Refs
 from hybridrl.ray_backend.transport import DirectTransport, Event, Order, Transport
 
 SILENCE_SECONDS = 60.0
-"""How long the relay, which has nothing else to do, may take for an answer."""
+"""How long the relay, which has nothing else to do, may take for an answer at most."""
 
 
 @ray.remote(
@@ -110,9 +110,11 @@ class RelayTransport(Transport):
 
     Args:
         actors: The hosts.
+        silence_s: How long the relay may take for an answer.
     """
 
-    def __init__(self, actors: Sequence[Any]) -> None:
+    def __init__(self, actors: Sequence[Any], silence_s: float = SILENCE_SECONDS) -> None:
+        self._silence_s = min(silence_s, SILENCE_SECONDS)
         # Beside the driver: if their node is lost, so is the job.
         node = ray.get_runtime_context().get_node_id()
         near = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=True)
@@ -149,11 +151,11 @@ class RelayTransport(Transport):
     def _ask(self, answer: Any, seconds: float = 0.0) -> Any:
         """What the relay answers, which may take it so long."""
         try:
-            return ray.get(answer, timeout=seconds + SILENCE_SECONDS)
+            return ray.get(answer, timeout=seconds + self._silence_s)
         except ray.exceptions.GetTimeoutError:
-            raise WorkerError(
+            raise LostError(
                 "The relay, the process that passes the driver's calls on to the hosts, did not "
-                f"answer within {SILENCE_SECONDS:g} s: it was stopped, or its node is overloaded."
+                f"answer within {self._silence_s:g} s: it was stopped, or its node is overloaded."
             ) from None
         except ray.exceptions.RayActorError as error:
             raise LostError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hybridrl.controller.call import Call
@@ -72,6 +72,16 @@ class Watch:
         asked = [host.snapshot.remote() for host in self._hosts]
         found = _answers(asked, SNAPSHOT_SECONDS)
         return [found.get(reference) for reference in asked]
+
+    def clocks_ahead(self, hosts: Iterable[int]) -> dict[int, float]:
+        """By host: how many seconds its node's clock is ahead of this one's. Those that do not
+        answer are left out."""
+        found = {}
+        for host in hosts:
+            asked, before = self._hosts[host].clock.remote(), time.time()
+            for there in _answers([asked], ANSWER_SECONDS).values():
+                found[host] = there - (before + time.time()) / 2
+        return found
 
     def _take(self, seconds: float) -> None:
         found = _answers(list(self._questions.values()), seconds)

@@ -8,6 +8,11 @@ A function whose first parameters are `completions`, or `prompts` and `completio
 is called once for all rows of a rank, with lists of texts and of every further column of the data,
 and returns a list of numbers (None: the row is dropped). That one call has `reward.timeout_s`.
 
+A module of reward functions may define `check_reward(options, timeout_s)`. Each reward process
+calls it once for each of the module's functions that is used, before any row, with the function's
+options and `reward.timeout_s`. It raises a `ConfigError` or a `MachineError` where they or the
+machine will not do, and may return a line for the user to read.
+
 Nothing is imported before it is asked for: a reward process has no use for the pool.
 """
 

@@ -1,10 +1,11 @@
 """The program of a reward process: `python -m hybridrl.rewards.child`, started by the pool.
 
 It reads messages from its standard input and writes messages to its standard output; see `wire`.
-First comes a `Setup`, answered by `("ready", modes)` or `("error", kind, message)`. Then come lists
-of `(task, function, row)`, and each task is answered by `(task, kind, value, extras)` the moment it
-is done, so that a task that hangs or kills the process takes no finished one with it. The kind is
-`score`, `failure` (the value is then a text) or `timeout`.
+First comes a `Setup`, answered by `("ready", modes, remarks)` or `("error", kind, message)`. Then
+come lists of `(task, function, row)`, and each task is answered by `(task, kind, value, extras)`
+the moment it is done, so that a task that hangs or kills the process takes no finished one with it.
+The kind is `score`, `failure` (the value is then a text), `timeout`, or `machine` (a text, too: why
+no row can be scored on this machine).
 
 Synchronous functions run one row after the other, in order; the pool kills the process when a row
 takes too long. Asynchronous ones run concurrently, in one event loop for all rows, and time out by
@@ -25,14 +26,16 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from hybridrl.errors import HybridRLError
+from hybridrl.errors import HybridRLError, MachineError, RewardError
 from hybridrl.rewards.loading import ByValue, RewardFunction, load_function, short_names
 from hybridrl.rewards.options import check_options, parameters_of
-from hybridrl.rewards.signature import check_signature, takes_batch
+from hybridrl.rewards.signature import as_verls, check_signature, is_verls, takes_batch
 from hybridrl.rewards.wire import Unpacker, pack
 
 _READ_SIZE = 1 << 16
 _PR_SET_PDEATHSIG = 1
+_LARGEST = 3.4028234e38
+"""Scores become float32, in which anything larger is infinite."""
 
 Outcome = tuple[str, Any, dict[str, float]]  # kind, value, further columns
 
@@ -58,12 +61,15 @@ class Function:
         )
         parameters = parameters_of(function)
         self.takes_batch = takes_batch(parameters)
+        self._is_verls = is_verls(parameters)
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._accepted = None if takes_all else {p.name for p in parameters}
 
     def arguments(self, row: dict[str, Any]) -> dict[str, Any]:
         """The entries of the row that the function takes, all of them if it has a `**row`, and its
         options, which win."""
+        if self._is_verls:
+            row = as_verls(row)
         if self._accepted is not None:
             row = {name: value for name, value in row.items() if name in self._accepted}
         return row | self._options
@@ -95,10 +101,11 @@ def main() -> None:
     sys.path += [place for place in setup.search_path if place not in sys.path]
     try:
         functions = _load(setup)
+        remarks = _check(setup, functions)
     except HybridRLError as error:
         send(("error", type(error).__name__, str(error)))
         return
-    send(("ready", [(f.is_async, f.takes_batch) for f in functions]))
+    send(("ready", [(f.is_async, f.takes_batch) for f in functions], remarks))
     if any(function.is_async for function in functions):
         import asyncio
 
@@ -114,10 +121,38 @@ def _load(setup: Setup) -> list[Function]:
     names = short_names(setup.functions)
     for spec, name, options in zip(setup.functions, names, setup.options, strict=True):
         function = load_function(spec)
-        check_options(name, function, options)
-        check_signature(name, parameters_of(function))
+        parameters = parameters_of(function)
+        check_options(name, parameters, options)
+        check_signature(name, parameters)
         functions.append(Function(function, options))
     return functions
+
+
+def _check(setup: Setup, functions: list[Function]) -> list[str]:
+    """Calls the functions' `check_reward`s, where there are any; gives what they remark.
+
+    Raises:
+        HybridRLError: what they raise.
+        RewardError: with the traceback of any other error.
+    """
+    remarks = []
+    for function, options in zip(functions, setup.options, strict=True):
+        inner = getattr(function.call, "func", function.call)  # of a functools.partial
+        module = sys.modules.get(getattr(inner, "__module__", None) or "")
+        check = getattr(module, "check_reward", None)
+        if check is None:
+            continue
+        try:
+            remark = check(options, setup.timeout_s)
+        except HybridRLError:
+            raise
+        except Exception as error:
+            raise RewardError(
+                f"`check_reward` of {module and module.__name__} failed:\n{_traceback(error)}"
+            ) from error
+        if remark is not None:
+            remarks.append(str(remark))
+    return list(dict.fromkeys(remarks))
 
 
 def _die_with(parent: int) -> None:
@@ -155,6 +190,8 @@ def _read(source: int) -> bytes:
 def _score(function: Function, row: dict[str, Any]) -> Outcome:
     try:
         return function.outcome(function.call(**function.arguments(row)), row)
+    except MachineError as error:
+        return "machine", str(error), {}
     except BaseException as error:  # sys.exit() in a reward function ends the row, not the process
         return "failure", _traceback(error), {}
 
@@ -178,6 +215,8 @@ async def _serve_concurrently(
         except BaseException as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 outcome = "timeout", None, {}
+            elif isinstance(error, MachineError):
+                outcome = "machine", str(error), {}
             else:
                 outcome = "failure", _traceback(error), {}
         send((task, *outcome))
@@ -212,8 +251,14 @@ def _outcome(returned: Any) -> Outcome:
             returned.close()
             hint = "; a function that returns a coroutine must be declared `async def`"
         return _wrong(f"{what}{_shown(entries['score'])}{hint}")
-    if not math.isfinite(score):
-        return _wrong(f"{score}, and a score must be finite")
+    if not abs(score) <= _LARGEST:
+        return _wrong(f"{score}, and a score must be a finite number of 32 bits")
+    for key in map(str, entries):
+        if not key or key.split("/")[-1] == "std":
+            return _wrong(
+                f"a dictionary with the key {key!r}, and each number has a metric of its name, "
+                "beside which `/std` is its standard deviation: call it otherwise"
+            )
     numbers_beside = {str(key): _number(v) for key, v in entries.items() if key != "score"}
     return "score", score, {key: v for key, v in numbers_beside.items() if v is not None}
 
@@ -229,8 +274,10 @@ def _outcome_of_batch(returned: Any, rows: int) -> Outcome:
         return _wrong(f"{len(returned)} scores for {rows} completions")
     scores = [math.nan if value is None else _number(value) for value in returned]
     for row, (score, value) in enumerate(zip(scores, returned, strict=True)):
-        if score is None or (value is not None and not math.isfinite(score)):
-            return _wrong(f"{_shown(value)} for completion {row + 1}, expected a finite number")
+        if score is None or (value is not None and not abs(score) <= _LARGEST):
+            return _wrong(
+                f"{_shown(value)} for completion {row + 1}, expected a finite number of 32 bits"
+            )
     return "score", scores, {}
 
 

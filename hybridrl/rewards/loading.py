@@ -5,19 +5,23 @@ from __future__ import annotations
 import inspect
 import math
 import pickle
+import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridrl.core import user_code
 from hybridrl.errors import ConfigError, RewardError, nearest
 from hybridrl.rewards.options import check_options, options_of, parameters_of
-from hybridrl.rewards.signature import check_signature
+from hybridrl.rewards.shape import check_pattern
+from hybridrl.rewards.signature import check_columns, check_signature
 
 SETTING = "reward.function"
 _FIRST = ["prompt", "response"]  # parameters, by which a reward function is told from its helpers
+_OF_REWARD = re.compile(r"(?<![\w/.])reward\.(?=(?:function|options|weights|on_error|timeout_s)\b)")
 RewardFunction = Callable[..., Any]
 
 
@@ -90,7 +94,8 @@ def load_function(spec: str | ByValue) -> RewardFunction:
     function = user_code.load(SETTING, spec, RewardError)
     if not callable(function):
         raise RewardError(
-            f"`reward.function` names `{spec}`, which is a {type(function).__name__}, no function."
+            f"`reward.function` names `{spec}`, which is {function!r:.80} "
+            f"({type(function).__name__}) and cannot be called. Name a function."
         )
     return function  # type: ignore[no-any-return]
 
@@ -112,13 +117,25 @@ def check_function(spec: str) -> None:
         check_installed()
 
 
+def known_parameters(function: str | RewardFunction) -> list[inspect.Parameter] | None:
+    """The parameters of a function, found without importing anything of the user's; None where
+    only importing it would tell."""
+    if isinstance(function, str) and not is_builtin(function):
+        return user_code.parameters(SETTING, function)
+    return parameters_of(load_function(function) if isinstance(function, str) else function)
+
+
+def is_builtin(function: str | RewardFunction) -> bool:
+    """Whether it is the name of a built-in function."""
+    return isinstance(function, str) and not _parse(function)[0]
+
+
 def check_functions(
     functions: Sequence[str | RewardFunction],
     weights: Sequence[float] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Finds what is wrong with these settings without importing anything of the user's; so
-    options of the user's functions are held against their parameters at the start only.
+    """Finds what is wrong with these settings without importing anything of the user's.
 
     Raises:
         ConfigError: if a file, module or function does not exist, the numbers differ, or there
@@ -139,13 +156,11 @@ def check_functions(
             )
     names = short_names(list(functions))
     for function, name, given in zip(functions, names, options_of(names, options), strict=True):
-        if not isinstance(function, str):
-            check_options(name, function, given)
-            check_signature(name, parameters_of(function))
-        elif not _parse(function)[0]:
-            check_options(name, load_function(function), given, complete=True)
-        elif (parameters := user_code.parameters(function)) is not None:
-            check_signature(name, parameters)
+        parameters = known_parameters(function)
+        if parameters is not None:
+            _check_call(function, name, parameters, given)
+        if function == "format":
+            check_pattern(given["pattern"])
     if weights is not None and len(weights) != len(functions):
         raise ConfigError(
             f"`reward.weights` has {len(weights)} entries and `reward.function` has "
@@ -153,6 +168,43 @@ def check_functions(
         )
     if weights is not None and not all(math.isfinite(weight) for weight in weights):
         raise ConfigError(f"`reward.weights` is {list(weights)}, expected finite numbers.")
+    if weights is not None and not any(weights):
+        raise ConfigError(
+            f"`reward.weights` is {list(weights)}, so every response would score 0. Weigh one of "
+            "the functions."
+        )
+
+
+def check_fit(
+    functions: Sequence[str | RewardFunction],
+    options: Mapping[str, Mapping[str, Any]] | None,
+    columns: Iterable[str],
+) -> None:
+    """Holds the parameters of these functions against what they will be given.
+
+    Args:
+        columns: Names of a row's entries, but for the response.
+
+    Raises:
+        ConfigError: if one needs what there is not; names everything that there is.
+    """
+    names, there = short_names(list(functions)), [name for name in columns if name != "response"]
+    for function, name, given in zip(functions, names, options_of(names, options), strict=True):
+        if (parameters := known_parameters(function)) is not None:
+            # First what is wrong with any data, in the same words: it is then told once.
+            _check_call(function, name, parameters, given)
+            check_columns(name, parameters, there, given)
+
+
+def _check_call(
+    function: str | RewardFunction,
+    name: str,
+    parameters: Sequence[inspect.Parameter],
+    options: Mapping[str, Any],
+) -> None:
+    """Whether a function can be called with these options, whatever the data has."""
+    check_options(name, parameters, options, complete=is_builtin(function))
+    check_signature(name, parameters)
 
 
 def short_names(specs: Sequence[str | RewardFunction | ByValue]) -> list[str]:
@@ -192,8 +244,31 @@ def _given_name(function: RewardFunction | ByValue) -> str:
     return function.name if isinstance(function, ByValue) else name_of(function)
 
 
+@contextmanager
+def said_of(group: str) -> Iterator[None]:
+    """Inside, errors name the settings of this group where they speak of `reward`: the functions
+    of a cost are loaded and called as those of a reward."""
+    try:
+        yield
+    except (ConfigError, RewardError) as error:
+        if group == "reward":
+            raise
+        raise type(error)(_OF_REWARD.sub(f"{group}.", str(error))) from error
+
+
 def function_list(setting: Any) -> list[str | RewardFunction]:
-    """The functions that `reward.function` names or holds: none, one, or a list."""
+    """The functions that `reward.function` names or holds: none, one, or a list.
+
+    Raises:
+        ConfigError: if it is none of these.
+    """
     if setting is None:
         return []
-    return [setting] if isinstance(setting, str) or callable(setting) else list(setting)
+    if isinstance(setting, str) or callable(setting):
+        return [setting]
+    if not isinstance(setting, Sequence):
+        raise ConfigError(
+            f"`reward.function` is {setting!r}, expected the name of a reward function, such as "
+            "`exact` or `path/to/file.py:score`, or a list of names."
+        )
+    return list(setting)

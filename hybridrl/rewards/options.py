@@ -35,9 +35,13 @@ def options_of(
 
 
 def check_options(
-    name: str, function: Any, options: Mapping[str, Any], *, complete: bool = False
+    name: str,
+    parameters: Sequence[inspect.Parameter],
+    options: Mapping[str, Any],
+    *,
+    complete: bool = False,
 ) -> None:
-    """Refuses options that `function` has no parameter for.
+    """Refuses options that a function has no parameter for.
 
     A `**row` takes none: it would swallow a misspelt one without a word.
 
@@ -48,7 +52,7 @@ def check_options(
     Raises:
         ConfigError: names the option and the nearest one.
     """
-    parameters = [p for p in parameters_of(function) if p.name not in _OF_THE_ROW]
+    parameters = [p for p in parameters if p.name not in _OF_THE_ROW]
     taken = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for option in options:
         if option not in taken:

@@ -10,11 +10,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from hybridrl.errors import ConfigError, RewardError
+from hybridrl.errors import ConfigError, MachineError, RewardError
 from hybridrl.rewards.loading import ByValue, RewardFunction, check_functions, short_names
 from hybridrl.rewards.options import options_of
 from hybridrl.rewards.process import ChildProcess
@@ -28,6 +28,7 @@ _START_TIMEOUT_S = 120.0
 _CHUNK_S = 0.01  # a process has about this much work ahead of it, so that it never waits for us
 _LARGEST_CHUNK = 64
 _CONCURRENT_ROWS = 64  # of asynchronous functions, in each process
+_ERRORS = {"ConfigError": ConfigError, "MachineError": MachineError}
 _ASYNC_GRACE_S = 0.5  # asynchronous rows time out by themselves; then we look after the process
 
 
@@ -50,6 +51,10 @@ class RewardPool:
         on_error: what a failed call does: `fail` raises, `drop` scores the row NaN, `value` takes
             `error_value` for the function's score.
         error_value: see `on_error`.
+
+    Attributes:
+        remarks: what the functions' modules have to say to the user, by `check_reward`; known
+            after `start`.
 
     Raises:
         ConfigError: if a setting is wrong, or a function's file or name does not exist.
@@ -77,7 +82,7 @@ class RewardPool:
                 f"`reward.on_error` is `{on_error}`, expected `fail`, `drop` or `value`."
             )
         self._names = short_names(functions)
-        self._timeout_s = timeout_s
+        self._timeout_s = self._limit_s = timeout_s
         self._on_error = on_error
         self._error_value = error_value
         specs = [f if isinstance(f, str) else ByValue.of(f) for f in functions]
@@ -85,6 +90,7 @@ class RewardPool:
         # Of each function, whether it is asynchronous and whether it is called once for all rows;
         # known when a process is ready.
         self._modes: list[tuple[bool, bool]] = []
+        self.remarks: list[str] = []
         self._seconds_per_row = math.inf
         self._lock = threading.Lock()
         self._children = [ChildProcess(self._setup) for _ in range(processes)]
@@ -93,25 +99,37 @@ class RewardPool:
     check = staticmethod(check_functions)
 
     def start(self) -> None:
-        """Waits until every process has imported the functions. `score` does this too.
+        """Waits until every process has imported the functions and checked that they can work here.
+        `score` does this too.
 
         Raises:
             RewardError, ConfigError: if a function cannot be loaded.
+            MachineError: if it cannot work on this machine.
         """
         with self._lock:
             while not all(child.ready for child in self._open_children()):
                 self._receive(None)
 
-    def score(self, rows: Sequence[dict[str, Any]]) -> RewardResult:
+    def score(
+        self,
+        rows: Sequence[dict[str, Any]],
+        progress: Callable[[], None] = lambda: None,
+        within_s: float = math.inf,
+    ) -> RewardResult:
         """Calls every function on every row, with the row's entries as keyword arguments.
 
-        Rows hold `prompt`, `response`, `answer` and anything else that pickles.
+        Args:
+            rows: Hold `prompt`, `response`, `answer` and anything else that pickles.
+            progress: Called when rows have been answered, or given up.
+            within_s: Seconds that a call may take, if fewer than `timeout_s`.
 
         Raises:
             RewardError: if a call failed and `on_error` is `fail`, or the pool is closed.
+            MachineError: if a function cannot work on this machine, whatever `on_error` is.
         """
         with self._lock:
             self._open_children()
+            self._limit_s = min(self._timeout_s, within_s)
             self._receive(None, wait=False)  # replaces processes that died since the last round
             while not any(child.ready for child in self._children):
                 self._receive(None)
@@ -119,8 +137,11 @@ class RewardPool:
             try:
                 while not work.is_done:
                     self._dispatch(work)
+                    left = work.unanswered
                     self._receive(work)
                     self._stop_overdue(work)
+                    if work.unanswered < left:
+                        progress()
             finally:  # after an error, nobody waits for the rows that are still being scored
                 for child in [c for c in self._children if c.in_flight]:
                     self._replace(child)
@@ -205,9 +226,9 @@ class RewardPool:
             kind, *rest = messages.pop(0)
             if kind == "error":
                 self.close()
-                raise (ConfigError if rest[0] == "ConfigError" else RewardError)(rest[1])
+                raise _ERRORS.get(rest[0], RewardError)(rest[1])
             child.ready = True
-            self._modes = rest[0]
+            self._modes, self.remarks = rest
         if not messages or work is None:
             return
         now = time.monotonic()
@@ -220,6 +241,8 @@ class RewardPool:
             del child.in_flight[task]
             if kind == "score":
                 work.score(task, value, further)
+            elif kind == "machine":
+                raise MachineError(value)
             else:
                 self._fail(work, task, value)
         child.alone = child.alone and bool(child.in_flight)
@@ -236,8 +259,8 @@ class RewardPool:
         if not child.in_flight:
             return math.inf
         if child.is_async:
-            return next(iter(child.in_flight.values())) + self._timeout_s + _ASYNC_GRACE_S
-        return child.last_answer + self._timeout_s
+            return next(iter(child.in_flight.values())) + self._limit_s + _ASYNC_GRACE_S
+        return child.last_answer + self._limit_s
 
     def _stop_overdue(self, work: Round) -> None:
         now = time.monotonic()

@@ -63,7 +63,7 @@ class Round:
         # each gets a process for itself.
         self.suspects: deque[int] = deque()
         self._tried_again: set[int] = set()
-        self._unanswered = len(tasks)
+        self.unanswered = len(tasks)
         self._scores = [[math.nan] * len(rows) for _ in names]
         self._further: dict[str, list[float]] = {}
         self._failures = self._timeouts = 0
@@ -72,7 +72,7 @@ class Round:
     @property
     def is_done(self) -> bool:
         """Whether every task has an outcome."""
-        return self._unanswered == 0
+        return self.unanswered == 0
 
     def message(self, tasks: Sequence[int]) -> list[tuple[int, int, dict[str, Any]]]:
         """The tasks as a child reads them: number, function, row."""
@@ -91,7 +91,7 @@ class Round:
     def score(self, task: int, score: Any, further: dict[str, float]) -> None:
         """Records what the function returned: a number, or a list of them for all rows."""
         row, function = divmod(task, len(self._names))
-        self._unanswered -= 1
+        self.unanswered -= 1
         if self._takes_batch[function]:
             self._scores[function] = score
             return
@@ -117,7 +117,7 @@ class Round:
             RewardError: if `on_error` is `fail`.
         """
         row, function = divmod(task, len(self._names))
-        self._unanswered -= 1
+        self.unanswered -= 1
         self._failures += 1
         self._timeouts += is_timeout
         rows = range(len(self._rows)) if self._takes_batch[function] else (row,)

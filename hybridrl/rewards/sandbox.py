@@ -1,7 +1,8 @@
 """A sandbox for Python programs that a model wrote.
 
-`run_python` runs a program in a process of its own that can neither harm the machine nor learn
-anything about it, and that leaves nothing behind. It needs Linux 5.13 or newer on x86-64 or
+`run_python` runs a program in a process of its own that can neither harm the machine nor read what
+is on it, and that leaves nothing behind. docs/sandbox.md says what is promised, and what is not, at
+each level of confinement. It needs Linux 5.13 or newer on x86-64 or
 aarch64, with seccomp, and either namespaces (as root, or as a user who may make user namespaces)
 or Landlock; without them it refuses to run anything. What is there is found out once per process,
 by trying, and logged; see `confinement`.
@@ -27,9 +28,10 @@ the kernel counts together, it usually cannot start threads. A supervisor killed
 that folder behind.
 
 Not covered: holes in the kernel itself; what a program can tell from the time that things take;
-use of the processor's caches and of memory bandwidth. The packages beside the interpreter are
-readable, so they must hold no secrets. Memory is limited per program; that all programs at once
-fit into the machine is up to the caller, who chooses their number.
+use of the processor's caches and of memory bandwidth; the kernel's release, the size of memory, the
+number of processors and the time since the machine started, which system calls tell. The packages
+beside the interpreter are readable, so they must hold no secrets. Memory is limited per program;
+that all programs at once fit into the machine is up to the caller, who chooses their number.
 """
 
 from __future__ import annotations
@@ -45,11 +47,13 @@ import signal
 import sys
 import tempfile
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hybridrl.errors import ConfigError, RewardError
+from hybridrl.errors import ConfigError, MachineError, RewardError
+from hybridrl.rewards.memory_group import memory_group
 from hybridrl.rewards.supervisor import Supervisor
 
 __all__ = ["Confinement", "Limits", "Outcome", "confinement", "run_python"]
@@ -74,7 +78,8 @@ class Limits:
     Attributes:
         wall_s: seconds from its start.
         cpu_s: seconds of processor time, all threads together.
-        memory_mib: address space in MiB, of which the bare interpreter takes less than 20.
+        memory_mib: address space in MiB, of which the bare interpreter takes less than 20. Where
+            there are control groups (`memory_group`), also all memory that it takes in any way.
         threads: how many, the first one counted.
         file_mib: size of a file in MiB.
         scratch_mib: size of all files in MiB; only with namespaces.
@@ -132,18 +137,29 @@ class Confinement:
         namespaces: `root`, made by right; `user`, made within a user namespace; or `none`.
         landlock: version of Landlock, 0 if there is none.
         missing: why a better kind of namespaces was not to be had; empty for the best.
+        memory_groups: whether control groups bound all memory of a program.
     """
 
     namespaces: Literal["root", "user", "none"]
     landlock: int
     missing: str
+    memory_groups: bool = False
+
+    def __str__(self) -> str:
+        """One line for the user: what confines, and what is not limited for want of better."""
+        parts = ["namespaces"] if self.namespaces != "none" else []
+        parts += [*(["Landlock"] if self.landlock else []), "seccomp"]
+        parts += ["control groups"] if self.memory_groups else []
+        said = f"programs run confined by {' + '.join(parts)}"
+        return said if self.namespaces != "none" else f"{said}, without a limit on the disk"
 
 
 def run_python(source: str, stdin: str = "", *, limits: Limits | None = None) -> Outcome:
     """Runs a Python program, confined; see above. May be called from several threads at once.
 
     Raises:
-        RewardError: if this machine cannot confine programs, or the sandbox itself was killed.
+        MachineError: if this machine cannot confine programs.
+        RewardError: if the sandbox itself was killed.
     """
     limits = limits or Limits()
     return _execute(confinement().namespaces, source, stdin, limits)[0]
@@ -153,7 +169,7 @@ def confinement() -> Confinement:
     """What confines programs here: the best of what there is, found by trying each, once.
 
     Raises:
-        RewardError: if nothing does; says what is missing.
+        MachineError: if nothing does; says what is missing.
     """
     with _probing:
         return _probe()
@@ -162,7 +178,7 @@ def confinement() -> Confinement:
 @functools.cache
 def _probe() -> Confinement:
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
-        raise RewardError(
+        raise MachineError(
             f"Programs can be run safely only on Linux on x86-64 or aarch64, and this is "
             f"{sys.platform} on {platform.machine()}. Use reward functions that run no programs."
         )
@@ -170,18 +186,14 @@ def _probe() -> Confinement:
     levels: list[Literal["root", "user", "none"]] = ["root", "user", "none"]
     for level in levels if os.geteuid() == 0 else levels[1:]:
         try:
-            _, landlock = _execute(level, "", "", Limits())
+            _, landlock, has_group = _execute(level, "", "", Limits())
         except _RefusedError as refusal:
             missing.append(f"{_LEVELS[level]}: {refusal}")
             continue
-        found = Confinement(level, landlock, "; ".join(missing))
-        extent = f"{_LEVELS[level]}, Landlock version {landlock or 'none'}, seccomp"
-        if level == "none":
-            _log.warning("Programs run confined by less than usual: %s (%s).", extent, missing)
-        else:
-            _log.info("Programs run confined by %s.", extent)
+        found = Confinement(level, landlock, "; ".join(missing), has_group)
+        _log.info("%s (%s, Landlock version %s). %s", found, _LEVELS[level], landlock, missing)
         return found
-    raise RewardError(
+    raise MachineError(
         "Programs cannot be run safely on this machine, so none is run. Tried "
         + "; ".join(missing)
         + ". The sandbox needs Linux 5.13 or newer with seccomp, an interpreter whose folders "
@@ -194,8 +206,9 @@ class _RefusedError(Exception):
     """The program could not be confined as asked, and was not run."""
 
 
-def _execute(level: str, source: str, stdin: str, limits: Limits) -> tuple[Outcome, int]:
-    """Runs a program at a level of confinement; gives the version of Landlock too.
+def _execute(level: str, source: str, stdin: str, limits: Limits) -> tuple[Outcome, int, bool]:
+    """Runs a program at a level of confinement; gives the version of Landlock, too, and whether
+    the program had a memory group.
 
     Raises:
         _RefusedError: if the kernel does not provide that level.
@@ -203,11 +216,17 @@ def _execute(level: str, source: str, stdin: str, limits: Limits) -> tuple[Outco
     """
     given = (source, stdin.encode("utf-8", "replace"), level, dataclasses.asdict(limits))
     job = (*given, *_libraries(), tempfile.gettempdir())
-    run = Supervisor(marshal.dumps(job), limits.wall_s, limits.output_kib * 1024)
-    try:
-        run.finish()
-    finally:
-        run.close()
+    with ExitStack() as opened:
+        group = memory_group(limits.memory_mib << 20)
+        if group is not None:
+            opened.callback(group.close)
+        entrance = None if group is None else group.entrance
+        run = Supervisor(marshal.dumps(job), limits.wall_s, limits.output_kib * 1024, entrance)
+        try:
+            run.finish()
+        finally:
+            run.close()
+        is_full = group is not None and group.was_full()
     if not run.report:
         raise RewardError(
             "The process that watches over a sandboxed program died. If the machine is out of "
@@ -216,19 +235,22 @@ def _execute(level: str, source: str, stdin: str, limits: Limits) -> tuple[Outco
     report = marshal.loads(bytes(run.report))
     if "failure" in report:
         raise _RefusedError(report["failure"])
-    return _outcome(report, run, limits), report["landlock"]
+    return _outcome(report, run, limits, is_full), report["landlock"], group is not None
 
 
-def _outcome(report: dict[str, Any], run: Supervisor, limits: Limits) -> Outcome:
+def _outcome(report: dict[str, Any], run: Supervisor, limits: Limits, is_full: bool) -> Outcome:
     status = report["status"]
     stdout, stderr = (bytes(o).decode("utf-8", "replace") for o in (run.stdout, run.stderr))
     code = os.waitstatus_to_exitcode(status)
     ended: Any = "ok" if code == 0 else "error" if code > 0 else "signal"
     if run.is_over:
         ended = "output"
+    elif is_full and -code == signal.SIGKILL:
+        ended = "memory"
     elif report["stopped"] == "wall":
         ended = "wall_time"
-    elif -code in (signal.SIGXCPU, signal.SIGKILL) and report["cpu_s"] > limits.cpu_s - 0.1:
+    # The kernel's two ways of counting time differ by a tenth of a second and more.
+    elif -code == signal.SIGXCPU or (-code == signal.SIGKILL and report["cpu_s"] > limits.cpu_s):
         ended = "cpu_time"
     elif code == 1 and stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"):
         ended = "memory"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from hybridrl.errors import ConfigError
+
 
 def format(prompt: str, response: str, *, pattern: str, **row: Any) -> float:
     """The whole response, spaces around it aside, matches a regular expression.
@@ -14,6 +16,17 @@ def format(prompt: str, response: str, *, pattern: str, **row: Any) -> float:
             `<think>.*</think>\\s*<answer>.*</answer>`.
     """
     return float(re.fullmatch(pattern, response.strip(), re.DOTALL) is not None)
+
+
+def check_pattern(pattern: object) -> None:
+    """Raises a `ConfigError` if `format` cannot use the pattern."""
+    try:
+        re.compile(pattern)  # type: ignore[call-overload]
+    except (re.error, TypeError, RecursionError, OverflowError) as error:
+        raise ConfigError(
+            f"`reward.options.format.pattern` is {pattern!r}, which is no regular expression: "
+            f"{error}."
+        ) from error
 
 
 def length(prompt: str, response: str, *, limit: int, ramp: int = 0, **row: Any) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 _PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); from confined.child import main; "
-    "sys.path.remove(sys.argv[1]); main(int(sys.argv[2]))"
+    "sys.path.remove(sys.argv[1]); main(*map(int, sys.argv[2:]))"
 )
 # Nothing of the caller's. Numerical libraries otherwise start a thread per core, and the C library
 # reserves address space for every thread.
@@ -24,30 +24,39 @@ _PIECE = 1 << 16
 class Supervisor:
     """A supervisor, the job on its way to it, and what it and the program have written so far.
 
+    Args:
+        job: what the supervisor is told.
+        wall_s: seconds that the program may take.
+        output_limit: bytes that it may write to each of its outputs.
+        memory_entrance: the entrance of a `MemoryGroup` for it.
+
     Attributes:
         stdout, stderr: of the program, up to the limit.
         report: of the supervisor, as it sends it; empty if it died.
         is_over: whether the program wrote more than the limit.
     """
 
-    def __init__(self, job: bytes, wall_s: float, output_limit: int) -> None:
+    def __init__(
+        self, job: bytes, wall_s: float, output_limit: int, memory_entrance: int | None
+    ) -> None:
         self.stdout, self.stderr, self.report = bytearray(), bytearray(), bytearray()
         self.is_over = False
         self._limit = output_limit
         self._deadline = time.monotonic() + wall_s + _SUPERVISOR_S
         self._outgoing = memoryview(len(job).to_bytes(8, "little") + job)
         self._report, report_to = os.pipe()
+        kept = [report_to] if memory_entrance is None else [report_to, memory_entrance]
         try:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", "-E", "-X", "utf8", "-c", _PROGRAM),
-                    *(str(Path(__file__).parent), str(report_to)),
+                    *(str(Path(__file__).parent), *map(str, kept)),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                pass_fds=[report_to],
+                pass_fds=kept,
                 env=_ENVIRONMENT,
                 cwd="/",
                 start_new_session=True,  # Ctrl-C in the terminal is the caller's to judge

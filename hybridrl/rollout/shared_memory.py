@@ -1,33 +1,67 @@
-"""vLLM's shared-memory segments: each job's have its name, and none outlives it for long."""
+"""vLLM's shared-memory segments: each job's have its name, and none outlives it for long.
+
+Beside them lies a file that every process of the job holds a lock on. The kernel lets go of it when
+they have ended, however that was. So others know whether a segment is in use, also where they do
+not see the job's processes: in another container, or on a node that is not the driver's.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import re
 from pathlib import Path
 
-import psutil
-
 FOLDER = Path("/dev/shm")
-NAME = re.compile(r"hybridrl-(\d+)-\d+")
+NAME = re.compile(r"hybridrl-\d+-\d+")
+_held: list[int] = []
+
+
+def hold_shared_memory(job: str) -> None:
+    """Keeps what the job called `job` has in shared memory from being removed by others, for as
+    long as this process lives."""
+    while True:
+        held = os.open(_lock(job), os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(held, fcntl.LOCK_SH)
+        if _is_at(held, _lock(job)):  # otherwise it has just been removed
+            _held.append(held)
+            return
+        os.close(held)
 
 
 def remove_shared_memory(job: str) -> None:
     """Removes what the job called `job` left in shared memory."""
     for path in FOLDER.glob(f"*{job}*"):
-        _remove(path)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            logging.getLogger(__name__).warning("could not remove %s: %s", path, error)
 
 
 def remove_leftovers() -> None:
-    """Removes what jobs left whose driver process is gone, killed perhaps."""
-    for path in FOLDER.glob("*hybridrl-*"):
-        found = NAME.search(path.name)
-        if found and not psutil.pid_exists(int(found.group(1))):
-            _remove(path)
+    """Removes what jobs left whose processes have all ended, killed perhaps."""
+    found = (NAME.search(path.name) for path in FOLDER.glob("*hybridrl-*"))
+    for job in {name.group() for name in found if name}:
+        try:
+            lock = os.open(_lock(job), os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError:  # it is another user's
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_shared_memory(job)
+        except BlockingIOError:  # it is in use
+            pass
+        finally:
+            os.close(lock)
 
 
-def _remove(path: Path) -> None:
+def _lock(job: str) -> Path:
+    return FOLDER / f"{job}.lock"
+
+
+def _is_at(file: int, path: Path) -> bool:
     try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        logging.getLogger(__name__).warning("could not remove %s: %s", path, error)
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False

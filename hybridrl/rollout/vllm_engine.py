@@ -12,6 +12,7 @@ import torch
 
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.errors import ConfigError, MissingPackageError
+from hybridrl.rollout.shared_memory import hold_shared_memory
 from hybridrl.rollout.vllm_options import SPECULATIVE
 
 # Read by vLLM when it is imported.
@@ -126,6 +127,7 @@ def _name_shared_memory(job: str) -> None:
     would stop the next. The address is not used otherwise, because the process group exists
     already. Those of its message queues are named by Python, at random.
     """
+    hold_shared_memory(job)
     shared_memory._SHM_NAME_PREFIX = f"/{job}-"
     shared_memory._SHM_SAFE_NAME_LENGTH = len(job) + 2 + 8
 

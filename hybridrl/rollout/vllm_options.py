@@ -35,6 +35,14 @@ OURS = (
 )
 """Options that are right as they are, or generation would be wrong or would not start."""
 SPECULATIVE = "speculative_config"
+PLAIN = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "None": "null",
+}
+"""Types of options that are known here, in words."""
 
 
 def check_engine_options(
@@ -60,11 +68,12 @@ def check_engine_options(
             )
         known = engine_options()
         if known and name not in known:
-            free = sorted(known - TAKEN.keys() - set(OURS))
+            free = sorted(known.keys() - TAKEN.keys() - set(OURS))
             raise ConfigError(
                 f"rollout.engine_options.{name}: the vLLM that is installed has no such option."
                 f"{nearest(name, free)}"
             )
+        _check_type(name, options[name], known.get(name, ""))
     if options.get(SPECULATIVE) and temperature != 1:
         raise ConfigError(
             f"rollout.engine_options.{SPECULATIVE} with rollout.temperature={temperature}: vLLM's "
@@ -78,19 +87,31 @@ def check_engine_options(
         )
 
 
+def _check_type(name: str, value: Any, annotation: str) -> None:
+    """Refuses a value of another type, where that is a plain one; of others vLLM has to say."""
+    kinds = annotation.split(" | ")
+    if value is None or not all(kind in PLAIN for kind in kinds):
+        return
+    found = type(value).__name__
+    if found not in kinds and not (found == "int" and "float" in kinds):
+        words = ", or ".join(PLAIN[kind] for kind in kinds)
+        raise ConfigError(f"rollout.engine_options.{name}={value}: must be {words}.")
+
+
 @functools.cache
-def engine_options() -> frozenset[str]:
-    """The options of the installed vLLM's engine; none if there is no vLLM."""
+def engine_options() -> Mapping[str, str]:
+    """The options of the installed vLLM's engine with their types as they are written there; none
+    if there is no vLLM."""
     if (found := importlib.util.find_spec("vllm")) is None or found.origin is None:
-        return frozenset()
+        return {}
     source = Path(found.origin).parent / "engine" / "arg_utils.py"
     if not source.is_file():
-        return frozenset()
+        return {}
     body = ast.parse(source.read_text(encoding="utf-8")).body
     classes = (node for node in body if isinstance(node, ast.ClassDef))
     fields = next((node.body for node in classes if node.name == "EngineArgs"), [])
-    return frozenset(
-        field.target.id
+    return {
+        field.target.id: ast.unparse(field.annotation)
         for field in fields
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    )
+    }

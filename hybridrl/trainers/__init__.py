@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import pkgutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.core import user_code
@@ -19,13 +19,12 @@ if TYPE_CHECKING:
     from hybridrl.config.schema import Config
     from hybridrl.trainers.role_spec import RoleSpec
 
-PARTS = (
-    *("adaptive_kl", "base", "checkpoints", "evaluation", "feed", "guard", "loop", "objectives"),
-    *("policy", "recovery", "resumed", "role_spec", "same_model", "saving", "shaping"),
-    *("step_metrics", "steps", "warmup"),
-)
-"""Modules here that are not driver programs."""
-PROGRAMS = [module.name for module in pkgutil.iter_modules(__path__) if module.name not in PARTS]
+PROGRAMS = [
+    path.stem
+    for path in sorted(Path(__file__).parent.glob("*.py"))
+    if "\nclass Trainer(" in path.read_text(encoding="utf-8") and path.stem != "base"
+]
+"""The driver programs here; other modules are what they are made of."""
 _given: dict[str, Any] = {}
 """Classes that were given as objects, by the names they got in the settings."""
 

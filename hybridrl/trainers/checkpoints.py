@@ -271,6 +271,7 @@ class Checkpoints:
             self.summary |= state["summary"]
         if found.run is not None:  # only now, when nothing can be wrong any more
             self.job.write_settings()
+            self.job.directory.forget_summary()
             self.job.directory.forget_after(found.step if found.folder else -1)
             self._folders.forget_after(found.step)
         return found.step

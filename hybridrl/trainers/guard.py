@@ -17,7 +17,7 @@ from hybridrl.config.schema import GuardConfig
 from hybridrl.controller import BatchRef
 from hybridrl.core.batch import Batch
 from hybridrl.core.columns import Ragged
-from hybridrl.core.record import Record
+from hybridrl.core.record import WEIGHT, Record
 from hybridrl.errors import TrainingError
 from hybridrl.observe.run_directory import RunDirectory
 
@@ -45,6 +45,7 @@ class BadStep:
         metrics: The names of such metrics.
         skipped: Updates that were left out.
         where: Role, rank and what it saw first; empty: nobody has said.
+        in_weights: It was a weight: no later update can be another.
         column: The first column of its samples that has such a number; empty: none.
         rows: Which have one there.
     """
@@ -53,6 +54,7 @@ class BadStep:
     metrics: list[str]
     skipped: int
     where: str = ""
+    in_weights: bool = False
     column: str = ""
     rows: list[int] = field(default_factory=list)
 
@@ -94,6 +96,7 @@ class Guard:
         self._directory = directory
         self._in_a_row: dict[str, int] = defaultdict(int)
         self._rewinds: Counter[int] = Counter()
+        self._made = self._left_out = 0
 
     @property
     def rewinds(self) -> bool:
@@ -114,11 +117,11 @@ class Guard:
         if not wrong and not skipped:
             return None
         seen = [(f.order, r.start, r.rank, f"{r.role}", f.where) for r in records for f in r.faults]
-        where = ""
+        where, in_weights = "", False
         if seen:
-            _, _, rank, role, what = min(seen)
-            where = f"{role} rank {rank}, in {what}"
-        return BadStep(step, wrong, skipped, where)
+            order, _, rank, role, what = min(seen)
+            where, in_weights = f"{role} rank {rank}, in {what}", order == WEIGHT
+        return BadStep(step, wrong, skipped, where, in_weights)
 
     def act(
         self, bad: BadStep, batch: BatchRef, groups: Sequence[int], metrics: Mapping[str, float]
@@ -144,6 +147,12 @@ class Guard:
             if rows and "group_id" in samples:
                 groups = samples["group_id"][rows].tolist()
             raise Rewind(bad.number, groups)
+        if bad.in_weights:
+            raise TrainingError(
+                f"{bad} {where} No update can mend a weight that is no number: take another model "
+                "(model.path), or go on from an earlier checkpoint with a lower learning rate "
+                "(actor.optimizer.learning_rate)."
+            )
         if (most := max(self._in_a_row.values(), default=0)) >= self._config.most_skipped:
             raise TrainingError(
                 f"{bad} {where} Now {most} updates in a row were left out (guard.most_skipped). "
@@ -178,6 +187,19 @@ class Guard:
                 "rate (actor.optimizer.learning_rate), or go on from an earlier checkpoint."
             )
 
+    def check_end(self) -> None:
+        """To be asked after the last step.
+
+        Raises:
+            TrainingError: if every update of the run was left out.
+        """
+        if self._left_out and not self._made:
+            raise TrainingError(
+                f"All {self._left_out} updates of this run were left out, because their numbers "
+                "were not finite: nothing was learned. What each step learned from is in "
+                f"{self._directory.path / 'bad-steps'}."
+            )
+
     def _count(self, updates: Sequence[Mapping[str, float]]) -> int:
         """Updates of the step that were left out; counts those in a row, by role."""
         skipped = 0
@@ -185,6 +207,8 @@ class Guard:
             for name, value in update.items():
                 if name.endswith(SKIPPED):
                     skipped += value > 0
+                    self._left_out += value > 0
+                    self._made += value == 0
                     self._in_a_row[name] = self._in_a_row[name] + 1 if value else 0
         return skipped
 

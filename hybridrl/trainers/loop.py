@@ -3,6 +3,7 @@ run that is interrupted, loses workers, or goes back."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -10,12 +11,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import HybridRLError, LostError, Preempted
-from hybridrl.observe.curves import draw_curves
 from hybridrl.observe.step_view import StepView
-from hybridrl.observe.storage import explain_write_errors
 from hybridrl.observe.summary import accuracy_name, readable_seconds
 from hybridrl.trainers.checkpoints import Checkpoints
+from hybridrl.trainers.decline import Decline
 from hybridrl.trainers.guard import Guard, Rewind
+from hybridrl.trainers.left import draw, save_models, write_summary
 from hybridrl.trainers.recovery import Recoveries
 from hybridrl.trainers.resumed import Resumed
 from hybridrl.trainers.steps import Step, Steps, note, note_first_step
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 SAVE_SECONDS_AFTER_ERROR = 60.0
 """How long the workers may take to save the model when the program has failed."""
-SAVE_SECONDS_AFTER_INTERRUPT = 6.0
-"""After Ctrl-C: how long the workers may take to finish the call in hand and save the model."""
 
 
 class Loop:
@@ -46,7 +45,10 @@ class Loop:
         self.summary: dict[str, Any] = {}
         self._recoveries = Recoveries(job.config, job.directory.path)
         self.guard = Guard(self.config.guard, job.directory, view.message)
-        self._preempted = False
+        self._preempted = ""
+        self._interrupted = False
+        held_out = job.held_out
+        self._decline = Decline(job.config, 0 if held_out is None else len(held_out))
         self._saved = 0
         self._begin_run()
 
@@ -66,39 +68,52 @@ class Loop:
         is and raises KeyboardInterrupt again; so does an error, if the workers are still there."""
         try:
             self._run_to_end()
-        except Preempted:
+        except Preempted as signal:
             self.summary["interrupted"] = True
-            self.job.directory.write_summary(self.summary)
+            write_summary(self.job, self.summary, signal)
             self.view.message(
-                f"SIGTERM: ended after step {self.summary['steps']}, with the checkpoint of step "
+                f"{signal}: ended after step {self.summary['steps']}, with the checkpoint of step "
                 f"{self._saved}. To go on: python -m hybridrl.main "
                 f"resume={self.job.directory.path}"
                 if self._saved
-                else "SIGTERM: ended before the first checkpoint."
+                else f"{signal}: ended before the first checkpoint."
             )
             raise
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as signal:
             if self._began:
-                self.view.message("Interrupted: saving the model.")
+                limit = self.config.recover.save_s
+                self.view.message(
+                    f"Interrupted: saving the model, for {limit:g} s at most; Ctrl-C again ends at "
+                    "once."
+                )
                 self.summary["interrupted"] = True
-                self._finish(limit=SAVE_SECONDS_AFTER_INTERRUPT)
+                self._finish(limit, signal)
             raise
-        except Exception:
+        except Exception as error:
+            if self._began:  # else the folder is as good as new
+                with suppress(HybridRLError):  # the first error is the one to be told
+                    write_summary(self.job, self.summary, error)
             if self._began and self.trainer.TRAINS and self.job.executor.takes_calls:
                 self.view.message("The program failed: saving the model as it is.")
-                with suppress(HybridRLError, OSError):  # the first error is the one to be told
+                with suppress(HybridRLError, OSError):
+                    until = time.monotonic() + SAVE_SECONDS_AFTER_ERROR
                     self._note_saved(self.checkpoints.finish(SAVE_SECONDS_AFTER_ERROR))
-                    self._save_models(SAVE_SECONDS_AFTER_ERROR)
-                    self.job.directory.write_summary(self.summary)
+                    save_models(self.job, self.view, until)
             raise
         return self.summary
 
-    def preempt(self) -> None:
+    def preempt(self, signal: str) -> None:
         """Has the run end after the step in hand with a checkpoint and `Preempted`, or at once as
         Ctrl-C does if it has no checkpoints. A signal handler may call it."""
         if not self.config.checkpoint.wanted:
-            raise KeyboardInterrupt
-        self._preempted = True
+            raise KeyboardInterrupt(signal)
+        self._preempted = signal
+
+    def interrupt(self) -> None:
+        """Has the run end at once. A signal handler may call it, also where Python lets go of what
+        that raises, as in a finalizer: then the run ends before its next step."""
+        self._interrupted = True
+        raise KeyboardInterrupt("Ctrl-C")
 
     def _run_to_end(self) -> None:
         """Everything, on from the newest checkpoint as often as workers are lost or the guard goes
@@ -113,6 +128,7 @@ class Loop:
                     if self.guard.rewinds:
                         self._checkpoint(0, {})
                 self._train(done, self.config.trainer.steps if self.trainer.TRAINS else 0)
+                self.guard.check_end()
                 self._finish()
                 return
             except LostError as lost:
@@ -128,7 +144,7 @@ class Loop:
         """
         while True:
             if self._preempted:  # whoever ended the driver has ended the workers, too
-                raise Preempted from lost
+                raise Preempted(self._preempted) from lost
             self.checkpoints.abandon()
             newest = self.checkpoints.newest_step()
             self._recoveries.begin(lost, newest, self.summary, self.steps.ended)
@@ -179,7 +195,7 @@ class Loop:
 
         def progress(step: int, metrics: Mapping[str, float]) -> None:
             if self._preempted:
-                raise Preempted
+                raise Preempted(self._preempted)
             note_first_step(self.job, self.summary)
             self.view.phase_progress(step, steps, f"loss {metrics['loss']:.3f}")
 
@@ -196,7 +212,9 @@ class Loop:
         self.view.phase("evaluating")
         self.job.publish()
         figures = self.trainer.evaluate(self.job.put(self.job.held_out))
-        self.job.executor.take_records()
+        records = self.job.executor.take_records()
+        for notice in self.steps.unscored.look(f"evaluation at step {step}", records):
+            self.view.message(notice)
         if not figures:
             return {}
         for name, value in figures.items():
@@ -206,6 +224,10 @@ class Loop:
         spoken = {"accuracy": accuracy_name(self.config.reward)}
         shown = [f"{spoken.get(name, name)} {value:.3f}" for name, value in figures.items()]
         self.view.message(f"step {step}: {', '.join(shown)}")
+        if "accuracy" in figures:
+            first, now = self.summary["accuracy_first"], figures["accuracy"]
+            if notice := self._decline.look(step, first, now):
+                self.view.message(notice)
         return figures
 
     def _checkpoint(self, step: int, figures: Mapping[str, float]) -> None:
@@ -235,9 +257,11 @@ class Loop:
         every = self.config.eval.every
         self.job.executor.step = done  # it numbers from 0 the step that is the first here
         for number in range(done + 1, steps + 1):
+            if self._interrupted:
+                raise KeyboardInterrupt("Ctrl-C")
             if self._preempted:
                 self._note_saved(self.checkpoints.finish())
-                raise Preempted
+                raise Preempted(self._preempted)
             under_way.append(self.steps.begin(number))
             self.checkpoints.ask()  # behind the calls of the step
             evaluates = number == steps or (every and number % every == 0)
@@ -259,26 +283,21 @@ class Loop:
         saved, self._saved_figures = self._saved_figures, {}
         self.steps.end(step, updates, saved)
 
-    def _finish(self, limit: float | None = None) -> None:
-        """Saves the checkpoint that is being written, the model, the curves and the summary."""
-        self._note_saved(self.checkpoints.finish(limit))
-        self._save_models(limit)
-        directory = self.job.directory
-        directory.write_summary(self.summary)
-        accuracy = accuracy_name(self.config.reward)
-        draw_curves(directory.metrics_file, directory.curves_file, accuracy)
+    def _finish(self, limit: float | None = None, error: BaseException | None = None) -> None:
+        """Saves the checkpoint that is being written, the model, the curves and the summary; waits
+        for workers so many seconds at most.
 
-    def _save_models(self, limit: float | None) -> None:
-        self.view.phase("saving")
-        directory = self.job.directory
-        for role, spec in self.job.roles.items():
-            if spec.saves_as is None:
-                continue
-            folder = directory.path / spec.saves_as
-            with explain_write_errors(folder):
-                saved = self.job.groups[role].save_model(str(folder.absolute()))
-                if not saved.done_within(limit):
-                    self.view.message(
-                        f"The workers were busy for more than {limit:g} s; the {role} was not "
-                        "saved."
-                    )
+        Args:
+            error: What has ended the run early.
+        """
+        until = math.inf if limit is None else time.monotonic() + limit
+        self._note_saved(self.checkpoints.finish(limit))
+        save_models(self.job, self.view, until)
+        write_summary(self.job, self.summary, error)
+        try:
+            draw(self.job)
+        except Exception as fault:
+            if error is None:
+                raise
+            # What ends a run early may come amid an import, which leaves half a matplotlib behind.
+            self.view.message(f"The curves were not drawn: {fault}")

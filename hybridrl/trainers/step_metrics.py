@@ -100,15 +100,18 @@ def _peaks(records: Sequence[Record]) -> dict[str, float]:
 
 
 def _columns(total: Mapping[str, float]) -> dict[str, float]:
-    """Means of the columns `reward/...` and `cost/...` over the samples that have a number there,
-    under the columns' names."""
+    """Of the columns `reward/...` and `cost/...`, over the samples that have a number there: means,
+    under the columns' names, and standard deviations, with `/std` behind them."""
     names = [
-        name.removesuffix("_sum")
+        name.removesuffix("_count")
         for name in total
-        if name.startswith(LIBRARY_PREFIXES) and name.endswith("_sum")
+        if name.startswith(LIBRARY_PREFIXES) and name.endswith("_count")
     ]
-    counted = {name: total[f"{name}_count"] for name in names}
-    return {name: total[f"{name}_sum"] / count for name, count in counted.items() if count}
+    figures = {}
+    for name in names:
+        if total[f"{name}_count"]:
+            figures[name], figures[f"{name}/std"] = _mean_and_spread(name, total)
+    return figures
 
 
 def _scores(kind: str, total: Mapping[str, float]) -> dict[str, float]:
@@ -117,16 +120,21 @@ def _scores(kind: str, total: Mapping[str, float]) -> dict[str, float]:
         return {}
     figures = {}
     if count := total[f"{kind}_count"]:  # else all samples were dropped, and there is no mean
-        mean = total[f"{kind}_sum"] / count
-        variance = max(0.0, total[f"{kind}_square_sum"] / count - mean * mean)
-        figures = {f"{kind}/mean": mean, f"{kind}/std": math.sqrt(variance)}
+        figures[f"{kind}/mean"], figures[f"{kind}/std"] = _mean_and_spread(kind, total)
         if kind == "reward":
             figures["reward/correct"] = total["reward_correct"] / count
-    for name in ("failures", "timeouts"):
+    for name in ("dropped", "failures", "timeouts"):
         figures[f"{kind}/{name}"] = total[f"{kind}_{name}"]
     if f"{kind}_ungraded" in total:  # there is a judge
         figures[f"{kind}/ungraded"] = total[f"{kind}_ungraded"]
     return figures
+
+
+def _mean_and_spread(name: str, total: Mapping[str, float]) -> tuple[float, float]:
+    """Mean and standard deviation of what was added up under this name."""
+    mean = total[f"{name}_sum"] / total[f"{name}_count"]
+    variance = total[f"{name}_square_sum"] / total[f"{name}_count"] - mean * mean
+    return mean, math.sqrt(max(0.0, variance))
 
 
 def _responses(total: Mapping[str, float], seconds: float) -> dict[str, float]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridrl.controller import BatchRef, Handle
-from hybridrl.core.batch import LIBRARY_PREFIXES, Batch
 from hybridrl.core.record import Record
 from hybridrl.errors import ConfigError
 from hybridrl.observe.slow_ranks import SlowDevices
@@ -16,7 +14,9 @@ from hybridrl.observe.step_view import StepView
 from hybridrl.observe.timeline import draw_timeline
 from hybridrl.trainers.generator_check import check_generator
 from hybridrl.trainers.guard import Guard
+from hybridrl.trainers.kept_samples import KeptSamples
 from hybridrl.trainers.step_metrics import step_metrics
+from hybridrl.trainers.unscored import Unscored
 
 if TYPE_CHECKING:
     from hybridrl.job import Job
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 GAINS = {"reward": "reward/mean", "cost": "cost/mean"}
 """What the summary keeps of the first and the last step, and the metrics that it is taken from."""
-# The means of the columns `reward/...` and `cost/...` are metrics under the same names.
-KEPT = ("prompt", "answer", "response", "scores", "advantages", "finish_reason", "policy_version")
 
 
 class Step(NamedTuple):
@@ -54,6 +52,7 @@ class Steps:
 
     Attributes:
         evaluated: Figures to be shown with the next step.
+        unscored: Told of everything that is scored.
         ended: When the last one ended, of `time.perf_counter`.
     """
 
@@ -63,6 +62,8 @@ class Steps:
         self.job, self.trainer, self.guard, self.view = job, trainer, guard, view
         self.summary = summary
         self.evaluated: Mapping[str, float] = {}
+        self.unscored = Unscored()
+        self._samples = KeptSamples(job, view)
         self._compared = False
         self.ended = time.perf_counter()
         self._last_records: list[Record] = []
@@ -110,6 +111,7 @@ class Steps:
         Raises:
             TrainingError, Rewind: see `Guard.act`.
             TrainingError: if the generator is not the model that is trained.
+            RewardError: if none of its samples could be scored.
         """
         begin = max(step.begin, self.ended)  # before that, an earlier step was under way
         self.ended = time.perf_counter()
@@ -125,6 +127,8 @@ class Steps:
         note_first_step(self.job, self.summary)
         for notice in [*step.notices, *slow]:
             self.view.message(f"step {step.number}: {notice}")
+        for notice in self.unscored.look(f"step {step.number}", records):
+            self.view.message(notice)
         self._keep(step.number, metrics, step.batch)
         self._draw(step.number, records)
         if bad is not None:
@@ -143,26 +147,8 @@ class Steps:
         self.job.write(step, metrics)
         self.view.step(step, self.evaluated | metrics)
         self.evaluated = {}
-        if self.trainer.DATA != "prompts" or not len(batch):
-            return
-        observe = self.job.config.observe
-        kept = (*KEPT, *(name for name in metrics if name.startswith(LIBRARY_PREFIXES)))
-        if observe.samples_every and (step == 1 or step % observe.samples_every == 0):
-            self.job.directory.write_samples(step, self._with_texts(batch, kept).table)
-        if observe.show_every and (step == 1 or step % observe.show_every == 0):
-            for row in self._with_texts(batch.take([0]), KEPT).to_pylist():
-                score = row.get("scores", math.nan)
-                self.view.sample(row.get("prompt", ""), row.get("response", ""), score)
-
-    def _with_texts(self, batch: BatchRef, kept: tuple[str, ...]) -> Batch:
-        """Those of these columns that there are, and the responses as texts, which a reward has
-        made of them if the program asked one."""
-        rows = batch.collect(kept, partial=True)
-        if "response" in rows or not batch.columns.may_have("response_ids"):
-            return rows
-        ids = batch.collect(["response_ids"])["response_ids"].rows()
-        texts = self.job.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return rows.with_columns({"response": texts})
+        if self.trainer.DATA == "prompts" and len(batch):
+            self._samples.keep(step, batch, metrics)
 
     def _draw(self, step: int, records: list[Record]) -> None:
         """The timeline of this step and the one before, which it may overlap."""

@@ -81,7 +81,7 @@ def scalar_engine(
     trains: bool = True,
 ) -> TrainEngine:
     """As `policy_engine`, for a model with a scalar head; see `ScalarModel`."""
-    model, files = unread_scalar_model(source.path)
+    model, files = unread_scalar_model(source.path, needs_head=not trains)
     if trains and config.lora.rank:
         add_adapters(model, config.lora, source.seed)
     scalar = ScalarModel(model, reads, admit(model.config, source.path, scalar=True))

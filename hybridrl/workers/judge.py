@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -94,14 +95,55 @@ class Judge:
 
     def _encode(self, row: Mapping[str, Any]) -> torch.Tensor:
         known = {"answer": "", **{name: str(value) for name, value in row.items()}}
-        # Not str.format: a brace in an answer is a brace.
-        text = re.sub(r"\{(\w+)\}", lambda m: known.get(m[1], m[0]), self._template)
-        if self._tokenizer.chat_template:
-            message = [{"role": "user", "content": text}]
-            text = self._tokenizer.apply_chat_template(
-                message, tokenize=False, add_generation_prompt=True
-            )
-        return torch.tensor(self._tokenizer.encode(text, add_special_tokens=False))
+        return torch.tensor(encode_request(self._tokenizer, self._template, known))
+
+
+def encode_request(tokenizer: Any, template: str, parts: Mapping[str, str]) -> list[int]:
+    """The tokens of a request to the judge.
+
+    Only the template and the tokenizer's own chat template may hold special tokens. The parts come
+    from data and from a model: a `<|im_end|>` in an answer is characters, and ends nobody's turn.
+
+    Args:
+        parts: Texts for the `{names}` of the template.
+    """
+    mark = secrets.token_hex(16)  # that no text holds
+    # Not str.format: a brace in an answer is a brace.
+    text = re.sub(r"\{(\w+)\}", lambda m: mark + m[0] + mark if m[1] in parts else m[0], template)
+    if tokenizer.chat_template:
+        message = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    # One text from one special token of the templates to the next, with the parts in it: so words
+    # are cut into tokens as usual. Only there do special tokens count.
+    ids: list[int] = []
+    pieces = text.split(mark)
+    pieces[1::2] = [parts[piece[1:-1]] for piece in pieces[1::2]]
+    pending = ""
+    for number, piece in enumerate(pieces):
+        if number % 2:
+            pending += piece
+            continue
+        *before, last = re.split(special_tokens_of(tokenizer), piece)
+        for plain, special in zip(before[::2], before[1::2], strict=True):
+            ids += _plain(tokenizer, pending + plain)
+            ids.append(tokenizer.convert_tokens_to_ids(special))
+            pending = ""
+        pending += last
+    return ids + _plain(tokenizer, pending)
+
+
+def special_tokens_of(tokenizer: Any) -> str:
+    """A pattern, with one group, of every token that is more to this tokenizer than characters."""
+    tokens = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
+    any_of_them = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
+    return f"({any_of_them})" if tokens else "((?!))"  # which nothing matches
+
+
+def _plain(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text in which no characters are a special token."""
+    if not text:
+        return []
+    return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
 
 def read_grade(text: str, config: JudgeConfig) -> float:

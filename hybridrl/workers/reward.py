@@ -158,13 +158,15 @@ class RewardWorker(ModelWorker):
         return grades
 
     def _by_functions(self, rows: list[dict[str, Any]]) -> tuple[torch.Tensor, dict[str, Any]]:
-        found = self._pool.score(rows)  # type: ignore[union-attr]
+        found = self._pool.score(rows, self.progress)  # type: ignore[union-attr]
         self.report(
             **{
                 f"{self._kind}_failures": found.failures,
                 f"{self._kind}_timeouts": found.timeouts,
             }
         )
+        if found.first_failure is not None:
+            self.record.notices.append(found.first_failure)
         columns = {
             name.replace("reward/", f"{self._kind}/", 1): column
             for name, column in found.columns.items()
@@ -176,6 +178,7 @@ class RewardWorker(ModelWorker):
         self.report(
             **{
                 f"{self._kind}_count": len(counted),
+                f"{self._kind}_dropped": len(scores) - len(counted),
                 f"{self._kind}_sum": sum(counted),
                 f"{self._kind}_square_sum": sum(score * score for score in counted),
                 f"{self._kind}_correct": sum(s >= self._config.correct_at for s in counted),
@@ -183,7 +186,14 @@ class RewardWorker(ModelWorker):
         )
 
     def _report_columns(self, columns: Mapping[str, Any]) -> None:
-        """For the mean of each function, of the judge and the model, and of further numbers."""
+        """For mean and spread of each function, of the judge and the model, and of further
+        numbers."""
         for name, column in columns.items():
             known = [value for value in map(float, column) if not math.isnan(value)]
-            self.report(**{f"{name}_sum": sum(known), f"{name}_count": len(known)})
+            self.report(
+                **{
+                    f"{name}_sum": sum(known),
+                    f"{name}_square_sum": sum(value * value for value in known),
+                    f"{name}_count": len(known),
+                }
+            )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from confined_callers import caller, callers_folder, shared_caller  # noqa: F401 (fixtures)
 
 TINY = ["model.tiny.hidden_size=64", "model.tiny.layers=2", "model.tiny.heads=2"]
 """A model on which a step takes a tenth of a second."""
@@ -173,11 +174,11 @@ class Command:
 
     def workers(self) -> list[psutil.Process]:
         """The processes of the Ray hosts, the oldest first."""
-        found = [
-            child
-            for child in psutil.Process(self.process.pid).children(recursive=True)
-            if "RayHost" in " ".join(child.cmdline())
-        ]
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                if "RayHost" in " ".join(child.cmdline()):
+                    found.append(child)
         return sorted(found, key=psutil.Process.create_time)
 
 

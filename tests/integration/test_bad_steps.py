@@ -216,8 +216,8 @@ def test_prompts_that_are_not_to_blame_are_no_way_out(inline, monkeypatch):
     ("override", "words"),
     [
         ("guard.on_nan=pray", r"guard\.on_nan=pray: must be one of skip, stop, rewind"),
-        ("guard.most_skipped=0", r"guard\.most_skipped=0: must be more than 0"),
-        ("guard.most_skipped=21", r"guard\.most_skipped=21: must be 20 or less"),
+        ("guard.most_skipped=0", r"guard\.most_skipped=0: must be from 1 to 20"),
+        ("guard.most_skipped=21", r"guard\.most_skipped=21: must be from 1 to 20"),
         ("checkpoint.every=0", r"guard\.on_nan=rewind without checkpoint\.every"),
     ],
 )

@@ -476,9 +476,9 @@ SETTINGS = ["executor=inline", "rollout=transformers"]
     [
         (["rollout.episode=absent.py:Tool"], "`rollout.episode` names `absent.py:Tool`.*no file"),
         (["rollout.episode=Tool"], "`rollout.episode` is `Tool`; write `path/to/file.py:Name`"),
-        (["rollout.max_turns=0"], "rollout.max_turns=0: must be more than 0"),
+        (["rollout.max_turns=0"], "rollout.max_turns=0: must be 1 or more"),
         (["rollout.tool_timeout_s=0"], r"rollout.tool_timeout_s=0.0: must be more than 0"),
-        (["rollout.max_turn_tokens=0"], "rollout.max_turn_tokens=0: must be more than 0"),
+        (["rollout.max_turn_tokens=0"], "rollout.max_turn_tokens=0: must be 1 or more, or null"),
         (["reward.function=[]", "rollout.episode=null"], "`reward.function` is empty"),
         (["rollout.engine=vllm", "rollout.parallel.tp=2"], "another moment"),
     ],

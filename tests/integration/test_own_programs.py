@@ -397,8 +397,8 @@ def test_a_job_closes_what_it_opened(tmp_path, monkeypatch):
         def write(self, step, metrics):
             pass
 
-        def close(self):
-            closed.append("writer")
+        def close(self, state):
+            closed.append(state)
 
     monkeypatch.setattr("hybridrl.job.open_writers", lambda *_: [Writer(), Writer()])
 
@@ -408,7 +408,7 @@ def test_a_job_closes_what_it_opened(tmp_path, monkeypatch):
     monkeypatch.setattr(Job, "_make_executor", fails)
     with pytest.raises(RuntimeError, match="no executor"):
         Job(load_config([*SMALL, f"run.root={tmp_path}"]))
-    assert closed == ["writer", "writer"]
+    assert closed == ["failed", "failed"]
 
 
 def test_closing_goes_on_after_an_exception(start):

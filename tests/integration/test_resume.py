@@ -209,8 +209,9 @@ def test_what_a_later_step_left_is_gone_when_an_earlier_one_is_resumed(run):
     run.resume(f"resume={folder}/checkpoints/step-000002", "trainer.steps=3")
     assert steps_of(folder) == ["step-000002", "step-000003"]
     assert [row["step"] for row in rows_of(folder)] == [0, 1, 2, 3, 3]
-    samples = sorted(path.name for path in (folder / "samples").iterdir())
-    assert samples == [f"step-{step:06d}.parquet" for step in (1, 2, 3)]
+    for kept in ("samples", "tokens"):
+        files = sorted(path.name for path in (folder / kept).iterdir())
+        assert files == [f"step-{step:06d}.parquet" for step in (1, 2, 3)]
 
 
 def test_a_damaged_step_is_named_and_the_one_before_it_taken(run):
@@ -306,7 +307,7 @@ def test_what_does_not_fit_is_a_sentence_and_changes_nothing(run):
         "run.seed=1": (DataError, "other data than this one's"),
         "eval.prompts=16": (DataError, "other data than this one's"),
         "checkpoint.every=-1": (ConfigError, "checkpoint.every=-1: must be 0 or more"),
-        "checkpoint.keep_last=0": (ConfigError, "checkpoint.keep_last=0: must be more than 0"),
+        "checkpoint.keep_last=0": (ConfigError, "checkpoint.keep_last=0: must be 1 or more"),
     }
     for override, (kind, words) in refused.items():
         with pytest.raises(kind, match=words):

@@ -6,7 +6,7 @@ import pytest
 from hybridrl.errors import RewardError
 from hybridrl.rewards import sandbox as sandbox_module
 from hybridrl.rewards.code import extract_program, passes_tests
-from hybridrl.rewards.confined import seccomp
+from hybridrl.rewards.confined import landlock, seccomp
 from hybridrl.rewards.sandbox import confinement
 
 SQUARES = ["assert square(2) == 4", "assert square(3) == 9", "assert 0 <= square(0) < 1, 'zero'"]
@@ -14,15 +14,15 @@ SQUARES = ["assert square(2) == 4", "assert square(3) == 9", "assert 0 <= square
 
 @pytest.fixture(scope="module")
 def sandbox():
-    """For tests that run programs."""
-    try:
-        return confinement()
-    except RewardError as error:
-        pytest.skip(str(error))
+    """For tests that run programs. Where the kernel has what it takes, a refusal is a failure."""
+    if not landlock.version():
+        pytest.skip("the kernel has no Landlock")
+    return confinement()
 
 
-def score(program, tests, **row):
-    return passes_tests("", f"```python\n{program}\n```", tests, answer="", **row)
+def score(program, tests, **options):
+    found = passes_tests("", f"```python\n{program}\n```", tests, answer="", **options)
+    return found["score"]
 
 
 def test_the_last_python_block_is_the_program():
@@ -99,7 +99,7 @@ if __name__ == "__main__":
         "assert [Pair(1, [2]), OrderedDict(a=1)] == [(1, [2]), {'a': 1}]",
         "assert Fraction(1, 2) == 0.5 and Whole(3) in (1, 3)",
         "assert Point(1) == Point(1) and Point(1) in [Point(2), Point(1)]",
-        "assert Point(1) != Point(2) and 3 in Bag() and 4 not in Bag()",
+        "bag = Bag()\nassert Point(1) != Point(2) and 3 in bag and 4 not in bag",
         "assert not 1 == 2 and (1 < 2 < 3) and loop[0] == 1 and loop == loop and loop is loop",
         "assert all(x > 0 for x in [1, 2]) and {1: {2}} == {1: {2}} and None is None",
     ]
@@ -174,14 +174,9 @@ def test_what_was_passed_before_the_end_counts(sandbox):
     assert score(program, SQUARES) == pytest.approx(1 / 3)
 
 
-def test_programs_that_do_not_end_pass_nothing_and_raise_nothing(sandbox, monkeypatch):
-    import hybridrl.rewards.code as code
-    from hybridrl.rewards.sandbox import Limits
-
-    monkeypatch.setattr(code, "_LIMITS", Limits(wall_s=0.5, cpu_s=1))
-    monkeypatch.setattr(code, "_TOTAL_S", 0.8)
-    assert score(LIARS["never ends"], SQUARES) == 0.0
-    assert score("while True: pass", [{"input": "", "output": "1"}] * 50) == 0.0
+def test_programs_that_do_not_end_pass_nothing_and_raise_nothing(sandbox):
+    assert score(LIARS["never ends"], SQUARES, cpu_s=1, total_s=0.5) == 0.0
+    assert score("while True: pass", [{"input": "", "output": "1"}] * 50, cpu_s=1, total_s=2) == 0.0
 
 
 def test_outputs_are_compared_without_spaces_at_ends(sandbox):

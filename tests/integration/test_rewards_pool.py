@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.errors import ConfigError, RewardError
+from hybridrl.errors import ConfigError, MachineError, RewardError
 from hybridrl.rewards import RewardPool
 
 TIMEOUT_S, PATIENCE_S = 2.0, 60.0
@@ -161,13 +161,14 @@ def test_weighted_sum_of_several_functions(make_pool):
         ("die", "ended with exit status 7"),
         ("segfault", "killed by SIGSEGV"),
         ("hang", "longer than `reward.timeout_s`"),
-        ("float('nan')", "nan, and a score must be finite"),
-        ("float('inf')", "inf, and a score must be finite"),
+        ("float('nan')", "nan, and a score must be a finite number"),
+        ("float('inf')", "inf, and a score must be a finite number"),
         ("'high'", "'high' (str), which is no number"),
         ("None", "None (NoneType), which is no number"),
         ("[1.0, 2.0]", "[1.0, 2.0] (list), which is no number"),
         ("{'reward': 1}", "without the key 'score'; its keys are: 'reward'"),
         ("{'score': 'x'}", "a dictionary whose 'score' is 'x' (str)"),
+        ("{'score': 1, 'std': 2}", "a dictionary with the key 'std'"),
     ],
 )
 @pytest.mark.parametrize("name", ["score", "score_async", "partly"])
@@ -376,10 +377,9 @@ def test_options_of_builtin_functions():
         }
 
 
-def test_an_option_that_the_function_does_not_take_ends_the_start(make_pool):
-    pool = make_pool("tuned", options={"tuned": {"factr": 3}})
+def test_an_option_that_the_function_does_not_take_is_refused(make_pool):
     with pytest.raises(ConfigError, match=r"no parameter `factr`.*Did you mean `factor`"):
-        pool.start()
+        make_pool("tuned", options={"tuned": {"factr": 3}})
 
 
 def test_start_waits_for_every_process(make_pool):
@@ -409,3 +409,75 @@ def test_start_waits_for_every_process(make_pool):
 def test_wrong_settings_are_named(settings, message):
     with pytest.raises(ConfigError, match=message):
         RewardPool(**({"functions": ["exact"]} | settings))
+
+
+# What a module of reward functions says before they start.
+
+CHECKED = """
+from hybridrl.errors import ConfigError, MachineError
+
+def check_reward(options, timeout_s):
+    if options.get("width", 1) < 0:
+        raise ConfigError("width is negative")
+    if options.get("width") == 7:
+        raise MachineError("this machine is too narrow")
+    if options.get("width") == 8:
+        raise KeyError("eight")
+    return f"width {options.get('width', 1)} within {timeout_s:g} s"
+
+def score(response, width=1, **row):
+    if response == "narrow":
+        raise MachineError("this machine is too narrow")
+    return 1.0
+
+async def score_async(response, **row):
+    return score(response)
+"""
+
+
+@pytest.fixture
+def checked(tmp_path):
+    (tmp_path / "checked.py").write_text(CHECKED)
+    return f"{tmp_path / 'checked.py'}:"
+
+
+def test_functions_are_checked_before_they_start(checked):
+    settings = {"options": {"score": {"width": 3}}, "timeout_s": 4.0, "processes": 2}
+    with RewardPool([checked + "score"], **settings) as pool:
+        pool.start()
+        assert pool.remarks == ["width 3 within 4 s"]
+
+
+@pytest.mark.parametrize("on_error", ["fail", "drop", "value"])
+def test_what_does_not_work_here_is_refused_whatever_on_error_is(checked, on_error):
+    for width, error, words in (
+        (-1, ConfigError, "width is negative"),
+        (7, MachineError, "too narrow"),
+        (8, RewardError, "(?s)`check_reward` of .*KeyError: 'eight'"),
+    ):
+        options = {"score": {"width": width}}
+        pool = RewardPool([checked + "score"], options=options, on_error=on_error)
+        with pool, pytest.raises(error, match=words):
+            pool.start()
+    for name in ("score", "score_async"):
+        with RewardPool([checked + name], on_error=on_error) as pool:
+            assert pool.score([{"response": "wide"}]).scores == [1.0]
+            with pytest.raises(MachineError, match="too narrow"):
+                pool.score([{"response": "wide"}, {"response": "narrow"}])
+
+
+def test_limits_of_programs_are_options_that_are_checked():
+    function = "hybridrl.rewards.code:passes_tests"
+    for options, words in (
+        ({"cpu_s": 0}, "passes_tests.cpu_s=0: must be a whole number greater than 0"),
+        ({"memory_mib": "much"}, "passes_tests.memory_mib=much: must be a whole number"),
+        ({"total_s": 40.0}, "Set reward.timeout_s=60"),
+    ):
+        pool = RewardPool([function], options={"passes_tests": options}, on_error="value")
+        with pool, pytest.raises(ConfigError, match=words):
+            pool.start()
+    with pytest.raises(ConfigError, match=r"no parameter `cpu`.* Did you mean `cpu_s`"):
+        RewardPool([function], options={"passes_tests": {"cpu": 3}})
+    with RewardPool([function], options={"passes_tests": {"cpu_s": 3}}) as pool:
+        pool.start()
+        assert pool.remarks[0].startswith("programs run confined by ")

@@ -32,6 +32,9 @@ def text(completions, **columns):
 
 def one(prompt, response, answer, **row):
     return 2.0
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str == ground_truth) + data_source
 """
 ROWS = [
     {"prompt": "p", "response": "aa", "answer": "aa", "level": 1},
@@ -66,6 +69,11 @@ def test_functions_in_the_shape_of_trl_get_all_rows_at_once(make_pool):
     assert found.failures == 0
     assert pool.score([]).scores == []
     assert pool.score(ROWS[:1]).scores == [7.25]
+
+
+def test_functions_in_the_shape_of_verl_get_its_names(make_pool):
+    rows = [{**row, "data_source": row["level"]} for row in ROWS]
+    assert make_pool("compute_score").score(rows).scores == [2.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +146,7 @@ def test_signatures_that_can_be_called(tmp_path):
     path = tmp_path / "mine.py"
     for parameters in (
         "response",
+        "data_source, solution_str, ground_truth",
         "prompt, response, answer, level=1",
         "**row",
         "*, response, level",

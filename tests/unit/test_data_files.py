@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybridrl.data.files import read_rows
+from hybridrl.data.files import read_rows, splits_of
 from hybridrl.errors import DataError, MissingPackageError
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4", "level": 3}]
@@ -48,7 +48,8 @@ def test_split_chooses_files_of_a_folder(tmp_path):
     write_lines(tmp_path / "test" / "more.jsonl", [{"prompt": "c"}])
     assert read_rows(str(tmp_path), "train")["prompt"].to_pylist() == ["a"]
     assert sorted(read_rows(str(tmp_path), "test")["prompt"].to_pylist()) == ["b", "c"]
-    assert read_rows(str(tmp_path)).num_rows == 3
+    assert read_rows(str(tmp_path))["prompt"].to_pylist() == ["a"]
+    assert splits_of(str(tmp_path)) == ["train", "test"]
     with pytest.raises(DataError, match=r"`data.split` is `dev`.*train.jsonl"):
         read_rows(str(tmp_path), "dev")
     with pytest.raises(DataError, match=r"data.split=null"):
@@ -70,6 +71,77 @@ def test_a_wrong_line_is_named(tmp_path, line, message):
     (tmp_path / "rows.jsonl").open("a").write(line + "\n")
     with pytest.raises(DataError, match=f"rows.jsonl, {message}"):
         read_rows(path, required=REQUIRED)
+
+
+def test_a_folder_of_several_splits_without_one_to_learn_from_asks(tmp_path):
+    for name in ("validation", "test"):
+        write_lines(tmp_path / f"{name}.jsonl", ROWS)
+    with pytest.raises(DataError, match=r"several splits \(validation, test\).*data.split=valid"):
+        read_rows(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"prompt": "é"}'.encode("latin-1"), "no text in UTF-8 .*Save the file as UTF-8"),
+        (gzip.compress(b"{}"), r"compressed by gzip: name it `rows.jsonl.gz`"),
+        (b"prompt,answer\n1,2", r"begins with 'prompt,answer'; a line is one object"),
+    ],
+)
+def test_a_file_of_another_kind_is_told_what_it_should_be(tmp_path, content, words):
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        read_rows(str(tmp_path / "rows.jsonl"))
+
+
+def test_several_paths_in_one_get_a_hint():
+    with pytest.raises(DataError, match="Several files are named by their folder, or by a glob"):
+        read_rows("[a.jsonl,b.jsonl]")
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "meta": {"a": 1, "a": 2}}')
+    with pytest.raises(
+        DataError, match=r"line 1, is no valid JSON: the key 'a' stands there twice"
+    ):
+        read_rows(str(tmp_path / "rows.jsonl"))
+
+
+def test_numbers_are_read_as_texts_as_they_are_written(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"n": 0.50}\n{"n": 1}\n{"n": true}\n{"n": "x"}\n')
+    table = read_rows(str(tmp_path / "rows.jsonl"), required={"data.answer_column": "n"}, texts="n")
+    assert table["n"].to_pylist() == ["0.50", "1", "true", "x"]
+    (tmp_path / "rows.jsonl").write_text('{"n": 1}\n{"n": NaN}\n')
+    with pytest.raises(DataError, match=r"line 2, has nan in the column `n`"):
+        read_rows(str(tmp_path / "rows.jsonl"), required={"data.answer_column": "n"}, texts="n")
+
+
+def test_dots_lead_into_objects(tmp_path):
+    rows = [{"prompt": "x", "meta": {"truth": {"text": str(n)}}} for n in range(2)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    write_lines(tmp_path / "rows.jsonl", rows)
+    for name in ("rows.parquet", "rows.jsonl"):
+        required = {"data.answer_column": "meta.truth.text"}
+        table = read_rows(str(tmp_path / name), required=required)
+        assert table["meta.truth.text"].to_pylist() == ["0", "1"]
+        with pytest.raises(DataError, match=r"no column `meta.text`"):
+            read_rows(str(tmp_path / name), required={"data.answer_column": "meta.text"})
+
+
+def test_only_a_column_that_is_needed_must_be_of_one_type(tmp_path, caplog):
+    rows = [{"prompt": "x", "level": 1}, {"prompt": "y", "level": "hard"}]
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    assert read_rows(path).column_names == ["prompt"]
+    assert "`level` is left out" in caplog.text and "line 2, has 'hard'" in caplog.text
+    with pytest.raises(DataError, match=r"line 2, has 'hard' in the column `level`"):
+        read_rows(path, required={"eval.by_column": "level"})
+
+
+def test_what_is_no_character_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "\\ud800"}')
+    with pytest.raises(DataError, match=r"line 1, has '.ud800' .* half of a surrogate pair"):
+        read_rows(str(path), required=REQUIRED | {"data.answer_column": "prompt"})
 
 
 def test_a_large_json_value_gets_a_hint(tmp_path):
@@ -95,7 +167,7 @@ def test_files_without_rows_or_sense(tmp_path):
     with pytest.raises(DataError, match="holds no rows"):
         read_rows(write_lines(tmp_path / "empty.jsonl", []))
     (tmp_path / "rows.txt").write_text("{}")
-    with pytest.raises(DataError, match="name does not tell its format"):
+    with pytest.raises(DataError, match="by its name no file of rows"):
         read_rows(str(tmp_path / "rows.txt"))
     (tmp_path / "broken.parquet").write_text("no parquet")
     with pytest.raises(DataError, match=r"broken.parquet.*no readable Parquet"):
@@ -109,6 +181,7 @@ def test_files_without_rows_or_sense(tmp_path):
 
 def fake_datasets(monkeypatch, load_dataset):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr("hybridrl.data.files.why_not_on_hub", lambda *_: None)
 
 
 def test_a_name_that_is_no_file_is_a_hub_data_set(monkeypatch):

@@ -1,6 +1,7 @@
 import json
 from itertools import islice
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,6 +73,20 @@ def test_other_data_or_another_seed_cannot_go_on():
         PromptLoader(numbered(6), 2, seed=0).restore(state)
     with pytest.raises(DataError, match=r"`run.seed`"):
         PromptLoader(numbered(5), 2, seed=1).restore(state)
+
+
+def test_other_prompts_of_the_same_number_are_told_of(caplog):
+    def tokenized(first):
+        return Batch.from_columns({"prompt_ids": [np.array([first + n]) for n in range(5)]})
+
+    state = PromptLoader(tokenized(0), 2, seed=0).state()
+    PromptLoader(tokenized(0), 2, seed=0).restore(state)
+    assert not caplog.text
+    PromptLoader(tokenized(1), 2, seed=0).restore(state)
+    assert "the data has changed" in caplog.text
+    del state["crc32"]
+    PromptLoader(tokenized(0), 2, seed=0).restore(state)
+    assert "of an older version" in caplog.text
 
 
 def test_wrong_settings_are_named():

@@ -35,12 +35,13 @@ def user(text, **further):
 
 
 def test_strings_are_taken_as_they_are(tokenizer, chat_tokenizer):
-    rows = [{"prompt": "1+1=", "answer": 2, "level": 1.5}, {"prompt": "10", "answer": None}]
+    rows = [{"prompt": "1+1=", "answer": 2, "level": 1.5}, {"prompt": "10", "answer": 3}]
     for each in (tokenizer, chat_tokenizer):
         batch = tokenize(rows, each, answer_column="answer")
         assert batch["prompt"] == ["1+1=", "10"]
         assert batch["prompt_ids"].rows()[0].tolist() == tokenizer("1+1=")["input_ids"]
-        assert batch["answer"] == ["2", ""]
+        assert batch["answer"] == ["2", "3"]
+        assert tokenize(rows, each)["answer"] == ["", ""]
         assert batch.table["level"].to_pylist() == [1.5, None]
 
 
@@ -92,6 +93,48 @@ def test_columns_that_the_library_makes_itself_are_left_out_and_named(tokenizer,
 def test_errors_are_sentences(tokenizer, rows, settings, error, message):
     with pytest.raises(error, match=message):
         tokenize(rows, tokenizer, **settings)
+
+
+def test_whole_numbers_among_fractions_are_whole(tokenizer):
+    rows = [{"prompt": "1", "answer": 0.5}, {"prompt": "2", "answer": 1.0}]
+    assert tokenize(rows, tokenizer, answer_column="answer")["answer"] == ["0.5", "1"]
+
+
+@pytest.mark.parametrize("answer", [None, "", " \n", float("nan"), b"1", "2\0"])
+def test_an_answer_that_says_nothing_is_refused(tokenizer, answer):
+    rows = [{"prompt": "1", "answer": answer}]
+    with pytest.raises(DataError, match=r"Row 1 of the data has .*`data.answer_column`"):
+        tokenize(rows, tokenizer, answer_column="answer")
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([user("a"), {"role": "assistant", "content": "b"}], "ends with the assistant's message"),
+        ([user(" ")], "last message, of the role `user`, is empty"),
+        ([{**user("a"), "role": ""}], "without a role"),
+        ([{"role": "system", "content": None}, user("a")], "content is no text: None"),
+        ([user([{"type": "image", "text": None}])], "content is no text"),
+        ([user("a<eos>b")], "has `<eos>` in the text of a message"),
+        ([user("a\0")], "NUL"),
+    ],
+)
+def test_a_chat_that_cannot_be_answered_is_refused(chat_tokenizer, messages, words):
+    with pytest.raises(DataError, match=f"Row 1 .*{words}"):
+        tokenize([{"prompt": messages}], chat_tokenizer)
+
+
+def test_content_in_parts_is_their_text(chat_tokenizer):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert tokenize([{"prompt": [user(parts)]}], chat_tokenizer)["prompt"] == ["u(ab)a("]
+
+
+def test_control_tokens_in_strings_are_told_of_unless_all_are_rendered_chats(tokenizer, caplog):
+    batch = tokenize([{"prompt": "1<eos>"}], tokenizer)
+    assert batch["prompt_ids"].rows()[0].tolist()[-1] == tokenizer.eos_token_id
+    assert not caplog.text
+    tokenize([{"prompt": "1<eos>"}, {"prompt": "2"}], tokenizer)
+    assert "1 of 2 prompts hold control tokens" in caplog.text
 
 
 def test_chat_messages_must_have_role_and_content(chat_tokenizer):

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.sources import load_examples, load_pairs, load_prompts
+from hybridrl.data.sources import check_apart, load_examples, load_pairs, load_prompts
 from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError, DataError
 
@@ -59,26 +59,101 @@ def test_a_task_without_pairs_says_so(tokenizer, tmp_path, monkeypatch):
         load(load_pairs, DataConfig(task="task_folder.pairless"), tokenizer)
 
 
-def test_rows_are_held_out_from_the_end_of_a_file(tokenizer, tmp_path):
-    rows = [{"q": f"{n}", "good": "1", "bad": "2"} for n in range(10)]
-    config = config_of(
-        tmp_path,
-        rows,
-        prompt_column="q",
-        answer_column=None,
-        response_column="good",
-        chosen_column="good",
-        rejected_column="bad",
-    )
+def pairs_of(count):
+    return [{"q": f"{n}", "good": "1", "bad": "2"} for n in range(count)]
+
+
+COLUMNS = {
+    "prompt_column": "q",
+    "answer_column": None,
+    "response_column": "good",
+    "chosen_column": "good",
+    "rejected_column": "bad",
+}
+
+
+def test_held_out_rows_are_drawn_from_the_whole_file(tokenizer, tmp_path):
+    config = config_of(tmp_path, pairs_of(40), **COLUMNS)
+    drawn = set()
     for function in (load_prompts, load_examples, load_pairs):
         loaded = load(function, config, tokenizer)
-        assert texts(loaded.training, "prompt_ids", tokenizer) == [str(n) for n in range(8)]
-        assert texts(loaded.held_out, "prompt_ids", tokenizer) == ["8", "9"]
+        training = texts(loaded.training, "prompt_ids", tokenizer)
+        held_out = texts(loaded.held_out, "prompt_ids", tokenizer)
+        assert sorted(training + held_out, key=int) == [str(n) for n in range(40)]
+        assert len(held_out) == 8 and held_out == sorted(held_out, key=int)
+        drawn.add(tuple(held_out))
         assert len(load(function, config, tokenizer, held_out=1).held_out) == 1
-        other = replace(config, eval_path=config.path)
-        loaded = load(function, other, tokenizer, held_out=3)
-        assert texts(loaded.held_out, "prompt_ids", tokenizer) == ["0", "1", "2"]
-        assert len(loaded.training) == 10
+    (one,) = drawn
+    assert min(map(int, one)) < 20, "not the last ones"
+    other = load_prompts(config, tokenizer, held_out=8, seed=1).held_out
+    assert tuple(texts(other, "prompt_ids", tokenizer)) != one
+
+
+def test_a_prompt_is_on_one_side_only(tokenizer, tmp_path, caplog):
+    rows = [{"prompt": str(n % 7), "answer": str(n)} for n in range(70)]
+    for seed in range(5):
+        loaded = load_prompts(config_of(tmp_path, rows), tokenizer, held_out=20, seed=seed)
+        sides = [set(part["prompt"]) for part in loaded[:2]]
+        assert not sides[0] & sides[1] and len(sides[0] | sides[1]) == 7
+        assert len(loaded.training) + len(loaded.held_out) == 70 and len(loaded.held_out) == 10
+    assert "repeat earlier ones" in caplog.text and "with another answer" in caplog.text
+
+
+def test_rows_to_evaluate_on_are_drawn_and_compared(tokenizer, tmp_path, caplog):
+    rows = pairs_of(10)
+    config = config_of(tmp_path, rows, **COLUMNS)
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[5:] * 2))
+    other = replace(config, eval_path=str(tmp_path / "other.jsonl"))
+    loaded = load(load_prompts, other, tokenizer, held_out=3)
+    assert len(loaded.held_out) == 3 and len(loaded.training) == 10
+    assert "3 of the 3 held-out prompts are also learned from" in caplog.text
+    with pytest.raises(ConfigError, match=r"data.eval_path=.* is data.path.*another file\."):
+        check_apart(replace(config, eval_path=config.path))
+
+
+def test_errors_of_rows_to_evaluate_on_name_their_setting(tokenizer, tmp_path):
+    config = config_of(tmp_path, pairs_of(10), **COLUMNS)
+    with pytest.raises(DataError, match=r"`data.eval_path` is `/nowhere.jsonl`"):
+        load(load_prompts, replace(config, eval_path="/nowhere.jsonl"), tokenizer)
+    (tmp_path / "other.jsonl").write_text(
+        json.dumps({**pairs_of(1)[0], COLUMNS["prompt_column"]: ""})
+    )
+    with pytest.raises(DataError, match=r"A row of `data.eval_path` has ''"):
+        load(load_prompts, replace(config, eval_path=str(tmp_path / "other.jsonl")), tokenizer)
+
+
+def test_a_folder_with_splits_is_evaluated_on_its_own(tokenizer, tmp_path, caplog):
+    for name, prompt in (("train", "1"), ("test", "2"), ("validation", "3")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "1"}))
+    loaded = load(load_prompts, DataConfig(path=str(tmp_path)), tokenizer)
+    assert loaded.training["prompt"] == ["1"] and loaded.held_out["prompt"] == ["3"]
+    assert "those of `train` are read" in caplog.text and "split `validation`" in caplog.text
+    chosen = DataConfig(path=str(tmp_path), eval_path=str(tmp_path), eval_split="test")
+    assert load(load_prompts, chosen, tokenizer).held_out["prompt"] == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"eval_path": "x.jsonl"}, r"data.eval_path=x.jsonl is for data of files"),
+        ({"split": "test"}, r"data.split=test is for data of files"),
+        (
+            {"task": None, "path": "x", "eval_split": "test"},
+            r"eval_split=test needs data.eval_path",
+        ),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(tokenizer, settings, words):
+    with pytest.raises(ConfigError, match=words):
+        load(load_prompts, replace(TASK, **settings), tokenizer)
+
+
+def test_answers_stand_inside_of_objects(tokenizer, tmp_path):
+    rows = [{"prompt": str(n), "reward_model": {"ground_truth": n / 2}} for n in range(3)]
+    config = config_of(tmp_path, rows, answer_column="reward_model.ground_truth")
+    loaded = load(load_prompts, config, tokenizer).training
+    assert loaded["answer"] == ["0.0", "0.5", "1.0"], "as json.dumps has written them"
+    assert "reward_model" in loaded.columns and "reward_model.ground_truth" not in loaded.columns
 
 
 def test_a_file_too_small_to_spare_rows(tokenizer, tmp_path):

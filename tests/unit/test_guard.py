@@ -9,7 +9,7 @@ import torch
 
 from hybridrl.config.schema import GuardConfig
 from hybridrl.core.batch import Batch
-from hybridrl.core.record import Fault, Record
+from hybridrl.core.record import COLUMN, WEIGHT, Fault, Record
 from hybridrl.errors import TrainingError
 from hybridrl.observe.run_directory import RunDirectory
 from hybridrl.trainers.guard import Guard, Rewind, first_not_finite
@@ -128,3 +128,26 @@ def test_what_is_not_learned_from_may_be_anything():
     )
     assert first_not_finite(batch) == ("", [])
     assert first_not_finite(Batch.from_columns({"scores": torch.zeros(0)})) == ("", [])
+
+
+def test_a_run_that_left_out_every_update_fails(guard):
+    left_out, mixed, nothing = guard(), guard(), guard()
+    for _ in range(2):
+        left_out.look(1, [], [SKIPPED], BAD)
+        mixed.look(1, [], [SKIPPED, GOOD], BAD)
+    with pytest.raises(TrainingError, match=r"All 2 updates .* nothing was learned"):
+        left_out.check_end()
+    mixed.check_end()
+    nothing.check_end()
+
+
+def test_a_weight_that_is_no_number_ends_the_run_at_once(guard):
+    seen = [record("actor", 1, Fault(COLUMN, "a column")), record("actor", 0, start=9.0)]
+    seen[1].faults.append(Fault(WEIGHT, "the weight `a.b` itself"))
+    watcher = guard()
+    bad = watcher.look(3, seen, [SKIPPED], BAD)
+    assert bad.in_weights and bad.where == "actor rank 0, in the weight `a.b` itself"
+    with pytest.raises(TrainingError, match=r"weight `a\.b`.*another model.*earlier checkpoint"):
+        watcher.act(bad, SAMPLES, [4, 5], BAD)
+    with pytest.raises(Rewind):
+        guard(on_nan="rewind").act(bad, SAMPLES, [4, 5], BAD)

@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "config": {"=core", "=core.locations"},
     "checks": {
         *("core", "algorithms", "models", "parallel", "placement", "rewards", "trainers"),
-        *("=rollout.episode_class", "=rollout.vllm_options", "=engine.optimizer"),
+        *("=rollout.episode_class", "=rollout.vllm_options", "=config.values"),
     },
     "planner": {
         *("core", "controller", "models", "placement", "trainers"),
@@ -56,10 +56,11 @@ MAY_IMPORT = {
     "cli": EVERYTHING,
     "devices": EVERYTHING,
     "groups": EVERYTHING,
-    "preemption": EVERYTHING,
+    "interrupts": EVERYTHING,
     "commands": {"core", "checkpoint", "observe"},
     "job": EVERYTHING,
     "inputs": EVERYTHING,
+    "preflight": EVERYTHING,
     "roles": EVERYTHING,
     "errors": set(),
 }

@@ -8,7 +8,7 @@ from settings import configured
 
 from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError, StorageError
-from hybridrl.inputs import Rows, check_lengths, load_rows, model_folder
+from hybridrl.inputs import Rows, check_by_column, check_lengths, load_rows, model_folder
 
 ROWS = Rows(training=None, held_out=None, examples=None, longest_prompt=20, longest_response=30)
 MODEL = SimpleNamespace(max_position_embeddings=50)
@@ -43,9 +43,10 @@ def test_a_tiny_model_has_heads_that_kernels_take(tmp_path):
 
 def test_accuracy_by_a_column_that_the_data_lacks_is_refused_before_anything_starts():
     tokenizer = build_tokenizer()
-    assert load_rows(configured(["eval.by_column=answer"]), "prompts", tokenizer).held_out
+    held_out = load_rows(configured(), "prompts", tokenizer).held_out
+    check_by_column(configured(["eval.by_column=answer"]), held_out)
     with pytest.raises(ConfigError, match=r"eval\.by_column is `answr`.*Did you mean `answer`"):
-        load_rows(configured(["eval.by_column=answr"]), "prompts", tokenizer)
+        check_by_column(configured(["eval.by_column=answr"]), held_out)
 
 
 def test_a_tiny_model_that_cannot_be_written_is_a_sentence(tmp_path):

@@ -88,6 +88,7 @@ RAY_JOB = closed(
                 "rayClusterSpec": closed(
                     {
                         "rayVersion": TEXT,
+                        "authOptions": closed({"mode": {"enum": ["disabled", "token"]}}),
                         "headGroupSpec": closed(
                             {"rayStartParams": START, "template": TEMPLATE},
                             ["template"],
@@ -160,3 +161,10 @@ def test_the_slurm_script_is_bash_and_speaks_our_settings():
     (line,) = re.findall(r"python -m hybridrl\.main (.*) \"\$@\"", script.read_text())
     config = load_config([w for w in shlex.split(line) if "$" not in w])
     assert config.devices == "cuda"
+
+
+def test_every_ray_that_is_started_asks_for_a_token():
+    assert ray_job()["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+    for page in (DOCKER / "slurm.sbatch", DOCKER.parent / "docs" / "cluster.md"):
+        text = page.read_text()
+        assert "RAY_AUTH_MODE=token" in text[: text.index("ray start --head")]

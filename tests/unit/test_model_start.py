@@ -43,6 +43,14 @@ def test_a_model_folder_and_a_hub_name_stay_as_they_are(run):
         assert models(f"model.path={path}", f"models.critic.path={path}")[:2] == (path, path)
 
 
+def test_latest_is_the_run_that_it_means_now(run):
+    (run.parent / "latest").symlink_to("run")
+    for path in (run.parent / "latest" / "model", run.parent / "latest"):
+        found = models(f"model.path={path}", f"models.critic.path={path}")
+        assert found[0] == str(run / "model")
+        assert found[1] in (str(run / "critic"), str(run / "model"))
+
+
 def test_a_reward_model_is_that_of_a_run_which_trained_one(run):
     (run / "checkpoints" / "step-000002" / "critic").rename(
         run / "checkpoints" / "step-000002" / "reward_model"

@@ -8,6 +8,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from hybridrl.observe.completions import Completion
 from hybridrl.observe.console import make_console
 from hybridrl.observe.dashboard import split_cells
 from hybridrl.observe.line_console import LineConsole, step_line
@@ -104,7 +105,7 @@ def test_missing_and_absurd_metrics_are_dashes_and_accuracy_stays():
 
 def test_phases_samples_and_the_last_line_of_a_log():
     console, clock = log_file(), Clock()
-    with LineConsole(30, "title", console, sample_every=10, clock=clock) as view:
+    with LineConsole(30, "title", console, clock=clock) as view:
         view.phase("starting 2 workers")
         clock.now += 3.2
         view.phase("warm-up")
@@ -113,7 +114,7 @@ def test_phases_samples_and_the_last_line_of_a_log():
             view.phase_progress(done, 100, "loss 0.4")
         for step in range(1, 31):
             view.step(step, STEP)
-            view.sample("1+1=", "2", 1.0)
+            view.samples("1+1=", [Completion("2", 1.0)])
         view.message("one\ntwo")
         view.close("done; runs/x")
         view.close("twice")
@@ -121,7 +122,7 @@ def test_phases_samples_and_the_last_line_of_a_log():
     assert lines[:3] == ["title", "starting 2 workers ...", "starting 2 workers: 3.2 s"]
     assert sum(line.startswith("warm-up ") and "/100" in line for line in lines) == 4
     assert "warm-up 100/100 | loss 0.4" in lines
-    assert lines.count("  sample | 1+1= -> 2 | reward 1") == 3
+    assert lines.count("  1 sample of: 1+1=") == 30
     assert lines[-3:] == ["one", "two", "done; runs/x"]
 
 
@@ -132,7 +133,7 @@ def test_the_picture_fits_its_terminal_and_tells_everything(width):
     for step in range(1, 13):
         clock.now += 0.65
         view._readings.record(step, STEP | {"reward/mean": step / 20})
-    view.sample(HOSTILE, HOSTILE, 0.5)
+    view.samples(HOSTILE, [Completion(HOSTILE, 0.5, {HOSTILE: 1.0, "b": 0.0}, -0.25)] * 8)
     view._phase, view._progress = ("evaluating " * 30, 0.0), (3, 64, "note " * 100)
     lines = picture(view, console)
     assert all(cell_len(line) < width for line in lines)
@@ -146,7 +147,7 @@ def test_the_picture_fits_its_terminal_and_tells_everything(width):
         "5,210 tokens/s",
         "train 48%",
         "other 2%",
-        "sample of step 12, reward 0.5",
+        "8 samples, the best and the worst 2 of step 12",
         "prompt  a⏎b⏎␛[2J",
         "3/64",
     ):
@@ -162,7 +163,7 @@ def test_a_live_run_from_start_to_end_with_hostile_text():
         sys.stdout.write("a stray line\n")
         for step in (1, 2, 3):
             view.step(step, {} if step == 1 else STEP)
-            view.sample(HOSTILE, HOSTILE, float("nan"))
+            view.samples(HOSTILE, [Completion(HOSTILE, float("nan"))])
         view.message("[bold]not markup[/bold] \x1b[2Jsafe")
         view.close("done; runs/" + "x" * 200)
     raw = text_of(console)
@@ -208,7 +209,7 @@ def test_the_console_suits_where_it_prints():
     )
     view = make_console(1, "t", ascii_only)
     assert isinstance(view, LineConsole)
-    view.sample("ü\n", "😀", 1.0)  # would raise UnicodeEncodeError
+    view.samples("ü\n", [Completion("😀", 1.0)])  # would raise UnicodeEncodeError
 
 
 def test_forced_colours_do_not_make_a_log_file_a_terminal(monkeypatch, capsys):

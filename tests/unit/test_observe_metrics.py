@@ -2,6 +2,7 @@
 
 import json
 import sys
+import types
 
 import numpy
 import pytest
@@ -116,3 +117,38 @@ def test_an_unknown_writer_names_the_nearest_and_opens_nothing(tmp_path):
     with pytest.raises(ConfigError, match="Did you mean `tensorboard`"):
         open_writers(["tensorbord"], RunDirectory.at(tmp_path), "x", {})
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+class Tracker(types.ModuleType):
+    """In the place of wandb, or mlflow: notes how its run was ended."""
+
+    def __init__(self):
+        super().__init__("tracker")
+        self.ended = []
+
+    def init(self, **_):
+        return self
+
+    def finish(self, exit_code):
+        self.ended.append(exit_code)
+
+    def end_run(self, status):
+        self.ended.append(status)
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+
+@pytest.mark.parametrize(
+    ("state", "wandb_code", "mlflow_status"),
+    [("finished", 0, "FINISHED"), ("failed", 1, "FAILED"), ("interrupted", 1, "KILLED")],
+)
+def test_trackers_learn_how_a_run_has_ended(
+    tmp_path, monkeypatch, state, wandb_code, mlflow_status
+):
+    for name, code in (("wandb", wandb_code), ("mlflow", mlflow_status)):
+        tracker = Tracker()
+        monkeypatch.setitem(sys.modules, name, tracker)
+        for writer in open_writers([name], RunDirectory.at(tmp_path), "x", {}):
+            writer.close(state)
+        assert tracker.ended == [code]

@@ -40,8 +40,10 @@ def test_create_makes_a_dated_folder_with_its_parts(tmp_path, monkeypatch):
 def test_two_runs_of_one_second_get_two_folders_and_latest_is_the_second(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "datetime", FrozenClock)
     first = RunDirectory.create(tmp_path, "x")
-    assert (tmp_path / "latest").resolve() == first.path
+    first.point_latest()
     second = RunDirectory.create(tmp_path, "x")
+    assert (tmp_path / "latest").resolve() == first.path  # the second may come to nothing
+    second.point_latest()
     assert second.path.name == first.path.name + "-2"
     assert (tmp_path / "latest").resolve() == second.path
     assert not Path(tmp_path / "latest").readlink().is_absolute()  # the root may be moved
@@ -55,6 +57,7 @@ def test_two_runs_of_one_second_get_two_folders_and_latest_is_the_second(tmp_pat
 def test_a_broken_latest_is_replaced_and_a_real_folder_is_not(tmp_path):
     (tmp_path / "latest").symlink_to("gone")
     run = RunDirectory.create(tmp_path, "x")
+    run.point_latest()
     assert (tmp_path / "latest").resolve() == run.path
     (tmp_path / "latest").unlink()
     (tmp_path / "latest").mkdir()
@@ -67,7 +70,9 @@ def test_a_disk_without_links_has_no_latest_and_still_runs(tmp_path, monkeypatch
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
     monkeypatch.setattr(Path, "symlink_to", refuse)
-    assert RunDirectory.create(tmp_path, "x").logs.is_dir()
+    run = RunDirectory.create(tmp_path, "x")
+    run.point_latest()
+    assert run.logs.is_dir()
     assert not (tmp_path / "latest").exists()
 
 
@@ -214,3 +219,9 @@ def test_a_folder_of_checkpoints_that_cannot_be_made_is_a_sentence(tmp_path):
     for name in ("file", "file/sub"):
         with pytest.raises(ConfigError, match=r"Set `checkpoint\.folder` to a folder"):
             module.make_steps_folder(tmp_path / name)
+
+
+def test_a_private_folder_lets_nobody_else_in(tmp_path):
+    directory = RunDirectory.at(tmp_path / "run")
+    directory.close_to_others()
+    assert directory.path.stat().st_mode & 0o777 == 0o700

@@ -96,6 +96,13 @@ def test_a_user_brings_a_strategy(tmp_path):
     assert set(map(tuple, placed(2, f"placement.strategy={file}:first_device").values())) == {(0,)}
 
 
+def test_a_strategy_of_the_users_that_is_none_is_a_sentence():
+    with pytest.raises(ConfigError, match=r"(?s)strategy=json:loads: called with .*TypeError"):
+        placed(2, "placement.strategy=json:loads")
+    with pytest.raises(ConfigError, match=r"strategy=builtins:print gave a NoneType; it must"):
+        placed(2, "placement.strategy=builtins:print")
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [

@@ -7,7 +7,8 @@ import pytest
 
 from hybridrl.checks.settings import check
 from hybridrl.config.load import load_config
-from hybridrl.config.recipe import expand
+from hybridrl.config.overrides import read_overrides
+from hybridrl.errors import Problems
 from hybridrl.planner.devices import named
 from hybridrl.planner.plan import make_plan
 
@@ -51,8 +52,8 @@ def _plans():
 def test_numbers_that_equal_a_truth_value_stay_numbers(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("eval.every: 0\nrollout.samples_per_prompt: 1\ndata.shuffle: false\n")
-    assert expand([f"recipe={recipe}"]) == [
-        "eval.every=0",
-        "rollout.samples_per_prompt=1",
-        "data.shuffle=false",
-    ]
+    read = read_overrides([f"recipe={recipe}"], Problems())
+    values = [(override.key, override.value) for override in read]
+    assert repr(values) == (
+        "[('eval.every', 0), ('rollout.samples_per_prompt', 1), ('data.shuffle', False)]"
+    )

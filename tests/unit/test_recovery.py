@@ -78,26 +78,62 @@ def test_what_comes_twice_in_a_row_in_one_place_ends_it(made):
 
 
 PROGRAM = """
-import sys, time
+import atexit, signal, sys, time
+from hybridrl.config.schema import RecoverConfig
 from hybridrl.errors import Preempted
-from hybridrl.preemption import on_sigterm
+from hybridrl.interrupts import Interrupts, leave
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+if sys.argv[1] == "hangs":
+    atexit.register(time.sleep, 60)
 try:
-    with on_sigterm(lambda: print("asked", flush=True), 0.4, 75):
+    with Interrupts(RecoverConfig(grace_s=0.4), 75) as interrupts:
+        interrupts.on_terminate = lambda name: print("asked", flush=True)
         print("ready", flush=True)
         time.sleep(60)
-except Preempted:
-    print("raised", flush=True)
-if sys.argv[1] == "hangs":
-    time.sleep(60)
+except KeyboardInterrupt as error:
+    print("raised", type(error).__name__, error, flush=True)
+    if sys.argv[1] == "goes on":
+        sys.exit(0 if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else 1)
+    leave(75 if isinstance(error, Preempted) else 130)
 """
 
 
-@pytest.mark.parametrize(("then", "code"), [("ends", 0), ("hangs", 75)])
-def test_the_end_of_the_grace_ends_everything(then, code):
+def interrupted(then, number, times=1):
+    """What the program says to a signal, its exit code, and the seconds to its end."""
     run = subprocess.Popen([sys.executable, "-c", PROGRAM, then], stdout=subprocess.PIPE, text=True)
     assert run.stdout.readline() == "ready\n"
     begin = time.monotonic()
-    os.kill(run.pid, signal.SIGTERM)
+    for _ in range(times):
+        os.kill(run.pid, number)
+        time.sleep(0.1)
     said, _ = run.communicate(timeout=20)
-    assert said == "asked\nraised\n" and run.returncode == code
-    assert time.monotonic() - begin < 10
+    return said, run.returncode, time.monotonic() - begin
+
+
+@pytest.mark.parametrize(("then", "code"), [("ends", 75), ("hangs", 75), ("goes on", 0)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_end_of_the_grace_ends_everything(then, code, number):
+    said, found, seconds = interrupted(then, number)
+    assert said == f"asked\nraised Preempted {number.name}\n" and found == code
+    assert seconds < 10
+
+
+@pytest.mark.parametrize(("then", "code"), [("ends", 130), ("hangs", 130), ("goes on", 0)])
+def test_ctrl_c_raises_at_once_and_has_an_end(then, code):
+    said, found, _ = interrupted(then, signal.SIGINT)
+    assert said == "raised KeyboardInterrupt Ctrl-C\n" and found == code
+
+
+def test_the_second_signal_waits_for_nothing():
+    said, found, _ = interrupted("ends", signal.SIGTERM, times=2)
+    assert said == "asked\nraised Preempted SIGTERM\n" and found == 75
+
+
+def test_what_is_ignored_from_the_start_stays_so():
+    script = "import signal; from hybridrl.interrupts import Interrupts\n"
+    script += "from hybridrl.config.schema import RecoverConfig\n"
+    script += (
+        "with Interrupts(RecoverConfig()): print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
+    )
+    run = ["nohup", sys.executable, "-c", script]
+    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout == "True\n"

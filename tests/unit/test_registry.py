@@ -14,7 +14,8 @@ from hybridrl.checks.shared_paths import paths_of_workers
 from hybridrl.config.schema import AlgorithmConfig
 from hybridrl.core.batch import Batch, Ragged
 from hybridrl.errors import ConfigError
-from hybridrl.trainers import grpo, load_trainer
+from hybridrl.trainers import PROGRAMS, grpo, load_trainer
+from hybridrl.trainers.base import Trainer
 from hybridrl.trainers.objectives import policy_objective
 from hybridrl.trainers.shaping import group_advantages
 from hybridrl.trainers.step_metrics import step_metrics
@@ -207,3 +208,8 @@ def test_every_node_has_to_see_the_files_that_workers_read(mine, tmp_path):
 def test_metrics_with_a_slash_are_written_as_they_are():
     found = step_metrics([], [{"policy/away": 1.0, "loss": 2.0, "other": 5.0}, {"loss": 4.0}], 1.0)
     assert found["policy/away"] == 1.0 and found["policy/loss"] == 3.0 and "other" not in found
+
+
+def test_the_programs_are_those_that_can_be_run():
+    assert {"grpo", "ppo", "dpo", "sft", "evaluate", "safe_rlhf"} <= set(PROGRAMS)
+    assert all(issubclass(load_trainer(name), Trainer) for name in PROGRAMS)

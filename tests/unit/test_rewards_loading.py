@@ -86,7 +86,7 @@ def test_what_a_check_refuses(tmp_path):
 
 
 def test_what_loading_refuses(tmp_path):
-    with pytest.raises(RewardError, match="is a int, no function"):
+    with pytest.raises(RewardError, match=r"is 1 \(int\) and cannot be called"):
         load_function(f"{write(tmp_path / 'number.py', 'score = 1')}:score")
     with pytest.raises(RewardError, match="SystemExit"):
         load_function(f"{write(tmp_path / 'leaves.py', 'exit(3)' + chr(10) + 'score = 1')}:score")

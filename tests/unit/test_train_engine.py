@@ -228,7 +228,7 @@ def test_where_a_number_first_was_not_finite_is_known(mesh):
     advantages = torch.zeros(len(LENGTHS))
     advantages[2] = math.inf
     engine.update(make_batch().with_columns({"advantages": advantages}), CLIPPED)
-    assert engine.fault == (0, f"the column `advantages`, row 2 of its {len(LENGTHS)}")
+    assert engine.fault == (1, f"the column `advantages`, row 2 of its {len(LENGTHS)}")
     engine.update(make_batch(), CLIPPED)
     assert engine.fault is None
 
@@ -236,11 +236,14 @@ def test_where_a_number_first_was_not_finite_is_known(mesh):
         return TokenLoss(outputs["log_probs"] / 0.0, {})
 
     engine.update(make_batch(), wrong)
-    assert engine.fault == (1, "its loss")
+    assert engine.fault == (2, "its loss")
     norm = engine.model.inner.model.norm.weight
     engine._gradients.finish = lambda: norm.grad.to_local().fill_(math.inf)
     engine.update(make_batch(), CLIPPED)
-    assert engine.fault == (2, "the gradient of `model.norm.weight`")
+    assert engine.fault == (3, "the gradient of `model.norm.weight`")
+    norm.data.to_local()[0] = math.nan
+    engine.update(make_batch(), CLIPPED)
+    assert engine.fault == (0, "the weight `model.norm.weight` itself")
 
 
 def test_the_learning_rate_is_reported_and_a_phase_begins_anew(mesh):

@@ -37,10 +37,11 @@ def load_task(name: str) -> ModuleType:
     if "." in name:
         try:
             task = importlib.import_module(name)
-        except ImportError as error:
+        except (Exception, SystemExit) as error:  # it is the user's
             raise ConfigError(
-                f"`data.task` is `{name}`, and importing that module failed: {error}. Give the "
-                f"dotted name of an importable module, or a built-in task: {', '.join(known)}."
+                f"`data.task` is `{name}`, and importing that module failed: "
+                f"{type(error).__name__}: {error}. Give the dotted name of an importable module, "
+                f"or a built-in task: {', '.join(known)}."
             ) from error
     elif name in known:
         task = importlib.import_module(f"{__name__}.{name}")
@@ -54,5 +55,10 @@ def load_task(name: str) -> ModuleType:
         raise ConfigError(
             f"`data.task` is `{name}`, but that module has no `{'` and no `'.join(missing)}`. A "
             "task needs `CHARACTERS` (a string) and `problems(count_held_out, seed)`."
+        )
+    if not isinstance(task.CHARACTERS, str):
+        raise ConfigError(
+            f"`data.task` is `{name}`, and `CHARACTERS` of that module is {task.CHARACTERS!r}, "
+            "expected a string of all characters that prompts and answers use."
         )
     return task

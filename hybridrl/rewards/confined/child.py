@@ -24,7 +24,7 @@ import select
 import sys
 import time
 
-from . import kernel, landlock, namespaces, scratch_folder, seccomp
+from . import kernel, landlock, namespaces, scratch_folder, seccomp, standard_files
 
 TYPE_CHECKING = False  # importing `typing` would take as long as all the rest
 if TYPE_CHECKING:
@@ -68,17 +68,18 @@ class Job:
         self.temporary = temporary
 
 
-def main(report_to: int) -> None:
+def main(report_to: int, memory_entrance: int | None = None) -> None:
     """Returns only in the program's process, when the program has ended.
 
     Args:
         report_to: the descriptor to write the report to: a marshalled dictionary with `failure`, a
             text, if the program could not be confined, else with what `_watch` returns.
+        memory_entrance: the descriptor by which the program enters its memory group.
     """
     size = int.from_bytes(_read_exactly(8), "little")
     job = Job(*marshal.loads(_read_exactly(size)))
     try:
-        report = _supervise(job, report_to)
+        report = _supervise(job, report_to, memory_entrance)
         if report is None:
             return
     except OSError as error:
@@ -87,12 +88,13 @@ def main(report_to: int) -> None:
     os._exit(0)
 
 
-def _supervise(job: Job, report_to: int) -> dict[str, Any] | None:
+def _supervise(job: Job, report_to: int, memory_entrance: int | None) -> dict[str, Any] | None:
     """Runs the program in a child; returns None in that child."""
     _be_the_first_to_go()
     user = _unused_user() if os.geteuid() == 0 else None
     if user is not None and job.level != "root":
-        _become(user)
+        # In a user namespace, nobody has root's rights.
+        kernel.become(user, job.libraries if job.level == "none" else [])
         user = None
     if job.level == "none":
         scratch = scratch_folder.make(job.temporary)
@@ -104,16 +106,18 @@ def _supervise(job: Job, report_to: int) -> dict[str, Any] | None:
     started_read, started_write = os.pipe()
     stdin = _sealed_file(job.stdin)
     gc.freeze()  # the program's interpreter need not go through our objects when it ends
+    group = () if memory_entrance is None else (memory_entrance,)
     init = os.fork() if job.level != "none" else None
     if init == 0:
-        _be_init(alive_read, (0, 1, 2, report_to, alive_write, started_read, started_write, stdin))
+        others = (0, 1, 2, report_to, alive_write, started_read, started_write, stdin, *group)
+        _be_init(alive_read, others)
     supervisor = os.getpid()
     program = os.fork()
     if program == 0:
         os.dup2(stdin, 0)
         for descriptor in (stdin, report_to, alive_read, alive_write, started_read):
             os.close(descriptor)
-        _be_the_program(job, user, scratch, supervisor, started_write)
+        _be_the_program(job, user, scratch, supervisor, started_write, group)
         return None
     os.close(started_write)
     report = _watch(program, started_read, job.limits["wall_s"])
@@ -162,12 +166,20 @@ def _be_init(alive: int, others: tuple[int, ...]) -> NoReturn:
 
 
 def _be_the_program(
-    job: Job, user: int | None, scratch: str, supervisor: int, started: int
+    job: Job,
+    user: int | None,
+    scratch: str,
+    supervisor: int,
+    started: int,
+    memory_group: tuple[int, ...],
 ) -> None:
     """Gives up every right, says so by closing `started`, and runs the program."""
     try:
+        for entrance in memory_group:
+            os.write(entrance, b"0")
+            os.close(entrance)
         if user is not None:
-            _become(user)
+            kernel.become(user, job.libraries)
         kernel.give_up_privileges()
         kernel.die_with_parent()
         if job.level == "none" and os.getppid() != supervisor:  # it died before the request
@@ -196,6 +208,7 @@ def _run(source: str, search_path: list[str]) -> None:
     os.environ.clear()
     builtins = sys.modules["builtins"]
     builtins.exit = builtins.quit = sys.exit  # type: ignore[attr-defined]  # as `site` has them
+    standard_files.install()
     main = type(sys)("__main__")
     sys.modules["__main__"] = main
     try:
@@ -228,13 +241,6 @@ def _set_limits(limits: dict[str, Any]) -> None:
             for value in (soft, soft if hard is None else hard)
         ]
         resource.setrlimit(what, (pair[0], pair[1]))
-
-
-def _become(user: int) -> None:
-    os.setgroups([])
-    os.setresgid(user, user, user)
-    os.setresuid(user, user, user)
-    kernel.allow_own_proc_files()
 
 
 def _unused_user() -> int | None:

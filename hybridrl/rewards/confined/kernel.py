@@ -20,7 +20,8 @@ _NUMBERS = {  # of the system calls that libc has no function for, by machine
     "landlock_restrict_self": (446, 446),
 }
 _CAPABILITY_VERSION_3 = 0x20080522
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_CAP_SETUID = 7
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS = 1, 4, 8, 38
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -62,14 +63,38 @@ def give_up_privileges() -> None:
     core dumps.
     """
     checked("prctl", libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    syscall("capset", header, (ctypes.c_uint32 * 6)())
+    _set_capabilities(0)
     checked("prctl", libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0))
 
 
-def allow_own_proc_files() -> None:
-    """Gives this process its files in /proc back after a change of user."""
+def become(user: int, folders: list[str]) -> None:
+    """Turns root's process into one of an ordinary user, without capabilities.
+
+    Args:
+        folders: if that user may not enter one of them, files are still opened as root without
+            capabilities would open them: by their owner's rights, not beyond them.
+
+    Raises:
+        OSError: if the kernel refuses.
+    """
+    checked("prctl", libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0))
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    if not all(os.access(folder, os.R_OK | os.X_OK) for folder in folders):
+        _set_capabilities(1 << _CAP_SETUID)
+        libc.setfsuid(0)
+        if libc.setfsuid(-1) != 0:  # this changes nothing and says who it is
+            raise OSError("setfsuid: this process may not open files as root")
+    _set_capabilities(0)
+    # After a change of user, this gives the process its files in /proc back.
     checked("prctl", libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0))
+
+
+def _set_capabilities(capabilities: int) -> None:
+    """Has these, both effective and permitted, and no others."""
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    syscall("capset", header, (ctypes.c_uint32 * 6)(capabilities, capabilities, 0, 0, 0, 0))
 
 
 def die_with_parent() -> None:

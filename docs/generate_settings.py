@@ -1,0 +1,111 @@
+"""Writes the tables of settings.md, from the schema and from the names of other libraries.
+
+python docs/generate_settings.py
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybridrl.config.aliases import ALIASES
+from hybridrl.config.names import leaves
+from hybridrl.config.schema import Config
+from hybridrl.config.values import conditions, default_of, described, hints, is_optional, plain
+
+PAGE = Path(__file__).parent / "settings.md"
+BEGIN = "<!-- Written by docs/generate_settings.py from the schema. -->"
+AGAIN = {"cost.judge": "reward.judge"}
+"""Groups that are described as others."""
+END = "<!-- End of what is written. -->"
+
+
+def written(page: str) -> str:
+    """The page with the tables as they are now between its two marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return "\n\n".join([before + BEGIN, *sections(), END + after])
+
+
+def sections() -> Iterator[str]:
+    """A table for each group of settings, and one of other libraries' names."""
+    yield f"{len(leaves())} settings."
+    for name, group in _groups(Config):
+        rows = [_row(f"{name}{key}", group, key) for key in _own(group)]
+        if rows:
+            title = f"## `{name.removesuffix('.')}`" if name else "## The job"
+            head = "| setting | value | default | meaning |\n|---|---|---|---|"
+            about = _words(inspect.getdoc(group) or "")
+            yield "\n".join([title, "", *([about, ""] if name else []), head, *rows])
+    yield "## Coming from TRL, verl, OpenRLHF or NeMo-RL"
+    yield (
+        "Below whatever group a name stands there (`actor_rollout_ref.actor.optim.lr`), its last "
+        "words are looked for, and the command line answers with what it is called here."
+    )
+    rows = [
+        f"| `{name}` | {' or '.join(f'`{one}`' for one in alias.settings)} | {_cell(alias.note)} |"
+        for name, alias in ALIASES.items()
+    ]
+    yield "\n".join(["| there | here | |", "|---|---|---|", *rows])
+
+
+def _groups(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every group of settings with its dotted name, outer ones first."""
+    yield prefix, group
+    for key, hint in hints(group).items():
+        if is_dataclass(inner := plain(hint)) and f"{prefix}{key}" not in AGAIN:
+            yield from _groups(inner, f"{prefix}{key}.")
+
+
+def _own(group: Any) -> list[str]:
+    """The settings of a group without those of groups in it. Those of a cost that rewards have,
+    too, are described with them."""
+    inherited = {key for base in group.__mro__[1:] if is_dataclass(base) for key in hints(base)}
+    found = {key: plain(hint) for key, hint in hints(group).items() if key not in inherited}
+    return [key for key, kind in found.items() if not is_dataclass(kind)]
+
+
+def _row(name: str, group: Any, key: str) -> str:
+    hint, default = hints(group)[key], default_of(group, key)
+    value = described(hint) + (", or null" if is_optional(hint) else "")
+    meaning = _docstrings(group).get(key, "")
+    if said := conditions(hint):
+        counts = str(said).replace("`.", f"`{name.rpartition('.')[0]}.")
+        meaning = f"{meaning} Counts with {counts}.".strip()
+    shown = yaml.safe_dump(default, default_flow_style=True).removesuffix("\n...\n").strip()
+    return f"| `{name}` | {_cell(value)} | `{shown}` | {_cell(meaning)} |"
+
+
+@cache
+def _docstrings(group: Any) -> dict[str, str]:
+    """What stands below each field of a class."""
+    body = ast.parse(inspect.getsource(group)).body[0].body  # type: ignore[attr-defined]
+    return {
+        field.target.id: _words(said.value.value)
+        for field, said in pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(said, ast.Expr)
+        and isinstance(said.value, ast.Constant)
+    }
+
+
+def _words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _cell(text: str) -> str:
+    """Without what would end a cell."""
+    return text.replace("|", r"\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,164 @@
+"""The command line's `key=value`: which setting, and which value, is meant.
+
+A value of a setting that is text is taken as it stands, whatever characters it has; quotes around
+the whole of it are left away. Others are read by Hydra's grammar: numbers, `true`, `null`,
+`[a, b]`, `{a: 1}`. Values may name variables of the environment, `${oc.env:NAME}`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from hybridrl.config import recipe
+from hybridrl.config.names import check_name, is_open, leaves
+from hybridrl.config.presets import CHOSEN
+from hybridrl.config.schema import Config
+from hybridrl.config.values import hints, is_optional, kind_of, plain
+from hybridrl.errors import ConfigError, Problems
+
+_PARSER = OverridesParser.create()
+
+
+@dataclass(frozen=True)
+class Override:
+    """A setting and what it is to be.
+
+    Attributes:
+        key: Dotted.
+        value: As YAML would have it.
+        said: As the user wrote it.
+    """
+
+    key: str
+    value: Any
+    said: str
+
+    @property
+    def is_preset(self) -> bool:
+        """Whether it chooses a preset."""
+        return self.key in CHOSEN
+
+
+def read_overrides(arguments: Sequence[str], problems: Problems) -> list[Override]:
+    """What arguments of the command line say, with the settings of a recipe in its place.
+
+    Args:
+        problems: Gets what is said of arguments that are none.
+    """
+    found: list[Override] = []
+    for argument in arguments:
+        with problems.noted():
+            found += _read(argument)
+    with problems.noted():
+        _check_one_preset(arguments)
+    return found
+
+
+def hint_of(key: str) -> Any:
+    """The type of a setting, or of a group of them, or of what an open one holds."""
+    hint: Any = Config
+    for name in key.split("."):
+        group = plain(hint)
+        if is_dataclass(group):
+            hint = hints(group)[name]  # type: ignore[arg-type]
+        else:
+            hint = (*get_args(group), Any, Any)[1]
+    return hint
+
+
+def in_brackets(key: str, text: str) -> str:
+    """The cure for a list that is none."""
+    return f"Write it in brackets: '{key}=[{text}]'."
+
+
+def _read(argument: str) -> list[Override]:
+    key, equals, text = argument.partition("=")
+    if key.startswith("~"):
+        name = key.removeprefix("~")
+        none = f", or write {name}=null" if is_optional(leaves().get(name)) else ""
+        raise ConfigError(
+            f"{argument}: no setting can be taken away. For its default leave it out{none}."
+        )
+    if not equals:
+        raise ConfigError(
+            f"`{argument}` is not an override; write key=value, for example trainer.steps=20."
+        )
+    key = re.sub(r"^\+{1,2}", "", key).strip()
+    if key == recipe.KEY:
+        return _of_recipe(Path(text))
+    check_name(key)
+    value = text if key in CHOSEN else _value(key, text)
+    return [Override(key, value, f"{key}={text}")]
+
+
+def _of_recipe(path: Path) -> list[Override]:
+    settings, problems = recipe.read_recipe(path), Problems()
+    for name in settings:
+        with problems.noted():
+            check_name(name)
+    try:
+        problems.raise_if_any()
+    except ConfigError as error:
+        raise ConfigError(*(f"recipe={path}: {said}" for said in error.problems)) from None
+    return [Override(name, value, f"{name}={value}") for name, value in settings.items()]
+
+
+def _value(key: str, text: str) -> Any:
+    hint = hint_of(key)
+    kind = plain(hint)
+    if kind is str:
+        return None if text == "null" else _unquoted(text)
+    try:
+        parsed = _PARSER.parse_override(f"key={text}")
+    except HydraException:
+        return _value_beyond_grammar(text)
+    if kind is Any or is_open(key):
+        value = text if parsed.is_sweep_override() else parsed.value()
+        return _unquoted(text) if isinstance(value, str) else value
+    if parsed.is_sweep_override():
+        single = get_origin(kind) is not list
+        cure = "For a job with each, add --multirun." if single else in_brackets(key, text)
+        raise ConfigError(f"{key}={text}: {kind_of(hint)}. {cure}")
+    return parsed.value()
+
+
+def _value_beyond_grammar(text: str) -> Any:
+    """Lists and dictionaries with characters that Hydra does not know, such as `[</s>]`; else the
+    text itself."""
+    if text[:1] + text[-1:] in ("[]", "{}"):
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError:
+            pass
+    return text
+
+
+def _unquoted(text: str) -> str:
+    """Without quotes around the whole of it."""
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        try:
+            value = _PARSER.parse_override(f"key={text}").value()
+        except HydraException:
+            return text
+        return str(value)
+    return text
+
+
+def _check_one_preset(arguments: Sequence[str]) -> None:
+    """Of two presets in a command line the first would be forgotten; a recipe's gives way."""
+    for group in CHOSEN:
+        chosen = list(dict.fromkeys(a for a in arguments if a.lstrip("+").startswith(f"{group}=")))
+        if len(chosen) > 1:
+            raise ConfigError(
+                f"{' '.join(chosen)}: a job has one `{group}`. Leave one of them out, or add "
+                f"--multirun and write {group}={','.join(one.split('=', 1)[1] for one in chosen)} "
+                "for a job with each."
+            )

@@ -1,0 +1,53 @@
+"""Presets: `<group>=<name>` stands for the settings in a file of one of the folders here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FOLDER = Path(__file__).parent
+CHOSEN = {"rollout": "vllm", "data": "arithmetic", "placement": "flattening", "algorithm": "grpo"}
+"""The groups of presets, in the order in which they count, with what is chosen in each if nothing
+is said."""
+
+
+@cache
+def names(group: str) -> tuple[str, ...]:
+    """Of all presets in a group."""
+    return tuple(sorted(path.stem for path in (FOLDER / group).glob("*.yaml")))
+
+
+@cache
+def preset(group: str, name: str) -> Mapping[str, Any]:
+    """Its settings, nested."""
+    return yaml.safe_load((FOLDER / group / f"{name}.yaml").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def presets_with(group_of_settings: str) -> list[str]:
+    """The overrides by which presets set something of these settings: `algorithm=dpo`."""
+    return [
+        f"{group}={name}"
+        for group in CHOSEN
+        for name in names(group)
+        if group_of_settings in preset(group, name)
+    ]
+
+
+def settings_of_group(group: str) -> Iterator[str]:
+    """The dotted names of all settings that presets of a group set."""
+    for name in names(group):
+        for key, _ in leaves(preset(group, name)):
+            yield key
+
+
+def leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings by their dotted names."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

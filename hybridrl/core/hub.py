@@ -1,0 +1,55 @@
+"""Whether a name can be had from the Hugging Face hub, found within seconds.
+
+The hub's own clients try again for most of a minute before they say that there is no network.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Literal
+
+LONGEST_S = 5.0
+
+
+def why_not_on_hub(name: str, kind: Literal["model", "dataset"]) -> str | None:
+    """What keeps a name from being had, as the end of a sentence that begins with the hub; None:
+    nothing, or it is in the hub's cache on this machine.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(name)
+    except ValueError as error:
+        return f"has no such names: {error}"
+    cached = Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
+    if cached.is_dir():
+        return None
+    if constants.HF_HUB_OFFLINE:
+        return "must not be asked for one of that name (HF_HUB_OFFLINE)"
+    return _asked(name, kind)
+
+
+def _asked(name: str, kind: str) -> str | None:
+    answers: list[str | None] = []
+
+    def ask() -> None:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+        try:
+            HfApi().repo_info(name, repo_type=kind, timeout=LONGEST_S)
+            answers.append(None)
+        except GatedRepoError:
+            answers.append("gives it only to accounts that it was granted to (`hf auth login`)")
+        except RepositoryNotFoundError:
+            answers.append("has none of that name, or hides it from this account (`hf auth login`)")
+        except Exception as error:  # of the network, of many kinds
+            answers.append(f"cannot be reached ({type(error).__name__}: {error})")
+
+    # In a thread: a resolver that hangs knows no time-out.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(LONGEST_S)
+    return answers[0] if answers else f"has not answered within {LONGEST_S:g} s"

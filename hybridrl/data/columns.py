@@ -1,0 +1,87 @@
+"""Columns of data by name; dots lead into objects: `reward_model.ground_truth`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hybridrl.errors import DataError, nearest
+
+
+def check_columns(
+    columns: Collection[str] | Mapping[str, Any], required: Mapping[str, str], place: str
+) -> None:
+    """Looks for the column that each setting names.
+
+    Args:
+        columns: Names; or a row, into whose objects a name with dots may lead.
+        place: Begins the sentence.
+
+    Raises:
+        DataError: names the setting and the nearest column.
+    """
+    for setting, name in required.items():
+        if name in columns or (isinstance(columns, Mapping) and _leads(columns, name)):
+            continue
+        there = [as_shown(column) for column in columns]
+        raise DataError(
+            f"{place} has no column `{name}` (`{setting}`); it has "
+            f"{', '.join(there[:40]) or 'none'}." + nearest(name, there)
+        )
+
+
+def as_shown(name: str) -> str:
+    """A name that a console can show: halves of surrogate pairs are escaped."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def cells_of(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    """The values of a column; None where a row has it not."""
+    if "." not in name:
+        return [row.get(name) for row in rows]
+    return [row[name] if name in row else _inside(row, name) for row in rows]
+
+
+def with_inner_columns(table: pa.Table, names: Collection[str]) -> pa.Table:
+    """The table, with what names with dots lead to as columns of these names."""
+    for name in names:
+        head, *inner = name.split(".")
+        if name in table.column_names or not inner or head not in table.column_names:
+            continue
+        try:
+            found = pc.struct_field(table.column(head), inner)
+        except (pa.ArrowException, NotImplementedError):  # it is no object, or has no such key
+            continue
+        table = table.append_column(name, found)
+    return table
+
+
+def column_of(rows: pa.Table, name: str, setting: str) -> pa.ChunkedArray:
+    """The column, or a `DataError` that names the setting and the nearest existing column."""
+    rows = with_inner_columns(rows, [name])
+    if name not in rows.column_names:
+        raise DataError(
+            f"`{setting}` is `{name}`, but the data has no such column; it has "
+            f"{', '.join(rows.column_names)}." + nearest(name, rows.column_names)
+        )
+    return rows.column(name)
+
+
+def _inside(row: Mapping[str, Any], name: str) -> Any:
+    value: Any = row
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _leads(row: Mapping[str, Any], name: str) -> bool:
+    """Whether each part of a name with dots is a key of what the part before it leads to."""
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return False
+        value = value[part]
+    return True

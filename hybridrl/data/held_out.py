@@ -1,0 +1,94 @@
+"""Which rows a policy learns from and which it is evaluated on, never the same prompt in both."""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from hybridrl.core.batch import Batch
+
+LARGEST_SHARE = 0.2
+"""Of the rows, held out of data that has no others to evaluate on."""
+_STREAM = 1
+"""Beside the seed, so that these draws are not those of other purposes."""
+
+_log = logging.getLogger(__name__)
+
+
+def hold_out(rows: Batch, number: int, seed: int) -> tuple[Batch, Batch | None]:
+    """Draws rows to evaluate on, at most a fifth of all. All rows of a prompt are on one side, and
+    in the order of the data.
+
+    Args:
+        rows: Tokenized, with `prompt_ids`.
+        number: How many.
+        seed: Of the draw.
+
+    Returns:
+        Rows to learn from, and rows to evaluate on (None if there are too few to spare any).
+    """
+    left = min(number, int(LARGEST_SHARE * len(rows)))
+    prompts = _prompt_numbers(rows)
+    sizes = np.bincount(prompts)
+    drawn = []
+    for prompt in np.random.default_rng([_STREAM, seed]).permutation(len(sizes)):
+        if sizes[prompt] <= left:
+            drawn.append(prompt)
+            left -= sizes[prompt]
+        if not left:
+            break
+    is_held_out = np.isin(prompts, drawn)
+    if not is_held_out.any():
+        return rows, None
+    return rows.take(np.flatnonzero(~is_held_out)), rows.take(np.flatnonzero(is_held_out))
+
+
+def draw(rows: pa.Table, number: int, seed: int) -> pa.Table:
+    """So many of the rows, in their order, or all if there are fewer."""
+    chosen = np.random.default_rng([_STREAM, seed]).permutation(rows.num_rows)[:number]
+    return rows.take(pa.array(np.sort(chosen)))
+
+
+def tell_of_overlap(training: Batch, held_out: Batch) -> None:
+    """A log message if prompts to evaluate on are also learned from."""
+    learned = set(_keys(training))
+    both = sum(key in learned for key in _keys(held_out))
+    if both:
+        _log.warning(
+            "%d of the %d held-out prompts are also learned from, so the evaluation says too much. "
+            "Leave them out of one of the files.",
+            both,
+            len(held_out),
+        )
+
+
+def tell_of_repeats(prompts: Batch) -> None:
+    """A log message if prompts are there more than once, and another if their answers differ."""
+    numbers = _prompt_numbers(prompts)
+    repeats = len(prompts) - len(np.bincount(numbers))
+    if not repeats:
+        return
+    answers = len(set(zip(numbers.tolist(), prompts["answer"], strict=True)))
+    differ = answers + repeats - len(prompts)
+    _log.warning(
+        "%d of the %d prompts repeat earlier ones%s.",
+        repeats,
+        len(prompts),
+        f", {differ} of them with another answer" if differ else "",
+    )
+
+
+def _prompt_numbers(rows: Batch) -> npt.NDArray[np.int64]:
+    """A number for each row; rows of one prompt have the same."""
+    known: dict[bytes, int] = {}
+    return np.array([known.setdefault(key, len(known)) for key in _keys(rows)], np.int64)
+
+
+def _keys(rows: Batch) -> list[bytes]:
+    ids = rows.ragged("prompt_ids")
+    values, ends = ids.values.numpy(), ids.cu_seqlens.tolist()
+    return [values[a:b].tobytes() for a, b in pairwise(ends)]

@@ -1,0 +1,127 @@
+"""Signals that end a run: Ctrl-C, SIGTERM of a scheduler, SIGHUP of a terminal that is closed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NoReturn
+
+from hybridrl.config.schema import CLOSING_SECONDS, RecoverConfig
+from hybridrl.errors import Preempted
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LONGEST_CLOSING_SECONDS = 60.0
+"""How long closing may take without a signal: a tracker may have something to send."""
+
+
+class Interrupts:
+    """Sees to them while it is entered, in the main thread. The first signal asks for the end: what
+    it calls decides whether that is at once, by an exception, or after the step in hand. A second
+    one, or the end of the time to save, raises wherever the program is. When the grace is over, or
+    some seconds after a second signal or after `closing`, the process ends, whatever it waits for.
+
+    Args:
+        recover: Its grace begins with the first signal, and ends with the process.
+        terminated: Exit code after SIGTERM and SIGHUP.
+
+    Attributes:
+        on_terminate: Called with the signal's name by the first SIGTERM or SIGHUP.
+        on_interrupt: Called by the first Ctrl-C.
+    """
+
+    INTERRUPTED = 130
+    """Exit code after Ctrl-C."""
+
+    def __init__(self, recover: RecoverConfig, terminated: int = INTERRUPTED) -> None:
+        self._recover, self._terminated = recover, terminated
+        self._asked = ""
+        self._code = 0
+        self._is_closing = False
+        self._timers: list[threading.Timer] = []
+        self._before: dict[int, Any] = {}
+        self._terminal = [output for output in (1, 2) if os.isatty(output)]
+        self.on_terminate: Callable[[str], None] = lambda name: self._raise()
+        self.on_interrupt: Callable[[], None] = self._raise
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                # Whoever started the program with `nohup`, or in the background, wants it ignored.
+                if (handler := signal.getsignal(number)) is not signal.SIG_IGN:
+                    self._before[number] = handler
+                    signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def closing(self, code: int) -> None:
+        """The run's work is done or given up, and what it has opened is about to be closed: signals
+        interrupt that no more, and it may not take long.
+
+        Args:
+            code: With which the process ends if it does.
+        """
+        self._is_closing = True
+        self._code = self._code or code
+        self._end_within(CLOSING_SECONDS if self._asked else LONGEST_CLOSING_SECONDS)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        if number == signal.SIGHUP:  # nobody reads there any more, and to write would be an error
+            for output in self._terminal:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+        if self._is_closing:
+            self._end_within(CLOSING_SECONDS)
+            return
+        if self._asked:
+            self._end_within(CLOSING_SECONDS)
+            self._raise()
+        self._asked = name
+        is_interrupt = number == signal.SIGINT
+        self._code = self.INTERRUPTED if is_interrupt else self._terminated
+        self._end_within(self._recover.grace_s)
+        main = threading.main_thread().ident
+        again = (main, signal.Signals(number))
+        self._start(threading.Timer(self._recover.save_s, signal.pthread_kill, again))
+        if is_interrupt:
+            self.on_interrupt()
+        else:
+            self.on_terminate(name)
+
+    def _raise(self) -> None:
+        if self._code not in (0, self.INTERRUPTED):
+            raise Preempted(self._asked)
+        raise KeyboardInterrupt(self._asked)
+
+    def _end_within(self, seconds: float) -> None:
+        self._start(threading.Timer(seconds, self._end, (seconds,)))
+
+    def _start(self, timer: threading.Timer) -> None:
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+
+    def _end(self, seconds: float) -> None:
+        if not self._asked:
+            said = f"Closing took more than {seconds:g} s, and was cut off.\n"
+            os.write(2, said.encode())  # whoever hangs may have the lock of sys.stderr
+        os._exit(self._code)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the program after a signal: no other signal, and nothing that hangs, keeps it from
+    that."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    timer = threading.Timer(CLOSING_SECONDS, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+    sys.exit(code)

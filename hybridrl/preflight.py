@@ -1,0 +1,209 @@
+"""What a job begins with, looked at without starting anything: all that is wrong is told at once.
+
+`load_inputs` is how every job begins; `preflight` does what else a start looks at before it has
+workers, for `run.dry` and `hybridrl plan`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridrl import inputs
+from hybridrl.checks import model_folder
+from hybridrl.checks.hub import check_reachable
+from hybridrl.checks.placement import wanted_roles
+from hybridrl.checks.reward_data import check_rewards
+from hybridrl.checks.roles import check_models, model_of
+from hybridrl.checks.settings import check, devices_here
+from hybridrl.checks.tokenizer import check_tokenizer
+from hybridrl.config.load import to_plain
+from hybridrl.config.schema import Config
+from hybridrl.core.cluster import Cluster
+from hybridrl.data import files
+from hybridrl.errors import ConfigError, Problems
+from hybridrl.observe.metrics import check_packages, trackers_of
+from hybridrl.observe.run_directory import RunDirectory
+from hybridrl.trainers import load_trainer
+from hybridrl.trainers.resumed import find_checkpoint
+from hybridrl.trainers.role_spec import RoleSpec
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a job is built from.
+
+    Attributes:
+        model_path: Of the policy; a tiny model's folder where the settings name none.
+        model: Its configuration.
+        tokenizer_path, tokenizer: That all roles share.
+        rows: The data, tokenized.
+        remarks: What reward functions have to say to the user before they start.
+    """
+
+    model_path: str
+    model: PretrainedConfig
+    tokenizer_path: str
+    tokenizer: Any
+    rows: inputs.Rows
+    remarks: list[str] = field(default_factory=list)
+
+
+def load_inputs(
+    config: Config, roles: Mapping[str, RoleSpec], folder: Path, *, is_whole: bool = False
+) -> Inputs:
+    """Model folder, tokenizer and data, and whether they fit each other and the settings.
+
+    Args:
+        folder: Of the run: a tiny model is made in it.
+        is_whole: The trainer is the whole program. Programs of the user's may add columns before
+            they ask for rewards, so that nothing can be said of reward functions.
+
+    Raises:
+        HybridRLError: with everything that is wrong with them.
+    """
+    from hybridrl.models import load_config, load_tokenizer
+
+    trainer = load_trainer(config.trainer.name)
+    kind = trainer.DATA
+    problems = Problems()
+    model = tokenizer = rows = None
+    remarks: list[str] = []
+    for setting, place in _places(config, roles):
+        with problems.noted():
+            check_reachable(place, setting)
+    path = named = config.model.tokenizer or ""
+    if not problems:
+        with problems.noted():
+            path = inputs.model_folder(config, folder)
+            model = load_config(path)
+        with problems.noted():
+            named = config.model.tokenizer or path
+            tokenizer = load_tokenizer(named) if named else None
+    if tokenizer is None and config.data.path is not None:
+        with problems.noted():
+            files.check_path(config.data.path, config.data.split)
+    if tokenizer is not None:
+        with problems.noted():
+            inputs.check_tokenizers(config, roles, tokenizer, named)
+        with problems.noted():
+            if model is not None:
+                check_tokenizer(config, tokenizer, model, path)
+            rows = inputs.load_rows(config, kind, tokenizer)
+    if rows is not None:
+        with problems.noted():
+            inputs.check_by_column(config, rows.held_out)
+    if rows is not None and model is not None:
+        with problems.noted():
+            inputs.check_lengths(config, kind, rows, model)
+    if rows is not None and is_whole and trainer.__module__.startswith("hybridrl."):
+        with problems.noted():
+            remarks = check_rewards(config, rows.training, rows.held_out)
+    problems.raise_if_any()
+    assert model is not None and rows is not None
+    return Inputs(path, model, named, tokenizer, rows, remarks)
+
+
+def preflight(
+    config: Config, problems: Problems, *, plans: bool = False, is_elsewhere: bool = False
+) -> list[str]:
+    """Runs every check of a start that needs neither workers nor devices; leaves nothing behind.
+
+    Args:
+        problems: Gets what is wrong.
+        plans: A model may be a `config.json` without weights and tokenizer.
+        is_elsewhere: The job is for other machines, where models and data may lie.
+
+    Returns:
+        What could not be looked at, and remarks of reward functions, as sentences.
+    """
+    with problems.noted():  # as `run.dry`: devices are looked at by who knows which
+        check(replace(config, run=replace(config.run, dry=True)))
+    with problems.noted():
+        check_packages(trackers_of(config.metrics))
+    with problems.noted():
+        RunDirectory.check(config.run.directory, config.run.root, config.resume is not None)
+    unseen = _unseen(config, plans, is_elsewhere)
+    remarks: list[str] = []
+    # What comes of wrong settings beyond the sentences on them is no news.
+    with contextlib.suppress(Exception) if problems else contextlib.nullcontext():
+        roles = wanted_roles(config, None)
+        models, data = Problems(), config.data
+        with models.noted():
+            check_models(config, roles, unseen)
+        with problems.noted():
+            models.raise_if_any()
+        with problems.noted():
+            find_checkpoint(config, to_plain(config), roles)
+        if not unseen and not models:
+            with _scratch() as folder, problems.noted():
+                remarks += load_inputs(config, roles, folder, is_whole=True).remarks
+        elif data.path is not None and data.path not in unseen:
+            with problems.noted():
+                files.check_path(data.path, data.split)
+    said = ["So the data was not read, either."] if unseen else remarks
+    return [*unseen.values(), *said]
+
+
+def _places(config: Config, roles: Mapping[str, RoleSpec]) -> set[tuple[str, str]]:
+    """Settings and values that name models or tokenizers."""
+    found = {model_of(config, role, spec) for role, spec in roles.items()}
+    found.add(("model.tokenizer", config.model.tokenizer))
+    return {(setting, path) for setting, path in found if path is not None}
+
+
+def devices_to_check(config: Config) -> Cluster | None:
+    """Those of this machine; where it has fewer than are asked for, so many imagined ones, for a
+    recipe may be looked at on a laptop; None where only a cluster can say."""
+    if config.ray.address is not None and config.num_devices is None:
+        return None
+    try:
+        return devices_here(config)
+    except ConfigError:
+        if config.num_devices is None or config.num_devices < 1:
+            return None
+        kind = "cpu" if config.devices == "cpu" else "cuda"
+        return Cluster.of_one_node(kind, config.num_devices)
+
+
+def _unseen(config: Config, plans: bool, is_elsewhere: bool) -> dict[str, str]:
+    """Models and data that cannot be looked at here, and why, as sentences by their paths."""
+    named = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
+    named["data.path"] = config.data.path
+    if not config.data.task:
+        named["data.eval_path"] = config.data.eval_path
+    for role, settings in config.models.items():
+        if isinstance(settings, Mapping):
+            named[f"models.{role}.path"] = settings.get("path")
+    for kind, scores in (("reward", config.reward), ("cost", config.cost)):
+        if scores is not None:
+            named |= {f"{kind}.model": scores.model, f"{kind}.judge.path": scores.judge.path}
+    found = {}
+    for setting, path in named.items():
+        if path is None:
+            continue
+        looks = files if setting.startswith("data.") else model_folder
+        place = Path(path).expanduser()
+        if place.exists():
+            is_described = (place / "config.json").is_file() and not model_folder.has_weights(place)
+            why = "it has no weights" if plans and is_described else ""
+        elif not looks.may_be_on_hub(path):
+            why = "it is not on this machine" if is_elsewhere else ""
+        else:
+            why = "it is no file or folder here"
+        if why:
+            found[path] = f"{setting}={path} was not looked at: {why}."
+    return found
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="hybridrl-preflight-") as folder:
+        yield Path(folder)

@@ -1,0 +1,54 @@
+"""Samples that could not be scored, where `reward.on_error` lets a run go on without them: what is
+said of them, and when there are too few left to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridrl.core.record import Record
+from hybridrl.errors import RewardError
+
+KINDS = ("reward", "cost")
+
+
+class Unscored:
+    """Watches the scoring of a run; tells of the first failure of each role once."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def look(self, where: str, records: Sequence[Record]) -> list[str]:
+        """What is to be said of these calls.
+
+        Args:
+            where: When they were made, such as `step 3`.
+
+        Raises:
+            RewardError: if no sample of theirs has a score.
+        """
+        for kind in KINDS:
+            scored = sum(record.metrics.get(f"{kind}_count", 0) for record in records)
+            dropped = sum(record.metrics.get(f"{kind}_dropped", 0) for record in records)
+            if dropped and not scored:
+                first = next((said for record in records for said in record.notices), "")
+                why = (
+                    f"could be scored, and all were dropped, as {kind}.on_error=drop says"
+                    if first
+                    else f"has a score, because a function of {kind}.function returned None for "
+                    "each, which drops it"
+                )
+                raise RewardError(
+                    f"{where}: none of the {dropped:g} samples {why}: nothing is left to learn "
+                    f"from. {first}".rstrip()
+                )
+        return [said for record in records for said in self._new(record, where)]
+
+    def _new(self, record: Record, where: str) -> list[str]:
+        if not record.notices or record.role in self._told:
+            return []
+        self._told.add(record.role)
+        kind = next((kind for kind in KINDS if f"{kind}_count" in record.metrics), "reward")
+        return [
+            f"{where}: {record.notices[0].rstrip()}\nThe run goes on, as {kind}.on_error says; "
+            f"`{kind}/failures` counts such rows, and this is said once."
+        ]

@@ -1,0 +1,46 @@
+"""The table of a prompt's samples: what is in it, in which order, and that it fits."""
+
+import math
+
+from rich.cells import cell_len
+
+from hybridrl.observe.completions import Completion, how_many, table_lines
+
+SAMPLES = [
+    Completion("wrong", 0.0, {"exact": 0.0, "length": 0.0}, -0.5),
+    Completion("right", 1.0, {"exact": 1.0, "length": 0.0}, 1.5),
+    Completion("long", -1.0, {"exact": 0.0, "length": -1.0}, -1.0),
+]
+
+
+def test_each_function_and_the_advantage_stand_beside_the_answer():
+    heading, *rows = table_lines(SAMPLES, 100)
+    assert heading.split() == ["reward", "exact", "length", "advantage", "answer"]
+    assert [row.split() for row in rows] == [
+        ["1", "1", "0", "+1.50", "right"],
+        ["0", "0", "0", "-0.50", "wrong"],
+        ["-1", "0", "-1", "-1.00", "long"],
+    ]
+
+
+def test_of_many_the_best_and_the_worst_are_shown():
+    many = [Completion(f"answer {i}", float(i)) for i in range(10)]
+    answers = [line.split()[-1] for line in table_lines(many, 80)[1:]]
+    assert answers == ["9", "8", "1", "0"]
+    assert how_many(many) == "10 samples, the best and the worst 2"
+    assert how_many(SAMPLES) == "3 samples" and how_many(SAMPLES[:1]) == "1 sample"
+
+
+def test_a_single_function_is_the_reward_and_a_dropped_sample_is_last():
+    heading, *rows = table_lines(
+        [Completion("a", math.nan, {"exact": math.nan}), Completion("b", 0.5, {"exact": 0.5})], 80
+    )
+    assert heading.split() == ["reward", "answer"]
+    assert [row.split() for row in rows] == [["0.5", "b"], ["dropped", "a"]]
+
+
+def test_it_fits_any_width():
+    names = {f"function number {i}": 1.0 / 3 for i in range(9)}
+    for cells in (40, 60, 100, 200):
+        lines = table_lines([Completion("word " * 99, 1e-9, names, 12.345)], cells)
+        assert all(cell_len(line) <= cells for line in lines), cells

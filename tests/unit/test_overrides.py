@@ -1,0 +1,196 @@
+"""The command line's `key=value`: text needs no quotes, and what is wrong is a sentence."""
+
+import pytest
+
+from hybridrl.config.aliases import ALIASES, meant
+from hybridrl.config.load import load_config
+from hybridrl.config.names import is_open, leaves
+from hybridrl.config.presets import CHOSEN
+from hybridrl.config.sweep import jobs
+from hybridrl.errors import ConfigError
+
+TEXTS = [
+    *(
+        "Ünïcödé",
+        "日本語",
+        "~/models/x",
+        "/x=y/z",
+        "hello, world",
+        "train[:1%]",
+        "a]b",
+        "{a: 1",
+        "it's",
+    ),
+    *(
+        r"<think>\d+.*</think>.*",
+        r"C:\new\table",
+        "a (b) 'c' d",
+        "x # y",
+        "key: value",
+        "100%",
+        "@*|^",
+    ),
+    *("@*|^", "{a: 1", "it's", "1e-3", "true", "007", "a;b&c", "'", '"'),
+]
+
+
+def value_of(key, *overrides):
+    found = load_config(overrides)
+    for name in key.split("."):
+        found = found[name] if isinstance(found, dict) else getattr(found, name)
+    return found
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("key", ["data.system_prompt", "run.name", "eval.by_column"])
+def test_text_is_taken_as_it_stands(key, text):
+    assert value_of(key, f"{key}={text}") == text
+
+
+@pytest.mark.parametrize("text", TEXTS[:16])
+def test_text_below_open_settings_needs_no_quotes_either(text):
+    key = "reward.options.format.pattern"
+    assert value_of(key, f"{key}={text}") == text
+    assert value_of("rollout.episode", f"rollout.episode={text}") == text
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("run.name='hello, \"world\"'", 'hello, "world"'),
+        ('run.name="a b"', "a b"),
+        (r"run.name='it\'s'", "it's"),
+        ("data.split=null", None),
+        ("data.split='null'", "null"),
+        ("run.name=${oc.env:HYBRIDRL_NAME}", "addition"),
+        ("run.name='${oc.env:HYBRIDRL_NAME}-${run.seed}'", "addition-0"),
+        (r"run.name=\${x}", "${x}"),
+        ("rollout.stop=[a,'b, c']", ["a", "b, c"]),
+        ("rollout.stop=[</s>, <|im_end|>]", ["</s>", "<|im_end|>"]),
+        ("reward.function=[exact, ~/my.py:score]", ["exact", "~/my.py:score"]),
+        ("reward.weights=[1, 0.5]", [1.0, 0.5]),
+        ("reward.options={length: {limit: 4}}", {"length": {"limit": 4}}),
+        ("reward.options.length.limit=4", 4),
+        ("reward.options.length.limit='4'", "4"),
+        ("algorithm.loss_options.tau_positive=1e-1", 0.1),
+        ("actor.gradient_checkpointing=true", "full"),
+        ("actor.optimizer.learning_rate=1e-5", 1e-5),
+        ("+trainer.steps=7", 7),
+        ("++trainer.steps=7", 7),
+        ("rollout.parallel={tp: 2}", None),
+    ],
+)
+def test_other_values_are_as_ever(override, value, monkeypatch):
+    monkeypatch.setenv("HYBRIDRL_NAME", "addition")
+    key = override.split("=")[0].lstrip("+")
+    found = value_of(key, override)
+    assert found == value if value is not None or "null" in override else found.tp == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["++trainer.stps=3"],
+            r"^There is no setting `trainer\.stps`\. Did you mean `trainer\.st",
+        ),
+        (
+            ["~data.path"],
+            r"^~data\.path: no setting can be taken away.*or write data\.path=null\.$",
+        ),
+        (["algorithm=ppo", "algorithm=dpo"], r"^algorithm=ppo algorithm=dpo: a job has one `algor"),
+        (
+            ["trainer.steps=1,2"],
+            r"must be a whole number, 1 or more\. For a job with each, add --mul",
+        ),
+        (["rollout=vllm,transformers"], r"no `rollout` called `vllm,transformers`.*add --multirun"),
+        (
+            ["rollout.stop=</s>"],
+            r"must be a list, each .* Write it in brackets: 'rollout\.st",
+        ),
+        (["reward.weights=1,2"], r"Write it in brackets: 'reward\.weights=\[1,2\]'\.$"),
+        (["trainer.steps=null"], r"^trainer\.steps=null: must have a value"),
+        (["reward.options=5"], r"^reward\.options=5: must be a dictionary\.$"),
+        (["algorithm.loss_options.tau=x"], r"^algorithm\.loss_options\.tau=x: must be a number\.$"),
+        (["run.name=???"], "must have a value"),
+        (["run.name=${oc.env:HYBRIDRL_NONE}"], r"^run\.name=\$\{oc.*HYBRIDRL_NONE' not found\.$"),
+        (
+            ["trainer.steps=${run.name}"],
+            r"^trainer\.steps=\$\{run\.name\}: what it refers to mus",
+        ),
+        (["rollout.stop=${run.seed}"], r"^rollout\.stop=0: must be a list, each text\.$"),
+        (["reward.weights=${actor.lora.targets}"], r"^reward\.weights=all-linear: must be a list"),
+        (["run.name=${x"], r"^run\.name=\$\{x: `\$\{` begins a reference"),
+        (["steps"], r"^`steps` is not an override; write key=value"),
+        (["=5"], r"^There is no setting ``"),
+        (["reward.options.a b=3"], r"^`reward\.options\.a b` is no name"),
+        (["hydra.run.dir=x"], r"^There is no setting `hydra\.run\.dir`"),
+        (["model.tiny={layrs: 1}"], r"^There is no setting `model\.tiny\.layrs`"),
+        (["recipe=/no/such.yaml"], r"^recipe=/no/such\.yaml could not be read: No such file"),
+    ],
+)
+def test_what_is_wrong_is_a_sentence(overrides, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        load_config(overrides)
+
+
+def test_all_that_is_wrong_is_said(tmp_path):
+    recipe = tmp_path / "my.yaml"
+    recipe.write_text("trainer.stepz: 1\nalgorithm.gama: 2\n")
+    with pytest.raises(ConfigError) as raised:
+        load_config([f"recipe={recipe}", "run.seed=x", "data.shufle=false", "eval.every=soon"])
+    said = raised.value.problems
+    assert len(said) == 5 and said[0].startswith(
+        f"recipe={recipe}: There is no setting `trainer.st"
+    )
+
+
+def test_a_recipe_s_preset_gives_way(tmp_path):
+    recipe = tmp_path / "my.yaml"
+    recipe.write_text("algorithm: ppo\ndata.system_prompt: 'a = ~b, [c'\n")
+    found = load_config([f"recipe={recipe}", "algorithm=rloo"])
+    assert found.algorithm.advantage == "leave_one_out"
+    assert found.data.system_prompt == "a = ~b, [c"
+
+
+def test_a_sweep_is_every_choice_of_one_value_each():
+    found = jobs(["algorithm=grpo,rloo", "trainer.steps=3", "run.seed=range(0,2)"])
+    assert len(found) == 4 and found[1] == ["algorithm=grpo", "trainer.steps=3", "run.seed=1"]
+    assert jobs(["model.path=~/a,~/b"]) == [["model.path=~/a"], ["model.path=~/b"]]
+    assert jobs(["data.system_prompt='a, ü'", "rollout.stop=[</s>,x]"]) == [
+        ["data.system_prompt='a, ü'", "rollout.stop=[</s>,x]"]
+    ]
+    with pytest.raises(ConfigError, match="a sweep has values with commas between"):
+        jobs(["data.path=glob(*)"])
+
+
+def test_other_libraries_names_are_answered_with_ours():
+    known = leaves()
+    for name, alias in ALIASES.items():
+        assert alias.settings or alias.note, name
+        for setting in alias.settings:
+            assert setting in known or setting in CHOSEN or is_open(setting), (name, setting)
+        assert not alias.note or alias.note.endswith("."), name
+        assert name in known or meant(f"some.group.{name}") == meant(name) != ""
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("lr", r"`actor\.optimizer\.learning_rate`"),
+        ("actor_rollout_ref.actor.optim.lr", r"`actor\.optimizer\.learning_rate`"),
+        ("critic.optim.lr", r"`models\.critic\.optimizer\.learning_rate`"),
+        ("actor_rollout_ref.rollout.n", r"`rollout\.samples_per_prompt`"),
+        ("train_batch_size", r"`data\.prompts_per_step` here\. It counts prompts"),
+        ("trust_remote_code", "are not loaded"),
+    ],
+)
+def test_a_name_of_another_library_is_known_below_any_group(key, words):
+    with pytest.raises(ConfigError, match=rf"^There is no setting `{key}`\. .*{words}"):
+        load_config([f"{key}=1"])
+
+
+def test_what_stands_in_a_dictionary_has_its_type_too():
+    with pytest.raises(ConfigError, match=r"loss_options=\{a: \{b: 1\}\}: each must be a number"):
+        load_config(["algorithm.loss_options={a: {b: 1}}"])
+    assert value_of("algorithm.loss_options.a", "algorithm.loss_options={a: 1}") == 1

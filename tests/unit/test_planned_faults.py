@@ -1,0 +1,50 @@
+"""Faults that tests plan happen in the call that they name, and in no other."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hybridrl.controller.planned_faults import PlannedFaults
+from hybridrl.core.record import Record
+from hybridrl.errors import ConfigError
+
+
+def meets(faults, role, method, rank=0):
+    try:
+        faults.meet(Record(role, rank, method))
+    except RuntimeError:
+        return True
+    return False
+
+
+def test_a_fault_is_of_one_call_of_one_rank():
+    faults = PlannedFaults("actor.update@1:2:raise; reward.score:1:raise")
+    calls = [("actor", "update", 1), ("actor", "other", 1), ("critic", "update", 1)]
+    assert not any(meets(faults, *call) for call in calls)
+    assert meets(faults, "actor", "update", 1)
+    assert not meets(faults, "actor", "update", 1)
+    assert meets(faults, "reward", "score", 3)
+    other = PlannedFaults("actor.update@1:1:raise")
+    assert not meets(other, "actor", "update", 0)
+    assert not meets(PlannedFaults(""), "actor", "update")
+
+
+@pytest.mark.parametrize("text", ["actor", "a.b:x:kill", "a.b:1:explode", "a.b@r:1:kill"])
+def test_what_cannot_be_read_is_a_sentence(text):
+    with pytest.raises(ConfigError, match=r"HYBRIDRL_FAULT=.*kinds are kill, stop, raise, enospc"):
+        PlannedFaults(text)
+
+
+def test_a_full_disk_takes_no_new_file(tmp_path):
+    script = (
+        "import sys; from hybridrl.controller.planned_faults import KINDS\n"
+        "KINDS['enospc']()\n"
+        "open(sys.argv[1]).read()\n"
+        "try: open(sys.argv[1], 'a')\n"
+        "except OSError as error: print(error.strerror)\n"
+    )
+    (tmp_path / "file").touch()
+    run = [sys.executable, "-c", script, str(tmp_path / "file")]
+    said = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    assert said == "No space left on device\n"

@@ -1,0 +1,119 @@
+"""What `run.dry` and `hybridrl plan` look at: everything of a start, at once, without a trace."""
+
+import json
+
+import pytest
+
+from hybridrl import cli
+from hybridrl.config.load import load_config
+from hybridrl.errors import ConfigError, Problems
+from hybridrl.main import run
+from hybridrl.models import tiny_config
+from hybridrl.preflight import preflight
+
+TINY = ["model.tiny={hidden_size: 32, layers: 1, heads: 1}", "rollout=transformers"]
+
+
+def problems_of(*overrides, **options):
+    """What is wrong, and what was not looked at."""
+    problems = Problems()
+    unseen = preflight(load_config([*TINY, *overrides]), problems, **options)
+    try:
+        problems.raise_if_any()
+    except ConfigError as error:
+        return list(error.problems), unseen
+    return [], unseen
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_default_job_is_right_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert problems_of() == ([], [])
+    run(load_config([*TINY, "run.dry=true"]))
+    assert "prompts_per_step: 128" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_everything_wrong_is_told_at_once(tmp_path):
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "summary.json").write_text("{}")
+    said, _ = problems_of(
+        *("trainer.steps=-5", "metrics=[foo]", "reward.function=nope", f"run.directory={used}"),
+        *("warmup.steps=0", "eval.by_column=nope", "rollout.max_tokens=999"),
+    )
+    text = "\n".join(said)
+    for part in ("trainer.steps=-5", "foo", "`nope`", str(used), "eval.by_column", "max_tokens"):
+        assert part in text, part
+    assert len(said) == 6
+
+
+def test_what_is_not_here_is_named_and_not_looked_for(data):
+    _, unseen = problems_of(
+        *("data=jsonl", f"data.path={data}", "model.path=some-name/on-the-hub", "warmup.steps=0")
+    )
+    assert unseen == [
+        "model.path=some-name/on-the-hub was not looked at: it is no file or folder here.",
+        "So the data was not read, either.",
+    ]
+    gone = ["data=jsonl", "data.path=/nowhere/x.jsonl", "model.path=on/hub", "warmup.steps=0"]
+    _, unseen = problems_of(*gone, is_elsewhere=True)
+    assert "data.path=/nowhere/x.jsonl was not looked at: it is not on this machine." in unseen
+
+
+def test_data_and_model_that_are_not_there_are_both_told():
+    gone = ["data=jsonl", "data.path=prompts.jsonl", "model.path=/nowhere/model", "warmup.steps=0"]
+    (model, rows), _ = problems_of(*gone)
+    assert "model.path=/nowhere/model: there is no such folder" in model
+    assert "`prompts.jsonl`" in rows
+
+
+def test_a_path_that_is_no_name_is_a_folder_that_is_not_there(data):
+    said, unseen = problems_of("data=jsonl", f"data.path={data}", "model.path=runs/mine/model")
+    assert any("model.path=runs/mine/model: there is no such folder" in one for one in said)
+    assert unseen == []
+
+
+def test_a_description_without_weights_is_enough_for_a_plan(tmp_path, data):
+    (tmp_path / "model").mkdir()
+    tiny_config(hidden_size=32, layers=1, heads=1, context=64).save_pretrained(tmp_path / "model")
+    given = ["data=jsonl", f"data.path={data}", f"model.path={tmp_path / 'model'}"]
+    said, unseen = problems_of(*given, "warmup.steps=0", plans=True)
+    assert said == [] and unseen[0].endswith("was not looked at: it has no weights.")
+    said, _ = problems_of(*given, "warmup.steps=0")
+    assert "no weights" in said[0]
+
+
+def test_run_folders_that_cannot_be_are_told(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    (said,), _ = problems_of(f"run.root={file}/runs")
+    assert "run.root" in said and str(file) in said
+    (said,), _ = problems_of(f"run.directory={file}")
+    assert "run.directory" in said
+
+
+def test_models_and_data_of_two_devices_are_placed(monkeypatch):
+    with pytest.raises(ConfigError, match=r"actor\.parallel\.tp|devices"):
+        run(load_config([*TINY, "run.dry=true", "num_devices=2", "actor.parallel.tp=4"]))
+
+
+@pytest.mark.parametrize("lengths", ["nan+inf", "-5+-5", "0+3", "3", "a+b"])
+def test_a_plan_takes_lengths_that_can_be(lengths, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", *TINY, f"--lengths={lengths}"])
+    assert ended.value.code == 2 and "--lengths" in capsys.readouterr().err
+
+
+def test_a_plan_refuses_what_a_start_refuses(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", *TINY, "rollout.temperature=-1", "trainer.steps=-5"])
+    said = capsys.readouterr().err
+    assert "rollout.temperature" in said and "trainer.steps" in said

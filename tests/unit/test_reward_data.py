@@ -1,0 +1,135 @@
+"""Reward functions are held against the data, and tried, before workers start. More of them are
+tried by `make campaign`."""
+
+import inspect
+
+import pytest
+from settings import configured
+
+from hybridrl.checks.reward_data import check_rewards
+from hybridrl.checks.settings import check as check_settings
+from hybridrl.core.batch import Batch
+from hybridrl.errors import ConfigError, DataError, RewardError
+from hybridrl.rewards.loading import check_fit, check_functions
+from hybridrl.rewards.signature import as_verls, check_columns, is_verls
+
+PROMPTS = Batch.from_columns(
+    {"prompt": ["1+1=", "2+2="], "answer": ["2", "4"], "level": [1, 2], "scores": [0.0, 0.0]}
+)
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters.values())
+
+
+@pytest.fixture
+def check(tmp_path):
+    """Checks a function from a file of the user's against `PROMPTS`, or other rows."""
+
+    def run(code, *overrides, rows=PROMPTS):
+        (tmp_path / "mine.py").write_text(code)
+        function = f"reward.function={tmp_path}/mine.py:score"
+        check_rewards(configured([function, *overrides]), rows)
+
+    return run
+
+
+def test_a_function_that_needs_what_there_is_passes():
+    for function in (
+        lambda prompt, response, answer, level: 0,
+        lambda response, hint=None: 0,
+        lambda response, *, scale: 0,
+        lambda completions, prompts, level, **columns: 0,
+        lambda data_source, solution_str, ground_truth, extra_info=None: 0,
+    ):
+        columns = ["prompt", "answer", "level", "data_source"]
+        check_columns("score", parameters(function), columns, ["scale"])
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (
+            lambda response, hint: 0,
+            r"needs `hint`, and a row has prompt, response, answer, scale\.",
+        ),
+        (lambda response, ground_truth: 0, "`ground_truth` is called `answer` here"),
+        (lambda response, promt: 0, "Did you mean `prompt`"),
+        (lambda completions, response: 0, "needs `response`, and a row has prompts, completions"),
+        (lambda data_source, solution_str, ground_truth: 0, "needs `data_source`"),
+    ],
+)
+def test_what_a_function_lacks_is_named_with_all_that_there_is(function, words):
+    with pytest.raises(ConfigError, match=words):
+        check_columns("score", parameters(function), ["prompt", "answer"], ["scale"])
+
+
+def test_verls_names_are_known_to_functions_of_verls_shape_only():
+    assert is_verls(parameters(lambda data_source, solution_str, ground_truth, extra=0: 0))
+    assert not is_verls(parameters(lambda solution_str, ground_truth: 0))
+    row = as_verls({"response": "r", "answer": "a", "data_source": "d"})
+    assert (row["solution_str"], row["ground_truth"], row["data_source"]) == ("r", "a", "d")
+
+
+def test_columns_of_the_data_are_what_a_function_gets(check):
+    check("def score(response, level): return level")
+    with pytest.raises(ConfigError, match="needs `scores`, and a row has"):
+        check("def score(response, scores): return 1.0")  # the library's own
+
+
+def test_a_function_is_tried_where_its_failure_would_end_the_job(check):
+    with pytest.raises(RewardError, match=r"(?s)first row.*prompt: '1.1='.*response: '2'.*'nope'"):
+        check("def score(response, **row): return row['nope']")
+    check("def score(response, **row): return row['nope']", "reward.on_error=drop")
+    check("def score(response, **row): return float(response == row['answer'])")
+
+
+def test_answers_that_nothing_can_be_compared_with_are_found(check):
+    rows = Batch.from_columns({"prompt": ["1+1=", "2+2="], "answer": ["2", "four"]})
+    numeric = configured(["reward.function=numeric"])
+    with pytest.raises(DataError, match=r"reward.function=numeric .*'2.2='.*'four' holds no numb"):
+        check_rewards(numeric, rows)
+    with pytest.raises(DataError, match="'four' holds no number"):
+        check_rewards(numeric, PROMPTS, rows)  # it would end the first evaluation
+    check_rewards(numeric, PROMPTS)
+    check_rewards(configured(["reward.function=numeric", "reward.on_error=drop"]), rows)
+
+
+def test_options_of_built_in_functions_have_their_types():
+    with pytest.raises(ConfigError, match=r"reward.options.length.limit=long: `length` cannot"):
+        options = {"reward.options.length.limit": "long"}
+        check_rewards(
+            configured(["reward.function=length", *(f"{k}={v}" for k, v in options.items())]),
+            PROMPTS,
+        )
+
+
+def test_what_is_wrong_with_a_cost_is_said_of_the_cost():
+    cost = ["algorithm=safe_rlhf", "cost.function=numeric", "cost.options.numeric.digits=3"]
+    with pytest.raises(ConfigError, match=r"`cost\.options\.numeric\.digits` is set"):
+        check_settings(configured(cost))
+    with pytest.raises(
+        ConfigError, match=r"`cost\.weights` has 2 entries and `cost\.function` has"
+    ):
+        check_settings(configured([*cost[:2], "cost.weights=[1,2]"]))
+
+
+def test_rows_of_other_kinds_are_left_alone():
+    check_rewards(configured(["reward.function=numeric"]), Batch.from_columns({"margin": [0.0]}))
+
+
+def test_nothing_is_compared_with_answers_that_there_are_none_of(tmp_path):
+    data = ["data=jsonl", f"data.path={tmp_path}/x.jsonl", "data.answer_column=null"]
+    with pytest.raises(ConfigError, match=r"reward.function=exact compares .*answer_column=null"):
+        check_rewards(configured(["reward.function=exact", *data]), PROMPTS)
+
+
+@pytest.mark.parametrize("name", ["mine", "length"])
+def test_what_is_wrong_with_any_data_is_told_in_the_same_words(tmp_path, name):
+    (tmp_path / "mine.py").write_text("def score(completion, answer): return 1.0")
+    functions = [f"{tmp_path}/mine.py:score" if name == "mine" else name]
+    with pytest.raises(ConfigError) as first:
+        check_functions(functions)
+    with pytest.raises(ConfigError) as second:
+        check_fit(functions, {}, ["prompt", "answer"])
+    assert str(first.value) == str(second.value)

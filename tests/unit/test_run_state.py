@@ -1,0 +1,71 @@
+"""What has become of a run, also where nobody was left to say so."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from hybridrl.errors import Preempted, StorageError, WorkerError
+from hybridrl.observe.run_lock import RunLock
+from hybridrl.observe.run_state import RunState, state_of
+from hybridrl.observe.storage import replacing_folder
+
+DIES = """
+import os, sys, pathlib
+from hybridrl.observe.run_lock import RunLock
+from hybridrl.observe.run_state import RunState
+folder = pathlib.Path(sys.argv[1])
+RunLock(folder).__enter__()
+RunState(folder).begin()
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (None, ("finished", "")),
+        (WorkerError("actor died.\nIts log: ..."), ("failed", "actor died.")),
+        (ValueError("3"), ("failed", "ValueError: 3")),
+        (KeyboardInterrupt("Ctrl-C"), ("interrupted", "Ctrl-C")),
+        (KeyboardInterrupt(), ("interrupted", "Ctrl-C")),
+        (Preempted("SIGTERM"), ("interrupted", "SIGTERM")),
+    ],
+)
+def test_the_end_is_noted_once_with_its_cause(tmp_path, error, found):
+    assert state_of(tmp_path) == ("", "")
+    with RunLock(tmp_path):
+        state = RunState(tmp_path)
+        state.begin()
+        assert state_of(tmp_path) == ("running", "")
+        state.end(error)
+        state.end(None if error else ValueError())
+    assert state_of(tmp_path) == found
+    noted = json.loads((tmp_path / "status.json").read_text())
+    assert noted["began"] <= noted["ended"]
+
+
+def test_a_killed_job_does_not_seem_to_run(tmp_path):
+    with RunLock(tmp_path):
+        RunState(tmp_path).begin()
+    assert state_of(tmp_path) == ("killed", "The job ended without a word.")
+    subprocess.run([sys.executable, "-c", DIES, str(tmp_path)])
+    state, why = state_of(tmp_path)
+    assert state == "killed" and "is gone" in why
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
+
+
+def test_a_folder_is_the_old_one_or_the_new_one(tmp_path):
+    model = tmp_path / "model"
+    for content in ("old", "new"):
+        with replacing_folder(model) as part:
+            part.mkdir()
+            (part / "weights").write_text(content)
+        assert (model / "weights").read_text() == content
+    with pytest.raises(StorageError), replacing_folder(model) as part:
+        part.mkdir()
+        (part / "weights").write_text("half")
+        raise OSError(28, "No space left on device")
+    assert (model / "weights").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -1,0 +1,47 @@
+"""Samples without a score: told of once, and the end of a run that has no others."""
+
+import pytest
+
+from hybridrl.core.record import Record
+from hybridrl.errors import RewardError
+from hybridrl.trainers.unscored import Unscored
+
+
+def record(kind="reward", scored=0, dropped=0, notice="", role=None):
+    metrics = {f"{kind}_count": scored, f"{kind}_dropped": dropped}
+    return Record(
+        role or kind, 0, "compute_reward", notices=[notice][: bool(notice)], metrics=metrics
+    )
+
+
+def test_what_is_scored_is_not_spoken_of():
+    assert Unscored().look("step 1", []) == []
+    assert Unscored().look("step 1", [Record("actor", 0, "update"), record(scored=4)]) == []
+
+
+def test_the_first_failure_of_each_role_is_told_once():
+    unscored = Unscored()
+    some = [record(scored=3, dropped=1, notice="row 2: no"), record(scored=4, notice="row 1: no")]
+    (said,) = unscored.look("step 1", some)
+    assert said.startswith("step 1: row 2: no") and "reward.on_error" in said
+    assert unscored.look("step 2", some) == []
+    (said,) = unscored.look("step 2", [record("cost", scored=1, notice="row 9", role="harm")])
+    assert "row 9" in said and "cost.on_error" in said and "`cost/failures`" in said
+
+
+def test_ranks_without_a_score_do_not_matter_while_others_have_some():
+    Unscored().look("step 1", [record(dropped=4), record(scored=1, dropped=3)])
+
+
+def test_functions_that_give_no_score_are_told_from_failures():
+    with pytest.raises(RewardError, match=r"none of the 2 .*function returned None"):
+        Unscored().look("step 1", [record(dropped=2)])
+
+
+@pytest.mark.parametrize("kind", ["reward", "cost"])
+def test_none_scored_is_an_error_that_quotes_the_first_failure(kind):
+    ranks = [record(kind, dropped=2), record(kind, dropped=3, notice="row 1: ValueError")]
+    with pytest.raises(RewardError, match=f"evaluation at step 0: none of the 5 .*{kind}.on_error"):
+        Unscored().look("evaluation at step 0", ranks)
+    with pytest.raises(RewardError, match="row 1: ValueError"):
+        Unscored().look("step 1", ranks)
