@@ -193,13 +193,13 @@ KINDS = ("root/root", "root/user", "root/none", "ordinary/user", "ordinary/none"
 
 
 def traces(folder):
-    """Processes of this module's sandboxes, and scratch folders. Others may test here as well."""
-    sources = (str(folder), str(SOURCE))
+    """Processes of these callers' sandboxes, and scratch folders: of no others, which other tests
+    may have at the same time."""
     processes = {
         f"process {process.pid}"
         for process in psutil.process_iter(["cmdline"])
         for command in [" ".join(process.info["cmdline"] or [])]
-        if ("confined.child" in command and any(source in command for source in sources))
+        if ("confined.child" in command and str(folder) in command)
         or f"left-by-{folder.name}" in command
     }
     return processes | set(map(str, scratch_folders(folder)))

@@ -46,7 +46,7 @@ class Loop:
         self._recoveries = Recoveries(job.config, job.directory.path)
         self.guard = Guard(self.config.guard, job.directory, view.message)
         self._preempted = ""
-        self._interrupted = False
+        self._interrupted = ""
         held_out = job.held_out
         self._decline = Decline(job.config, 0 if held_out is None else len(held_out))
         self._saved = 0
@@ -79,7 +79,9 @@ class Loop:
                 else f"{signal}: ended before the first checkpoint."
             )
             raise
-        except KeyboardInterrupt as signal:
+        except KeyboardInterrupt as error:
+            # Ray raises one of its own in place of the one that was raised in its calls.
+            signal = KeyboardInterrupt(self._interrupted or str(error))
             if self._began:
                 limit = self.config.recover.save_s
                 self.view.message(
@@ -88,7 +90,7 @@ class Loop:
                 )
                 self.summary["interrupted"] = True
                 self._finish(limit, signal)
-            raise
+            raise signal from None
         except Exception as error:
             if self._began:  # else the folder is as good as new
                 with suppress(HybridRLError):  # the first error is the one to be told
@@ -106,14 +108,14 @@ class Loop:
         """Has the run end after the step in hand with a checkpoint and `Preempted`, or at once as
         Ctrl-C does if it has no checkpoints. A signal handler may call it."""
         if not self.config.checkpoint.wanted:
-            raise KeyboardInterrupt(signal)
+            self.interrupt(signal)
         self._preempted = signal
 
-    def interrupt(self) -> None:
+    def interrupt(self, signal: str = "Ctrl-C") -> None:
         """Has the run end at once. A signal handler may call it, also where Python lets go of what
         that raises, as in a finalizer: then the run ends before its next step."""
-        self._interrupted = True
-        raise KeyboardInterrupt("Ctrl-C")
+        self._interrupted = signal
+        raise KeyboardInterrupt(signal)
 
     def _run_to_end(self) -> None:
         """Everything, on from the newest checkpoint as often as workers are lost or the guard goes
@@ -258,7 +260,7 @@ class Loop:
         self.job.executor.step = done  # it numbers from 0 the step that is the first here
         for number in range(done + 1, steps + 1):
             if self._interrupted:
-                raise KeyboardInterrupt("Ctrl-C")
+                raise KeyboardInterrupt(self._interrupted)
             if self._preempted:
                 self._note_saved(self.checkpoints.finish())
                 raise Preempted(self._preempted)
