@@ -84,7 +84,7 @@ def test_a_folder_of_several_splits_without_one_to_learn_from_asks(tmp_path):
     ("content", "words"),
     [
         ('{"prompt": "é"}'.encode("latin-1"), "no text in UTF-8 .*Save the file as UTF-8"),
-        (gzip.compress(b"{}"), r"compressed by gzip: name it `rows.jsonl.gz`"),
+        (gzip.compress(b"{}", mtime=0), r"compressed by gzip: name it `rows.jsonl.gz`"),
         (b"prompt,answer\n1,2", r"begins with 'prompt,answer'; a line is one object"),
     ],
 )
