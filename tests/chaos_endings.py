@@ -146,6 +146,8 @@ def _faults(victim: Victim, drawn: Round, pid: int) -> list[str]:
     errors = re.findall(r"^error: .*$", victim.output, re.MULTILINE)
     state, why = state_of(victim.run)
     expected = {0: "finished", 1: "failed", -9: "killed"}.get(code, "")
+    if "Ray has ended the driver with it" in victim.output:
+        expected = "killed"
     if state != expected:
         faults.append(f"exit code {code} and the state {state} ({why})")
     if code == 0 and ending and pid:

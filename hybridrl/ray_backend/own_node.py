@@ -27,14 +27,18 @@ MARK = "HYBRIDRL_NODE"
 _AGENT = "gent"
 """What is in the command of an agent, whose first letter may be a capital, and of no worker."""
 _WATCH = (
-    "trap '' INT TERM HUP; while read -r line; do session=$line; done; "
+    "trap '' INT TERM HUP; while read -r key line; do export \"$key=$line\"; done; "
+    'if [ "$words" ] && '
+    'grep -qsie "terminate the process" -e "local raylet is dead" "$session"/logs/*driver*.log; '
+    "then printf '\\nerror: %s\\n' \"$words\" >&2; session=; fi; "
     'for process in $(grep -ls "$1" /proc/[0-9]*/environ); do '
     f'grep -aqs {_AGENT} "${{process%environ}}cmdline" || continue; '
     'process=${process%/environ}; kill -9 "${process#/proc/}"; done; '
     'case "$session" in */session_*) rm -rf "$session";; esac'
 )
 """Waits for the end of the driver; then it ends the agents, and removes the folder of Ray's session
-if it was told one."""
+if it was told one. A driver that misses its raylet in the middle of a call is ended by Ray at once
+and can say nothing: then this says its words."""
 
 
 class OwnNode:
@@ -55,7 +59,6 @@ class OwnNode:
             ["/bin/sh", "-c", _WATCH, "sh", f"{MARK}={mark}"],
             stdin=subprocess.PIPE,  # at its end there is no driver any more
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
             start_new_session=True,
             env={"PATH": os.defpath},  # or it would find itself
             cwd="/",
@@ -64,27 +67,25 @@ class OwnNode:
     def started(self, session: str) -> None:
         """Ray has started, and has its files there, which go when it ends."""
         self.logs = f"{session}/logs"
-        self._tell(session)
+        self._tell("session", session)
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.Error):  # it has just ended
                 if child.name() in ROLES:
                     self._parts[child.name()] = child
+        if RAYLET in self._parts:
+            self._tell("words", f"{self._ended(RAYLET)} Ray has ended the driver with it.")
 
     def fault(self) -> str:
         """What of Ray has ended, as a sentence; empty if nothing has."""
         for name, process in self._parts.items():
             if not _is(process, alive=True):
                 self.keep_logs()
-                return (
-                    f"Ray's {name} ({ROLES[name]}; process {process.pid}) ended: it was killed "
-                    "from outside (kill -9, the kernel's out-of-memory killer) or crashed. Its "
-                    f"own log is in {self.logs}."
-                )
+                return self._ended(name)
         return ""
 
     def keep_logs(self) -> None:
         """Ray's files stay, for people to look at."""
-        self._tell("")
+        self._tell("session", "")
 
     def stopped(self) -> str:
         """Which of Ray's processes is stopped, for the middle of a sentence; empty if none is."""
@@ -107,6 +108,7 @@ class OwnNode:
 
     def kill(self) -> None:
         """Ends all of it; the workers see that their node has gone, and end."""
+        self._tell("words", "")
         for process in self._parts.values():
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -114,10 +116,18 @@ class OwnNode:
             assert self._watching.stdin is not None
             self._watching.stdin.close()
 
-    def _tell(self, session: str) -> None:
+    def _ended(self, name: str) -> str:
+        return (
+            f"Ray's {name} ({ROLES[name]}; process {self._parts[name].pid}) ended: it was killed "
+            "from outside (kill -9, the kernel's out-of-memory killer) or crashed. Its own log is "
+            f"in {self.logs}."
+        )
+
+    def _tell(self, key: str, line: str) -> None:
+        """Gives the one that watches a variable."""
         assert self._watching.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # it has ended
-            self._watching.stdin.write(f"{session}\n".encode())
+            self._watching.stdin.write(f"{key} {line}\n".encode())
             self._watching.stdin.flush()
 
 
