@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from hybridrl import __version__
 from hybridrl.commands import checkpoint
 from hybridrl.errors import ConfigError, HybridRLError, Problems
 
@@ -30,6 +31,7 @@ REFUSED = 2
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="hybridrl", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"hybridrl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser(
         "plan",

@@ -192,6 +192,28 @@ def check_lengths(config: Config, kind: str, rows: Rows, model: PretrainedConfig
         )
 
 
+def remarks_on(config: Config, kind: str, rows: Rows) -> list[str]:
+    """What the user should know of few rows: that a step repeats them, and that none are held out.
+
+    Args:
+        kind: As of `load_rows`.
+    """
+    if not load_trainer(config.trainer.name).TRAINS:
+        return []
+    found, number, wanted = [], len(rows.training), config.data.prompts_per_step
+    if number < wanted and config.data.sampler is None:
+        found.append(
+            f"data.prompts_per_step={wanted}, and there are {number} {kind} to learn from, so each "
+            f"step repeats them. Lower data.prompts_per_step to {number} or less, or add data."
+        )
+    if rows.held_out is None:
+        found.append(
+            f"None of the {number} {kind} are held out, for they are too few, so nothing is "
+            "evaluated. Name others to evaluate on by data.eval_path."
+        )
+    return found
+
+
 def check_by_column(config: Config, held_out: Batch | None) -> None:
     """The column by which evaluations are told apart has to be there.
 

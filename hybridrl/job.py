@@ -82,7 +82,8 @@ class Job:
         roles: What is said of each role.
         placement: Which role lives on which devices.
         plan: What that takes of each device.
-        remarks: What reward functions have to say to the user before they start.
+        remarks: What the user should know of the data, and what reward functions have to say before
+            they start.
         dtype_notice: What `model.dtype=auto` has chosen, if that is a surprise; else empty.
         groups: The worker groups, by role.
         command: The command line, without secrets.

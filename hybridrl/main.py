@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Ahead of the imports that take time: Ctrl-C among them is no traceback.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from hybridrl import __version__
 from hybridrl.config.load import load_config, shown
 from hybridrl.config.schema import Config
 from hybridrl.config.shown import idle
@@ -38,6 +47,9 @@ def main() -> None:
     """The command line."""
     chosen, further = _parser().parse_known_intermixed_args()
     try:
+        if __name__ == "__main__" and callable(signal.getsignal(signal.SIGINT)):
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        _refuse_commands(chosen.settings)
         _refuse_flags(further)
         if chosen.cfg:
             _print_settings(load_config(chosen.settings))
@@ -152,12 +164,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--cfg", choices=["job"], help="print the settings of the job, and end")
     parser.add_argument(
+        "--version", action="version", version=f"hybridrl {__version__}", help="print it, and end"
+    )
+    parser.add_argument(
         "--multirun",
         "-m",
         action="store_true",
         help="a job for each of several values: algorithm=grpo,rloo run.seed=range(3)",
     )
     return parser
+
+
+def _refuse_commands(words: Sequence[str]) -> None:
+    if named := {"plan", "checkpoint"} & {*words[:1]}:
+        raise ConfigError(
+            f"`{named.pop()}` is a command of the program `hybridrl`, and this one runs jobs. "
+            f"Write: hybridrl {shlex.join(sys.argv[1:])}"
+        )
 
 
 def _refuse_flags(flags: Sequence[str]) -> None:

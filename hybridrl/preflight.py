@@ -45,7 +45,8 @@ class Inputs:
         model: Its configuration.
         tokenizer_path, tokenizer: That all roles share.
         rows: The data, tokenized.
-        remarks: What reward functions have to say to the user before they start.
+        remarks: What the user should know of the data, and what reward functions have to say before
+            they start.
     """
 
     model_path: str
@@ -100,12 +101,13 @@ def load_inputs(
     if rows is not None:
         with problems.noted():
             inputs.check_by_column(config, rows.held_out)
+        remarks += inputs.remarks_on(config, kind, rows)
     if rows is not None and model is not None:
         with problems.noted():
             inputs.check_lengths(config, kind, rows, model)
     if rows is not None and is_whole and trainer.__module__.startswith("hybridrl."):
         with problems.noted():
-            remarks = check_rewards(config, rows.training, rows.held_out)
+            remarks += check_rewards(config, rows.training, rows.held_out)
     problems.raise_if_any()
     assert model is not None and rows is not None
     return Inputs(path, model, named, tokenizer, rows, remarks)
@@ -122,7 +124,7 @@ def preflight(
         is_elsewhere: The job is for other machines, where models and data may lie.
 
     Returns:
-        What could not be looked at, and remarks of reward functions, as sentences.
+        What could not be looked at, and remarks on data and reward functions, as sentences.
     """
     with problems.noted():  # as `run.dry`: devices are looked at by who knows which
         check(replace(config, run=replace(config.run, dry=True)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from hybridrl.config.schema import Config, CriticConfig
 from hybridrl.errors import ConfigError, check_all, nearest
 
+OF_TASKS = "hybridrl.data.tasks."
+"""Before the names of functions that built-in tasks bring; presets name them."""
 WITH_PAIRS = ("dpo", "reward_model")
 WITH_REWARD_PER_TOKEN = ("ppo", "safe_rlhf", "remax")
 
@@ -73,7 +75,15 @@ def _check_parts(config: Config) -> None:
 
 def _check_cost(config: Config) -> None:
     cost = config.cost
-    if cost is not None and cost.multiplier_max < cost.multiplier:
+    if cost is None:
+        return
+    if config.data.task is None and str(cost.function).startswith(OF_TASKS):
+        raise ConfigError(
+            f"cost.function={cost.function} is the cost of a built-in task, and the data is yours. "
+            "Name a cost of yours: cost.function=path/to/file.py:name, or cost.function=null "
+            "cost.model=<folder or hub name>."
+        )
+    if cost.multiplier_max < cost.multiplier:
         raise ConfigError(
             f"cost.multiplier_max={cost.multiplier_max}: must be at least "
             f"cost.multiplier={cost.multiplier}, with which it begins."

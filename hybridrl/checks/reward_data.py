@@ -26,6 +26,8 @@ TO_ANSWERS = ("exact", "math", *COMPARE)
 """Built-in functions that compare responses with answers."""
 LONGEST_S = 10.0
 """Of a trial: a function that takes longer is not waited for."""
+LONGEST_IMPORT_S = 20.0
+"""Of the user's file; `reward.timeout_s` if that is longer."""
 
 
 def check_rewards(config: Config, prompts: Batch, held_out: Batch | None = None) -> list[str]:
@@ -125,7 +127,7 @@ def _check_answers(settings: RewardConfig, prompts: Batch) -> None:
 def _try(functions: Sequence[Any], settings: RewardConfig, row: dict[str, Any] | None) -> list[str]:
     limits = {"timeout_s": settings.timeout_s, "on_error": "drop"}
     with RewardPool(functions, settings.weights, settings.options, **limits) as pool:
-        pool.start()
+        pool.start(LONGEST_IMPORT_S)
         if row is None:
             return pool.remarks
         row["response"] = row.get("answer", "")

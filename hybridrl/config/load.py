@@ -22,7 +22,7 @@ from hybridrl.config.presets import CHOSEN, names, preset, presets_with, setting
 from hybridrl.config.resumed_settings import with_settings_of_run
 from hybridrl.config.schema import Config
 from hybridrl.config.shown import that_count
-from hybridrl.config.values import is_optional, kind_of, mistyped, plain, sentence
+from hybridrl.config.values import is_optional, kind_of, mistyped, plain, sentence, wrong_values
 from hybridrl.errors import ConfigError, Problems, nearest
 
 
@@ -41,6 +41,10 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
     problems = Problems()
     read = read_overrides(overrides, problems)
     composed = _compose(read, problems)
+    if problems:  # so that what is wrong with the settings that there are is told beside it
+        with problems.noted():
+            if wrong := dict(wrong_values(to_config(composed))):
+                raise ConfigError(*wrong.values())
     problems.raise_if_any()
     keys = (key for override in read for key in _settings_of(override))
     return with_settings_of_run(to_config(composed), keys)

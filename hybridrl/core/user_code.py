@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from hybridrl.errors import ConfigError, HybridRLError, nearest
+from hybridrl.errors import ConfigError, nearest
 
 FILE = "user file "
 """Before the path in the name of a module that was a file."""
@@ -119,14 +119,11 @@ def _listed(given: ast.arguments) -> list[inspect.Parameter]:
     return listed
 
 
-def load(setting: str, spec: str, failure: type[HybridRLError] = ConfigError) -> Any:
+def load(setting: str, spec: str) -> Any:
     """Imports the file or module and gives what stands under the name.
 
-    Args:
-        failure: The error to raise if importing raises.
-
     Raises:
-        ConfigError: as `check` does.
+        ConfigError: as `check` does; and if importing raises, with the traceback of that.
     """
     check(setting, spec)
     place, name = _split(setting, spec)
@@ -135,7 +132,7 @@ def load(setting: str, spec: str, failure: type[HybridRLError] = ConfigError) ->
     except BaseException as error:  # a user's module may even call sys.exit
         frames = _without_import(error.__traceback__)
         lines = traceback.format_exception(type(error), error, frames)
-        raise failure(
+        raise ConfigError(
             f"`{setting}` names `{spec}`, and importing it raised "
             f"{type(error).__name__}: {error}\n{''.join(lines)}"
         ) from error

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
+ROLES = ("system", "user", "assistant", "tool")
+"""Those that most chat templates know; some have further ones."""
 
 
 def check_cell(
@@ -102,6 +104,11 @@ def messages_of(number: int, cell: str | list[Any], role: str = "user") -> list[
             raise DataError(
                 f"Row {number} of the data has a chat message without a role: {message!r}. "
                 "Expected `system`, `user`, `assistant` or `tool`."
+            )
+        if (role := message["role"]) not in ROLES and role.strip().lower() in ROLES:
+            raise DataError(
+                f"Row {number} of the data has a chat message of the role {role!r}; write "
+                f"`{role.strip().lower()}`, as chat templates do, which would take it for another."
             )
         if "content" in message or not message.get("tool_calls"):
             message["content"] = _text_of(number, message)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hybridrl.errors import DataError, nearest
+
+_log = logging.getLogger(__name__)
 
 
 def check_columns(
@@ -60,14 +64,35 @@ def with_inner_columns(table: pa.Table, names: Collection[str]) -> pa.Table:
 
 
 def column_of(rows: pa.Table, name: str, setting: str) -> pa.ChunkedArray:
-    """The column, or a `DataError` that names the setting and the nearest existing column."""
+    """The column, or a `DataError` that names the setting and the nearest existing column. The log
+    tells of chats that are text."""
     rows = with_inner_columns(rows, [name])
     if name not in rows.column_names:
         raise DataError(
             f"`{setting}` is `{name}`, but the data has no such column; it has "
             f"{', '.join(rows.column_names)}." + nearest(name, rows.column_names)
         )
-    return rows.column(name)
+    column = rows.column(name)
+    if len(column) and _is_chat_in_text(column[0].as_py()):
+        _log.warning(
+            "The data's column `%s` (`%s`) holds chats as JSON in texts, and texts are taken as "
+            "they are. Write them as lists of messages, so that the chat template renders them.",
+            name,
+            setting,
+        )
+    return column
+
+
+def _is_chat_in_text(cell: Any) -> bool:
+    if not isinstance(cell, str) or not cell.lstrip().startswith("["):
+        return False
+    try:
+        messages = json.loads(cell)
+    except (ValueError, RecursionError):
+        return False
+    return bool(messages) and all(
+        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
+    )
 
 
 def _inside(row: Mapping[str, Any], name: str) -> Any:

@@ -148,7 +148,10 @@ def _complaint(name: str, values: list[Any], locations: list[Location], error: E
     name, (file, line) = as_shown(name), locations[bad]
     shown = shortened(values[bad])
     if _fits(values[bad : bad + 1]):
-        why = f"does not fit the type of the rows above it: {error}. Give the column one type in"
+        above = next(value for value in values if value is not None)
+        here, there = _json_name(values[bad]), _json_name(above)
+        said = f"here a JSON {here}, there a JSON {there}" if here != there else str(error)
+        why = f"does not fit the type of the rows above it: {said}. Give the column one type in"
         return f"{file}, line {line}, has {shown} in the column `{name}`, which {why} all rows."
     if isinstance(error, UnicodeError):
         error = UnicodeError("half of a surrogate pair, which is no character")
@@ -179,5 +182,5 @@ def _first_misfit(values: list[Any]) -> int:
 
 def _json_name(value: Any) -> str:
     names = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
-    names[WrittenNumber] = "number"
+    names |= {WrittenNumber: "number", dict: "object"}
     return names.get(type(value), "null")

@@ -63,7 +63,7 @@ def load_prompts(
         ConfigError: for settings that contradict each other or the tokenizer.
     """
     task = config.task is not None
-    prompt_column = "prompt" if task else _prompt_column(config)
+    prompt_column = "prompt" if task else _prompt_column(config, "")
     answer_column = "answer" if task else config.answer_column
     required = {"data.prompt_column": prompt_column}
     if answer_column is not None:
@@ -115,7 +115,10 @@ def load_examples(
 
     else:
         task = config.task is not None
-        columns = ("prompt", "answer") if task else (_prompt_column(config), config.response_column)
+        or_messages = ", or `data.messages_column` to that of the conversations to learn"
+        columns = ("prompt", "answer")
+        if not task:
+            columns = (_prompt_column(config, or_messages), config.response_column)
         settings = ("data.prompt_column", "data.response_column")
         required = dict(zip(settings, columns, strict=True))
 
@@ -283,11 +286,12 @@ def _function_of_task(name: str, function: str) -> Callable[..., Any]:
     return getattr(task, function)  # type: ignore[no-any-return]
 
 
-def _prompt_column(config: DataConfig) -> str:
+def _prompt_column(config: DataConfig, otherwise: str) -> str:
+    """The column of the prompts, which there has to be; or what else there is."""
     if config.prompt_column is None:
         raise ConfigError(
             "`data.prompt_column` is null, which only preference pairs allow. Set it to the column "
-            "of the prompts, or `data.messages_column` to that of the conversations to learn."
+            f"of the prompts{otherwise}."
         )
     return config.prompt_column
 

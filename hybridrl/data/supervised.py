@@ -82,6 +82,12 @@ def tokenize_examples(
             check_text(number, response, response_column, "data.response_column")
             examples.append(_Example([prompt, response], is_chat=False))
     check_system_prompt(system_prompt, [example.is_chat for example in examples])
+    if responses and not any(map(_says_something, responses)):
+        raise DataError(
+            f"All responses of the data, in the column `{response_column}` "
+            "(`data.response_column`), are empty, so nothing would be learned but to end. Name the "
+            "column that holds them."
+        )
     return _tokenize(examples, tokenizer, max_prompt_tokens, max_response_tokens, too_long)
 
 
@@ -135,6 +141,13 @@ def tokenize_turns(rows: pa.Table, tokenizer: PreTrainedTokenizerBase) -> Batch:
     prompts, turns = rows.column("prompt").to_pylist(), rows.column("turns").to_pylist()
     examples = [_Example([p, *t], is_chat=False) for p, t in zip(prompts, turns, strict=True)]
     return _tokenize(examples, tokenizer, None, None, "error")
+
+
+def _says_something(response: str | list[Any]) -> bool:
+    """Whether a response is more than blanks, or messages without a word."""
+    if isinstance(response, str):
+        return bool(response.strip())
+    return any(message.get("content") or message.get("tool_calls") for message in response)
 
 
 def _example_of(

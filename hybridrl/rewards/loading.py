@@ -21,7 +21,10 @@ from hybridrl.rewards.signature import check_columns, check_signature
 
 SETTING = "reward.function"
 _FIRST = ["prompt", "response"]  # parameters, by which a reward function is told from its helpers
-_OF_REWARD = re.compile(r"(?<![\w/.])reward\.(?=(?:function|options|weights|on_error|timeout_s)\b)")
+_OF_REWARD = re.compile(
+    r"(?<![\w/.])reward\."
+    r"(?=(?:function|options|weights|on_error|error_value|timeout_s|processes|judge)\b)"
+)
 RewardFunction = Callable[..., Any]
 
 
@@ -81,8 +84,8 @@ def load_function(spec: str | ByValue) -> RewardFunction:
     """Imports and returns the reward function that `spec` names, or is.
 
     Raises:
-        ConfigError: if the file, the module or the function does not exist.
-        RewardError: if importing its file raises, or the name stands for something not callable.
+        ConfigError: if the file, the module or the function does not exist, importing it raises,
+            or the name stands for something not callable.
     """
     if isinstance(spec, ByValue):
         return pickle.loads(spec.pickle)  # type: ignore[no-any-return]
@@ -91,9 +94,9 @@ def load_function(spec: str | ByValue) -> RewardFunction:
         from hybridrl.rewards import builtin
 
         return getattr(builtin, name)  # type: ignore[no-any-return]
-    function = user_code.load(SETTING, spec, RewardError)
+    function = user_code.load(SETTING, spec)
     if not callable(function):
-        raise RewardError(
+        raise ConfigError(
             f"`reward.function` names `{spec}`, which is {function!r:.80} "
             f"({type(function).__name__}) and cannot be called. Name a function."
         )
@@ -253,7 +256,12 @@ def said_of(group: str) -> Iterator[None]:
     except (ConfigError, RewardError) as error:
         if group == "reward":
             raise
-        raise type(error)(_OF_REWARD.sub(f"{group}.", str(error))) from error
+        raise type(error)(in_words_of(group, str(error))) from error
+
+
+def in_words_of(group: str, text: str) -> str:
+    """What is said of `reward`, said of the settings of this group."""
+    return _OF_REWARD.sub(f"{group}.", text)
 
 
 def function_list(setting: Any) -> list[str | RewardFunction]:

@@ -24,7 +24,8 @@ __all__ = ["RewardPool", "RewardResult"]
 
 _log = logging.getLogger(__name__)
 
-_START_TIMEOUT_S = 120.0
+_IMPORT_S = 120.0
+"""For the import of functions beside a job's other work; see `RewardPool.start`."""
 _CHUNK_S = 0.01  # a process has about this much work ahead of it, so that it never waits for us
 _LARGEST_CHUNK = 64
 _CONCURRENT_ROWS = 64  # of asynchronous functions, in each process
@@ -83,6 +84,7 @@ class RewardPool:
             )
         self._names = short_names(functions)
         self._timeout_s = self._limit_s = timeout_s
+        self._import_s = max(_IMPORT_S, timeout_s)
         self._on_error = on_error
         self._error_value = error_value
         specs = [f if isinstance(f, str) else ByValue.of(f) for f in functions]
@@ -98,15 +100,20 @@ class RewardPool:
 
     check = staticmethod(check_functions)
 
-    def start(self) -> None:
+    def start(self, within_s: float = _IMPORT_S) -> None:
         """Waits until every process has imported the functions and checked that they can work here.
         `score` does this too.
 
+        Args:
+            within_s: Seconds that it may take; `timeout_s` if that is longer.
+
         Raises:
-            RewardError, ConfigError: if a function cannot be loaded.
+            ConfigError: if a function cannot be loaded, or not in that time.
+            RewardError: if its process died.
             MachineError: if it cannot work on this machine.
         """
         with self._lock:
+            self._import_s = max(within_s, self._timeout_s)
             while not all(child.ready for child in self._open_children()):
                 self._receive(None)
 
@@ -216,9 +223,12 @@ class RewardPool:
                     self._bury(child, work)
             elif not child.ready and time.monotonic() > self._deadline(child):
                 self.close()
-                raise RewardError(
-                    f"A reward process did not finish importing {', '.join(self._names)} within "
-                    f"{_START_TIMEOUT_S:.0f} s. Move slow work out of the import of these files."
+                specs = [s if isinstance(s, str) else s.name for s in self._setup[0]]
+                raise ConfigError(
+                    f"`reward.function` names {', '.join(f'`{spec}`' for spec in specs)}, and to "
+                    f"import that took longer than {self._import_s:.0f} s, so it was stopped. Move "
+                    "what waits or is slow out of the import, into the function; or raise "
+                    "`reward.timeout_s`."
                 )
 
     def _take(self, child: ChildProcess, messages: list[Any], work: Round | None) -> None:
@@ -255,7 +265,7 @@ class RewardPool:
     def _deadline(self, child: ChildProcess) -> float:
         """When the process is overdue, on the monotonic clock."""
         if not child.ready:
-            return child.started + _START_TIMEOUT_S
+            return child.started + self._import_s
         if not child.in_flight:
             return math.inf
         if child.is_async:

@@ -16,6 +16,7 @@ from hybridrl.engine.train import TrainEngine
 from hybridrl.errors import RewardError
 from hybridrl.models import load_tokenizer
 from hybridrl.rewards import RewardPool, function_list
+from hybridrl.rewards.loading import in_words_of, said_of
 from hybridrl.workers.engines import ModelSource, scalar_engine
 from hybridrl.workers.judge import Judge
 from hybridrl.workers.model_worker import ModelWorker
@@ -75,21 +76,23 @@ class RewardWorker(ModelWorker):
         functions = function_list(config.function)
         self._pool = None
         if functions and self._answers:
-            self._pool = RewardPool(
-                functions,
-                config.weights,
-                options=config.options,
-                processes=config.processes,
-                timeout_s=config.timeout_s,
-                on_error=config.on_error,
-                error_value=config.error_value,
-            )
+            with said_of(kind):
+                self._pool = RewardPool(
+                    functions,
+                    config.weights,
+                    options=config.options,
+                    processes=config.processes,
+                    timeout_s=config.timeout_s,
+                    on_error=config.on_error,
+                    error_value=config.error_value,
+                )
         self._tokenizer = load_tokenizer(tokenizer)
         self._judge = None
         if judge is not None:
             self._judge = Judge(context, judge, config.judge, rollout, job)
         if self._pool is not None:
-            self._pool.start()
+            with said_of(kind):
+                self._pool.start()
 
     @property
     def model_engine(self) -> TrainEngine | None:
@@ -110,7 +113,7 @@ class RewardWorker(ModelWorker):
     def compute_reward(self, batch: Batch) -> Batch:
         """`scores`, or `costs` (NaN: dropped), the `response` as text, and a column for each
         function and the model."""
-        with self.phase("score"):
+        with self.phase("score"), said_of(self._kind):
             scores, columns = torch.zeros(len(batch), dtype=torch.float32), {}
             # First: all ranks of a cut model take part in it, also should a function fail on one.
             by_model = None if self._engine is None else sample_scores(self._engine, batch)
@@ -166,7 +169,7 @@ class RewardWorker(ModelWorker):
             }
         )
         if found.first_failure is not None:
-            self.record.notices.append(found.first_failure)
+            self.record.notices.append(in_words_of(self._kind, found.first_failure))
         columns = {
             name.replace("reward/", f"{self._kind}/", 1): column
             for name, column in found.columns.items()

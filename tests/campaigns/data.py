@@ -415,6 +415,16 @@ CASES = [
         "no chat template",
     ),
     Case(
+        "chats among texts",
+        with_good({"prompt": [user("1+1")], "answer": "2"}),
+        "line 9, .* here a JSON array, there a JSON string. Give the column one type",
+    ),
+    Case(
+        "no column of prompts",
+        lines(*GOOD, overrides=("data.prompt_column=null",)),
+        "is null, which only preference pairs allow. Set it to the column of the prompts\\.$",
+    ),
+    Case(
         "chats that are not allowed",
         chats([user("1")], overrides=("data.chat=false",)),
         "`data.chat` is false",
@@ -424,6 +434,7 @@ CASES = [
     Case("a message without a role", chats([{"content": "1"}]), "no object with `role` and"),
     Case("a role that is null", chats([user("1", None)]), "without a role"),
     Case("a role of two kinds", chats([user("1", "")]), "without a role"),
+    Case("a role with a capital", chats([user("1", "User")]), "role 'User'; write `user`"),
     Case("a message without content", chats([{"role": "user"}]), "no object with `role` and"),
     Case("content that is null", chats([user("1"), user(None)]), "whose content is no text: None"),
     Case("content that is empty", chats([user("")]), "last message, of the role `user`, is empty"),
@@ -535,6 +546,11 @@ CASES = [
         responses(*GOOD, {**GOOD[0], "response": None}),
         "Row 9 .* has None",
     ),
+    Case(
+        "no response says anything",
+        responses(*({**row, "response": " "} for row in GOOD)),
+        "All responses of the data, in the column `response`.*are empty",
+    ),
     Case("a NUL in a response", responses(*GOOD, {**GOOD[0], "response": "\0"}), "Row 9.*NUL"),
     Case(
         "a conversation without answers",
@@ -543,6 +559,11 @@ CASES = [
             overrides=("data.messages_column=talk", f"model.tokenizer={chat_tokenizer()}"),
         ),
         "no message of the role `assistant`",
+    ),
+    Case(
+        "no column of prompts to answer",
+        responses(*GOOD, overrides=("data.prompt_column=null",)),
+        "or `data.messages_column` to that of the conversations to learn",
     ),
     Case("pairs", preferences(*GOOD), WORKS),
     Case(

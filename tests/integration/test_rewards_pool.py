@@ -349,7 +349,7 @@ def test_ctrl_c_is_for_the_parent(make_pool):
 def test_import_errors_come_with_the_start(tmp_path):
     (tmp_path / "broken.py").write_text("import absent_module\ndef score(**row): ...\n")
     pool = RewardPool([f"{tmp_path}/broken.py:score"])
-    with pytest.raises(RewardError, match=r"(?s)broken.py:score.*No module named 'absent_module'"):
+    with pytest.raises(ConfigError, match=r"(?s)broken.py:score.*No module named 'absent_module'"):
         pool.start()
     (tmp_path / "dying.py").write_text("import os\nos._exit(9)\ndef score(**row): ...\n")
     pool = RewardPool([f"{tmp_path}/dying.py:score"])

@@ -36,6 +36,11 @@ WRONG = [
         "algorithm=safe_rlhf",
     ),
     (
+        ["algorithm=safe_rlhf", "data=jsonl", "data.path=rows.jsonl"],
+        "cost.function=hybridrl.data.tasks.arithmetic:odd is the cost of a built-in",
+        "cost.model",
+    ),
+    (
         ["algorithm=dpo", "trainer.name=grpo"],
         "trainer.name=grpo with preference=...",
         "algorithm=dpo",

@@ -15,6 +15,9 @@ def test_options_of_reward_functions_have_names_of_the_users():
         load_config(["reward.optons.a=1"])
     with pytest.raises(ConfigError, match=r"no setting `trainer.stepz`"):
         load_config([*options, "trainer.stepz=1"])
+    both = r"(?s)2 things.*no setting `trainer.stepz`.*trainer.steps=-1: must be 1 or more"
+    with pytest.raises(ConfigError, match=both):
+        load_config(["trainer.stepz=1", "trainer.steps=-1"])
 
 
 def test_a_recipe_says_what_the_command_line_says(tmp_path):

@@ -142,6 +142,13 @@ def test_chat_messages_must_have_role_and_content(chat_tokenizer):
         tokenize([{"prompt": [{"text": "a"}]}], chat_tokenizer)
 
 
+def test_chats_that_are_text_are_told_of(tokenizer, caplog):
+    tokenize([{"prompt": '[1, {"role": 2}]'}, {"prompt": "[1"}], tokenizer)
+    assert "chats" not in caplog.text
+    tokenize([{"prompt": '[{"role": "user", "content": "1+1="}]'}], tokenizer)
+    assert "column `prompt` (`data.prompt_column`) holds chats as JSON in texts" in caplog.text
+
+
 def test_a_template_that_refuses_is_reported_with_its_row(tokenizer):
     picky = build_tokenizer()
     picky.chat_template = "{{ raise_exception('roles must alternate') }}"

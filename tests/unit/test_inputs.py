@@ -8,7 +8,14 @@ from settings import configured
 
 from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError, StorageError
-from hybridrl.inputs import Rows, check_by_column, check_lengths, load_rows, model_folder
+from hybridrl.inputs import (
+    Rows,
+    check_by_column,
+    check_lengths,
+    load_rows,
+    model_folder,
+    remarks_on,
+)
 
 ROWS = Rows(training=None, held_out=None, examples=None, longest_prompt=20, longest_response=30)
 MODEL = SimpleNamespace(max_position_embeddings=50)
@@ -34,6 +41,16 @@ def test_what_fits_is_not_refused():
     check_lengths(configured(["actor.tokens_per_microbatch=50"]), "prompts", ROWS, MODEL)
     shared = ["actor.tokens_per_microbatch=25", "actor.parallel.ring=2"]
     check_lengths(configured(shared), "prompts", ROWS, MODEL)
+
+
+def test_few_rows_are_told_of():
+    few = Rows([1, 2, 3], None, None, 20, 30)
+    repeats, unheld = remarks_on(configured(["data.prompts_per_step=4"]), "prompts", few)
+    assert "data.prompts_per_step=4, and there are 3 prompts" in repeats and "to 3" in repeats
+    assert "None of the 3 prompts are held out" in unheld and "data.eval_path" in unheld
+    enough = Rows([1, 2, 3], [4], None, 20, 30)
+    assert remarks_on(configured(["data.prompts_per_step=3"]), "prompts", enough) == []
+    assert remarks_on(configured(["trainer.name=evaluate"]), "prompts", few) == []
 
 
 def test_a_tiny_model_has_heads_that_kernels_take(tmp_path):

@@ -3,15 +3,20 @@ tried by `make campaign`."""
 
 import inspect
 
+import numpy as np
 import pytest
 from settings import configured
 
 from hybridrl.checks.reward_data import check_rewards
 from hybridrl.checks.settings import check as check_settings
+from hybridrl.config.schema import ActorConfig, CostConfig, RolloutConfig
+from hybridrl.controller import Context
 from hybridrl.core.batch import Batch
+from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError, DataError, RewardError
 from hybridrl.rewards.loading import check_fit, check_functions
 from hybridrl.rewards.signature import as_verls, check_columns, is_verls
+from hybridrl.workers.reward import RewardWorker
 
 PROMPTS = Batch.from_columns(
     {"prompt": ["1+1=", "2+2="], "answer": ["2", "4"], "level": [1, 2], "scores": [0.0, 0.0]}
@@ -112,6 +117,26 @@ def test_what_is_wrong_with_a_cost_is_said_of_the_cost():
         ConfigError, match=r"`cost\.weights` has 2 entries and `cost\.function` has"
     ):
         check_settings(configured([*cost[:2], "cost.weights=[1,2]"]))
+
+
+def test_what_fails_while_a_cost_is_scored_is_said_of_the_cost(tmp_path):
+    build_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "mine.py").write_text("def score(response, **row): return None")
+    config = CostConfig(function=f"{tmp_path}/mine.py:score")
+    parts = (str(tmp_path), None, ActorConfig(), None, RolloutConfig(), "cost", "job")
+    rows = Batch.from_columns({"prompt": ["1+1="], "response_ids": [np.array([3])]})
+    worker = RewardWorker(Context("cost", 0, 1), config, *parts)
+    with pytest.raises(RewardError, match=r"set `cost\.on_error` to `drop`.*`cost\.error_value`"):
+        worker.compute_reward(rows)
+    worker.close()
+
+
+def test_an_import_that_hangs_is_stopped(check, monkeypatch):
+    monkeypatch.setattr("hybridrl.checks.reward_data.LONGEST_IMPORT_S", 0.5)
+    code = "import time\ntime.sleep(99)\ndef score(response): return 1.0"
+    said = r"`reward.function` names `.*mine.py:score`, and to import .* longer than 1 s"
+    with pytest.raises(ConfigError, match=said):
+        check(code, "reward.timeout_s=1")
 
 
 def test_rows_of_other_kinds_are_left_alone():

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from hybridrl.errors import ConfigError, RewardError
+from hybridrl.errors import ConfigError
 from hybridrl.rewards.loading import check_function, load_function, short_names
 
 
@@ -40,7 +40,7 @@ def test_module_is_found_without_importing_its_package(tmp_path, monkeypatch):
     check_function("reward_package.inner:score")
     with pytest.raises(ConfigError, match=r"Did you mean `score`"):
         check_function("reward_package.inner:scores")
-    with pytest.raises(RewardError, match="RuntimeError: imported"):
+    with pytest.raises(ConfigError, match="RuntimeError: imported"):
         load_function("reward_package.inner:score")
 
 
@@ -86,9 +86,9 @@ def test_what_a_check_refuses(tmp_path):
 
 
 def test_what_loading_refuses(tmp_path):
-    with pytest.raises(RewardError, match=r"is 1 \(int\) and cannot be called"):
+    with pytest.raises(ConfigError, match=r"is 1 \(int\) and cannot be called"):
         load_function(f"{write(tmp_path / 'number.py', 'score = 1')}:score")
-    with pytest.raises(RewardError, match="SystemExit"):
+    with pytest.raises(ConfigError, match="SystemExit"):
         load_function(f"{write(tmp_path / 'leaves.py', 'exit(3)' + chr(10) + 'score = 1')}:score")
     with pytest.raises(ConfigError, match=r"defines no `score`"):
         load_function(f"{write(tmp_path / 'star.py', 'from math import *')}:score")

@@ -1,0 +1,39 @@
+"""The programs themselves: their versions, words that are another's, Ctrl-C while they begin."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hybridrl import __version__, cli, main
+
+
+@pytest.mark.parametrize("program", [main.main, cli.main])
+def test_each_program_says_its_version(program, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["program", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        program()
+    assert not ended.value.code and capsys.readouterr().out == f"hybridrl {__version__}\n"
+
+
+def test_a_command_of_the_other_program_is_pointed_to(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["main", "plan", "run.name=a b", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == main.WRONG_SETTING
+    assert "Write: hybridrl plan 'run.name=a b' --json" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_libraries_are_imported_is_no_traceback(tmp_path):
+    (tmp_path / "rich").mkdir()
+    library = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    (tmp_path / "rich" / "__init__.py").write_text(library)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    ended = subprocess.run(
+        [sys.executable, "-m", "hybridrl.main", "--cfg", "job"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stderr) == (main.INTERRUPTED, "")
