@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from hybridrl.config.schema import Config
+from hybridrl.config.secrets import hides_password
 from hybridrl.core.locations import Location, location_of
 from hybridrl.errors import ConfigError
 
@@ -165,6 +166,11 @@ def _in_run(run: Path, folder: str | None) -> Source | None:
     settings = run / SETTINGS
     if folder is None and settings.is_file():
         folder = _stored_folder(settings)
+        if isinstance(folder, str) and hides_password(folder):
+            raise ConfigError(
+                f"The checkpoints of {run} are at {folder}, of which the password is not written "
+                f"down. Give it again: resume=auto run.directory={run} checkpoint.folder=<URL>."
+            )
     found = _of_steps(steps_folder(run, folder), None, settings)
     return None if found is None else replace(found, run=run)
 

@@ -4,14 +4,15 @@ The options of reward functions and of the generation engine are free, so one of
 of a service. What is called `key`, `token`, `secret`, `password`, `credential`, `passphrase`,
 `authorization` or `bearer`, or comes from a variable of the environment with such a name, is a
 secret: `config.yaml`, checkpoints, trackers and the summary have `${oc.env:NAME}` in its place if
-it was given so, else `***`.
+it was given so, else `***`. So have all settings in place of the password of a URL,
+`https://user:password@host`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -29,6 +30,8 @@ _NAME = re.compile(
 _OF_TEXT = re.compile(r"(?:.*_)?(bos|eos|pad|unk|sep|cls|mask|stop|start|end)_tokens?", re.I)
 _FREE = re.compile(r"(reward\.options|cost\.options|rollout\.engine_options)\b")
 _ENTRY = re.compile(r"(\b(\w+)\s*:\s*)(?!\s*['\"]?\$)([^,{}]+)")
+_PASSWORD = re.compile(r"(?<=://)([^/@\s:]*:)(?!\$\{)([^/\s]+)(?=@)")
+"""The user, and the password, of a URL."""
 _REFERENCE = re.compile(r"\$\{\s*oc\.env\s*:\s*(\w+)[^}]*\}")
 
 
@@ -75,8 +78,11 @@ def marked(config: Config, said: DictConfig) -> Config:
         if not isinstance(value, str):
             return value
         named = next((str(part) for part in reversed(path) if isinstance(part, str)), "")
-        if is_secret(named) or (found is not None and is_secret(found[1])):
+        by_name = is_secret(named) or (found is not None and is_secret(found[1]))
+        if by_name and _FREE.match(".".join(map(str, path))):
             return Secret(value, text if found is not None else HIDDEN)
+        if _PASSWORD.search(value):
+            return Secret(value, text if found is not None else _without_password(value))
         return value
 
     return _changed(config, mark)
@@ -115,7 +121,7 @@ def check_known(config: Config, resumed: str) -> None:
     """
 
     def check(path: Sequence[Any], value: Any) -> Any:
-        if isinstance(value, str) and value == HIDDEN:
+        if isinstance(value, str) and (value == HIDDEN or hides_password(value)):
             key = ".".join(map(str, path))
             variable = str(path[-1]).upper()
             raise ConfigError(
@@ -127,12 +133,19 @@ def check_known(config: Config, resumed: str) -> None:
     _changed(config, check)
 
 
+def hides_password(text: str) -> bool:
+    """Whether it is a URL with `***` in place of its password."""
+    found = _PASSWORD.search(text)
+    return found is not None and found[2] == HIDDEN
+
+
 def command_line(arguments: Sequence[str]) -> list[str]:
     """A command line without the secrets in its `key=value` arguments."""
     return [_argument(argument) for argument in arguments]
 
 
 def _argument(argument: str) -> str:
+    argument = _without_password(argument)
     key, _, value = argument.partition("=")
     if not _FREE.match(key):
         return argument
@@ -142,19 +155,20 @@ def _argument(argument: str) -> str:
     return _ENTRY.sub(lambda m: f"{m[1]}{HIDDEN}" if is_secret(m[2]) else m[0], argument)
 
 
+def _without_password(text: str) -> str:
+    return _PASSWORD.sub(rf"\1{HIDDEN}", text)
+
+
 def _changed(config: Config, change: Callable[[Sequence[Any], Any], Any]) -> Config:
-    """The settings with every value of the free options as `change` makes it of its place and
-    itself."""
-    for group in ("reward", "cost"):
-        settings = getattr(config, group)
-        if settings is not None:
-            options = _walked((group, "options"), settings.options, change)
-            config = replace(config, **{group: replace(settings, options=options)})
-    options = _walked(("rollout", "engine_options"), config.rollout.engine_options, change)
-    return replace(config, rollout=replace(config.rollout, engine_options=options))
+    """The settings with every value as `change` makes it of its place and itself."""
+    return _walked((), config, change)  # type: ignore[no-any-return]
 
 
 def _walked(path: tuple[Any, ...], value: Any, change: Callable[[Sequence[Any], Any], Any]) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in fields(value)]
+        inner = {n: _walked((*path, n), getattr(value, n), change) for n in names}
+        return replace(value, **inner)
     if isinstance(value, Mapping):
         return {key: _walked((*path, key), entry, change) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -81,6 +81,34 @@ def test_a_run_goes_on_with_references_and_asks_for_the_others(run, monkeypatch)
         resumed(run, *AGAIN)
 
 
+PLACES = [
+    "data.eval_path=https://me:hunter2@host/rows.jsonl",
+    "reward.function=[exact,ftp://me:p:w/../x.py:f]",
+    "data.path='https://me:${oc.env:PASSWORD}@host/x'",
+]
+
+
+def test_passwords_of_urls_are_used_and_written_nowhere(run, monkeypatch):
+    monkeypatch.setenv("PASSWORD", "hunter3")
+    found = load_config(PLACES)
+    assert found.data.eval_path == "https://me:hunter2@host/rows.jsonl"
+    assert found.data.path == "https://me:hunter3@host/x"
+    plain = to_plain(found)
+    assert plain["data"]["eval_path"] == "https://me:***@host/rows.jsonl"
+    assert plain["data"]["path"] == "https://me:${oc.env:PASSWORD}@host/x"
+    assert plain["reward"]["function"][1] == "ftp://me:p:w/../x.py:f"
+    assert "hunter" not in to_yaml(found) + repr(found)
+    assert command_line(PLACES)[::2] == [PLACES[0].replace("hunter2", "***"), PLACES[2]]
+    (run / "config.yaml").write_text(to_yaml(found))
+    with pytest.raises(ConfigError, match=r"data.eval_path is a secret.*data.eval_path=\.\.\."):
+        resumed(run)
+    again = resumed(run, PLACES[0])
+    assert again.data.eval_path == found.data.eval_path and to_plain(again)["data"] == plain["data"]
+    (run / "config.yaml").write_text("checkpoint: {folder: 's3://me:***@host/x'}")
+    with pytest.raises(ConfigError, match=r"password is not written down.* checkpoint.folder=<URL"):
+        resumed(run)
+
+
 def test_what_is_called_a_secret():
     for name in ("api_key", "apikey", "key", "HF_TOKEN", "client-secret", "password", "secrets"):
         assert is_secret(name), name
