@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +202,16 @@ class Victim:
 def shared_memory() -> set[str]:
     """What lies in /dev/shm and no process uses."""
     names = {path.name for path in Path("/dev/shm").iterdir()}
-    for pid in psutil.pids() if names else []:
+    return names - in_shared_memory_of(psutil.pids()) if names else names
+
+
+def in_shared_memory_of(processes: Iterable[int]) -> set[str]:
+    """What in /dev/shm these have mapped or open."""
+    found: set[str] = set()
+    for pid in processes:
         with contextlib.suppress(OSError):
-            names -= set(re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{pid}/maps").read_text()))
-    return names
+            found.update(re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{pid}/maps").read_text()))
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):  # it was closed meanwhile
+                    found.update(re.findall(r"^/dev/shm/(\S+)", str(file.readlink())))
+    return found

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from confined_callers import caller, callers_folder, shared_caller  # noqa: F401 (fixtures)
+from victims import in_shared_memory_of
 
 TINY = ["model.tiny.hidden_size=64", "model.tiny.layers=2", "model.tiny.heads=2"]
 """A model on which a step takes a tenth of a second."""
@@ -120,11 +121,7 @@ def _alive() -> set[str]:
 def _of_others() -> set[str]:
     """What lies in shared memory and is in use by other programs on this machine."""
     ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
-    found: set[str] = set()
-    for pid in set(psutil.pids()) - ours:
-        with contextlib.suppress(OSError):
-            found.update(re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{pid}/maps").read_text()))
-    return found
+    return in_shared_memory_of(set(psutil.pids()) - ours)
 
 
 class Command:

@@ -13,7 +13,8 @@ from victims import Victim
 from hybridrl.observe.run_state import state_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(200)]
-JOB = [*SHORT, "rollout=transformers", "devices=cpu", "num_devices=2", "trainer.steps=100000"]
+JOB = [*SHORT, "rollout=transformers", "devices=cpu", "num_devices=2", "recover.grace_s=120"]
+ENDLESS = "trainer.steps=100000"
 
 
 def long(*case):
@@ -33,7 +34,7 @@ def long(*case):
     ],
 )
 def test_a_signal_ends_the_job(tmp_path, moment, signals, saved):
-    job = Victim(tmp_path, *JOB)
+    job = Victim(tmp_path, *JOB, ENDLESS)
     assert job.wait_for_line(moment)
     for number in signals:
         # A terminal's reach every process of the job.
@@ -45,14 +46,14 @@ def test_a_signal_ends_the_job(tmp_path, moment, signals, saved):
     name = "Ctrl-C" if signals[0] == signal.SIGINT else signals[0].name
     assert state_of(job.run) == ("interrupted", name)
     has_model = (job.run / "model" / "model.safetensors").exists()
-    assert (job.run / "model").exists() == has_model and saved in (None, has_model)
+    assert (job.run / "model").exists() == has_model and saved in (None, has_model), job.output
     assert not job.left_after(30)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("words", ["saving ...", "closing ..."])
 def test_ctrl_c_at_the_end_loses_nothing_that_was_done(tmp_path, words):
-    job = Victim(tmp_path, *JOB[:-1], "trainer.steps=2")
+    job = Victim(tmp_path, *JOB)
     assert job.wait_for_line(words)
     os.killpg(job.process.pid, signal.SIGINT)
     code = job.finish()
