@@ -32,6 +32,20 @@ def build_groups(job: Built, executor: Executor) -> dict[str, Any]:
     return groups
 
 
+def check_planned_faults(job: Built) -> None:
+    """Refuses planned faults that the workers to be built would never meet.
+
+    Raises:
+        ConfigError: names the role, the method or the rank that is not there.
+    """
+    from hybridrl.controller.planned_faults import PlannedFaults
+    from hybridrl.roles import worker_of
+
+    if faults := PlannedFaults():
+        places = job.placement.roles.items()
+        faults.check({r: (worker_of(r, job)[0], len(place.devices)) for r, place in places})
+
+
 def _joined_actor(
     trainer: WorkerGroup, generator: WorkerGroup, flow: PlacementConfig
 ) -> SeparatedActor:

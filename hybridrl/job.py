@@ -27,7 +27,7 @@ from hybridrl.config.secrets import command_line
 from hybridrl.core.garbage import no_collection
 from hybridrl.devices import Devices
 from hybridrl.errors import ConfigError, DataError, WorkerError
-from hybridrl.groups import build_groups
+from hybridrl.groups import build_groups, check_planned_faults
 from hybridrl.inputs import with_objects, write_rows
 from hybridrl.observe.folder_owner import FolderOwner
 from hybridrl.observe.metrics import MetricWriter, open_writers, trackers_of
@@ -164,7 +164,9 @@ class Job:
             self.executor = self._start_executor()
         loading.result()
         self._choose_dtype()
-        self._deploy(progress)
+        self._place()
+        check_planned_faults(self)  # once: after a loss there may be fewer ranks than were planned
+        self._build(progress)
 
     def _choose_dtype(self) -> None:
         """Of `model.dtype=auto`: now that devices and model are known. Whoever resumes the run
@@ -178,12 +180,15 @@ class Job:
         if asked != self.config and (asked.resume is None or self.resumed.folder is None):
             self.write_settings()
 
-    def _deploy(self, progress: Callable[[str], None]) -> None:
-        """Places the roles on the devices that there are, and builds their workers."""
+    def _place(self) -> None:
+        """Places the roles on the devices that there are."""
         self.feed = self._make_feed()
         self.placement = check_placement(self.config, self.executor.cluster, self.roles)
         self.directory.write_placement(self.placement.to_json())
         self.plan = self._make_plan()
+
+    def _build(self, progress: Callable[[str], None]) -> None:
+        """Builds the workers of the roles where they are placed."""
         progress(f"starting workers on {len(self.executor.cluster.devices)} devices")
         self.groups = build_groups(self, self.executor)
 
@@ -205,7 +210,8 @@ class Job:
             self._devices.wait_after_loss(progress)
             progress("starting other processes")
             self.executor = self._make_executor()
-            self._deploy(progress)
+            self._place()
+            self._build(progress)
         except ConfigError as error:
             raise WorkerError(f"The workers could not be started again: {error}") from error
 

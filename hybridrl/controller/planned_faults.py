@@ -14,11 +14,11 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from hybridrl.core.record import Record
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, nearest
 
 VARIABLE = "HYBRIDRL_FAULT"
 _FAULT = re.compile(r"(\w+)\.(\w+)(?:@(\d+))?:0*([1-9]\d*):(\w+)")
@@ -49,6 +49,10 @@ class PlannedFaults:
         self._faults = [_read(part.strip()) for part in text.split(";") if part.strip()]
         self._calls: Counter[tuple[str, str]] = Counter()
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._faults)
+
     def meet(self, record: Record) -> None:
         """Counts a call that begins, and lets what is planned for it happen."""
         if not self._faults:
@@ -59,6 +63,35 @@ class PlannedFaults:
             is_here = fault.rank in (None, record.rank)
             if fault[:2] == name and fault.call == self._calls[name] and is_here:
                 KINDS[fault.kind]()
+
+    def check(self, workers: Mapping[str, tuple[type, int]]) -> None:
+        """Refuses faults that no call would meet.
+
+        Args:
+            workers: The class of each role's workers, and how many there are.
+
+        Raises:
+            ConfigError: names the role, the method or the rank that is not there.
+        """
+        for fault in self._faults:
+            said = f"{VARIABLE} plans a fault in {fault.role}.{fault.method}"
+            if fault.role not in workers:
+                raise ConfigError(
+                    f"{said}, and there is no role `{fault.role}`; the job's workers are "
+                    f"{', '.join(workers)}.{nearest(fault.role, workers)}"
+                )
+            kind, number = workers[fault.role]
+            methods = [n for n in dir(kind) if hasattr(getattr(kind, n), "__transfer__")]
+            if fault.method not in ("__init__", *methods):
+                raise ConfigError(
+                    f"{said}, which is no call of `{fault.role}`; there are __init__, "
+                    f"{', '.join(methods)}.{nearest(fault.method, methods)}"
+                )
+            if fault.rank is not None and fault.rank >= number:
+                raise ConfigError(
+                    f"{said} on rank {fault.rank}, and `{fault.role}` has the ranks 0 to "
+                    f"{number - 1} here. Name one of these, or leave @{fault.rank} out."
+                )
 
 
 def _read(text: str) -> Fault:

@@ -31,6 +31,12 @@ def died(method, rank=1):
     return DIED.format(method.partition(".")[0], rank, re.escape(method))
 
 
+def test_a_fault_that_no_call_would_meet_is_refused(refusal, monkeypatch):
+    monkeypatch.setenv("HYBRIDRL_FAULT", "critic.update:1:kill")
+    said = refusal(*SHORT, "rollout=transformers", "executor=inline")
+    assert "no role `critic`; the job's workers are actor, reward" in said
+
+
 @pytest.mark.parametrize(
     ("fault", "said", "settings"),
     [

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from hybridrl.controller import ONE_TO_ALL, transfer
 from hybridrl.controller.planned_faults import PlannedFaults
 from hybridrl.core.record import Record
 from hybridrl.errors import ConfigError
@@ -34,6 +35,30 @@ def test_a_fault_is_of_one_call_of_one_rank():
 def test_what_cannot_be_read_is_a_sentence(text):
     with pytest.raises(ConfigError, match=r"HYBRIDRL_FAULT=.*kinds are kill, stop, raise, enospc"):
         PlannedFaults(text)
+
+
+class Actor:
+    @transfer(ONE_TO_ALL)
+    def update(self) -> None:
+        raise NotImplementedError
+
+    def inner(self) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("actr.update:1:kill", "no role `actr`; the job's workers are actor. Did you mean `actor`"),
+        ("actor.updat:1:kill", "no call of `actor`; there are __init__, update. Did you mean `upd"),
+        ("actor.inner:1:kill", "plans a fault in actor.inner, which is no call"),
+        ("actor.update@2:1:kill", "on rank 2, and `actor` has the ranks 0 to 1 here"),
+    ],
+)
+def test_what_no_call_would_meet_is_refused(text, words):
+    with pytest.raises(ConfigError, match=words):
+        PlannedFaults(text).check({"actor": (Actor, 2)})
+    PlannedFaults("actor.update@1:1:kill; actor.__init__:1:raise").check({"actor": (Actor, 2)})
 
 
 def test_a_full_disk_takes_no_new_file(tmp_path):

@@ -1,5 +1,7 @@
 """Numbers that no job could work with are refused by the name of their setting."""
 
+import resource
+
 import pytest
 from settings import configured
 
@@ -89,3 +91,12 @@ def test_a_folder_of_checkpoints_has_a_name_and_is_not_the_runs_own(tmp_path):
         check(configured([*wanted, "checkpoint.folder=' '"]))
     with pytest.raises(ConfigError, match=r"checkpoint\.folder=.* is run\.directory itself"):
         check(configured([*wanted, f"checkpoint.folder={tmp_path}/"]))
+
+
+@pytest.mark.parametrize(("most", "cure"), [(4096, "command."), (64, "command, as far as")])
+def test_too_few_open_files_are_told_before_ray_starts(monkeypatch, most, cure):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, most))
+    said = rf"may open 64 files here \(ulimit -n\), .* `ulimit -n 4096` before the {cure}"
+    with pytest.raises(ConfigError, match=said):
+        check(configured(HERE))
+    check(configured([*HERE, "run.dry=true"]))
