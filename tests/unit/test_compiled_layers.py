@@ -31,6 +31,7 @@ def attention():
     AttentionInterface.register(NAME, packed_attention)
 
 
+@pytest.mark.long
 def test_compiled_layers_that_are_sharded_and_repeated_learn_the_same(mesh, monkeypatch, caplog):
     monkeypatch.setattr(fsdp, "SMALL_MODEL_BYTES", 0)
     settings = {"gradient_checkpointing": "full", "tokens_per_microbatch": 60}
