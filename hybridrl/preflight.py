@@ -71,6 +71,7 @@ def load_inputs(
         HybridRLError: with everything that is wrong with them.
     """
     from hybridrl.models import load_config, load_tokenizer
+    from hybridrl.models.adapters import check_targets
 
     trainer = load_trainer(config.trainer.name)
     kind = trainer.DATA
@@ -85,6 +86,7 @@ def load_inputs(
         with problems.noted():
             path = inputs.model_folder(config, folder)
             model = load_config(path)
+            check_targets(model, config.actor.lora)
         with problems.noted():
             named = config.model.tokenizer or path
             tokenizer = load_tokenizer(named) if named else None

@@ -6,16 +6,18 @@ The model stays a plain transformers model: `save_pretrained` writes the adapter
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from hybridrl.config.schema import LoraSettings
-from hybridrl.errors import ConfigError, MissingPackageError
+from hybridrl.errors import ConfigError, MissingPackageError, nearest
 
 ADAPTER = "default"
 """The one adapter that a model has here."""
@@ -43,6 +45,8 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int = 0) 
             "pip install 'hybridrl[lora]'."
         ) from error
     scalar = hasattr(model, HEAD)
+    if not scalar:  # which has no `lm_head`, and the targets are those of all roles
+        _check_named(model, settings)
     adapter = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
@@ -56,6 +60,39 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int = 0) 
     except ValueError as error:
         raise ConfigError(f"actor.lora.targets={settings.targets}: {error}") from error
     _draw(model, seed)
+
+
+def check_targets(config: PretrainedConfig, settings: LoraSettings) -> None:
+    """Refuses targets that a language model of this architecture lacks, without its weights.
+
+    Raises:
+        ConfigError: if `lora.targets` names no module of the model.
+    """
+    is_usual = settings.rank is None or settings.targets == ALL
+    if is_usual or importlib.util.find_spec("peft") is None:  # which is told elsewhere
+        return
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    except ValueError:  # it is no language model, which is told elsewhere, too
+        return
+    add_adapters(model, settings)
+
+
+def _check_named(model: PreTrainedModel, settings: LoraSettings) -> None:
+    """Refuses a name in the list of targets that is none of the model's: peft overlooks it if
+    another is there."""
+    if isinstance(settings.targets, str):
+        return
+    names = [f".{name}" for name, _ in model.named_modules()]
+    for target in settings.targets:
+        if not any(name.endswith(f".{target}") for name in names):
+            found = (name for name, m in model.named_modules() if type(m) is nn.Linear)
+            linear = {name.rpartition(".")[2] for name in found}
+            raise ConfigError(
+                f"actor.lora.targets={list(settings.targets)}: the model has no module `{target}`; "
+                f"its linear layers are {', '.join(sorted(linear))}.{nearest(target, linear)}"
+            )
 
 
 def _targets(model: PreTrainedModel, settings: LoraSettings) -> str | list[str]:

@@ -269,6 +269,11 @@ CASES = [
     Case("sound", changed(sound), WORKS),
     Case("in two files", changed(split("nothing")), WORKS),
     Case("a token for padding that the model has not", changed(padded_tokenizer), WORKS),
+    Case(
+        "adapters beside no module",
+        changed(sound, "actor.lora.rank=4", "actor.lora.targets=[q_proj,nope]", "warmup.steps=0"),
+        "actor.lora.targets=.*no module `nope`; its linear layers are",
+    ),
     # config.json
     Case("no config.json", changed(without("config.json")), "has no config.json"),
     Case("config.json is empty", changed(written("config.json", "")), "config.json could not be"),

@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     LlamaConfig,
     Qwen2Config,
+    T5Config,
 )
 
 from hybridrl.algorithms import BradleyTerry, Segments, negative_log_likelihood, token_weights
@@ -26,7 +27,7 @@ from hybridrl.models import (
     unread_model,
     unread_scalar_model,
 )
-from hybridrl.models.adapters import add_adapters, has_adapters
+from hybridrl.models.adapters import add_adapters, check_targets, has_adapters
 from hybridrl.models.attention import NAME
 from hybridrl.models.shrunk import shrunk
 from hybridrl.workers.reward_model import sample_scores
@@ -236,8 +237,15 @@ def test_targets_can_be_named(base):
 
 def test_targets_that_name_nothing_are_a_sentence(base):
     model = load_model(str(base["qwen2"]), "float32")
-    with pytest.raises(ConfigError, match=r"^actor\.lora\.targets=\['query'\]: .*query"):
-        add_adapters(model, LoraSettings(rank=2, targets=["query"]))
+    with pytest.raises(ConfigError, match=r"^actor\.lora\.targets=query: .*query"):
+        add_adapters(model, LoraSettings(rank=2, targets="query"))
+    config, wrong = model.config, r"=\['v_proj', 'qproj'\]: .* no module `qproj`.* `q_proj`\?"
+    with pytest.raises(ConfigError, match=wrong):
+        check_targets(config, LoraSettings(rank=2, targets=["v_proj", "qproj"]))
+    for right in (["v_proj", "self_attn.q_proj"], r".*\.q_proj", "all-linear"):
+        check_targets(config, LoraSettings(rank=2, targets=right))
+    check_targets(config, LoraSettings(rank=None, targets=["nope"]))
+    check_targets(T5Config(), LoraSettings(rank=2, targets=["nope"]))
 
 
 def test_adapters_begin_by_their_seed_and_names_alone(base):
