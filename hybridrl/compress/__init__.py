@@ -1,0 +1,5 @@
+"""Fewer bytes for tensors that travel: pure codecs, which know no model, rank or link."""
+
+from .codec import Codec
+
+__all__ = ["Codec"]
