@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "placement": {"core", "controller"},
     "reshard": {"core"},
     "checkpoint": {"core"},
+    "compress": {"core"},
     "parallel": {"core", "models", "=controller", "=controller.worker"},
     "rollout": {"core", "models"},
     "engine": {
