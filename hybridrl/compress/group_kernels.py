@@ -11,10 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .hadamard import WIDTH
+from .hadamard import REST, WIDTH
 
 SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
 MIXED = tl.constexpr(WIDTH)
+UNMIXED = tl.constexpr(REST)
 ROUNDING = tl.constexpr(1.5 * 2**23)
 """Added to a smaller number and taken away again it leaves the nearest integer."""
 VALUES_PER_PROGRAM = 2048
@@ -67,7 +68,7 @@ def _encode(
     value = tl.load(values + at, mask=at < numel, other=0.0).to(tl.float32)
     if MIX:
         mixed = _times_h(value * (1.0 / MIXED), ROWS, GROUP)
-        value = tl.where(at < numel // MIXED * MIXED, mixed, value)
+        value = tl.where(at < numel // MIXED * MIXED, mixed, value * UNMIXED)
     magnitude = tl.abs(value)
     finite = magnitude < float("inf")
     lost = tl.max(tl.where(finite, 0, 1), 1) > 0
@@ -115,7 +116,8 @@ def _decode(
         half: tl.constexpr = 1 << (BITS - 1)
         unit = ((code ^ half) - half).to(tl.float32)
     if MIX:
-        unit = tl.where(at < numel // MIXED * MIXED, _times_h(unit, ROWS, GROUP), unit)
+        unmixed = _times_h(unit, ROWS, GROUP)
+        unit = tl.where(at < numel // MIXED * MIXED, unmixed, unit * (1.0 / UNMIXED))
     scale = tl.load(scales + row, mask=row * GROUP < numel, other=0.0)
     value = unit * scale[:, None]
     if BFLOAT16:

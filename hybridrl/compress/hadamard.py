@@ -6,6 +6,10 @@ import torch
 
 WIDTH = 32
 """Values that are mixed: SDP4Bit's choice (arXiv 2410.15526, section 3.2), a warp of a GPU."""
+REST = 1 / 8
+"""What the values after the last 32 are multiplied by, which stay unmixed: about what mixing does
+to values that are alike (1 / sqrt(32)), as a power of two, which rounds nothing. Else they would be
+the largest of their group, and its scale too coarse for the others."""
 
 
 def mix(values: torch.Tensor) -> torch.Tensor:
@@ -13,32 +17,33 @@ def mix(values: torch.Tensor) -> torch.Tensor:
     H H = 32, so `unmix` undoes it.
 
     Args:
-        values: Float32, flat. The last `numel % 32` of them stay as they are.
+        values: Float32, flat. The last `numel % 32` of them are not mixed but divided by 8.
 
     Returns:
         A new tensor. No result is larger than the largest of its 32 values.
     """
     # An exact product, and first, lest the sum of 32 large numbers be infinite.
-    return _times_h(values, 1 / WIDTH)
+    return _times_h(values, 1 / WIDTH, REST)
 
 
 def unmix(values: torch.Tensor) -> torch.Tensor:
     """H x of each 32 consecutive values x: exact where they are integers of at most 19 bits.
 
     Args:
-        values: Float32, flat. The last `numel % 32` of them stay as they are.
+        values: Float32, flat. The last `numel % 32` of them are multiplied by 8.
     """
-    return _times_h(values, 1.0)
+    return _times_h(values, 1.0, 1 / REST)
 
 
-def _times_h(values: torch.Tensor, factor: float) -> torch.Tensor:
+def _times_h(values: torch.Tensor, factor: float, rest: float) -> torch.Tensor:
     """H x times a power of two. Values are added in pairs at distances 1, 2, 4, 8 and 16 on every
     device, so that all get the same bits."""
     rows = len(values) // WIDTH
-    transformed = values.clone()
-    whole = transformed[: rows * WIDTH].view(rows, WIDTH)
+    transformed = values * rest
+    shape = (rows, WIDTH)
+    given, whole = (one[: rows * WIDTH].view(shape) for one in (values, transformed))
     # One column for each 32 values: what is added then lies far apart, in long stretches.
-    terms, sums = (whole * factor).t().contiguous(), whole.new_empty(WIDTH, rows)
+    terms, sums = (given * factor).t().contiguous(), whole.new_empty(WIDTH, rows)
     distance = 1
     while distance < WIDTH:
         shape = (WIDTH // (2 * distance), 2, distance, rows)

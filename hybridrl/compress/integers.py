@@ -25,8 +25,8 @@ class GroupedIntegers(GroupCodec):
         bits: 8 or 4.
         group: Values that share a scale: a power of two from 32 to 8192.
         hadamard: Mix each 32 values before rounding and undo it after (see `mix`; the last
-            `numel % 32` values are left out). It helps where few values are far larger than their
-            neighbours. The norm of 32 errors is then at most 16 scales of what is mixed.
+            `numel % 32` values are only scaled). It helps where few values are far larger than
+            their neighbours. The norm of 32 errors is then at most 16 scales of what is mixed.
 
     Raises:
         ConfigError: if `bits` or `group` is something else.

@@ -126,9 +126,19 @@ def test_mixing_is_sylvesters_hadamard_matrix():
     for _ in range(5):
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
     integers = torch.randint(-127, 128, (4 * 32 + 5,)).float()
-    wanted = torch.cat(((integers[:128].view(4, 32) @ matrix).view(-1), integers[128:]))
-    assert unmix(integers).equal(wanted)
-    assert mix(integers)[:128].equal(wanted[:128] / 32) and mix(integers)[128:].equal(wanted[128:])
+    whole, rest = (integers[:128].view(4, 32) @ matrix).view(-1), integers[128:]
+    assert unmix(integers).equal(torch.cat((whole, rest * 8)))
+    assert mix(integers).equal(torch.cat((whole / 32, rest / 8)))
+
+
+@pytest.mark.parametrize("numel", [127, 128, 129])
+def test_what_is_left_over_of_mixing_spoils_no_scale(numel):
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    plain, mixed = (
+        (there_and_back(GroupedIntegers(4, 128, hadamard), values) - values).norm()
+        for hadamard in (False, True)
+    )
+    assert mixed < 1.3 * plain
 
 
 def test_mixing_helps_where_an_outlier_is():
