@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.trainers.role_spec import played_by
 
 if TYPE_CHECKING:
-    from hybridrl.config.schema import PlacementConfig
+    from hybridrl.config.schema import Config
     from hybridrl.controller import WorkerGroup
     from hybridrl.controller.executor import Executor
     from hybridrl.placement.separated_actor import SeparatedActor
@@ -26,18 +26,22 @@ def build_groups(job: Built, executor: Executor) -> dict[str, Any]:
     for group in groups.values():
         group.ready()
     if job.placement.is_separated:
-        groups["actor"] = _joined_actor(groups["actor"], groups["generator"], job.config.placement)
+        groups["actor"] = _joined_actor(groups["actor"], groups["generator"], job.config)
     for role in job.roles:
         groups[role] = groups[played_by(job.roles, role, job.config)]
     return groups
 
 
-def _joined_actor(
-    trainer: WorkerGroup, generator: WorkerGroup, flow: PlacementConfig
-) -> SeparatedActor:
+def _joined_actor(trainer: WorkerGroup, generator: WorkerGroup, config: Config) -> SeparatedActor:
     from hybridrl.placement.separated_actor import SeparatedActor
 
+    flow = config.placement
     store = flow.transport == "store" or (flow.transport == "auto" and flow.staleness > 1)
     return SeparatedActor(
-        trainer, generator, staleness=flow.staleness, in_flight=flow.in_flight, store=store
+        trainer,
+        generator,
+        staleness=flow.staleness,
+        in_flight=flow.in_flight,
+        store=store,
+        weight_sync="full" if store else config.rollout.weight_sync,
     )

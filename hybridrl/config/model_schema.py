@@ -29,6 +29,9 @@ VLLM = With("rollout.engine=vllm")
 EPISODES = With("rollout.episode")
 ANNEALED = With("actor.optimizer.schedule=linear", "actor.optimizer.schedule=cosine")
 LORA = With("actor.lora.rank")
+APART = With(
+    "placement.strategy=separation", "placement.strategy=explicit", "placement.strategy=file"
+)
 
 
 @dataclass
@@ -249,3 +252,9 @@ class RolloutConfig:
     more for each token."""
     verify_weights: bool = False
     """Compare all weights of the generator with the trainer's after each sync; slow."""
+    weight_sync: Annotated[str, OneOf("auto", "full", "delta"), APART] = "auto"
+    """What travels when the generator has devices of its own and gets new weights: `full`, all of
+    them; `delta`, what has changed, exactly; or `auto`, what takes less time on the link that there
+    is, measured. Differences take a copy of the weights in the memory of the host, on each side."""
+    weight_sync_refresh: Annotated[NonNegativeInt, With("rollout.weight_sync=delta")] = 0
+    """Each so many syncs all weights travel, and not what has changed; 0: the first time only."""

@@ -7,6 +7,7 @@ gets there. What waits is the side that is early.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridrl.compress.weight_message import FULL
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import synchronize
+from hybridrl.engine.sync_choice import AUTO, SyncChoice
 from hybridrl.engine.train import TrainEngine
 from hybridrl.engine.weight_sync import SyncCost, WeightSync
 from hybridrl.errors import ConfigError, RolloutError
@@ -36,9 +39,14 @@ class WeightChannel:
         verify: Send all weights whole besides and compare them; as slow as that.
         adapters: Of a model that has any, they alone go.
         parcels: Weights do not travel in the group but as parcels: `pack` and `unpack`.
+        method: `rollout.weight_sync`.
+        refresh: `rollout.weight_sync_refresh`.
 
     Attributes:
         count: How many times weights were sent, or received, by this rank.
+
+    Raises:
+        ConfigError: if weights have to go whole and the settings want it otherwise.
     """
 
     def __init__(
@@ -51,13 +59,22 @@ class WeightChannel:
         verify: bool = False,
         adapters: bool = False,
         parcels: bool = False,
+        method: str = FULL,
+        refresh: int = 0,
     ) -> None:
         self._group, self._dtype, self._device = group, dtype, device
         self._train, self._rollout = train, rollout
         self._sync = WeightSync.across(group, dtype, device, train, rollout)
         self._adapters = adapters
         self._verify = verify and self._sync is not None
+        self._choice = SyncChoice(method, refresh)
         self.count = 0
+        if self._sync is None and method not in (AUTO, FULL):
+            raise ConfigError(
+                f"rollout.weight_sync={method} needs weights that travel box by box, and these "
+                "have to go whole: adapters (actor.lora), or an architecture that rollout.engine "
+                "cannot take apart. Set rollout.weight_sync=auto."
+            )
         if parcels:
             self._prepare_parcels()
 
@@ -67,7 +84,7 @@ class WeightChannel:
         self.count += 1
         if self._group.rank() == 0:
             store_of(self._group).set(f"sent/{self.count}", str(version))
-        cost = None if self._sync is None else self._sync.run()
+        cost = None if self._sync is None else self._run()
         if self._sync is None or self._verify:
             self._send_whole()
         return cost
@@ -82,7 +99,7 @@ class WeightChannel:
         """Takes the next weights that were, or will be, sent; gives their version. Collective."""
         self.count += 1
         version = int(store_of(self._group).get(f"sent/{self.count}"))
-        cost = None if self._sync is None else self._sync.run()
+        cost = None if self._sync is None else self._run()
         if self._sync is None:
             self._rollout.load(self._receive_whole())
         elif self._verify and (wrong := self._rollout.differences(self._receive_whole())):
@@ -113,6 +130,26 @@ class WeightChannel:
         self._receiver.take(writer.write, _as_parcels(parcels))
         writer.finish()
         synchronize(self._device)
+
+    def _run(self) -> SyncCost:
+        """One sync by the method that is set, or by the one that was the fastest so far."""
+        keeps, method = self._choice.keeps, self._choice.method()
+        if not self._choice.measures:
+            return self._sync.run_coded(method, self.count) if keeps else self._sync.run()
+        self._highest(0.0)  # who is late is late for both methods
+        begin = time.perf_counter()
+        cost = self._sync.run_coded(method, self.count) if keeps else self._sync.run()
+        synchronize(self._device)
+        self._choice.note(method, self._highest(time.perf_counter() - begin))
+        if not self._choice.keeps and self._sync.coded is not None:
+            self._sync.coded.forget()
+        return cost
+
+    def _highest(self, number: float) -> float:
+        """Of all ranks, and when they have all come."""
+        said = torch.tensor([number], dtype=torch.float64)
+        dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group)
+        return float(said)
 
     def _prepare_parcels(self) -> None:
         """Works out who makes and who takes which parcels. Collective."""

@@ -26,6 +26,7 @@ class SeparatedActor:
         in_flight: The generator takes weights as soon as the trainer has them, between two tokens.
         store: Weights travel as parcels in the object store, and the trainer never waits for the
             generator; otherwise by collectives.
+        weight_sync: How they are compressed, as the setting `rollout.weight_sync`.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class SeparatedActor:
         staleness: int,
         in_flight: bool,
         store: bool,
+        weight_sync: str,
     ) -> None:
         self._trainer, self._generator = trainer, generator
         self._staleness, self._in_flight, self._store = staleness, in_flight, store
@@ -46,8 +48,8 @@ class SeparatedActor:
         rendezvous = trainer.open_rendezvous().get()
         ranks = (len(trainer.devices), len(generator.devices))
         joined = (
-            trainer.join_generator(rendezvous, ranks[1], store),
-            generator.join_trainer(rendezvous, ranks[0], store),
+            trainer.join_generator(rendezvous, ranks[1], store, weight_sync),
+            generator.join_trainer(rendezvous, ranks[0], store, weight_sync),
         )
         for handle in joined:
             handle.get()

@@ -86,9 +86,15 @@ class GeneratorWorker(ModelWorker):
         return self._mesh.coordinates(self.context.rank)
 
     @transfer(ONE_TO_ALL)
-    def join_trainer(self, rendezvous: Rendezvous, senders: int, parcels: bool) -> None:
-        """Meets the ranks that train, which come before those of this group; `parcels`: to take
-        weights by `load_weights`."""
+    def join_trainer(
+        self, rendezvous: Rendezvous, senders: int, parcels: bool, weight_sync: str
+    ) -> None:
+        """Meets the ranks that train, which come before those of this group.
+
+        Args:
+            parcels: To take weights by `load_weights`.
+            weight_sync: As the setting `rollout.weight_sync`.
+        """
         rank, size = senders + self.context.rank, senders + self.context.world_size
         group = process_group.join_world(
             "weights", rank, size, rendezvous, self.context.device_kind
@@ -101,6 +107,8 @@ class GeneratorWorker(ModelWorker):
             rollout=self._engine,
             verify=self._config.verify_weights,
             parcels=parcels,
+            method=weight_sync,
+            refresh=self._config.weight_sync_refresh,
         )
 
     @transfer(ONE_TO_ALL)
