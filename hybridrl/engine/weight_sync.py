@@ -17,7 +17,7 @@ from hybridrl.core.layout import Layout
 from hybridrl.core.plan import plan
 from hybridrl.engine.train import TrainEngine
 from hybridrl.parallel.values import all_values
-from hybridrl.reshard.coded import CodedReshard
+from hybridrl.reshard.coded import CodedReshard, CodedTraffic
 from hybridrl.reshard.collectives import Reshard
 from hybridrl.reshard.in_process import reshard_in_process
 from hybridrl.reshard.parcels import Read, Traffic
@@ -163,6 +163,10 @@ class WeightSync:
         traffic = self.coded(read, write, method, version)
         if writer is not None:
             writer.finish()
+        return self.cost(method, traffic)
+
+    def cost(self, method: str, traffic: CodedTraffic) -> SyncCost:
+        """Of a sync by messages of differences."""
         return SyncCost(
             *(traffic.received, traffic.sent, self._peak, self._redundant, traffic.buffer, method),
             *(traffic.changed, traffic.compared, traffic.encode_seconds, traffic.record),

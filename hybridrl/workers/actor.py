@@ -256,6 +256,15 @@ class ActorWorker(TrainedModelWorker):
         """The weights of now as parcels, for the generator's `load_weights`."""
         with self.phase("sync"):
             parcels, numbers, total = self._channel.pack()
+        report_compression(self, self._channel.cost)
+        return PartialTable(parcels, np.asarray(numbers, dtype=np.int64), total)
+
+    @transfer(THREE_D_ALL_MICRO_DP)
+    def pack_whole_weights(self) -> Batch:
+        """The same weights as the last `pack_weights`, none of them as differences, for a generator
+        that cannot use those."""
+        with self.phase("sync"):
+            parcels, numbers, total = self._channel.pack_whole()
         return PartialTable(parcels, np.asarray(numbers, dtype=np.int64), total)
 
     def counters(self) -> dict[str, int]:

@@ -127,7 +127,20 @@ class GeneratorWorker(ModelWorker):
         """Takes weights that came as parcels."""
         with self.phase("sync"):
             self._channel.unpack(parcels)
+        report_sync(self, self._channel.cost)
         self._version = version
+
+    def lacking_parcels(self) -> np.ndarray:
+        """The numbers of those that the last `load_weights` could not use."""
+        return np.asarray(self._channel.lacking, dtype=np.int64)
+
+    @transfer(ONE_TO_ALL, rows=lacking_parcels)
+    def complete_weights(self, parcels: Batch) -> None:
+        """Takes what the last `load_weights` lacked from parcels of whole weights."""
+        if self._channel.lacking:
+            with self.phase("sync"):
+                self._channel.complete(parcels)
+            report_sync(self, self._channel.cost)
 
     @transfer(ONE_TO_ALL, reads=("prompt_ids",), may_read=is_of_data)
     def start_sequences(self, batch: Batch, sampling: Sampling) -> None:
