@@ -61,6 +61,10 @@ class LayoutError(HybridRLError):
     """Two layouts of the same tensors do not fit together. Names the tensor and the part."""
 
 
+class CodecError(HybridRLError):
+    """Values, bytes and a codec do not fit together. Names what was expected."""
+
+
 class RolloutError(HybridRLError):
     """Generation did not keep to the tokens of a sample. Names the tokens."""
 

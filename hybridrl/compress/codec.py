@@ -33,6 +33,9 @@ class Codec(Protocol):
 
         Returns:
             `out`, or new memory like it.
+
+        Raises:
+            CodecError: if values or memory are not as described.
         """
         ...
 
@@ -46,5 +49,8 @@ class Codec(Protocol):
 
         Returns:
             A new flat tensor of `numel` values on the device of the bytes.
+
+        Raises:
+            CodecError: if these are not as many bytes as so many values have.
         """
         ...

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +32,24 @@ and so few rounds that starting their collectives does not count."""
 BFLOAT16_FROM = {"cpu": 8_000_000}
 """Parameters. On a CPU with the instructions an update takes half of float32's time (seen at 4 to
 34 million parameters); what is smaller has little to gain."""
+
+
+VALUES_AT_A_TIME = {"cpu": 1 << 18}
+"""Of a codec, which goes over its values many times: what a processor's caches hold with all that
+is made of it."""
+VALUES_OF_ACCELERATORS = 1 << 26
+"""A few hundred MiB at a time, and so few kernels that starting them does not count."""
+
+
+def values_at_a_time(kind: str) -> int:
+    """How many values a device of this kind is to encode before it goes on with others."""
+    return VALUES_AT_A_TIME.get(kind, VALUES_OF_ACCELERATORS)
+
+
+@cache
+def runs_triton(kind: str) -> bool:
+    """Whether Triton compiles kernels for such a device, and is here."""
+    return kind == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def logits_at_a_time(kind: str) -> int:

@@ -1,0 +1,71 @@
+"""Whether the kernels of compress/ give the bits of the reference, in Triton's interpreter.
+
+A program, for the interpreter has to be chosen before Triton is imported.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from hybridrl.compress import GroupedFloat8, GroupedIntegers
+from hybridrl.compress.group_kernels import decode, encode
+
+CODECS = [
+    *(GroupedIntegers(8, 2048), GroupedIntegers(8, 64, hadamard=True), GroupedIntegers(4, 32)),
+    *(GroupedIntegers(4, 128, hadamard=True), GroupedIntegers(4, 4096), GroupedFloat8(128)),
+]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def odd_values(numel: int, generator: torch.Generator) -> torch.Tensor:
+    """Of many magnitudes, with zeros, numbers that almost are, halves, and some that are none."""
+    normal, spread = torch.randn(2, numel, generator=generator)
+    values = normal * torch.exp(5 * spread)
+    for begin in range(0, numel, 311):
+        part = values[begin : begin + 150]
+        kind = int(torch.randint(7, (), generator=generator))
+        if kind == 0:
+            part.zero_()
+        elif kind == 1:
+            part.mul_(1e-38)
+        elif kind == 2:
+            part.copy_((part * 2).round().clamp(-14, 14) / 2)
+        elif kind == 3:
+            part.mul_(1e30)
+        elif kind == 4:
+            part[-1] = (float("nan"), float("inf"), float("-inf"))[begin % 3]
+    return values
+
+
+def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """The bits, but for those of a NaN."""
+    bits = (one.nan_to_num(nan=7.0).view(torch.uint8) for one in (ours, theirs))
+    return torch.equal(*bits) and ours.isnan().equal(theirs.isnan())
+
+
+def main() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for codec in CODECS:
+        sizes = [1, 33, *torch.randint(34, 9000, (4,), generator=generator).tolist()]
+        for at, numel in enumerate(sizes):
+            dtype = DTYPES[at % 3]
+            values = odd_values(numel, generator).to(dtype)
+            # The interpreter reads bfloat16 of such a size wrongly.
+            values[values.abs() < torch.finfo(dtype).tiny] = 0
+            wanted = codec.encode(values)
+            groups = -(-numel // codec.group)
+            scales = torch.full((groups,), 5.0)
+            codes = torch.full((len(wanted) - 4 * groups,), 0x5A, dtype=torch.uint8)
+            encode(values, scales, codes, codec.largest, **codec.kind())
+            case = f"{codec}, {numel} values of {dtype}"
+            assert same(scales, wanted[: 4 * groups].view(torch.float32)), f"scales of {case}"
+            assert codes.equal(wanted[4 * groups :]), f"codes of {case}"
+            for dtype in DTYPES:
+                decoded = torch.full((numel,), 5.0, dtype=dtype)
+                decode(decoded, scales, codes, **codec.kind())
+                assert same(decoded, codec.decode(wanted, numel, dtype)), f"{dtype} of {case}"
+
+
+main()
