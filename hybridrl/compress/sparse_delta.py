@@ -112,12 +112,6 @@ def decode(data: Tensor, old: Tensor) -> Tensor:
     return new
 
 
-def changed_of(data: Tensor, numel: int) -> int:
-    """How many of `numel` values an encoded difference changes: all, where it is the buffer."""
-    form, changed, *_ = _read_header(data)
-    return numel if form == FULL else changed
-
-
 def _gaps(places: Tensor, most: int) -> Tensor | None:
     """Before each changed value the number of those that are not, a byte each; None: more than
     `most`."""

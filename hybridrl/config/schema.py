@@ -28,6 +28,7 @@ from hybridrl.config.bounds import (
 from hybridrl.config.model_schema import (
     APART,
     CHECKPOINTING,
+    LOSSY_SYNC,
     ActorConfig,
     CriticConfig,
     LoraSettings,
@@ -49,6 +50,7 @@ from hybridrl.config.objective_schema import (
 
 __all__ = [
     "CHECKPOINTING",
+    "LOSSY_SYNC",
     "ActorConfig",
     "AlgorithmConfig",
     "CheckpointConfig",

@@ -61,7 +61,7 @@ def test_a_single_change_is_found_at_the_ends_of_gaps(where):
     new[where] = 7.0
     data = sparse_delta.encode(old, new)
     assert same_bits(sparse_delta.decode(data, old), new)
-    assert len(data) < 45 and sparse_delta.changed_of(data, len(old)) == 1
+    assert len(data) < 45
 
 
 @pytest.mark.parametrize(("share", "smaller"), [(0.03, 32), (0.1, 9.5), (0.2, 6), (0.5, 3)])
@@ -72,7 +72,6 @@ def test_bytes_of_bfloat16_by_the_share_that_changed(share, smaller):
     new[::20_000] = 1.0
     data = sparse_delta.encode(old, new)
     assert new.nbytes / len(data) > smaller
-    assert sparse_delta.changed_of(data, len(old)) == int((new != old).sum())
     assert same_bits(sparse_delta.decode(data, old), new)
 
 
