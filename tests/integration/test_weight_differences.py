@@ -8,6 +8,7 @@ from layout_cases import cut
 from ranks import run_ranks
 from test_weights_as_parcels import Part
 
+from hybridrl.compress.weight_message import checksum
 from hybridrl.config.schema import ActorConfig
 from hybridrl.core.boxes import extent, volume
 from hybridrl.engine.train import TrainEngine
@@ -18,6 +19,7 @@ from hybridrl.parallel.mesh import ParallelMesh
 
 TRAINERS, GENERATORS = 2, 3
 SYNCS = 4
+LOSSY = ("int8", "int4_delta")
 
 
 class Link:
@@ -61,7 +63,7 @@ def program(rank):
     torch.set_num_threads(1)
     train = train_for(rank)
     found = {}
-    for method in ("full", "delta", "auto"):
+    for method in ("full", "delta", "auto", *LOSSY):
         found[method] = run(rank, train, method, damages=0)
     found["damaged"] = run(rank, train, "delta", damages=1)
     return found
@@ -70,7 +72,7 @@ def program(rank):
 def run(rank, train, method, damages):
     rollout = None if train is not None else Part(rank - TRAINERS, GENERATORS)
     channel = WeightChannel(dist.group.WORLD, torch.bfloat16, CPU, train, rollout, method=method)
-    found = {"bytes": [], "same": [], "costs": []}
+    found = {"bytes": [], "same": [], "costs": [], "records": []}
     real = dist.all_to_all_single
     for sync in range(SYNCS):
         if train is not None:
@@ -84,10 +86,17 @@ def run(rank, train, method, damages):
             dist.all_to_all_single = real
         found["bytes"].append(link.bytes)
         found["costs"].append(cost)
-        found["same"].append(rollout is None or holds(rollout, whole[0]))
-        if method == "delta" and train is None:
-            found["same"].append(same_record(channel, rollout))
+        if method not in LOSSY:
+            found["same"].append(rollout is None or holds(rollout, whole[0]))
+        if method == "delta" or method in LOSSY:
+            found["records"].append(records(channel))
+            found["same"].append(rollout is None or same_record(channel, rollout))
     return found
+
+
+def records(channel):
+    """The checksums of what is held of each message."""
+    return sorted(checksum(values) for _, values in channel._sync.coded.records())
 
 
 def same_record(channel, rollout):
@@ -110,10 +119,20 @@ def ranks(tmp_path_factory):
     return run_ranks(program, tmp_path_factory.mktemp("ranks"), TRAINERS + GENERATORS)
 
 
-@pytest.mark.parametrize("method", ["full", "delta", "auto", "damaged"])
+@pytest.mark.parametrize("method", ["full", "delta", "auto", "damaged", *LOSSY])
 def test_the_generators_weights_are_the_trainers_at_every_version(method, ranks):
     for of_rank in ranks:
         assert all(of_rank[method]["same"]) and len(of_rank[method]["same"]) >= SYNCS
+
+
+@pytest.mark.parametrize("method", ["delta", "damaged", *LOSSY])
+def test_the_receivers_records_are_those_of_the_senders(method, ranks):
+    for sync in range(SYNCS):
+        sent, received = (
+            sorted(found for of_rank in side for found in of_rank[method]["records"][sync])
+            for side in (ranks[:TRAINERS], ranks[TRAINERS:])
+        )
+        assert sent == received and sent  # each message of this plan has one receiver
 
 
 def test_differences_are_small(ranks):
