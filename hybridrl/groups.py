@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.trainers.role_spec import played_by
 
 if TYPE_CHECKING:
-    from hybridrl.config.schema import PlacementConfig
+    from collections.abc import Sequence
+
+    from hybridrl.config.schema import Config
     from hybridrl.controller import WorkerGroup
     from hybridrl.controller.executor import Executor
+    from hybridrl.core.cluster import Device
     from hybridrl.placement.separated_actor import SeparatedActor
     from hybridrl.roles import Built
 
@@ -26,7 +29,9 @@ def build_groups(job: Built, executor: Executor) -> dict[str, Any]:
     for group in groups.values():
         group.ready()
     if job.placement.is_separated:
-        groups["actor"] = _joined_actor(groups["actor"], groups["generator"], job.config.placement)
+        groups["actor"] = _joined_actor(
+            groups["actor"], groups["generator"], job.config, executor.cluster.devices
+        )
     for role in job.roles:
         groups[role] = groups[played_by(job.roles, role, job.config)]
     return groups
@@ -47,11 +52,22 @@ def check_planned_faults(job: Built) -> None:
 
 
 def _joined_actor(
-    trainer: WorkerGroup, generator: WorkerGroup, flow: PlacementConfig
+    trainer: WorkerGroup, generator: WorkerGroup, config: Config, devices: Sequence[Device]
 ) -> SeparatedActor:
     from hybridrl.placement.separated_actor import SeparatedActor
 
+    flow = config.placement
     store = flow.transport == "store" or (flow.transport == "auto" and flow.staleness > 1)
+    method = config.rollout.weight_sync
+    if store and method == "auto":
+        # On one node the object store is shared memory, and nothing travels.
+        nodes = {devices[number].node for number in (*trainer.devices, *generator.devices)}
+        method = "delta" if len(nodes) > 1 else "full"
     return SeparatedActor(
-        trainer, generator, staleness=flow.staleness, in_flight=flow.in_flight, store=store
+        trainer,
+        generator,
+        staleness=flow.staleness,
+        in_flight=flow.in_flight,
+        store=store,
+        weight_sync=method,
     )

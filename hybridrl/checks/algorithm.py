@@ -219,10 +219,16 @@ def _check_samples(config: Config) -> None:
     if not is_off_policy(config) or algorithm.correction != "none":
         return
     if not weighs_by_ratio(algorithm.policy_loss):
-        stale = "staleness" if config.placement.staleness else "in_flight"
+        flow = config.placement
+        found = {
+            "placement.staleness": flow.staleness,
+            "placement.in_flight": flow.in_flight,
+            "rollout.weight_sync": rollout.weight_sync,
+        }
+        name = next(name for name, value in found.items() if value)
         raise ConfigError(
-            f"placement.{stale}={getattr(config.placement, stale)} learns from samples of an older "
-            f"policy, and algorithm.policy_loss={algorithm.policy_loss} takes them for the "
-            "policy's own. Set algorithm.correction=truncate, or a loss with a ratio: "
+            f"{name}={found[name]} learns from samples of another policy, and "
+            f"algorithm.policy_loss={algorithm.policy_loss} takes them for the policy's own. Set "
+            "algorithm.correction=truncate, or a loss with a ratio: "
             "algorithm.policy_loss=ppo_clip."
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridrl.config.schema import Config
+from hybridrl.config.schema import LOSSY_SYNC, Config
 from hybridrl.errors import ConfigError, check_all
 from hybridrl.rollout.vllm_options import check_engine_options
 
@@ -27,6 +27,12 @@ def _check_sampling(config: Config) -> None:
 
 def _check_engine(config: Config) -> None:
     rollout = config.rollout
+    if rollout.verify_weights and rollout.weight_sync in LOSSY_SYNC:
+        raise ConfigError(
+            f"rollout.weight_sync={rollout.weight_sync} brings weights to the generator that are "
+            "not quite the trainer's, and rollout.verify_weights=true ends the job for that. Set "
+            "rollout.verify_weights=false: what travels has a checksum."
+        )
     if options := rollout.engine_options:
         if rollout.engine == "transformers":
             raise ConfigError(

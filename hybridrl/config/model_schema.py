@@ -29,6 +29,12 @@ VLLM = With("rollout.engine=vllm")
 EPISODES = With("rollout.episode")
 ANNEALED = With("actor.optimizer.schedule=linear", "actor.optimizer.schedule=cosine")
 LORA = With("actor.lora.rank")
+APART = With(
+    "placement.strategy=separation", "placement.strategy=explicit", "placement.strategy=file"
+)
+LOSSY_SYNC = ("int8", "int4_delta")
+"""Ways of `rollout.weight_sync` by which the generator's weights are not quite the trainer's."""
+ROUGH = With(*(f"rollout.weight_sync={name}" for name in LOSSY_SYNC))
 
 
 @dataclass
@@ -249,3 +255,11 @@ class RolloutConfig:
     more for each token."""
     verify_weights: bool = False
     """Compare all weights of the generator with the trainer's after each sync; slow."""
+    weight_sync: Annotated[str, OneOf("auto", "full", "delta", *LOSSY_SYNC), APART] = "auto"
+    """What travels when the generator has devices of its own and gets new weights: `full`, all of
+    them; `delta`, what has changed, exactly; `auto`, whichever of these takes less time on the link
+    that there is, measured; or roughly, which `mismatch/` shows and `algorithm.correction`
+    corrects: `int8`, the weights in 8 bits; `int4_delta`, what has changed in 4. All but `full`
+    take a copy of the weights in the memory of the host, on each side."""
+    weight_sync_refresh: Annotated[NonNegativeInt, ROUGH] = 0
+    """Each so many syncs all weights travel exactly; 0: the first time only."""

@@ -26,7 +26,9 @@ from hybridrl.config.bounds import (
     With,
 )
 from hybridrl.config.model_schema import (
+    APART,
     CHECKPOINTING,
+    LOSSY_SYNC,
     ActorConfig,
     CriticConfig,
     LoraSettings,
@@ -48,6 +50,7 @@ from hybridrl.config.objective_schema import (
 
 __all__ = [
     "CHECKPOINTING",
+    "LOSSY_SYNC",
     "ActorConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
@@ -77,9 +80,6 @@ __all__ = [
     "WarmupConfig",
 ]
 
-SEPARATED = With(
-    "placement.strategy=separation", "placement.strategy=explicit", "placement.strategy=file"
-)
 PLACED = With("placement.strategy=explicit", "placement.strategy=interleaving")
 PAIRS = With("trainer.name=dpo", "trainer.name=reward_model")
 SAVED = With("checkpoint.every", "checkpoint.every_minutes", "checkpoint.best")
@@ -142,18 +142,18 @@ class PlacementConfig:
     roles: Annotated[dict[str, Any], PLACED] = field(default_factory=dict)
     """By role (`actor`, `generator`, `critic`, `reference`, `reward` ...): its `devices` in rank
     order (for `explicit`), or its `share` of them (for `interleaving`)."""
-    generation_devices: Annotated[PositiveInt | None, SEPARATED] = None
+    generation_devices: Annotated[PositiveInt | None, APART] = None
     """For `separation`: how many devices generate; null: half of them."""
-    scoring: Annotated[str, OneOf("generation", "training"), SEPARATED] = "generation"
+    scoring: Annotated[str, OneOf("generation", "training"), APART] = "generation"
     """For `separation`: on which side the roles live that only score, `generation` or
     `training`."""
-    staleness: Annotated[NonNegativeInt, SEPARATED] = 0
+    staleness: Annotated[NonNegativeInt, APART] = 0
     """Where generation has its own devices: how many steps the samples' policy may be behind. 0 is
     strictly on-policy; with 1 the next samples are generated while the last ones are learned."""
-    in_flight: Annotated[bool, SEPARATED] = False
+    in_flight: Annotated[bool, APART] = False
     """Where generation has its own devices: give it new weights between two tokens, without waiting
     for the samples under way; they go on with the new weights."""
-    transport: Annotated[str, OneOf("auto", "collective", "store"), SEPARATED] = "auto"
+    transport: Annotated[str, OneOf("auto", "collective", "store"), APART] = "auto"
     """How weights reach devices that only generate: `collective`, `store` (Ray's object store), or
     `auto`: collective wherever both sides can meet (`staleness` up to 1)."""
 

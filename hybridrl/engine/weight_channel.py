@@ -7,6 +7,7 @@ gets there. What waits is the side that is early.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,13 +15,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridrl.compress.weight_message import DELTA, FULL
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import synchronize
+from hybridrl.engine.sync_choice import AUTO, SyncChoice
 from hybridrl.engine.train import TrainEngine
 from hybridrl.engine.weight_sync import SyncCost, WeightSync
 from hybridrl.errors import ConfigError, RolloutError
 from hybridrl.parallel.process_group import store_of
-from hybridrl.reshard.between_groups import Manifest, Parcel, Receiver, Sender
+from hybridrl.reshard.between_groups import Manifest, Parcel, Place, Receiver, Sender
+from hybridrl.reshard.coded import CodedTraffic
+from hybridrl.reshard.coded_parcels import (
+    Coded,
+    ParcelDecoder,
+    ParcelEncoder,
+    header_row,
+    message_of,
+)
 from hybridrl.rollout.base import RolloutEngine, ragged
 
 
@@ -36,9 +47,15 @@ class WeightChannel:
         verify: Send all weights whole besides and compare them; as slow as that.
         adapters: Of a model that has any, they alone go.
         parcels: Weights do not travel in the group but as parcels: `pack` and `unpack`.
+        method: `rollout.weight_sync`.
+        refresh: `rollout.weight_sync_refresh`.
 
     Attributes:
         count: How many times weights were sent, or received, by this rank.
+        cost: Of the last parcels; None: it is not known.
+
+    Raises:
+        ConfigError: if weights have to go whole and the settings want it otherwise.
     """
 
     def __init__(
@@ -51,13 +68,23 @@ class WeightChannel:
         verify: bool = False,
         adapters: bool = False,
         parcels: bool = False,
+        method: str = FULL,
+        refresh: int = 0,
     ) -> None:
         self._group, self._dtype, self._device = group, dtype, device
         self._train, self._rollout = train, rollout
         self._sync = WeightSync.across(group, dtype, device, train, rollout)
         self._adapters = adapters
         self._verify = verify and self._sync is not None
+        self._choice = SyncChoice(method, refresh)
         self.count = 0
+        self.cost: SyncCost | None = None
+        if self._sync is None and method not in (AUTO, FULL):
+            raise ConfigError(
+                f"rollout.weight_sync={method} needs weights that travel box by box, and these "
+                "have to go whole: adapters (actor.lora), or an architecture that rollout.engine "
+                "cannot take apart. Set rollout.weight_sync=auto."
+            )
         if parcels:
             self._prepare_parcels()
 
@@ -67,7 +94,7 @@ class WeightChannel:
         self.count += 1
         if self._group.rank() == 0:
             store_of(self._group).set(f"sent/{self.count}", str(version))
-        cost = None if self._sync is None else self._sync.run()
+        cost = None if self._sync is None else self._run()
         if self._sync is None or self._verify:
             self._send_whole()
         return cost
@@ -82,7 +109,7 @@ class WeightChannel:
         """Takes the next weights that were, or will be, sent; gives their version. Collective."""
         self.count += 1
         version = int(store_of(self._group).get(f"sent/{self.count}"))
-        cost = None if self._sync is None else self._sync.run()
+        cost = None if self._sync is None else self._run()
         if self._sync is None:
             self._rollout.load(self._receive_whole())
         elif self._verify and (wrong := self._rollout.differences(self._receive_whole())):
@@ -96,23 +123,86 @@ class WeightChannel:
     @torch.no_grad()
     def pack(self) -> tuple[Batch, range, int]:
         """The weights of now as parcels: those of this rank, their numbers among all, and how many
-        these are."""
-        first = self._first[self._group.rank()]
-        parcels = list(self._sender.pack(self._train.local_parameters().__getitem__))
-        return _as_batch(parcels), range(first, first + len(parcels)), self._total
+        these are. They may be differences to those of the last time; see `pack_whole`."""
+        self.count += 1
+        read = self._train.local_parameters().__getitem__
+        if not self._choice.keeps:
+            return self._as_rows(_as_batch(list(self._sender.pack(read))))
+        method, traffic = self._choice.method(), CodedTraffic()
+        coded = list(self._encoder.encode(read, method, self.count, traffic))
+        self.cost = self._sync.cost(method, traffic)
+        return self._as_rows(_coded_batch(coded))
+
+    @torch.no_grad()
+    def pack_whole(self) -> tuple[Batch, range, int]:
+        """As the last `pack`, but of parcels that anybody can use: for receivers that have not
+        taken all earlier ones, or cannot use one of the last."""
+        return self._as_rows(_coded_batch(list(self._encoder.whole())))
 
     @property
     def wanted(self) -> list[int]:
         """The numbers among all parcels of those that this rank needs."""
-        return [self._first[sender] + number for sender, number in self._receiver.wanted]
+        return self._numbers(self._receiver.wanted)
+
+    @property
+    def lacking(self) -> list[int]:
+        """The numbers of those that it still needs of the version of the last `unpack`."""
+        return self._numbers(self._decoder.lacking)
 
     @torch.no_grad()
     def unpack(self, parcels: Batch) -> None:
-        """Takes weights from the parcels that this rank needs, in any order."""
-        writer = self._rollout.writer()
-        self._receiver.take(writer.write, _as_parcels(parcels))
-        writer.finish()
+        """Takes weights from the parcels that this rank needs, in any order. If some of them cannot
+        be used, `complete` has to follow."""
+        self.count += 1
+        self._writer = self._rollout.writer()
+        if not self._choice.keeps:
+            traffic = self._receiver.take(self._writer.write, _as_parcels(parcels))
+            self.cost = self._sync.cost(FULL, CodedTraffic(received=traffic.received))
+        else:
+            self._decoder.begin()
+            traffic = self._decoder.take(self._writer.write, _as_messages(parcels))
+            self.cost = self._sync.cost(DELTA, traffic)
+        if not self._decoder.lacking:
+            self._finish()
+
+    @torch.no_grad()
+    def complete(self, parcels: Batch) -> None:
+        """Takes those that were lacking from `pack_whole`, if any were."""
+        if self._decoder.lacking:
+            traffic = self._decoder.complete(self._writer.write, _as_messages(parcels))
+            self.cost = self._sync.cost(FULL, traffic)
+            self._finish()
+
+    def _finish(self) -> None:
+        self._writer.finish()
         synchronize(self._device)
+
+    def _numbers(self, places: Sequence[Place]) -> list[int]:
+        return [self._first[sender] + number for sender, number in places]
+
+    def _as_rows(self, parcels: Batch) -> tuple[Batch, range, int]:
+        first = self._first[self._group.rank()]
+        return parcels, range(first, first + len(parcels)), self._total
+
+    def _run(self) -> SyncCost:
+        """One sync by the method that is set, or by the one that was the fastest so far."""
+        keeps, method = self._choice.keeps, self._choice.method()
+        if not self._choice.measures:
+            return self._sync.run_coded(method, self.count) if keeps else self._sync.run()
+        self._highest(0.0)  # who is late is late for both methods
+        begin = time.perf_counter()
+        cost = self._sync.run_coded(method, self.count) if keeps else self._sync.run()
+        synchronize(self._device)
+        self._choice.note(method, self._highest(time.perf_counter() - begin))
+        if not self._choice.keeps and self._sync.coded is not None:
+            self._sync.coded.forget()
+        return cost
+
+    def _highest(self, number: float) -> float:
+        """Of all ranks, and when they have all come."""
+        said = torch.tensor([number], dtype=torch.float64)
+        dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group)
+        return float(said)
 
     def _prepare_parcels(self) -> None:
         """Works out who makes and who takes which parcels. Collective."""
@@ -127,6 +217,8 @@ class WeightChannel:
         manifests: list[Manifest] = [()] * self._group.size()
         dist.all_gather_object(manifests, self._sender.manifest, group=self._group)
         self._receiver = Receiver(plan, rank, self._dtype, dict(enumerate(manifests)))
+        self._encoder = ParcelEncoder(self._sender, self._dtype, self._device)
+        self._decoder = ParcelDecoder(self._receiver, self._dtype, self._device)
         counts = [sum(count for _, count in manifest) for manifest in manifests]
         self._first = [0, *itertools.accumulate(counts)]
         self._total = self._first.pop()
@@ -160,6 +252,18 @@ def _as_batch(parcels: Sequence[Parcel]) -> Batch:
             "data": [p.data for p in parcels] or ragged([], torch.uint8),
         }
     )
+
+
+def _coded_batch(coded: Sequence[Coded]) -> Batch:
+    """Parcels whose bytes are messages, with the headers of these."""
+    parcels = [Parcel(*place, message.data) for place, message in coded]
+    headers = [header_row(message) for _, message in coded] or ragged([], torch.int64)
+    return _as_batch(parcels).with_columns({"header": headers})
+
+
+def _as_messages(batch: Batch) -> Iterator[Coded]:
+    for parcel, header in zip(_as_parcels(batch), batch["header"].rows(), strict=True):
+        yield Place(parcel.sender, parcel.number), message_of(header, parcel.data)
 
 
 def _as_parcels(batch: Batch) -> Iterator[Parcel]:

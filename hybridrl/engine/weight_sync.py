@@ -11,15 +11,18 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from hybridrl.compress.weight_message import FULL
 from hybridrl.core.footprint import peak, redundant
 from hybridrl.core.layout import Layout
 from hybridrl.core.plan import plan
 from hybridrl.engine.train import TrainEngine
 from hybridrl.parallel.values import all_values
+from hybridrl.reshard.coded import CodedReshard, CodedTraffic
 from hybridrl.reshard.collectives import Reshard
 from hybridrl.reshard.in_process import reshard_in_process
-from hybridrl.reshard.parcels import Traffic
+from hybridrl.reshard.parcels import Read, Traffic
 from hybridrl.rollout.base import RolloutEngine
+from hybridrl.rollout.weights import WeightWriter
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,12 @@ class SyncCost:
         peak: Parameters at the fullest moment, those of both layouts, what they share once.
         redundant: Of the training parameters those that generation on this rank has no use for.
         buffer: Most memory for messages.
+        method: Of `compress.weight_message.METHODS`.
+        changed, compared: Of the values that this rank sent as differences: those that had changed,
+            and all; see `CodedTraffic`.
+        encode_seconds: What it took to make differences.
+        record: Bytes of the host's memory for what the receivers hold.
+        repeated: Messages that were damaged on their way and had to be sent again.
     """
 
     received: int
@@ -38,6 +47,12 @@ class SyncCost:
     peak: int
     redundant: int
     buffer: int
+    method: str = FULL
+    changed: int = 0
+    compared: int = 0
+    encode_seconds: float = 0.0
+    record: int = 0
+    repeated: int = 0
 
 
 class WeightSync:
@@ -54,6 +69,7 @@ class WeightSync:
 
     Attributes:
         plan: This rank's part.
+        coded: What executes it by differences, once it has been.
     """
 
     def __init__(
@@ -72,6 +88,7 @@ class WeightSync:
         self._rank = 0 if group is None else group.rank()
         self.plan = plan(source, target, self._rank)
         self._reshard: Reshard | None = None
+        self.coded: CodedReshard | None = None
         before, after = source.of(self._rank), target.of(self._rank)
         self._peak = peak(before, after).get(self._rank, 0) * dtype.itemsize
         kept = redundant(before, after) if rollout is not None else {}
@@ -118,8 +135,7 @@ class WeightSync:
 
     def run(self) -> SyncCost:
         """Brings the weights of now into the rollout engine. Collective."""
-        writer = None if self._rollout is None else self._rollout.writer()
-        read = None if self._train is None else self._train.local_parameters().__getitem__
+        read, writer = self._ends()
         write = None if writer is None else writer.write
         if self._group is None:
             at = self._rank
@@ -132,3 +148,31 @@ class WeightSync:
         if writer is not None:
             writer.finish()
         return SyncCost(traffic.received, traffic.sent, self._peak, self._redundant, traffic.buffer)
+
+    def run_coded(self, method: str, version: int) -> SyncCost:
+        """As `run`, between ranks that train and others that generate, by this method; both keep a
+        record of what the latter have. Collective.
+
+        Args:
+            version: Of the records; each call's is higher.
+        """
+        read, writer = self._ends()
+        write = None if writer is None else writer.write
+        if self.coded is None:
+            self.coded = CodedReshard(self.plan, self._dtype, self._device, self._group)
+        traffic = self.coded(read, write, method, version)
+        if writer is not None:
+            writer.finish()
+        return self.cost(method, traffic)
+
+    def cost(self, method: str, traffic: CodedTraffic) -> SyncCost:
+        """Of a sync by messages of differences."""
+        return SyncCost(
+            *(traffic.received, traffic.sent, self._peak, self._redundant, traffic.buffer, method),
+            *(traffic.changed, traffic.compared, traffic.encode_seconds, traffic.record),
+            traffic.repeated,
+        )
+
+    def _ends(self) -> tuple[Read | None, WeightWriter | None]:
+        read = None if self._train is None else self._train.local_parameters().__getitem__
+        return read, None if self._rollout is None else self._rollout.writer()

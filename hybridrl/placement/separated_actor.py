@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridrl.controller import BatchRef, Handle, WorkerGroup
 
@@ -26,6 +26,7 @@ class SeparatedActor:
         in_flight: The generator takes weights as soon as the trainer has them, between two tokens.
         store: Weights travel as parcels in the object store, and the trainer never waits for the
             generator; otherwise by collectives.
+        weight_sync: How they are compressed, as the setting `rollout.weight_sync`.
     """
 
     def __init__(
@@ -36,18 +37,21 @@ class SeparatedActor:
         staleness: int,
         in_flight: bool,
         store: bool,
+        weight_sync: str,
     ) -> None:
         self._trainer, self._generator = trainer, generator
         self._staleness, self._in_flight, self._store = staleness, in_flight, store
         self._updates = 0  # called so far, and weights loaded
         self._on_their_way = 0  # the number of updates in the weights that were last sent
         self._sent = 0  # times
-        self._parcels: deque[tuple[int, BatchRef]] = deque()
+        self._differs = weight_sync != "full"
+        self._packed = self._loaded = 0  # times, and which of them the generator has
+        self._parcels: deque[_Parcels] = deque()
         rendezvous = trainer.open_rendezvous().get()
         ranks = (len(trainer.devices), len(generator.devices))
         joined = (
-            trainer.join_generator(rendezvous, ranks[1], store),
-            generator.join_trainer(rendezvous, ranks[0], store),
+            trainer.join_generator(rendezvous, ranks[1], store, weight_sync),
+            generator.join_trainer(rendezvous, ranks[0], store, weight_sync),
         )
         for handle in joined:
             handle.get()
@@ -122,14 +126,42 @@ class SeparatedActor:
 
     def _give_parcels(self) -> None:
         """Weights of now join the line, and the generator gets those at its head."""
-        if not self._parcels or self._parcels[-1][0] != self._updates:
-            packed = self._trainer.pack_weights() if self._updates else None
-            self._parcels.append((self._updates, packed))
+        if not self._parcels or self._parcels[-1].updates != self._updates:
+            self._parcels.append(self._pack())
         else:
             self._parcels.append(self._parcels[-1])
         while len(self._parcels) > self._staleness + 1:
             self._parcels.popleft()
-        updates, packed = self._parcels[0]
-        if updates != self._on_their_way:
-            self._generator.load_weights(packed, updates)
-            self._on_their_way = updates
+        if self._parcels[0].updates != self._on_their_way:
+            self._load(self._parcels[0])
+
+    def _pack(self) -> _Parcels:
+        if not self._updates:
+            return _Parcels(0, 0, None, None)
+        self._packed += 1
+        packed = self._trainer.pack_weights()
+        whole = self._trainer.pack_whole_weights() if self._differs else packed
+        return _Parcels(self._updates, self._packed, packed, whole)
+
+    def _load(self, parcels: _Parcels) -> None:
+        # Differences are differences to the weights that were packed just before.
+        follows = parcels.number == self._loaded + 1
+        self._generator.load_weights(parcels.packed if follows else parcels.whole, parcels.updates)
+        if self._differs:
+            self._generator.complete_weights(parcels.whole)
+        self._on_their_way, self._loaded = parcels.updates, parcels.number
+
+
+class _Parcels(NamedTuple):
+    """Weights that wait.
+
+    Attributes:
+        updates: In these weights.
+        number: Of the packing, from 1.
+        packed, whole: The same weights, as differences if these are wanted, and as they are.
+    """
+
+    updates: int
+    number: int
+    packed: BatchRef | None
+    whole: BatchRef | None

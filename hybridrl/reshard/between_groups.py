@@ -26,12 +26,19 @@ Manifest = Sequence[tuple[tuple[int, ...], int]]
 """A sender's parcels, in order: receivers, and how many parcels in a row are for them."""
 
 
+class Place(NamedTuple):
+    """Which parcel: the rank that sends it, and its number among that rank's."""
+
+    sender: int
+    number: int
+
+
 class Parcel(NamedTuple):
     """What one rank sends others at once.
 
     Attributes:
         number: Among the sender's, from 0.
-        data: Its bytes, in CPU memory, ``[bytes]`` uint8.
+        data: Its bytes, ``[bytes]`` uint8, in CPU memory unless it was asked for elsewhere.
     """
 
     sender: int
@@ -47,6 +54,7 @@ class Sender:
         parcel_bytes: Size of the largest parcel.
 
     Attributes:
+        rank: The sender.
         manifest: For the receivers.
 
     Raises:
@@ -63,7 +71,7 @@ class Sender:
                 "groups. Plan between layouts with different rank numbers: "
                 "`target.shifted(senders)`."
             )
-        self._rank, self._dtype = rank, dtype
+        self.rank, self._dtype = rank, dtype
         streams = [s for s in streams_of(plan.moves) if s.sender == rank]
         parts = [_parts(stream, dtype, parcel_bytes) for stream in streams]
         self.manifest: Manifest = [
@@ -71,12 +79,12 @@ class Sender:
         ]
         self._parcels = [moves for of_stream in parts for moves in of_stream]
 
-    def pack(self, read: Read) -> Iterator[Parcel]:
-        """The parcels with the values of now, one by one."""
+    def pack(self, read: Read, device: torch.device | None = None) -> Iterator[Parcel]:
+        """The parcels with the values of now, one by one, in memory of this device (None: CPU)."""
         for number, moves in enumerate(self._parcels):
-            buffer = torch.empty(_volume(moves), dtype=self._dtype)
+            buffer = torch.empty(_volume(moves), dtype=self._dtype, device=device)
             pack(moves, read, buffer)
-            yield Parcel(self._rank, number, buffer.view(torch.uint8))
+            yield Parcel(self.rank, number, buffer.view(torch.uint8))
 
 
 class Receiver:
@@ -87,7 +95,7 @@ class Receiver:
         manifests: By sender.
 
     Attributes:
-        wanted: Sender and number of every parcel that the rank needs.
+        wanted: Every parcel that the rank needs.
 
     Raises:
         LayoutError: if the manifests are of another plan.
@@ -102,7 +110,7 @@ class Receiver:
         parcel_bytes: int = PARCEL_BYTES,
     ) -> None:
         self._rank, self._dtype = rank, dtype
-        self._moves: dict[tuple[int, int], list[Move]] = {}
+        self._moves: dict[Place, list[Move]] = {}
         for stream in streams_of(plan.moves):
             if rank not in stream.receivers:
                 continue
@@ -112,7 +120,8 @@ class Receiver:
                 if receivers == stream.receivers and count == len(parts):
                     numbers = range(first, first + count)
                     self._moves |= {
-                        (stream.sender, n): moves for n, moves in zip(numbers, parts, strict=True)
+                        Place(stream.sender, n): moves
+                        for n, moves in zip(numbers, parts, strict=True)
                     }
                     break
                 first += count
@@ -133,7 +142,7 @@ class Receiver:
         expected = dict(self._moves)
         received = largest = 0
         for sender, number, data in parcels:
-            moves = expected.pop((sender, number), None)
+            moves = expected.pop(Place(sender, number), None)
             size = _volume(moves or ()) * self._dtype.itemsize
             if size != data.nbytes or not moves:
                 raise LayoutError(
@@ -150,6 +159,14 @@ class Receiver:
                 "that want it."
             )
         return Traffic(received=received, rounds=1, buffer=largest)
+
+    def elements(self, place: Place) -> int:
+        """Of a wanted parcel."""
+        return _volume(self._moves[place])
+
+    def put(self, write: Write, place: Place, values: Tensor) -> None:
+        """Writes the values of one wanted parcel."""
+        unpack(self._moves[place], write, values)
 
 
 def _parts(stream: Stream, dtype: torch.dtype, parcel_bytes: int) -> list[list[Move]]:

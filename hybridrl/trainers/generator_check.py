@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from hybridrl.config.schema import Config
+from hybridrl.config.schema import LOSSY_SYNC, Config
 from hybridrl.errors import TrainingError
 
 MOST = {"float32": 1e-4, "bfloat16": 0.05}
@@ -30,6 +30,8 @@ def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
     rollout = config.rollout
     if rollout.min_tokens or rollout.top_p != 1 or rollout.top_k:
         return  # tokens were left out when samples were drawn, which the trainer counts
+    if rollout.weight_sync in LOSSY_SYNC:
+        return  # the generator has other weights, as far as the person wished
     if "mismatch/k3" not in metrics or metrics.get("staleness/max", 0.0) > 0:
         return
     found = metrics["mismatch/k3"]

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from hybridrl.algorithms import DirectPreference, PolicyObjective
 from hybridrl.algorithms.registry import options_of, policy_loss
-from hybridrl.config.schema import AlgorithmConfig, Config, PreferenceConfig
+from hybridrl.config.schema import LOSSY_SYNC, AlgorithmConfig, Config, PreferenceConfig
 
 
 def policy_objective(config: Config) -> PolicyObjective:
@@ -25,8 +25,10 @@ def policy_objective(config: Config) -> PolicyObjective:
 
 
 def is_off_policy(config: Config) -> bool:
-    """Whether samples may be of an older policy than the one that begins to learn from them."""
-    return config.placement.staleness > 0 or config.placement.in_flight
+    """Whether samples may be of another policy than the one that begins to learn from them: of an
+    older one, or of one whose weights came to the generator roughly."""
+    flow = config.placement
+    return flow.staleness > 0 or flow.in_flight or config.rollout.weight_sync in LOSSY_SYNC
 
 
 def preference_objective(config: Config) -> DirectPreference:

@@ -70,6 +70,7 @@ def step_metrics(
         metrics["staleness/max"] = total["behind_max"]
     if "sync_received" in total:  # weights went to the generator box by box
         metrics |= {f"sync/{name}_bytes": total[f"sync_{name}"] for name in SYNC}
+    metrics |= _compression(total)
     of_users = {name: name for update in updates for name in update if "/" in name}
     for name, written in (UPDATE | of_users).items():
         found = [update[name] for update in updates if name in update]
@@ -155,6 +156,21 @@ def _responses(total: Mapping[str, float], seconds: float) -> dict[str, float]:
         figures["response/turns"] = total["turns"] / samples
         figures["tools/timeouts"] = total["tool_timeouts"]
         figures["tools/errors"] = total["tool_errors"]
+    return figures
+
+
+def _compression(total: Mapping[str, float]) -> dict[str, float]:
+    """Of weights that were sent to a generator on devices of its own, if any were."""
+    if "sync_method_max" not in total:
+        return {}
+    figures = {
+        "sync/codec": total["sync_method_max"],
+        "sync/encode_seconds": total["sync_encode_seconds_max"],
+        "sync/record_bytes": total["sync_record"],
+        "sync/repeated": total["sync_repeated"],
+    }
+    if compared := total["sync_compared"]:
+        figures["sync/changed_share"] = total["sync_changed"] / compared
     return figures
 
 

@@ -50,6 +50,7 @@ from hybridrl.workers.generation import (
     first_seed,
     load_generations,
     may_be_generated,
+    report_compression,
     report_engine,
     report_samples,
     report_sync,
@@ -95,6 +96,7 @@ class ActorWorker(TrainedModelWorker):
         self._updates = updates
         self._temperature = rollout.temperature
         self._verify = rollout.verify_weights
+        self._refresh = rollout.weight_sync_refresh
         self._seed = seed
         self._generations = 0
         share = rollout.parallel.tp if generates else 1
@@ -214,9 +216,15 @@ class ActorWorker(TrainedModelWorker):
         return Rendezvous(self.context.rendezvous.address, self._listener.getsockname()[1])
 
     @transfer(ONE_TO_ALL)
-    def join_generator(self, rendezvous: Rendezvous, receivers: int, parcels: bool) -> None:
-        """Meets the ranks of a generator, which come after those of this group; `parcels`: to give
-        them weights by `pack_weights`."""
+    def join_generator(
+        self, rendezvous: Rendezvous, receivers: int, parcels: bool, weight_sync: str
+    ) -> None:
+        """Meets the ranks of a generator, which come after those of this group.
+
+        Args:
+            parcels: To give them weights by `pack_weights`.
+            weight_sync: As the setting `rollout.weight_sync`.
+        """
         if self.context.rank == 0:
             rendezvous = replace(rendezvous, listener=self._listener)
         rank, size = self.context.rank, self.context.world_size + receivers
@@ -233,19 +241,30 @@ class ActorWorker(TrainedModelWorker):
             verify=self._verify,
             adapters=self._source.adapters is not None,
             parcels=parcels,
+            method=weight_sync,
+            refresh=self._refresh,
         )
 
     @transfer(ONE_TO_ALL)
     def send_weights(self) -> None:
         """Gives the generator the weights of now."""
         with self.phase("sync"):
-            self._channel.send(self._engine.policy_version)
+            report_compression(self, self._channel.send(self._engine.policy_version))
 
     @transfer(THREE_D_ALL_MICRO_DP)
     def pack_weights(self) -> Batch:
         """The weights of now as parcels, for the generator's `load_weights`."""
         with self.phase("sync"):
             parcels, numbers, total = self._channel.pack()
+        report_compression(self, self._channel.cost)
+        return PartialTable(parcels, np.asarray(numbers, dtype=np.int64), total)
+
+    @transfer(THREE_D_ALL_MICRO_DP)
+    def pack_whole_weights(self) -> Batch:
+        """The same weights as the last `pack_weights`, none of them as differences, for a generator
+        that cannot use those."""
+        with self.phase("sync"):
+            parcels, numbers, total = self._channel.pack_whole()
         return PartialTable(parcels, np.asarray(numbers, dtype=np.int64), total)
 
     def counters(self) -> dict[str, int]:

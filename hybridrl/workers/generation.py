@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.compress.weight_message import METHODS
 from hybridrl.controller import Worker
 from hybridrl.core.batch import ROUTES, Batch
 from hybridrl.core.locations import Location
@@ -66,6 +67,20 @@ def report_sync(worker: Worker, cost: SyncCost | None) -> None:
     if cost is not None:
         peak = max(0, cost.peak - worker.record.metrics.get("sync_peak", 0))
         worker.report(sync_received=cost.received, sync_redundant=cost.redundant, sync_peak=peak)
+
+
+def report_compression(worker: Worker, cost: SyncCost | None) -> None:
+    """What sending new weights cost this rank, if they went box by box: how, how many of the values
+    that went as differences had changed, and what finding that out took."""
+    if cost is not None:
+        worker.report(
+            sync_method_max=METHODS.index(cost.method),
+            sync_changed=cost.changed,
+            sync_compared=cost.compared,
+            sync_encode_seconds_max=cost.encode_seconds,
+            sync_record=cost.record,
+            sync_repeated=cost.repeated,
+        )
 
 
 def first_seed(seed: int, generations: int) -> int:

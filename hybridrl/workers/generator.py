@@ -86,9 +86,15 @@ class GeneratorWorker(ModelWorker):
         return self._mesh.coordinates(self.context.rank)
 
     @transfer(ONE_TO_ALL)
-    def join_trainer(self, rendezvous: Rendezvous, senders: int, parcels: bool) -> None:
-        """Meets the ranks that train, which come before those of this group; `parcels`: to take
-        weights by `load_weights`."""
+    def join_trainer(
+        self, rendezvous: Rendezvous, senders: int, parcels: bool, weight_sync: str
+    ) -> None:
+        """Meets the ranks that train, which come before those of this group.
+
+        Args:
+            parcels: To take weights by `load_weights`.
+            weight_sync: As the setting `rollout.weight_sync`.
+        """
         rank, size = senders + self.context.rank, senders + self.context.world_size
         group = process_group.join_world(
             "weights", rank, size, rendezvous, self.context.device_kind
@@ -101,6 +107,8 @@ class GeneratorWorker(ModelWorker):
             rollout=self._engine,
             verify=self._config.verify_weights,
             parcels=parcels,
+            method=weight_sync,
+            refresh=self._config.weight_sync_refresh,
         )
 
     @transfer(ONE_TO_ALL)
@@ -119,7 +127,20 @@ class GeneratorWorker(ModelWorker):
         """Takes weights that came as parcels."""
         with self.phase("sync"):
             self._channel.unpack(parcels)
+        report_sync(self, self._channel.cost)
         self._version = version
+
+    def lacking_parcels(self) -> np.ndarray:
+        """The numbers of those that the last `load_weights` could not use."""
+        return np.asarray(self._channel.lacking, dtype=np.int64)
+
+    @transfer(ONE_TO_ALL, rows=lacking_parcels)
+    def complete_weights(self, parcels: Batch) -> None:
+        """Takes what the last `load_weights` lacked from parcels of whole weights."""
+        if self._channel.lacking:
+            with self.phase("sync"):
+                self._channel.complete(parcels)
+            report_sync(self, self._channel.cost)
 
     @transfer(ONE_TO_ALL, reads=("prompt_ids",), may_read=is_of_data)
     def start_sequences(self, batch: Batch, sampling: Sampling) -> None:

@@ -191,7 +191,9 @@ def actors_with_adapters(executor, path):
     return [
         actor("merged", 1, merged),
         actor("beside", 0, beside),
-        SeparatedActor(trainer, generator, staleness=0, in_flight=False, store=False),
+        SeparatedActor(
+            trainer, generator, staleness=0, in_flight=False, store=False, weight_sync="auto"
+        ),
     ]
 
 

@@ -113,6 +113,65 @@ def run(rank, folder, train, parts):
     return found
 
 
+def damaged(column):
+    """The same bytes, but for a bit."""
+    values = column.values.as_subclass(torch.Tensor).clone()
+    values[len(values) // 2] ^= 1
+    return column._replace(values=values)
+
+
+def differences(rank):
+    """What each rank put or read at each of four versions: plain differences, a damaged parcel,
+    differences again, and after a version that the receivers did not take."""
+    torch.set_num_threads(1)
+    mesh = ParallelMesh.data_parallel(CPU, 1)
+    train = None
+    if rank == 0:
+        train = TrainEngine(CausalPolicy(make_model()), mesh, CPU, "float32", ActorConfig())
+    rollout = Part(rank - 1, 2) if rank else None
+    channel = WeightChannel(
+        dist.group.WORLD, torch.bfloat16, CPU, train, rollout, parcels=True, method="delta"
+    )
+    found = []
+    for event in ("first", "next", "damaged", "next", "skipped"):
+        put = [None]
+        if train is not None:
+            for _ in range(1 + (event == "skipped")):
+                with torch.no_grad():
+                    for tensor in train.local_parameters().values():
+                        tensor.flatten()[::20] *= 1.01
+                coded, whole = channel.pack()[0], channel.pack_whole()[0]
+            if event == "damaged":
+                coded = coded.with_columns({"data": damaged(coded["data"])})
+            put = [(coded, whole, dict(train.full_parameters()))]
+        dist.broadcast_object_list(put)
+        coded, whole, weights = put[0]
+        if rollout is not None:
+            channel.unpack(coded.take(np.asarray(channel.wanted)))
+            lacked = channel.lacking
+            channel.complete(whole.take(np.asarray(lacked, dtype=np.int64)))
+            same = all(
+                torch.equal(tensor, cut(weights[name], rollout.held[name][0].box).bfloat16())
+                for name, tensor in rollout.tensors.items()
+            )
+            found.append((same, len(lacked), channel.cost.received))
+        else:
+            found.append((channel.cost.sent, channel.cost.changed, channel.cost.compared))
+    return found
+
+
+def test_differences_travel_and_what_cannot_be_used_comes_whole(tmp_path):
+    sender, *receivers = run_ranks(differences, tmp_path, 3)
+    for receiver in receivers:
+        assert all(same for same, _, _ in receiver)
+        lacked = [count for _, count, _ in receiver]
+        assert (lacked[0], lacked[1], lacked[3]) == (0, 0, 0) and lacked[4] == 1
+        read = [size for _, _, size in receiver]
+        assert 5 * read[1] < read[0] == read[4] and read[3] == pytest.approx(read[1], rel=0.3)
+    assert sum(receiver[2][1] for receiver in receivers) == 1  # one parcel was damaged
+    assert sender[0][2] == 0 and 0.02 < sender[1][1] / sender[1][2] < 0.07
+
+
 def test_each_box_is_put_once_and_read_by_those_that_need_it(tmp_path):
     (tmp_path / "shards").mkdir()
     ranks = run_ranks(program, tmp_path, TRAINERS + GENERATORS, tmp_path / "shards")

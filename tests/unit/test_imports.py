@@ -26,17 +26,18 @@ MAY_IMPORT = {
     "controller": {"core", "observe"},
     "ray_backend": {"core", "controller"},
     "placement": {"core", "controller"},
-    "reshard": {"core"},
+    "reshard": {"core", "compress"},
     "checkpoint": {"core"},
     "compress": {"core"},
     "parallel": {"core", "models", "=controller", "=controller.worker"},
     "rollout": {"core", "models"},
     "engine": {
-        *("core", "algorithms", "checkpoint", "models", "parallel", "reshard", "rollout"),
+        *("core", "algorithms", "checkpoint", "compress", "models", "parallel", "reshard"),
+        "rollout",
     },
     "workers": {
         *("core", "algorithms", "models", "parallel", "engine", "rollout", "rewards", "data"),
-        *("controller", "checkpoint"),
+        *("controller", "checkpoint", "compress"),
     },
     "trainers": {
         *("core", "algorithms", "controller", "data", "observe"),

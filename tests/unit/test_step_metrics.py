@@ -10,7 +10,7 @@ from hybridrl.controller import Context, Worker
 from hybridrl.core.record import Record
 from hybridrl.engine.weight_sync import SyncCost
 from hybridrl.trainers.step_metrics import step_metrics
-from hybridrl.workers.generation import report_sync
+from hybridrl.workers.generation import report_compression, report_sync
 from hybridrl.workers.reward import RewardWorker
 
 
@@ -27,6 +27,21 @@ def test_of_several_syncs_bytes_add_up_and_the_highest_peak_counts():
         report_sync(worker, SyncCost(received, sent=0, peak=peak, redundant=1, buffer=0))
     found = worker.record.metrics
     assert (found["sync_received"], found["sync_redundant"], found["sync_peak"]) == (60, 3, 7)
+
+
+def test_ranks_that_send_differences_say_how_much_had_changed():
+    records = []
+    for rank, seconds in enumerate((0.5, 0.25)):
+        worker = Worker(Context("actor", rank, 2))
+        cost = SyncCost(0, 9, 5, 1, 3, "delta", 10 * rank, 50, seconds, record=7)
+        report_compression(worker, cost)
+        records.append(worker.record)
+    found = step_metrics(records, [], 1.0)
+    assert found["sync/codec"] == 1 and found["sync/changed_share"] == 0.1
+    assert found["sync/encode_seconds"] == 0.5 and found["sync/record_bytes"] == 14
+    report_compression(worker := Worker(Context("actor", 0, 1)), SyncCost(0, 9, 5, 1, 3))
+    found = step_metrics([worker.record], [], 1.0)
+    assert found["sync/codec"] == 0 and "sync/changed_share" not in found
 
 
 def reported(rank, columns):

@@ -1,0 +1,62 @@
+"""The way of a sync: what is set, or what takes less time on the link that there is."""
+
+import pytest
+
+from hybridrl.engine.sync_choice import SyncChoice
+
+
+def run(choice, seconds, syncs):
+    """The methods of so many syncs, which take `seconds[method]`."""
+    taken = []
+    for _ in range(syncs):
+        method = choice.method()
+        choice.note(method, seconds[method])
+        taken.append(method)
+    return taken
+
+
+@pytest.mark.parametrize("faster", ["full", "delta"])
+def test_each_way_is_tried_once_where_one_is_clearly_faster(faster):
+    seconds = {"full": 2.0, "delta": 2.0} | {faster: 0.5}
+    choice = SyncChoice("auto")
+    assert choice.measures and choice.keeps
+    assert run(choice, seconds, 50) == ["full", "delta"] + [faster] * 48
+    assert choice.keeps == (faster == "delta")
+
+
+def test_ways_that_are_close_are_tried_more_often_and_the_best_time_counts():
+    choice, taken = SyncChoice("auto"), []
+    for seconds in (1.2, 1.1, 1.0, 1.2, 9.0, 1.3):  # by turns: the first syncs of all take longer
+        taken.append(choice.method())
+        choice.note(taken[-1], seconds)
+    assert taken == ["full", "delta"] * 3
+    assert choice.method() == "full"
+
+
+def test_the_other_way_is_tried_again_in_little_of_the_time():
+    seconds = {"full": 10.0, "delta": 1.0}
+    taken = run(SyncChoice("auto"), seconds, 2000)
+    trials = taken[2:].count("full")
+    assert trials >= 2 and trials * 10.0 <= 0.03 * 2000
+
+
+@pytest.mark.parametrize("before", ["full", "delta"])
+def test_a_way_that_became_slower_than_the_other_one_is_left(before):
+    after = {"full": "delta", "delta": "full"}[before]
+    choice = SyncChoice("auto")
+    run(choice, {before: 1.0, after: 3.0}, 5)
+    choice.note(choice.method(), 5.0)  # once may be an accident
+    assert run(choice, {before: 1.0, after: 3.0}, 1) == [before]
+    taken = run(choice, {before: 5.0, after: 1.0}, 20)
+    assert taken[-10:] == [after] * 10
+
+
+def test_what_is_set_is_taken_and_refreshed():
+    assert [SyncChoice("full").method() for _ in range(3)] == ["full"] * 3
+    assert not SyncChoice("full").keeps and not SyncChoice("full").measures
+    choice = SyncChoice("int4_delta", refresh=3)
+    assert [choice.method() for _ in range(7)] == [
+        *["int4_delta", "int4_delta", "full"] * 2,
+        "int4_delta",
+    ]
+    assert choice.keeps

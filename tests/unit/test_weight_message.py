@@ -1,0 +1,125 @@
+"""Messages of weights: both ends hold the same bits by every method, and damage is found."""
+
+import pytest
+import torch
+
+from hybridrl.compress.weight_message import (
+    METHODS,
+    DamagedMessageError,
+    Message,
+    Record,
+    checksum,
+)
+
+SIZE = 3001
+
+
+def weights(dtype, seed=0):
+    return (torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
+
+
+def updated(values, seed, most=1e-4):
+    step = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)) * most
+    return (values.float() + step).to(values.dtype)
+
+
+def same_bits(one, other):
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("method", METHODS)
+def test_receivers_hold_the_senders_record_at_every_version(method, dtype):
+    sender, receiver, values = Record(), Record(), weights(dtype)
+    for version in range(1, 5):
+        message = sender.encode(values, method, version)
+        found = receiver.decode(message, SIZE, dtype)
+        assert same_bits(found, sender.values) and same_bits(receiver.values, sender.values)
+        assert sender.version == receiver.version == version
+        if method in ("full", "delta"):
+            assert same_bits(found, values)
+        first = version == 1 and method != "int8"
+        assert METHODS[message.header.method] == ("full" if first else method)
+        assert (message.changed is None) == (first or method in ("full", "int8"))
+        values = updated(values, version)
+    assert receiver.nbytes == values.nbytes
+    parts = {"full": 1.0, "int8": 1.03 / dtype.itemsize, "int4_delta": 0.51 / dtype.itemsize}
+    if method in parts:
+        assert len(message.data) / values.nbytes == pytest.approx(parts[method], rel=0.01)
+
+
+def test_errors_of_differences_do_not_add_up_and_vanish():
+    """The step from one version to the next is rounded to a fifteenth of the largest, but what was
+    lost is part of the next difference."""
+    sender, values = Record(), weights(torch.float32)
+    sender.encode(values, "int4_delta", 1)
+    errors = []
+    for version in range(2, 22):
+        values = updated(values, version)
+        sender.encode(values, "int4_delta", version)
+        errors.append(float((sender.values - values).norm()))
+    assert max(errors[10:]) < 1.5 * max(errors[:10])
+    for version in range(22, 32):
+        sender.encode(values, "int4_delta", version)
+    assert same_bits(sender.values, values) or (sender.values - values).norm() < 1e-6 * errors[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_damaged_message_changes_nothing_and_whole_values_mend_it(method):
+    sender, receiver = Record(), Record()
+    old = weights(torch.bfloat16)
+    receiver.decode(sender.encode(old, method, 1), SIZE, torch.bfloat16)
+    held = receiver.values.clone()
+    header, data, _ = sender.encode(updated(old, 1, 1e-3), method, 2)
+    for at in (3, len(data) // 3, len(data) - 2):
+        wrong = data.clone()
+        wrong[at] ^= 1
+        with pytest.raises(DamagedMessageError):
+            receiver.decode(Message(header, wrong), SIZE, torch.bfloat16)
+    with pytest.raises(DamagedMessageError):
+        receiver.decode(Message(header, data[:-1]), SIZE, torch.bfloat16)
+    assert same_bits(receiver.values, held) and receiver.version == 1
+    receiver.decode(sender.whole(), SIZE, torch.bfloat16)
+    assert same_bits(receiver.values, sender.values) and receiver.version == 2
+
+
+@pytest.mark.parametrize("method", ["delta", "int4_delta"])
+def test_differences_to_what_is_not_held_are_refused(method):
+    sender, values = Record(), weights(torch.bfloat16)
+    first = sender.encode(values, method, 1)
+    second = sender.encode(updated(values, 1), method, 2)
+    third = sender.encode(updated(values, 2), method, 3)
+    receiver = Record()
+    with pytest.raises(DamagedMessageError, match="to version 1, where 0 is held"):
+        receiver.decode(second, SIZE, torch.bfloat16)
+    receiver.decode(first, SIZE, torch.bfloat16)
+    with pytest.raises(DamagedMessageError, match="to version 2, where 1 is held"):
+        receiver.decode(third, SIZE, torch.bfloat16)
+    sender.forget()
+    assert sender.nbytes == 0
+    assert METHODS[sender.encode(values, method, 4).header.method] == "full"
+
+
+@pytest.mark.parametrize("method", ["int8", "int4_delta"])
+def test_what_is_not_finite_travels_exactly(method):
+    sender, receiver = Record(), Record()
+    values = weights(torch.bfloat16)
+    receiver.decode(sender.encode(values, method, 1), SIZE, torch.bfloat16)
+    broken = values.clone()
+    broken[7] = torch.nan
+    for version, now in enumerate((broken, values, values), 2):
+        message = sender.encode(now, method, version)
+        assert same_bits(receiver.decode(message, SIZE, torch.bfloat16), sender.values)
+        if now is broken:
+            assert METHODS[message.header.method] == "full" and same_bits(sender.values, broken)
+    assert (receiver.values - values).abs().max() < 1e-3
+
+
+def test_checksums_know_order_ends_and_every_bit():
+    values = weights(torch.bfloat16)[:9]
+    found = {checksum(values), checksum(values.flip(0)), checksum(values[:8]), checksum(values[:0])}
+    for bit in range(16):
+        other = values.clone()
+        other.view(torch.int16)[8] ^= -(2**15) if bit == 15 else 1 << bit
+        found.add(checksum(other))
+    assert len(found) == 20
