@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import get_current_vllm_config
 from vllm.model_executor.kernels.linear import init_fp8_linear_kernel, init_int8_linear_kernel
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -112,7 +111,7 @@ class QuantisedLinearMethod(UnquantizedLinearMethod):
         super().__init__()
         self.kind = kind
         self._taken: nn.Module | None = None
-        self._dtype = get_current_vllm_config().model_config.dtype
+        self._dtype = torch.get_default_dtype()  # vLLM makes a model under its own precision
 
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
         with torch.device("meta"):
