@@ -84,6 +84,7 @@ def run(config: Config) -> dict[str, Any]:
     from hybridrl.observe.summary import accuracy_name, final_sentence
     from hybridrl.trainers import load_trainer
     from hybridrl.trainers.loop import Loop
+    from hybridrl.trainers.objectives import correction_notice
 
     def end_now(signal: str) -> None:
         view.message(f"{signal}: ended before the first step.")
@@ -105,7 +106,7 @@ def run(config: Config) -> dict[str, Any]:
             from hybridrl.planner.table import short
 
             view.message(overview(job, short(job.plan)))
-            choices = (job.dtype_notice, job.plan.notice)
+            choices = (job.dtype_notice, correction_notice(config), job.plan.notice)
             for notice in (*idle(config), *choices, *job.remarks, *job.resumed.notices):
                 if notice:
                     view.message(notice)

@@ -167,18 +167,18 @@ def _check_kl(config: Config) -> None:
 
 def _check_loss(config: Config) -> None:
     from hybridrl.algorithms.registry import options_of, policy_loss
+    from hybridrl.trainers.objectives import correction_of
 
-    algorithm = config.algorithm
+    algorithm, correction = config.algorithm, correction_of(config)
     bounds = {"truncate": [algorithm.correction_high]}.get(
-        algorithm.correction, [algorithm.correction_low, algorithm.correction_high]
+        correction, [algorithm.correction_low, algorithm.correction_high]
     )
-    if algorithm.correction != "none" and bounds.count(None) == len(bounds):
+    if correction != "none" and bounds.count(None) == len(bounds):
         raise ConfigError(
-            f"algorithm.correction={algorithm.correction} has no bound. Set "
-            "algorithm.correction_high."
+            f"algorithm.correction={correction} has no bound. Set algorithm.correction_high."
         )
     low, high = algorithm.correction_low, algorithm.correction_high
-    if algorithm.correction == "mask" and None not in (low, high) and low >= high:  # type: ignore[operator]
+    if correction == "mask" and None not in (low, high) and low >= high:  # type: ignore[operator]
         raise ConfigError(
             f"algorithm.correction_low={low}: must be less than algorithm.correction_high={high}, "
             "or every weight would be masked."
@@ -214,9 +214,9 @@ def _check_samples(config: Config) -> None:
                 "learned are the probabilities among all tokens: the two would not fit. Set "
                 f"rollout.{name}={whole} for training; rollout.temperature fits."
             )
-    from hybridrl.trainers.objectives import is_off_policy
+    from hybridrl.trainers.objectives import correction_of, is_off_policy
 
-    if not is_off_policy(config) or algorithm.correction != "none":
+    if not is_off_policy(config) or correction_of(config) != "none":
         return
     if not weighs_by_ratio(algorithm.policy_loss):
         flow = config.placement

@@ -55,6 +55,7 @@ def check_placement(config: Config, cluster: Cluster, roles: Roles | None = None
             _check_cut(config, where.parallel, setting, path or config.model.path, bool(adapts))
             if name == ACTOR:
                 _check_routers(config, path or config.model.path)
+                _check_quantization(config, cluster.kind, path or config.model.path)
             if name in specs and specs[name].has_model(name, config):
                 _check_admitted(path or config.model.path, bool(specs[name].scalar), where.parallel)
     return placement
@@ -144,6 +145,31 @@ def _check_routers(config: Config, path: str | None) -> None:
 
             model = load_config(path) if path else _tiny(config)
             check_routing(model, setting, path or "the tiny model")
+
+
+def _check_quantization(config: Config, kind: str, path: str | None) -> None:
+    """What a GPU's kernels lack beyond that, workers learn from vLLM."""
+    quantization, dtype = config.rollout.quantization, config.model.dtype
+    if quantization == "none":
+        return
+    setting = f"rollout.quantization={quantization}"
+    if quantization == "fp8" and kind == "cpu":
+        raise ConfigError(
+            f"{setting}: the job's devices are CPUs, which multiply in 8 bits as int8 only. Set "
+            "rollout.quantization=int8, or none."
+        )
+    if kind != "cpu" and dtype == "float32":
+        raise ConfigError(
+            f"{setting} with model.dtype=float32: on GPUs what linear layers of 8 bits give is in "
+            "16. Set model.dtype=bfloat16, or rollout.quantization=none."
+        )
+    if path is None or Path(path).expanduser().is_dir():
+        from hybridrl.models import load_config
+        from hybridrl.models.linear_layers import check_linear
+
+        check_linear(
+            load_config(path) if path else _tiny(config), setting, path or "the tiny model"
+        )
 
 
 def _check_admitted(path: str | None, scalar: bool, parallel: ParallelConfig) -> None:

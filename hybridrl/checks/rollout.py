@@ -45,6 +45,11 @@ def _check_engine(config: Config) -> None:
             f"rollout.parallel.tp={rollout.parallel.tp} needs rollout=vllm; "
             "rollout=transformers keeps a whole model on each device."
         )
+    if rollout.engine == "transformers" and rollout.quantization != "none":
+        raise ConfigError(
+            f"rollout.quantization={rollout.quantization} needs rollout=vllm, whose kernels "
+            "multiply in 8 bits. Set rollout.quantization=none."
+        )
 
 
 def _check_episode(config: Config) -> None:

@@ -240,6 +240,10 @@ class RolloutConfig:
     """KV cache per device (CPUs)."""
     memory_share: Annotated[Share, VLLM] = 0.5
     """Share of a GPU's memory for the engine: its weights and KV cache."""
+    quantization: Annotated[str, OneOf("none", "int8", "fp8"), VLLM] = "none"
+    """In how many bits linear layers compute while samples are drawn, and answers of evaluations:
+    those of `model.dtype`, or 8: `int8` (CPUs, GPUs before Blackwell) or `fp8` (GPUs since Ada).
+    The weights are rounded when they come, after each update; see docs/precision.md."""
     cuda_graphs: Annotated[bool, VLLM] = True
     """Record the generator's kernels once and play them back (GPUs only)."""
     routing_replay: Annotated[bool, VLLM] = False

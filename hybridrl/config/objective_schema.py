@@ -32,7 +32,10 @@ DISCOUNTED = With(
 VALUES = With("trainer.name=ppo", "trainer.name=safe_rlhf")
 FROM_FILES = With("data.path")
 JUDGED = With(".path")
-CORRECTED = With("algorithm.correction=truncate", "algorithm.correction=mask")
+CORRECTED = With(
+    *("algorithm.correction=truncate", "algorithm.correction=mask"),
+    *("rollout.quantization=int8", "rollout.quantization=fp8"),
+)
 WITH_KL = With("algorithm.kl_coefficient")
 
 
@@ -205,9 +208,10 @@ class AlgorithmConfig:
     """Samples over which the coefficient adapts."""
     entropy_coefficient: float = 0.0
     """Weight of the policy's entropy, which is rewarded."""
-    correction: Annotated[str, OneOf("none", "truncate", "mask")] = "none"
+    correction: Annotated[str, OneOf("auto", "none", "truncate", "mask")] = "auto"
     """For the gap between trainer and rollout engine, and for samples of an older policy:
-    `truncate` or `mask` importance weights."""
+    `truncate` or `mask` importance weights; or `none`. `auto`: `truncate` with
+    `rollout.quantization`, else `none`."""
     correction_level: Annotated[str, OneOf("token", "sequence"), CORRECTED] = "token"
     """`token` or `sequence`."""
     correction_low: Annotated[NonNegativeFloat | None, With("algorithm.correction=mask")] = None

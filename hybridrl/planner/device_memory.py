@@ -83,7 +83,9 @@ def lacking_of(planner: Planner) -> str:
     shapes = [planner.generation_shape(role) for role in planner.generators]
     share, tokens = planner.config.rollout.memory_share, planner.sizes.sample_tokens
     least = ENGINE_ROOM + max(
-        memory.generation_copy(shape) + memory.cache_bytes(shape, tokens) for shape in shapes
+        memory.generation_copy(shape, planner.config.rollout.quantization)
+        + memory.cache_bytes(shape, tokens)
+        for shape in shapes
     )
     room = share * planner.machines.memory
     if room >= least:
@@ -145,7 +147,9 @@ def _resident(planner: Planner, role: str, stage: int) -> Parts:
     if not planner.machines.is_cuda and (size := planner.checkpoint_bytes(role)):
         found["checkpoint"] = size
     if role in planner.generators and not planner.sleeps:
-        found["generation copy"] = memory.generation_copy(planner.generation_shape(role))
+        found["generation copy"] = memory.generation_copy(
+            planner.generation_shape(role), rollout.quantization
+        )
         if rollout.engine == "vllm":
             found["kv_cache"] = rollout.kv_cache_gib * GIB
     kind = None if role == GENERATOR else planner.roles[role].worker
@@ -176,7 +180,7 @@ def _generating(planner: Planner, role: str, phase: str) -> Parts:
         room = message_bytes(planner.machines.cluster.kind)
         found["messages"] = min(room, 2 * planner.sync_bytes(role))
     if planner.sleeps:
-        found["generation copy"] = memory.generation_copy(shape)
+        found["generation copy"] = memory.generation_copy(shape, rollout.quantization)
         if phase == "generate":
             room = rollout.memory_share * planner.machines.memory - found["generation copy"]
             found["kv_cache"] = max(0.0, room)

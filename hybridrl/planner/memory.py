@@ -219,9 +219,15 @@ class ModelPart:
         return batch.tokens * sizes.response_share * self.shape.vocabulary
 
 
-def generation_copy(shape: ModelShape) -> float:
-    """The generator's weights on one device, in the precision of computation."""
-    return float(shape.item * shape.parameters.all)
+def generation_copy(shape: ModelShape, quantization: str = "none") -> float:
+    """The generator's weights on one device, in the precision of computation; with
+    `rollout.quantization` those of layers in one byte each, and a scale for each of their rows,
+    which are about as long as the states between layers are wide."""
+    if quantization == "none":
+        return float(shape.item * shape.parameters.all)
+    layers = shape.layer.all * shape.layers
+    rest = shape.item * (shape.parameters.all - layers)
+    return rest + layers * (1 + MASTER / shape.hidden)
 
 
 def cache_bytes(shape: ModelShape, tokens: float) -> float:

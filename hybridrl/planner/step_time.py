@@ -276,7 +276,7 @@ class _Clock:
         operations = 2 * shape.active_of_layer * shape.layers
         head = 2 * running * shape.head.all / rates.forward
         head += 8 * MASTER * running * shape.vocabulary / rates.memory
-        copy = generation_copy(shape) / rates.memory
+        copy = generation_copy(shape, rollout.quantization) / rates.memory
         products = max(copy, operations * running / rates.forward)
         layers = shape.layers * rates.forward_overhead
         if rollout.engine == "vllm":

@@ -21,7 +21,7 @@ from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.pieces import Piece
 from hybridrl.rollout.base import RolloutEngine, Sampling, responses, row_seeds
 from hybridrl.rollout.noise import gumbel
-from hybridrl.rollout.weights import Pieces, WeightWriter, differences
+from hybridrl.rollout.weights import Form, Pieces, WeightWriter, differences
 
 
 class TransformersRollout(RolloutEngine):
@@ -97,7 +97,7 @@ class TransformersRollout(RolloutEngine):
         return differences(
             weights,
             self.pieces(self._shapes()),
-            lambda name: iter([(name, model.get_parameter(name))]),
+            lambda name: iter([Form(name, model.get_parameter(name))]),
         )
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:

@@ -12,6 +12,7 @@ import torch
 
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.errors import ConfigError, MissingPackageError
+from hybridrl.rollout.quantization import NONE
 from hybridrl.rollout.shared_memory import hold_shared_memory
 from hybridrl.rollout.vllm_options import SPECULATIVE
 
@@ -34,6 +35,7 @@ try:
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     from hybridrl.rollout import vllm_weights
+    from hybridrl.rollout.vllm_quantization import PREFIX
 except ImportError as error:
     raise MissingPackageError(
         "rollout=vllm needs vLLM, which could not be imported "
@@ -69,7 +71,7 @@ def start_engine(
         ConfigError: if it does not start, with the first of what vLLM says.
     """
     options = dict(config.engine_options)
-    guesses = bool(options.get(SPECULATIVE))
+    guesses, rounds = bool(options.get(SPECULATIVE)), config.quantization
     _name_shared_memory(job)
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     try:
@@ -77,6 +79,7 @@ def start_engine(
             path,
             tokenizer=tokenizer,
             dtype=dtype,
+            quantization=None if rounds == NONE else PREFIX + rounds,
             hf_overrides={"head_dtype": HEAD_DTYPE} | options.pop("hf_overrides", {}),
             seed=seed,
             max_model_len=context_length,

@@ -24,6 +24,7 @@ TAKEN = {
     "gpu_memory_utilization": "rollout.memory_share",
     "kv_cache_memory_bytes": "rollout.kv_cache_gib",
     "enforce_eager": "rollout.cuda_graphs",
+    "quantization": "rollout.quantization",
 }
 """Options with a setting of their own."""
 OURS = (
@@ -31,7 +32,7 @@ OURS = (
     *("skip_tokenizer_init", "distributed_executor_backend", "worker_cls", "worker_extension_cls"),
     *("pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel", "nnodes"),
     *("enable_sleep_mode", "logprobs_mode", "max_logprobs", "disable_log_stats", "enable_lora"),
-    *("quantization", "weight_transfer_config", "scheduler_cls", "kv_transfer_config"),
+    *("quantization_config", "weight_transfer_config", "scheduler_cls", "kv_transfer_config"),
 )
 """Options that are right as they are, or generation would be wrong or would not start."""
 SPECULATIVE = "speculative_config"

@@ -2,15 +2,17 @@
 
 Where a parameter is used as its loader fills it, which is everywhere on CUDA but in some kernels
 for experts, it is written in place: its address, which CUDA graphs hold, stays. The CPU back end
-packs the weights of linear layers and of experts and drops the originals. There a layer's weights
-are put together in a raw buffer, and when all have come the layer's own processing packs them, as
-when vLLM loads a checkpoint.
+packs the weights of linear layers and of experts and drops the originals, and so do layers that
+compute in 8 bits (`rollout.quantization`). There a layer's weights are put together in a raw
+buffer, and when all have come the layer's own processing packs them, as when vLLM loads a
+checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +38,11 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from hybridrl.core.pieces import Piece
+from hybridrl.rollout import vllm_quantization
+from hybridrl.rollout.quantization import dequantise, quantise
 from hybridrl.rollout.vllm_layout import NotProbedError, probe, remember_parameters, zero_twin
-from hybridrl.rollout.weights import Pieces, WeightWriter
+from hybridrl.rollout.vllm_quantization import QuantisedLinearMethod
+from hybridrl.rollout.weights import Form, Pieces, WeightWriter
 
 LOAD_FORMAT = "hybridrl"
 COMING = "coming"
@@ -62,11 +67,13 @@ class RememberingLoader(DefaultModelLoader):
         super().__init__(replace(load_config, load_format="auto", model_loader_extra_config=extra))
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        vllm_quantization.check_layers(model)
         remember_parameters(model)
         if self._coming and _fills(model, self._coming):
             for parameter in model.parameters():
                 parameter.data.zero_()  # vLLM runs the model once to see how much memory it takes
         else:
+            vllm_quantization.stream_from_folder(model)
             super().load_weights(model, model_config)
 
 
@@ -171,22 +178,36 @@ class VLLMWeightWriter(WeightWriter):
                 self._targets.pop(name, None)
 
 
-def forms(model: nn.Module, tensor: str) -> Iterator[tuple[str, Tensor]]:
+def forms(model: nn.Module, tensor: str) -> Iterator[Form]:
     """The values of a parameter in every form that its layers compute with: the parameter itself,
-    and packed copies, which are read by multiplying with the identity matrix."""
+    and packed or rounded copies, which are read by multiplying with the identity matrix."""
     live, raw = model.get_parameter(tensor), model.raw_parameters[tensor]
     owners = _owners(model)[tensor]
     if live.shape == raw.shape and not any(packs_experts(module) for module, _ in owners):
-        yield tensor, live.data.to(raw.dtype)
+        yield Form(tensor, live.data.to(raw.dtype))
     for module, tensors in owners:
         if packs_experts(module):
-            yield f"{tensor}, packed for its kernel,", _unpacked(module, tensors, tensor, model)
+            packed = _unpacked(module, tensors, tensor, model)
+            yield Form(f"{tensor}, packed for its kernel,", packed)
         if hasattr(module, "cpu_linear") and tensors.get("weight") == tensor:
             identity = torch.eye(raw.shape[1], dtype=raw.dtype, device=live.device)
             columns = [
                 module.quant_method.apply(module, rows, None) for rows in identity.split(ROWS)
             ]
-            yield f"{tensor}, packed in a {type(module).__name__},", torch.cat(columns).T
+            called = f"{tensor}, packed in a {type(module).__name__},"
+            yield Form(called, torch.cat(columns).T)
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantisedLinearMethod) and tensors.get("weight") == tensor:
+            yield Form(
+                f"{tensor}, rounded to {method.kind},",
+                dequantise(method.rows(*raw.shape)),
+                partial(_rounded, kind=method.kind, dtype=raw.dtype),
+            )
+
+
+def _rounded(weight: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    """What becomes of weights that come in the precision `dtype` to a layer in 8 bits."""
+    return dequantise(quantise(weight.to(dtype), kind))
 
 
 def packs_experts(module: nn.Module) -> bool:

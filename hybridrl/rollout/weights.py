@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,20 @@ from hybridrl.core.pieces import Piece
 
 Pieces = Mapping[str, tuple[Piece, ...]]
 """Checkpoint name to the boxes of that tensor that this rank's engine holds."""
+
+
+class Form(NamedTuple):
+    """One of an engine's tensors as the engine keeps it.
+
+    Attributes:
+        called: In words: its name, or that it is a packed copy.
+        values: In the order in which it is loaded.
+        rounded: What the engine makes of values that come; None: they are rounded to its precision.
+    """
+
+    called: str
+    values: Tensor
+    rounded: Callable[[Tensor], Tensor] | None = None
 
 
 class WeightWriter:
@@ -66,7 +81,7 @@ class WeightWriter:
 def differences(
     weights: Iterable[tuple[str, Tensor]],
     pieces: Pieces,
-    forms: Callable[[str], Iterator[tuple[str, Tensor]]],
+    forms: Callable[[str], Iterator[Form]],
 ) -> list[str]:
     """A sentence for every box in which an engine's weights are not `weights`, bit for bit after
     rounding to the engine's precision, and for every tensor that is not zero where no box is.
@@ -75,7 +90,7 @@ def differences(
         weights: Every tensor whole, under its checkpoint name.
         pieces: What the engine holds of them.
         forms: Given the name of one of the engine's tensors, the forms in which the engine keeps
-            it, each with what it is called: itself, a packed copy.
+            it.
     """
     found = []
     for name, whole in weights:
@@ -84,16 +99,17 @@ def differences(
             kept = list(forms(piece.tensor))
             if not kept:
                 found.append(f"{piece.tensor} cannot be read back.")
-            for form, values in kept:
+            for form, values, rounded in kept:
                 values = values[inside(place_of(piece))]
-                wrong = values != expected.to(values.device, values.dtype)
+                wanted = expected.to(values.device, values.dtype)
+                wrong = values != (wanted if rounded is None else rounded(wanted))
                 if wrong.any():
                     found.append(
                         f"{name} {list(piece.box)}: {int(wrong.sum())} of {wrong.numel()} elements "
                         f"differ in {form}."
                     )
     for tensor, held in by_tensor(pieces).items():
-        for form, values in forms(tensor):
+        for form, values, _ in forms(tensor):
             if _filled(held) < values.numel():
                 rest = values.clone()
                 for piece in held:

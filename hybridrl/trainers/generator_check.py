@@ -17,6 +17,10 @@ MOST = {"float32": 1e-4, "bfloat16": 0.05}
 and for kernels that add up in another order."""
 
 
+MOST_IN_8_BITS = 0.1
+"""The same where the generator computes in 8 bits (`rollout.quantization`)."""
+
+
 def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
     """To be asked after the first step of this process that learns from samples; later ones may
     learn from those of older policies.
@@ -35,7 +39,10 @@ def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
     if "mismatch/k3" not in metrics or metrics.get("staleness/max", 0.0) > 0:
         return
     found = metrics["mismatch/k3"]
-    most = config.guard.most_mismatch or MOST[config.model.dtype]
+    precision, explained = config.model.dtype, MOST[config.model.dtype]
+    if rollout.quantization != "none":
+        precision, explained = rollout.quantization, MOST_IN_8_BITS
+    most = config.guard.most_mismatch or explained
     if math.isnan(found) and not math.isfinite(metrics.get("policy/loss", math.nan)):
         return  # the trainer's numbers are none either, which is the guard's affair
     if found <= most:
@@ -43,7 +50,7 @@ def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
     raise TrainingError(
         f"The generator is not the model that is trained: its log-probabilities of its own samples "
         f"are off by {metrics['mismatch/max_abs']:.2g} at most, mismatch/k3 is {found:.2g}, and "
-        f"rounding in {config.model.dtype} explains {most:g}. {rollout.engine}'s class for "
+        f"rounding in {precision} explains {most:g}. {rollout.engine}'s class for "
         f"this model computes something else on this device than transformers', which trains it. "
         "rollout=transformers generates with the class that is trained; guard.most_mismatch lets a "
         "larger difference pass, which algorithm.correction should then correct."

@@ -17,10 +17,31 @@ def policy_objective(config: Config) -> PolicyObjective:
     options = {name: getattr(algorithm, name) for name in names if hasattr(algorithm, name)}
     shared = {f.name for f in fields(PolicyObjective)} & {f.name for f in fields(AlgorithmConfig)}
     settings = {name: getattr(algorithm, name) for name in sorted(shared)}
+    settings["correction"] = correction_of(config)
     if algorithm.kl_in_reward:
         settings["kl_coefficient"] = 0.0
     return PolicyObjective(
         options=options | algorithm.loss_options, off_policy=is_off_policy(config), **settings
+    )
+
+
+def correction_of(config: Config) -> str:
+    """What `algorithm.correction` comes to: a generator that computes in fewer bits is another
+    policy than the one that learns, enough for its samples to be weighed."""
+    if config.algorithm.correction != "auto":
+        return config.algorithm.correction
+    return "none" if config.rollout.quantization == "none" else "truncate"
+
+
+def correction_notice(config: Config) -> str:
+    """A sentence where `algorithm.correction=auto` has chosen to correct; else empty."""
+    chosen = correction_of(config)
+    if config.algorithm.correction != "auto" or chosen == "none":
+        return ""
+    return (
+        f"rollout.quantization={config.rollout.quantization}: samples are weighed by "
+        f"algorithm.correction={chosen}, because they come from a policy of fewer bits; "
+        "algorithm.correction=none leaves that out."
     )
 
 

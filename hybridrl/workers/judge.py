@@ -66,6 +66,7 @@ class Judge:
             parallel=RolloutParallelConfig(),
             stop=[],
             engine_options={},
+            quantization="none",
             memory_share=config.memory_share,
         )
         self._engine = build_generator(source, settings, join(context), 0, f"{job}-judge")

@@ -11,6 +11,7 @@ from hybridrl.config.load import load_config
 from hybridrl.config.names import leaves
 from hybridrl.config.presets import FOLDER
 from hybridrl.errors import ConfigError
+from hybridrl.trainers.objectives import correction_notice
 from hybridrl.trainers.objectives import policy_objective as objective
 
 PRESETS = sorted(path.stem for path in (FOLDER / "algorithm").glob("*.yaml"))
@@ -22,6 +23,7 @@ STALE = ["placement=separation", "placement.staleness=1"]
 
 # Overrides, and what the sentence begins with (a regular expression) and names besides.
 WRONG = [
+    (["rollout.quantization=int8"], "rollout.quantization=int8 needs rollout=vllm", "=none"),
     # A part that the driver program does not have, or one that it misses.
     (["critic.value_clip=0.2"], "`critic` is set, but trainer.name=grpo", "algorithm=ppo"),
     (["algorithm=dpo", "critic.warmup_steps=3"], "`critic` is set", "trainer.name=dpo"),
@@ -243,6 +245,7 @@ def test_what_makes_sense_passes(overrides):
     [
         *([f"algorithm={name}"] for name in ("grpo", "gspo", "cispo", "sapo", "gmpo", "ppo")),
         ["algorithm=rloo", "algorithm.correction=truncate"],
+        ["algorithm=rloo", "rollout.quantization=int8"],
         ["algorithm=opo", "algorithm.policy_loss=ppo_clip"],
     ],
     ids=case_name,
@@ -252,6 +255,21 @@ def test_samples_of_an_older_policy_are_weighed_by_the_loss_or_by_a_correction(o
     check_algorithm(config)
     assert objective(config).off_policy
     assert not objective(configured([*HERE, *overrides])).off_policy
+
+
+@pytest.mark.parametrize(
+    ("overrides", "chosen", "is_said"),
+    [
+        ([], "none", False),
+        (["rollout.quantization=int8"], "truncate", True),
+        (["rollout.quantization=int8", "algorithm.correction=none"], "none", False),
+        (["rollout.quantization=int8", "algorithm.correction=mask"], "mask", False),
+    ],
+)
+def test_samples_of_a_policy_of_fewer_bits_are_corrected(overrides, chosen, is_said):
+    config = configured([*HERE, *overrides])
+    assert objective(config).correction == chosen
+    assert bool(correction_notice(config)) is is_said
 
 
 def test_a_model_that_goes_on_to_reinforcement_is_not_annealed():

@@ -58,7 +58,7 @@ def test_every_number_has_a_range():
         ("actor.optimizer.schedule", SCHEDULES),
         ("algorithm.advantage_scale", SCALES),
         ("algorithm.aggregation", MODES),
-        ("algorithm.correction", CORRECTIONS),
+        ("algorithm.correction", ("auto", *CORRECTIONS)),
         ("algorithm.kl_estimator", ESTIMATORS),
         ("model.dtype", (AUTO, *DTYPES)),
         ("model.save_dtype", tuple(DTYPES)),

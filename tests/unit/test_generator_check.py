@@ -12,11 +12,17 @@ def figures(k3, **others):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "fine", "wrong"), [("float32", 9e-5, 2e-4), ("bfloat16", 0.04, 0.06)]
+    ("dtype", "quantization", "fine", "wrong"),
+    [
+        ("float32", "none", 9e-5, 2e-4),
+        ("bfloat16", "none", 0.04, 0.06),
+        ("float32", "int8", 0.09, 0.11),
+        ("bfloat16", "fp8", 0.09, 0.11),
+    ],
 )
-def test_rounding_passes_and_another_model_does_not(dtype, fine, wrong):
+def test_rounding_passes_and_another_model_does_not(dtype, quantization, fine, wrong):
     config = Config()
-    config.model.dtype = dtype
+    config.model.dtype, config.rollout.quantization = dtype, quantization
     check_generator(config, figures(fine))
     with pytest.raises(TrainingError, match=r"off by 0\.2 .*rollout=transformers"):
         check_generator(config, figures(wrong))

@@ -27,6 +27,12 @@ from hybridrl.errors import ConfigError
         (2, ["actor.lora.rank=4", "actor.parallel.tp=2"], "adapters are not cut over devices"),
         (1, ["rollout.routing_replay=true"], "replay=true: the tiny model has no routers"),
         (1, ["actor.router_loss_weight=0.01"], "weight=0.01: the tiny model has no routers"),
+        (1, ["rollout.quantization=fp8"], "fp8: the job's devices are CPUs, .* Set rollout.quant"),
+        (
+            1,
+            ["rollout.quantization=int8", "model.tiny.experts=4"],
+            "int8 is for models of attention and linear layers, and the tiny model .* Set rollout.",
+        ),
     ],
 )
 def test_what_cannot_be_is_a_sentence(devices, overrides, words):
@@ -53,6 +59,7 @@ def test_separation_says_what_it_misses():
         (4, ["rollout.parallel.tp=2"]),
         (8, ["actor.parallel.ring=2", "actor.parallel.ulysses=2", "actor.parallel.shards=2"]),
         (2, ["actor.lora.rank=4", "actor.parallel.ring=2"]),
+        (2, ["rollout.quantization=int8", "model.dtype=float32"]),
     ],
 )
 def test_what_can_be_is_not(devices, overrides):
@@ -68,3 +75,10 @@ def test_adapters_forbid_to_cut_only_the_models_that_have_them(tmp_path):
         ConfigError, match=r"adapters are not cut .* models\.critic\.parallel\.tp=1"
     ):
         check_placement(configured([*adapters, "models.critic.parallel.tp=2"]), cluster)
+
+
+def test_gpus_compute_in_8_bits_beside_16():
+    cluster = Cluster.of_one_node("cuda", 1)
+    check_placement(configured(["rollout.quantization=fp8"]), cluster)
+    with pytest.raises(ConfigError, match=r"=int8 with model\.dtype=float32: .* Set model\.dtype="):
+        check_placement(configured(["rollout.quantization=int8", "model.dtype=float32"]), cluster)

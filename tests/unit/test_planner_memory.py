@@ -111,6 +111,18 @@ def test_shards_shrink_with_devices_and_copies_do_not(tmp_path):
         assert one[at][name] == pytest.approx(factor * two[at][name])
 
 
+def test_a_generator_in_8_bits_takes_half_of_16(tmp_path):
+    options = ["model.dtype=bfloat16", "rollout.engine=vllm"]
+    at = ("actor", "generate")
+    whole, few = (
+        phases(plan_of(*options, f"rollout.quantization={kind}", tmp_path=tmp_path))[at]
+        for kind in ("none", "int8")
+    )
+    shape = shape_of(AutoConfig.from_pretrained(tmp_path), "bfloat16")
+    saved = shape.layer.all * shape.layers * (2 - 1 - 4 / 128)  # a scale for each row of 128
+    assert whole["generation copy"] - few["generation copy"] == pytest.approx(saved)
+
+
 def test_a_forward_leaves_nothing_gathered(tmp_path):
     kl = phases(plan_of("algorithm.kl_coefficient=0.1", tmp_path=tmp_path))
     assert kl["reference", "score"]["gathered"] > 0

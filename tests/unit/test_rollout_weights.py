@@ -8,7 +8,7 @@ from engine_cases import CPU, make_model
 
 from hybridrl.core.pieces import Piece
 from hybridrl.rollout.transformers import TransformersRollout
-from hybridrl.rollout.weights import WeightWriter, differences
+from hybridrl.rollout.weights import Form, WeightWriter, differences
 
 PIECES = {
     "q": (Piece(((2, 4), (0, 3)), "qk", (0, 0)),),
@@ -50,7 +50,7 @@ def test_every_wrong_element_is_found():
     write_all(parameters)
 
     def found():
-        forms = lambda name: iter([(name, parameters[name])])  # noqa: E731
+        forms = lambda name: iter([Form(name, parameters[name])])  # noqa: E731
         return differences(iter(WHOLE.items()), PIECES, forms)
 
     assert found() == []

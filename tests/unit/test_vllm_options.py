@@ -25,6 +25,7 @@ def test_what_is_left_to_the_user_passes():
     ("options", "said"),
     [
         ({"dtype": "half"}, "engine_options.dtype: set model.dtype instead"),
+        ({"quantization": "fp8"}, "engine_options.quantization: set rollout.quantization instead"),
         ({"logprobs_mode": "raw_logits"}, "logprobs_mode: cannot be set"),
         ({"max_num_batchd_tokens": 1}, "no such option. Did you mean `max_num_batched_tokens`"),
         (GUESSES, "speculative_config with rollout.temperature=0.7: .* Set rollout.temperature=1"),

@@ -1,0 +1,241 @@
+"""Linear layers of vLLM's that compute in 8 bits with weights that come whole.
+
+vLLM 0.32 quantises the weights of linear layers to fp8 when it reads a folder, to int8 not at all,
+and neither can be written box by box. Its kernels can all the same: a layer here has raw weights,
+without memory, until they come. When a layer has all of them, from a folder or from the trainer, it
+rounds them, gives the result to vLLM's kernel for this device, and drops them. On GPUs what
+the kernel has taken keeps its addresses, which CUDA graphs hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.kernels.linear import init_fp8_linear_kernel, init_int8_linear_kernel
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8DynamicTokenSym,
+    kFp8StaticChannelSym,
+)
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.platforms import current_platform
+
+from hybridrl.rollout.quantization import FP8, INT8, TYPES, Rows, quantise
+from hybridrl.rollout.vllm_layout import zero_twin
+
+PREFIX = "hybridrl_"
+"""Before `int8` and `fp8`: what vLLM knows them by."""
+LEAST_CAPABILITY = {INT8: 75, FP8: 89}
+"""Of GPUs whose tensor cores multiply such numbers, ten times the compute capability."""
+NO_INT8_FROM = 100
+"""Blackwell, for which vLLM has no kernels of int8."""
+AT_A_TIME = 1024  # rows of an identity matrix
+
+
+class Quantisation(QuantizationConfig):
+    """All linear layers; embeddings and the head stay as they are."""
+
+    kind: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        if why := lacking(self.kind):
+            raise ValueError(f"rollout.quantization={self.kind}: {why}")
+
+    def get_name(self) -> str:
+        return PREFIX + self.kind
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        halves = [torch.bfloat16, torch.float16]
+        return [*halves, torch.float32] if current_platform.is_cpu() else halves
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0  # asked above
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Quantisation:
+        raise ValueError("The model's folder is quantised already; it has to hold whole weights.")
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, RoutedExperts):
+            raise ValueError(_unfit(self.kind, f"{prefix} holds experts"))
+        return QuantisedLinearMethod(self.kind) if isinstance(layer, LinearBase) else None
+
+
+@register_quantization_config(PREFIX + INT8)
+class Int8(Quantisation):
+    """int8 times int8."""
+
+    kind = INT8
+
+
+@register_quantization_config(PREFIX + FP8)
+class Fp8(Quantisation):
+    """e4m3 times e4m3."""
+
+    kind = FP8
+
+
+@register_weight_loader_v2_supported_method
+class QuantisedLinearMethod(UnquantizedLinearMethod):
+    """Of one layer.
+
+    Args:
+        kind: `int8` or `fp8`.
+    """
+
+    uses_meta_device = True
+    """vLLM is told that weights have no memory before they come."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self._taken: nn.Module | None = None
+        self._dtype = torch.get_default_dtype()  # vLLM makes a model under its own precision
+
+    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+        with torch.device("meta"):
+            super().create_weights(layer, *args, **kwargs)
+        outputs, inputs = layer.weight.shape
+        if self.kind == INT8:
+            self._kernel: Any = init_int8_linear_kernel(True, False, True, type(self).__name__)
+        else:
+            self._kernel = init_fp8_linear_kernel(
+                kFp8DynamicTokenSym,
+                kFp8StaticChannelSym,
+                self._dtype,
+                self._dtype,
+                (outputs, inputs),
+                module_name=type(self).__name__,
+            )
+
+    @torch.no_grad()
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        raw = layer.weight
+        if not raw.numel():  # vLLM asks once more when all layers are loaded
+            return
+        if raw.is_meta:  # none came, because they will be written
+            raw = zero_twin(raw, current_platform.device_type)
+        bias = getattr(layer, "bias", None)
+        bias = None if bias is None else bias.data
+        fresh = self._prepared(quantise(raw, self.kind), bias)
+        if self._taken is None or raw.device.type == "cpu":
+            self._taken = fresh  # kernels of CPUs keep the address of its scales
+        else:
+            for name, tensor in self._taken.named_parameters():
+                tensor.data.copy_(fresh.get_parameter(name))
+        layer.weight = nn.Parameter(raw.new_empty(0), requires_grad=False)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._kernel.apply_weights(self._taken, x, bias)
+
+    def _prepared(self, rows: Rows, bias: Tensor | None) -> nn.Module:
+        """What the kernel computes with, as parameters under the kernel's names. They are no part
+        of the model's, for loaders know nothing of them."""
+        taken = nn.Module()
+        outputs, inputs = rows.values.shape
+        taken.logical_widths = [outputs]
+        taken.input_size_per_partition, taken.output_size_per_partition = inputs, outputs
+        taken.orig_dtype = self._dtype
+        taken.input_scale = taken.input_zero_point = taken.azp_adj = None
+        taken.bias = bias  # kernels of CPUs with AMX keep it in float32
+        values = rows.values if self.kind == INT8 else rows.values.t()
+        taken.weight = nn.Parameter(values, requires_grad=False)
+        taken.weight_scale = nn.Parameter(rows.scales, requires_grad=False)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)  # that of outputs, to the kernels of CPUs
+        try:
+            self._kernel.process_weights_after_loading(taken)
+        finally:
+            torch.set_default_dtype(before)
+        return taken
+
+    def rows(self, outputs: int, inputs: int) -> Rows:
+        """What the kernel has taken of the weight ``[outputs, inputs]``, read by multiplying with
+        the identity matrix, for a kernel keeps it in an order of its own."""
+        device = current_platform.device_type
+        found = []
+        for start in range(0, inputs, AT_A_TIME):
+            count = min(AT_A_TIME, inputs - start)
+            ones = torch.zeros(count, inputs, dtype=self._dtype, device=device)
+            ones[:, start:].fill_diagonal_(1)
+            found.append(self._kernel.apply_weights(self._taken, ones, None))
+        scales = self._taken.weight_scale.data[:outputs]
+        values = torch.cat(found).T.float() / scales
+        return Rows((values.round() if self.kind == INT8 else values).to(TYPES[self.kind]), scales)
+
+
+def lacking(kind: str) -> str:
+    """Why this process's device cannot multiply in 8 bits, and the cure; empty if it can."""
+    if current_platform.is_cpu():
+        return "" if kind == INT8 else "it needs a GPU. Set rollout.quantization=int8, or none."
+    capability = current_platform.get_device_capability()
+    if not current_platform.is_cuda() or capability is None:
+        return "it needs a GPU of NVIDIA's, or CPUs. Set rollout.quantization=none."
+    said = f"this GPU's compute capability is {capability.major}.{capability.minor}"
+    number = capability.to_int()
+    if number < LEAST_CAPABILITY[kind]:
+        least = LEAST_CAPABILITY[kind] / 10
+        return f"it needs {least} or more, and {said}. Set rollout.quantization=none."
+    if kind == INT8 and number >= NO_INT8_FROM:
+        return f"vLLM has no such kernels where {said}. Set rollout.quantization=fp8."
+    return ""
+
+
+def check_layers(model: nn.Module) -> None:
+    """Refuses models in which others than linear layers' own kernels read linear layers' weights:
+    latent attention multiplies them with each other, recurrent layers convolve with them.
+
+    Raises:
+        ValueError: names the layer.
+    """
+    for name, module in model.named_modules():
+        odd = isinstance(module, AttentionLayerBase) and not isinstance(module, Attention)
+        if odd and (kind := kind_of(model)):
+            raise ValueError(_unfit(kind, f"{name} is a {type(module).__name__}"))
+
+
+def kind_of(model: nn.Module) -> str:
+    """`int8` or `fp8`; empty if its layers are as usual."""
+    return next((method.kind for _, method in quantised_layers(model)), "")
+
+
+def quantised_layers(model: nn.Module) -> Iterator[tuple[nn.Module, QuantisedLinearMethod]]:
+    """Those that compute in 8 bits, with how."""
+    for module in model.modules():
+        if isinstance(method := getattr(module, "quant_method", None), QuantisedLinearMethod):
+            yield module, method
+
+
+def stream_from_folder(model: nn.Module) -> None:
+    """To be called before a folder is read: each layer is rounded when its own weights have been
+    read, so that there never is a whole model that is not."""
+    for layer, _ in quantised_layers(model):
+        initialize_online_processing(layer)
+
+
+def _unfit(kind: str, why: str) -> str:
+    return (
+        f"rollout.quantization={kind} is for models of attention and linear layers, and {why}. Set "
+        "rollout.quantization=none."
+    )
