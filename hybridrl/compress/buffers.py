@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import CodecError
-from .codec import Codec
+from hybridrl.compress.codec import Codec
+from hybridrl.errors import CodecError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

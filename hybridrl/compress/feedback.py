@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import CodecError
-from .buffers import flat_values
-from .codec import Codec
+from hybridrl.compress.buffers import flat_values
+from hybridrl.compress.codec import Codec
+from hybridrl.errors import CodecError
 
 
 class ErrorFeedback:

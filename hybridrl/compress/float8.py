@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from .groups import GroupCodec
+from hybridrl.compress.groups import GroupCodec
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .hadamard import REST, WIDTH
+from hybridrl.compress.hadamard import REST, WIDTH
 
 SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
 MIXED = tl.constexpr(WIDTH)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
-from ..core.device import runs_triton, values_at_a_time
-from ..errors import ConfigError
-from .buffers import as_float32, check_encoded, flat_values, memory_for
-from .hadamard import mix, unmix
+from hybridrl.compress.buffers import as_float32, check_encoded, flat_values, memory_for
+from hybridrl.compress.hadamard import mix, unmix
+from hybridrl.core.device import runs_triton, values_at_a_time
+from hybridrl.errors import ConfigError
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """Groups with a smaller scale are zeros: below it float32 loses digits, and some devices round to
@@ -68,7 +68,7 @@ class GroupCodec(ABC):
         scales = torch.empty(self._groups(flat.numel()), device=flat.device)
         codes = out[4 * len(scales) :]
         if runs_triton(flat.device.type):
-            from .group_kernels import encode
+            from hybridrl.compress.group_kernels import encode
 
             encode(flat, scales, codes, self.largest, **self.kind())
         else:
@@ -83,7 +83,7 @@ class GroupCodec(ABC):
         codes = encoded[4 * len(scales) :]
         flat = torch.empty(numel, dtype=dtype, device=encoded.device)
         if runs_triton(flat.device.type):
-            from .group_kernels import decode
+            from hybridrl.compress.group_kernels import decode
 
             decode(flat, scales, codes, **self.kind())
         else:

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from ..errors import ConfigError
-from .groups import GroupCodec
+from hybridrl.compress.groups import GroupCodec
+from hybridrl.errors import ConfigError
 
 
 @dataclass(frozen=True)

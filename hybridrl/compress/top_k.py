@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import CodecError, ConfigError
-from .buffers import as_float32, check_encoded, flat_values, memory_for
+from hybridrl.compress.buffers import as_float32, check_encoded, flat_values, memory_for
+from hybridrl.errors import CodecError, ConfigError
 
 MOST_VALUES = 2**31 - 1
 

@@ -110,10 +110,14 @@ class LoraSettings:
     """Modules that get one: `all-linear`, or a list of names such as `[q_proj, v_proj]`."""
 
 
+GRADIENTS = ("full", "int8", "two_level_int4")
+"""What `actor.parallel.gradients` may be."""
+
+
 @dataclass
 class ParallelConfig:
     """How a model that is trained is cut over the devices: dp x ring x ulysses x pp x tp of them.
-    Splits never change what is learned."""
+    Splits never change what is learned; `gradients` does, but for `full`."""
 
     dp: PositiveInt | None = None
     """Parts of the batch; null: as many as the devices leave."""
@@ -132,6 +136,10 @@ class ParallelConfig:
     shards: PositiveInt | None = None
     """Data- and sequence-parallel ranks that share one copy of the parameters; null: all of them.
     Fewer gather over shorter ways and take more memory (hybrid sharding)."""
+    gradients: Annotated[str, OneOf(*GRADIENTS)] = "full"
+    """How gradients travel while they are summed over the ranks that share parameters: `full` in
+    float32; `int8` in about 4 times fewer bytes; `two_level_int4`: within a node so, then between
+    nodes in 7.5 times fewer. Sums are in float32. For slow links; see docs/precision.md."""
 
 
 CHECKPOINTING = ("none", "selective", "full", "offload")

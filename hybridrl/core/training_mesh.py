@@ -74,6 +74,11 @@ def check_sizes(
             f"{setting}.shards={parallel.shards} does not divide the {data} data- and "
             "sequence-parallel ranks."
         )
+    if parallel.gradients != "full" and parallel.shards == 1:
+        raise ConfigError(
+            f"{setting}.gradients={parallel.gradients} is of the sums over ranks that share "
+            f"parameters, and with {setting}.shards=1 none do. Leave one of them out."
+        )
     if devices % rollout_tp:
         raise ConfigError(
             f"rollout.parallel.tp={rollout_tp} does not divide the {devices} devices. Set it to a "

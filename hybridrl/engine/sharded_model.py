@@ -73,7 +73,10 @@ class ShardedModel:
         # Gathering gradients once per update, not per micro-batch, needs them whole in memory.
         self._reduce_once = is_small(model)
         # FSDP moves to the device what it shards, a module at a time: never the whole model.
-        self.model = shard(model, mesh.fsdp, DTYPES[dtype], offload=offload)
+        compressed = mesh.reduce_scatter if config.parallel.gradients != "full" else None
+        self.model = shard(
+            model, mesh.fsdp, DTYPES[dtype], offload=offload, reduce_scatter=compressed
+        )
         if files is not None:
             place = torch.device("cpu") if offload else device
             fill(self.model, files, self.cuts, mesh.index("tp"), place)

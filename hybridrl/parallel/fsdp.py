@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
+from hybridrl.compress.gradients import CompressedReduceScatter
 from hybridrl.core.device import SMALL_MODEL_BYTES
 from hybridrl.models import PackedModel
 
@@ -28,7 +29,12 @@ def is_small(model: nn.Module) -> bool:
 
 
 def shard(
-    model: PackedModel, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool
+    model: PackedModel,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    *,
+    offload: bool,
+    reduce_scatter: CompressedReduceScatter | None = None,
 ) -> PackedModel:
     """Shards the float32 parameters over `mesh`, in place. Gradients are summed over it: the
     weights of the global loss already divide by the tokens of all ranks.
@@ -40,6 +46,7 @@ def shard(
     Args:
         dtype: Precision of computation; gradients are reduced in float32.
         offload: Keep the shards, their gradients and the optimizer state in CPU memory.
+        reduce_scatter: Sums gradients over the last axis of `mesh`; None: torch's own, in full.
     """
     settings = {
         "mesh": mesh,
@@ -59,6 +66,8 @@ def shard(
             unit.set_gradient_divide_factor(1.0)
             # gloo has no sum of multiples, which is what a factor means to it otherwise.
             unit.set_force_sum_reduction_for_comms(True)
+            if reduce_scatter is not None:
+                unit.set_custom_reduce_scatter(reduce_scatter)
     return model
 
 

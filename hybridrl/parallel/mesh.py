@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.core.mesh import Coordinate, Mesh
 from hybridrl.core.training_mesh import DATA
+from hybridrl.parallel.gradients import make_reduce_scatter
 
 _NUMBERS = itertools.count()
 """Of the meshes of this process."""
@@ -25,13 +26,21 @@ class ParallelMesh:
         mesh: Its ranks are those of the default process group, or some of them.
         device: This rank's device.
         shards: See `ParallelConfig.shards`.
+        gradients: See `ParallelConfig.gradients`.
 
     Attributes:
         coordinates: Where this rank stands.
         fsdp: The ranks that share, or copy, this rank's parameters: one axis, or (copies, shards).
+        reduce_scatter: How gradients are summed over the ranks that share them; None: in full.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device, shards: int | None = None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        device: torch.device,
+        shards: int | None = None,
+        gradients: str = "full",
+    ) -> None:
         self.mesh = mesh
         self.device = device
         self.rank = dist.get_rank()
@@ -45,6 +54,8 @@ class ParallelMesh:
         self.data_ranks = len(data[0])
         self.copies = self.data_ranks // (shards or self.data_ranks)
         self.fsdp = self._fsdp_mesh(torch.tensor(data))
+        rows = torch.tensor(data).view(-1, self.data_ranks // self.copies)
+        self.reduce_scatter = make_reduce_scatter(gradients, rows.tolist())
         for axes in (("dp",), ("ring",), ("ulysses",), ("ring", "ulysses"), ("pp",), ("tp",)):
             self._groups[axes] = self._make_group(axes) if mesh.axes.keys() & set(axes) else None
         self._groups[tuple(mesh.axes)] = self._make_group(tuple(mesh.axes))

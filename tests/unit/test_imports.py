@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "reshard": {"core", "compress"},
     "checkpoint": {"core"},
     "compress": {"core"},
-    "parallel": {"core", "models", "=controller", "=controller.worker"},
+    "parallel": {"core", "compress", "models", "=controller", "=controller.worker"},
     "rollout": {"core", "models"},
     "engine": {
         *("core", "algorithms", "checkpoint", "compress", "models", "parallel", "reshard"),

@@ -15,6 +15,11 @@ from hybridrl.errors import ConfigError
         (2, ["actor.parallel.tp=3"], "tp=3 takes 3 devices or a multiple, but there are 2"),
         (2, ["actor.parallel.dp=2", "actor.parallel.tp=2"], "dp=2 x tp=2 makes 4 devices"),
         (4, ["actor.parallel.shards=3"], "shards=3 does not divide the 4 data-"),
+        (
+            4,
+            ["actor.parallel={shards: 1, gradients: int8}"],
+            "with actor.parallel.shards=1 none do",
+        ),
         (2, ["actor.parallel.tp=0"], "tp=0: must be at least 1"),
         (2, ["actor.parallel.chunks=0"], "chunks=0: must be at least 1"),
         (8, ["actor.parallel.tp=8"], "tp=8 does not divide the 4 attention heads"),

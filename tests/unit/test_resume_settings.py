@@ -71,6 +71,7 @@ def test_settings_that_change_what_is_learned_come_first_and_are_marked():
     assert marked == ["algorithm.gamma", "run.seed"]
     assert [line.split(":")[0] for line in lines[2:]] == ["actor.parallel.tp", "observe.show_every"]
     assert changes_learning("placement.staleness") and not changes_learning("placement.strategy")
+    assert changes_learning("actor.parallel.gradients")
 
 
 def test_a_fork_has_the_settings_of_the_other_run_and_a_folder_of_its_own(run, tmp_path):
