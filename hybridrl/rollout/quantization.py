@@ -17,6 +17,8 @@ INT8, FP8 = "int8", "fp8"
 TYPES = {INT8: torch.int8, FP8: torch.float8_e4m3fn}
 LARGEST = {INT8: 127.0, FP8: 448.0}
 """int8 is symmetric: -128 is not used."""
+AT_A_TIME = 2**24
+"""Elements that are in float32 while they are rounded."""
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """Of rows that are all zero."""
 
@@ -37,12 +39,19 @@ def quantise(weight: Tensor, kind: str) -> Rows:
     """Rounds a matrix ``[outputs, inputs]`` of any precision to the nearest values of `kind`,
     `int8` or `fp8`. The largest of a row is exact but for rounding of the scale; a row with a
     number that is not finite has such a scale, so it stays as wrong as it was."""
-    whole = weight.float()
-    scales = (whole.abs().amax(1, keepdim=True) / LARGEST[kind]).clamp_min(SMALLEST_SCALE)
-    scaled = whole / scales
-    if kind == INT8:
-        scaled = scaled.round_()
-    return Rows(scaled.clamp_(-LARGEST[kind], LARGEST[kind]).to(TYPES[kind]), scales)
+    largest = LARGEST[kind]
+    # amax and abs are exact in any precision.
+    scales = (weight.abs().amax(1, keepdim=True).float() / largest).clamp_min(SMALLEST_SCALE)
+    values = torch.empty(weight.shape, dtype=TYPES[kind], device=weight.device)
+    some = max(1, AT_A_TIME // weight.shape[1])
+    for into, part, scale in zip(
+        values.split(some), weight.split(some), scales.split(some), strict=True
+    ):
+        scaled = part.float() / scale
+        if kind == INT8:
+            scaled = scaled.round_()
+        into.copy_(scaled.clamp_(-largest, largest))
+    return Rows(values, scales)
 
 
 def dequantise(rows: Rows) -> Tensor:

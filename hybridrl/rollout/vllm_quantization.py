@@ -138,7 +138,8 @@ class QuantisedLinearMethod(UnquantizedLinearMethod):
             raw = zero_twin(raw, current_platform.device_type)
         bias = getattr(layer, "bias", None)
         bias = None if bias is None else bias.data
-        fresh = self._prepared(quantise(raw, self.kind), bias)
+        plain = raw.data.as_subclass(Tensor)  # of which every operation is as usual
+        fresh = self._prepared(quantise(plain, self.kind), bias)
         if self._taken is None or raw.device.type == "cpu":
             self._taken = fresh  # kernels of CPUs keep the address of its scales
         else:

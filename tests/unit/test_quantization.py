@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridrl.rollout import quantization
 from hybridrl.rollout.quantization import FP8, INT8, LARGEST, TYPES, dequantise, quantise
 
 STEPS = {INT8: 0.5 / 127, FP8: 2**-4}
@@ -43,3 +44,11 @@ def test_rows_without_a_largest_value_are_settled(kind):
     assert not found[1].isfinite().any() and not found[2].isfinite().any()
     assert torch.equal(found[3], weight[3])
     assert found[4].isfinite().all()
+
+
+def test_a_large_matrix_is_rounded_part_by_part(monkeypatch):
+    weight = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    whole = quantise(weight, INT8)
+    monkeypatch.setattr(quantization, "AT_A_TIME", 11)
+    for one, other in zip(quantise(weight, INT8), whole, strict=True):
+        assert torch.equal(one, other)
