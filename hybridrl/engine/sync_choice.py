@@ -18,7 +18,9 @@ TRIALS = 3
 TRIAL_SHARE = 0.02
 """Of all time for syncs, what it may take to try the other way again."""
 SLOW_SYNCS = 2
-"""So many in a row that take longer than the other way did are no accident."""
+"""So many in a row, of those that are timed, that take longer than the other way: no accident."""
+LOOK_EVERY = 10
+"""One of so many syncs is timed once a way was chosen: ranks have to wait for each other for it."""
 
 
 class SyncChoice:
@@ -27,18 +29,21 @@ class SyncChoice:
     Args:
         setting: `rollout.weight_sync`.
         refresh: `rollout.weight_sync_refresh`.
-
-    Attributes:
-        measures: Whether `note` is to be told what syncs take.
     """
 
     def __init__(self, setting: str, refresh: int = 0) -> None:
-        self.measures = setting == AUTO
+        self._is_auto = setting == AUTO
         self._refresh = refresh
-        self._decided = None if self.measures else setting
+        self._decided = None if self._is_auto else setting
         self._seconds: dict[str, list[float]] = {FULL: [], DELTA: []}
         self._slow = self._syncs = 0
         self._until = 0.0  # seconds of syncs before the other way is tried again
+
+    @property
+    def measures(self) -> bool:
+        """Whether `note` is to be told what the next sync takes."""
+        is_due = self._decided is None or (self._syncs + 1) % LOOK_EVERY == 0
+        return self._is_auto and is_due
 
     @property
     def keeps(self) -> bool:
@@ -65,7 +70,7 @@ class SyncChoice:
             return
         other = DELTA if self._decided == FULL else FULL
         self._slow = self._slow + 1 if seconds > min(self._seconds[other]) else 0
-        self._until -= seconds
+        self._until -= LOOK_EVERY * seconds
         if self._slow == SLOW_SYNCS or self._until <= 0:
             self._decided, self._seconds = None, {FULL: [], DELTA: []}
 

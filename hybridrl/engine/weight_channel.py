@@ -186,8 +186,9 @@ class WeightChannel:
 
     def _run(self) -> SyncCost:
         """One sync by the method that is set, or by the one that was the fastest so far."""
-        keeps, method = self._choice.keeps, self._choice.method()
-        if not self._choice.measures:
+        keeps, measures = self._choice.keeps, self._choice.measures
+        method = self._choice.method()
+        if not measures:
             return self._sync.run_coded(method, self.count) if keeps else self._sync.run()
         self._highest(0.0)  # who is late is late for both methods
         begin = time.perf_counter()

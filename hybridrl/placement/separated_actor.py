@@ -107,13 +107,16 @@ class SeparatedActor:
         # Updates are counted as the trainer counts versions, which samples carry.
         self._updates = self._trainer.policy_version().get()[0]
         self._on_their_way = 0
+        self._parcels.clear()  # of the weights before
         return self._generator.load_state(folder)
 
     def publish(self) -> None:
         """Has the next generation use the weights of all updates called so far."""
         if self._store:
-            self._parcels.clear()
-            self._give_parcels()
+            if not self._parcels or self._parcels[-1].updates != self._updates:
+                self._parcels.append(self._pack())
+            self._parcels = deque([self._parcels[-1]])
+            self._load(self._parcels[0])
             return
         self._send()
         self._generator.receive_weights(self._sent)
@@ -132,8 +135,7 @@ class SeparatedActor:
             self._parcels.append(self._parcels[-1])
         while len(self._parcels) > self._staleness + 1:
             self._parcels.popleft()
-        if self._parcels[0].updates != self._on_their_way:
-            self._load(self._parcels[0])
+        self._load(self._parcels[0])
 
     def _pack(self) -> _Parcels:
         if not self._updates:
@@ -144,6 +146,8 @@ class SeparatedActor:
         return _Parcels(self._updates, self._packed, packed, whole)
 
     def _load(self, parcels: _Parcels) -> None:
+        if parcels.updates == self._on_their_way:
+            return
         # Differences are differences to the weights that were packed just before.
         follows = parcels.number == self._loaded + 1
         self._generator.load_weights(parcels.packed if follows else parcels.whole, parcels.updates)

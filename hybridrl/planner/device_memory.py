@@ -146,6 +146,8 @@ def _resident(planner: Planner, role: str, stage: int) -> Parts:
         found = planner.part(role, stage).resident()
     if not planner.machines.is_cuda and (size := planner.checkpoint_bytes(role)):
         found["checkpoint"] = size
+    if not planner.machines.is_cuda and (size := planner.record_bytes(role)):
+        found["weight record"] = size
     if role in planner.generators and not planner.sleeps:
         found["generation copy"] = memory.generation_copy(
             planner.generation_shape(role), rollout.quantization

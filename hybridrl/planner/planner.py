@@ -13,7 +13,7 @@ from hybridrl.config.schema import Config
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.training_mesh import training_mesh
 from hybridrl.models import load_config
-from hybridrl.placement import GENERATOR, Placement
+from hybridrl.placement import ACTOR, GENERATOR, Placement
 from hybridrl.planner.dataflow import Sizes, micro_batches
 from hybridrl.planner.devices import Machines
 from hybridrl.planner.memory import CHECKPOINT, ModelPart, generation_copy
@@ -154,6 +154,17 @@ class Planner:
             separate = self.config.rollout.adapters == "separate"
             return (counts.trained if separate else whole) * 4.0 * (1 - 1 / parts)
         return max(0.0, generation_copy(shape) - shape.item * whole / parts)
+
+    def record_bytes(self, role: str) -> float:
+        """Host memory for a device's record of the weights that the generator has, of those who
+        send and of those who receive differences."""
+        separated = self.placement.is_separated and self.config.rollout.weight_sync != "full"
+        if not separated or role not in (ACTOR, GENERATOR) or self.config.actor.lora.rank:
+            return 0.0
+        if role == GENERATOR:
+            return generation_copy(self.generation_shape(role))
+        whole = self.shape(role, whole=True)
+        return whole.item * whole.parameters.all / len(self.placement.roles[role].devices)
 
 
 def shape_at(

@@ -1,0 +1,83 @@
+"""Which parcels of weights a generator is given: differences where it has what they differ from."""
+
+import pytest
+
+from hybridrl.placement.separated_actor import SeparatedActor
+
+
+@pytest.fixture(autouse=True)
+def no_samples(monkeypatch):
+    stream = "hybridrl.placement.separated_actor.BatchRef.of_stream"
+    monkeypatch.setattr(stream, lambda parts: parts)
+
+
+class Group:
+    """Stands in for a worker group: notes what it is called with."""
+
+    def __init__(self):
+        self.calls, self.devices = [], [0]
+
+    def get(self):
+        return self
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        def call(*arguments):
+            self.calls.append((name, *arguments))
+            if name.startswith("pack_"):
+                return f"{name}:{sum(made == 'pack_weights' for made, *_ in self.calls)}"
+            return self
+
+        return call
+
+    def loaded(self):
+        """What came by `load_weights` and `complete_weights` since the last time."""
+        found = [call[1] for call in self.calls if call[0] in ("load_weights", "complete_weights")]
+        self.calls.clear()
+        return found
+
+
+def actor(staleness=0, weight_sync="delta"):
+    trainer, generator = Group(), Group()
+    options = {"staleness": staleness, "in_flight": False, "store": True}
+    return SeparatedActor(trainer, generator, weight_sync=weight_sync, **options), generator
+
+
+def test_each_version_follows_the_one_before_and_whole_weights_wait_beside_it():
+    policy, generator = actor()
+    found = []
+    for _ in range(3):
+        policy.update_actor("batch")
+        policy.publish()  # for an evaluation
+        policy.publish()
+        policy.generate_sequences("batch", None)
+        found += generator.loaded()
+    assert found == [
+        f"{name}:{number}"
+        for number in (1, 2, 3)
+        for name in ("pack_weights", "pack_whole_weights")
+    ]
+
+
+def test_who_skips_a_version_gets_whole_weights():
+    policy, generator = actor(staleness=1)
+    policy.publish()
+    for _ in range(2):  # the first waits in line, the second comes behind it
+        policy.update_actor("batch")
+        policy.generate_sequences("batch", None)
+    assert generator.loaded() == ["pack_weights:1", "pack_whole_weights:1"]
+    policy.update_actor("batch")
+    policy.publish()  # at once, before the second was loaded
+    assert generator.loaded() == ["pack_whole_weights:3"] * 2
+    policy.update_actor("batch")
+    policy.publish()
+    assert generator.loaded() == ["pack_weights:4", "pack_whole_weights:4"]
+
+
+def test_without_differences_weights_are_packed_once():
+    policy, generator = actor(weight_sync="full")
+    policy.update_actor("batch")
+    policy.publish()
+    assert generator.loaded() == ["pack_weights:1"]
