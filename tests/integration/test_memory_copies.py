@@ -68,6 +68,7 @@ def test_a_killed_worker_is_replaced_from_memory(start, undisturbed):
     assert not victim.left_after(30)
 
 
+@pytest.mark.long
 def test_without_a_whole_copy_the_files_are_read(start, undisturbed):
     victim = start(COPIES)
     assert victim.kill("keeper") and victim.kill("host")

@@ -40,9 +40,9 @@ def test_a_fault_that_no_call_would_meet_is_refused(refusal, monkeypatch):
 @pytest.mark.parametrize(
     ("fault", "said", "settings"),
     [
-        ("actor.update_actor@1:2:kill", died("actor.update_actor"), []),
+        long("actor.update_actor@1:2:kill", died("actor.update_actor"), []),
         ("actor.update_actor@1:2:stop", MISSING.format("actor", 1), []),
-        (
+        long(
             "reward.compute_reward@0:2:raise",
             r"reward\.compute_reward failed on rank 0: Runtime",
             [],
@@ -96,10 +96,10 @@ def test_a_fault_is_named_and_leaves_nothing(tmp_path, fault, said, settings):
 
 def test_a_slow_reward_is_not_a_hang(tmp_path):
     (tmp_path / "slow.py").write_text(
-        "import time\n\ndef slow(prompt, response):\n    time.sleep(0.3)\n    return 0.0\n"
+        "import time\n\ndef slow(prompt, response):\n    time.sleep(0.6)\n    return 0.0\n"
     )
     own = [f"reward.function={tmp_path}/slow.py:slow", "eval.prompts=2", "trainer.steps=1"]
-    own += ["controller.timeout_s=4", "reward.timeout_s=2"]  # a rank scores for ten seconds
+    own += ["controller.timeout_s=8", "reward.timeout_s=4"]  # a rank scores for twenty seconds
     job = Victim(tmp_path / "job", *JOB, *own)
     assert job.finish() == 0, job.output
     assert state_of(job.run) == ("finished", "")
