@@ -32,6 +32,8 @@ PLUMBING = {
     "join_trainer",
     "send_weights",
     "pack_weights",
+    "pack_whole_weights",
+    "forget_sent_weights",
     "process_id",
 }
 """What separate generation asks of an actor; no driver program does."""

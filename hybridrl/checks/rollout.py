@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridrl.config.schema import LOSSY_SYNC, Config
+from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, check_all
 from hybridrl.rollout.vllm_options import check_engine_options
 
@@ -26,8 +26,10 @@ def _check_sampling(config: Config) -> None:
 
 
 def _check_engine(config: Config) -> None:
+    from hybridrl.trainers.objectives import syncs_roughly
+
     rollout = config.rollout
-    if rollout.verify_weights and rollout.weight_sync in LOSSY_SYNC:
+    if rollout.verify_weights and syncs_roughly(config):
         raise ConfigError(
             f"rollout.weight_sync={rollout.weight_sync} brings weights to the generator that are "
             "not quite the trainer's, and rollout.verify_weights=true ends the job for that. Set "

@@ -274,4 +274,5 @@ class RolloutConfig:
     corrects: `int8`, the weights in 8 bits; `int4_delta`, what has changed in 4. All but `full`
     take a copy of the weights in the memory of the host, on each side."""
     weight_sync_refresh: Annotated[NonNegativeInt, ROUGH] = 0
-    """Each so many syncs all weights travel exactly; 0: the first time only."""
+    """Each so many syncs all weights travel exactly; 0: never, or with `int4_delta` the
+    first time only. They are counted from each checkpoint on."""

@@ -28,12 +28,13 @@ class SyncChoice:
 
     Args:
         setting: `rollout.weight_sync`.
-        refresh: `rollout.weight_sync_refresh`.
+        refresh: `rollout.weight_sync_refresh`, which exact ways have no use for.
     """
 
     def __init__(self, setting: str, refresh: int = 0) -> None:
         self._is_auto = setting == AUTO
-        self._refresh = refresh
+        is_exact = setting in (AUTO, FULL, DELTA)
+        self._refresh = 0 if is_exact else refresh
         self._decided = None if self._is_auto else setting
         self._seconds: dict[str, list[float]] = {FULL: [], DELTA: []}
         self._slow = self._syncs = 0
@@ -49,6 +50,10 @@ class SyncChoice:
     def keeps(self) -> bool:
         """Whether the next sync may be a difference, or one after it a difference to it."""
         return self._decided != FULL
+
+    def restart(self) -> None:
+        """Syncs are counted from here on."""
+        self._syncs = 0
 
     def method(self) -> str:
         """Of the next sync. (The first difference of a sender to a receiver goes as `full`.)"""

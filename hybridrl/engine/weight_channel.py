@@ -79,6 +79,7 @@ class WeightChannel:
         self._choice = SyncChoice(method, refresh)
         self.count = 0
         self.cost: SyncCost | None = None
+        self._by_parcels = parcels
         if self._sync is None and method not in (AUTO, FULL):
             raise ConfigError(
                 f"rollout.weight_sync={method} needs weights that travel box by box, and these "
@@ -138,6 +139,15 @@ class WeightChannel:
         """As the last `pack`, but of parcels that anybody can use: for receivers that have not
         taken all earlier ones, or cannot use one of the last."""
         return self._as_rows(_coded_batch(list(self._encoder.whole())))
+
+    def restart(self) -> None:
+        """Of one that sends: what comes next does not depend on what was sent before, as if that
+        was nothing. (A receiver takes whole values whatever it has.)"""
+        self._choice.restart()
+        if self._sync is not None and self._sync.coded is not None:
+            self._sync.coded.forget()
+        if self._by_parcels:
+            self._encoder.forget()
 
     @property
     def wanted(self) -> list[int]:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from hybridrl.config.schema import LOSSY_SYNC
 from hybridrl.controller import BatchRef, Handle, WorkerGroup
 
 PARTS = 4
@@ -45,6 +46,7 @@ class SeparatedActor:
         self._on_their_way = 0  # the number of updates in the weights that were last sent
         self._sent = 0  # times
         self._differs = weight_sync != "full"
+        self._is_rough = weight_sync in LOSSY_SYNC
         self._packed = self._loaded = 0  # times, and which of them the generator has
         self._parcels: deque[_Parcels] = deque()
         rendezvous = trainer.open_rendezvous().get()
@@ -93,11 +95,13 @@ class SeparatedActor:
     def save_state(self, folder: str) -> Handle:
         """Has both groups write what they go on from to one folder."""
         self._generator.save_state(folder).get()
+        self._begin_anew()
         return self._trainer.save_state(folder)
 
     def start_saving(self, folder: str, copy: str | None = None) -> Handle:
         """As `save_state`; see `TrainedModelWorker.start_saving`."""
         self._generator.save_state(folder).get()
+        self._begin_anew()
         return self._trainer.start_saving(folder, copy)
 
     def load_state(self, folder: str) -> Handle:
@@ -108,7 +112,17 @@ class SeparatedActor:
         self._updates = self._trainer.policy_version().get()[0]
         self._on_their_way = 0
         self._parcels.clear()  # of the weights before
+        self._begin_anew()
         return self._generator.load_state(folder)
+
+    def _begin_anew(self) -> None:
+        """Where the generator's weights come of all that it got before, it gets others from a
+        checkpoint on: those that a run has which goes on from there, and knows nothing of before.
+        """
+        if self._is_rough and self._updates:
+            self._trainer.forget_sent_weights()
+            self._on_their_way = 0
+            self._parcels.clear()
 
     def publish(self) -> None:
         """Has the next generation use the weights of all updates called so far."""

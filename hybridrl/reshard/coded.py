@@ -206,7 +206,8 @@ class CodedReshard:
         for end, header in arriving:
             sizes[end.peers[0]] += header.size
         sent = [sum(len(message.data) for message in messages) for messages in to]
-        parts = [message.data for messages in to for message in messages]
+        # What is sent once more comes from the records, in the host's memory.
+        parts = [message.data.to(self._device) for messages in to for message in messages]
         out = torch.cat(parts) if parts else self._bytes(0)
         incoming = self._bytes(sum(sizes))
         work = dist.all_to_all_single(incoming, out, sizes, sent, group=self._group, async_op=True)

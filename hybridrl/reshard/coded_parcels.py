@@ -52,6 +52,11 @@ class ParcelEncoder:
             traffic.record += record.nbytes
             yield Place(parcel.sender, parcel.number), message
 
+    def forget(self) -> None:
+        """The next parcels are no differences."""
+        for record in self._records:
+            record.forget()
+
     def whole(self) -> Iterator[Coded]:
         """The values of the last `encode`, each parcel for itself."""
         for number, record in enumerate(self._records):

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from hybridrl.config.schema import LOSSY_SYNC, Config
+from hybridrl.config.schema import Config
 from hybridrl.errors import TrainingError
+from hybridrl.trainers.objectives import syncs_roughly
 
 MOST = {"float32": 1e-4, "bfloat16": 0.05}
 """KL divergence (k3 estimate, a token) that rounding explains. Seen on CPUs: 1e-14 in float32 and
@@ -34,7 +35,8 @@ def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
     rollout = config.rollout
     if rollout.min_tokens or rollout.top_p != 1 or rollout.top_k:
         return  # tokens were left out when samples were drawn, which the trainer counts
-    if rollout.weight_sync in LOSSY_SYNC:
+    is_rough = syncs_roughly(config)
+    if is_rough and config.guard.most_mismatch is None:
         return  # the generator has other weights, as far as the person wished
     if "mismatch/k3" not in metrics or metrics.get("staleness/max", 0.0) > 0:
         return
@@ -47,6 +49,13 @@ def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
         return  # the trainer's numbers are none either, which is the guard's affair
     if found <= most:
         return
+    if is_rough:
+        raise TrainingError(
+            f"The generator is further from the model that is trained than guard.most_mismatch="
+            f"{most:g} allows: mismatch/k3 is {found:.2g} with rollout.weight_sync="
+            f"{rollout.weight_sync}, which brings weights there roughly. rollout.weight_sync=delta "
+            "brings them exactly; a larger guard.most_mismatch lets the difference pass."
+        )
     raise TrainingError(
         f"The generator is not the model that is trained: its log-probabilities of its own samples "
         f"are off by {metrics['mismatch/max_abs']:.2g} at most, mismatch/k3 is {found:.2g}, and "

@@ -49,7 +49,14 @@ def is_off_policy(config: Config) -> bool:
     """Whether samples may be of another policy than the one that begins to learn from them: of an
     older one, or of one whose weights came to the generator roughly."""
     flow = config.placement
-    return flow.staleness > 0 or flow.in_flight or config.rollout.weight_sync in LOSSY_SYNC
+    return flow.staleness > 0 or flow.in_flight or syncs_roughly(config)
+
+
+def syncs_roughly(config: Config) -> bool:
+    """Whether the generator's weights may be other ones than the trainer's. Where both share their
+    devices nothing travels, and `rollout.weight_sync` does not count."""
+    shared = config.placement.strategy in ("flattening", "interleaving")
+    return config.rollout.weight_sync in LOSSY_SYNC and not shared
 
 
 def preference_objective(config: Config) -> DirectPreference:

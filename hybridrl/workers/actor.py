@@ -251,6 +251,11 @@ class ActorWorker(TrainedModelWorker):
         with self.phase("sync"):
             report_compression(self, self._channel.send(self._engine.policy_version))
 
+    @transfer(ONE_TO_ALL)
+    def forget_sent_weights(self) -> None:
+        """Has the next weights that the generator gets depend on nothing that it got before."""
+        self._channel.restart()
+
     @transfer(THREE_D_ALL_MICRO_DP)
     def pack_weights(self) -> Batch:
         """The weights of now as parcels, for the generator's `load_weights`."""

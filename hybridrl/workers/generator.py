@@ -128,6 +128,8 @@ class GeneratorWorker(ModelWorker):
         with self.phase("sync"):
             self._channel.unpack(parcels)
         report_sync(self, self._channel.cost)
+        # The trainer does not hear of parcels that could not be used.
+        self.report(sync_repeated=self._channel.cost.repeated)
         self._version = version
 
     def lacking_parcels(self) -> np.ndarray:

@@ -193,12 +193,19 @@ WRONG = [
         "placement.in_flight=True",
         "algorithm.policy_loss=ppo_clip",
     ),
+    (
+        ["algorithm=rloo", "placement=separation", "rollout.weight_sync=int8"],
+        "rollout.weight_sync=int8",
+        "algorithm.correction=truncate",
+    ),
 ]
 
 RIGHT = [
     ["algorithm.kl_in_reward=true", "algorithm.kl_coefficient=0.1"],
     ["algorithm=rloo", "algorithm.kl_in_reward=true", "algorithm.kl_coefficient=0.1"],
     ["rollout.min_tokens=4"],
+    ["algorithm=rloo", "rollout.weight_sync=int8"],  # nothing travels
+    ["rollout.verify_weights=true", "rollout.weight_sync=int4_delta"],
     ["algorithm=evaluate", "rollout.top_p=0.9"],
     ["algorithm=sft", "rollout.top_k=5"],
     ["algorithm=ppo", "critic.value_clip=null"],

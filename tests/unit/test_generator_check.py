@@ -40,6 +40,19 @@ def test_what_cannot_be_compared_passes():
     check_generator(config, figures(1.0))
 
 
+def test_weights_that_came_roughly_are_limited_by_what_is_set():
+    config = Config()
+    config.model.dtype, config.rollout.weight_sync = "float32", "int8"
+    with pytest.raises(TrainingError, match="rollout=transformers"):  # they share their devices
+        check_generator(config, figures(1.0))
+    config.placement.strategy = "separation"
+    check_generator(config, figures(1.0))
+    config.guard.most_mismatch = 0.1
+    check_generator(config, figures(0.09))
+    with pytest.raises(TrainingError, match=r"most_mismatch=0\.1 .*weight_sync=int8"):
+        check_generator(config, figures(0.2))
+
+
 def test_log_probabilities_that_are_no_numbers_are_the_generators_fault():
     config = Config()
     config.model.dtype = "float32"

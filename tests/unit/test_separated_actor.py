@@ -76,6 +76,26 @@ def test_who_skips_a_version_gets_whole_weights():
     assert generator.loaded() == ["pack_weights:4", "pack_whole_weights:4"]
 
 
+@pytest.mark.parametrize(("weight_sync", "again"), [("delta", False), ("int4_delta", True)])
+def test_a_generator_whose_weights_come_of_earlier_ones_gets_them_anew_at_a_checkpoint(
+    weight_sync, again
+):
+    """A run that goes on from there knows nothing of the earlier ones."""
+    policy, generator = actor(weight_sync=weight_sync)
+    policy.start_saving("folder")  # before any update there are none
+    policy.publish()
+    policy.update_actor("batch")
+    policy.publish()
+    assert generator.loaded() == ["pack_weights:1", "pack_whole_weights:1"]
+    policy.start_saving("folder")
+    policy.publish()
+    assert generator.loaded() == (["pack_weights:2", "pack_whole_weights:2"] if again else [])
+    calls = [name for name, *_ in policy._trainer.calls]
+    assert calls.count("forget_sent_weights") == again
+    if again:
+        assert calls.index("forget_sent_weights") < len(calls) - calls[::-1].index("pack_weights")
+
+
 def test_without_differences_weights_are_packed_once():
     policy, generator = actor(weight_sync="full")
     policy.update_actor("batch")

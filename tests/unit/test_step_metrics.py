@@ -1,6 +1,7 @@
 """Figures of a step: what ranks report in one call and in many adds up, or the largest counts."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hybridrl.core.record import Record
 from hybridrl.engine.weight_sync import SyncCost
 from hybridrl.trainers.step_metrics import step_metrics
 from hybridrl.workers.generation import report_compression, report_sync
+from hybridrl.workers.generator import GeneratorWorker
 from hybridrl.workers.reward import RewardWorker
 
 
@@ -42,6 +44,17 @@ def test_ranks_that_send_differences_say_how_much_had_changed():
     report_compression(worker := Worker(Context("actor", 0, 1)), SyncCost(0, 9, 5, 1, 3))
     found = step_metrics([worker.record], [], 1.0)
     assert found["sync/codec"] == 0 and "sync/changed_share" not in found
+
+
+def test_parcels_that_were_damaged_are_counted_by_who_takes_them():
+    cost = SyncCost(20, sent=0, peak=5, redundant=1, buffer=0, method="delta", repeated=2)
+    worker = GeneratorWorker.__new__(GeneratorWorker)
+    worker.context, worker.record = Context("generator", 0, 1), Record("generator", 0, "m")
+    worker._channel = SimpleNamespace(unpack=lambda parcels: None, cost=cost)
+    worker.load_weights("parcels", 3)
+    report_compression(sender := Worker(Context("actor", 0, 1)), SyncCost(0, 9, 5, 1, 3, "delta"))
+    found = step_metrics([worker.record, sender.record], [], 1.0)
+    assert found["sync/repeated"] == 2 and found["sync/received_bytes"] == 20
 
 
 def reported(rank, columns):

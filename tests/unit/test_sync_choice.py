@@ -61,4 +61,8 @@ def test_what_is_set_is_taken_and_refreshed():
         *["int4_delta", "int4_delta", "full"] * 2,
         "int4_delta",
     ]
+    choice.restart()
+    assert [choice.method() for _ in range(3)] == ["int4_delta", "int4_delta", "full"]
     assert choice.keeps
+    exact = SyncChoice("delta", refresh=2)
+    assert [exact.method() for _ in range(3)] == ["delta"] * 3

@@ -123,3 +123,12 @@ def test_checksums_know_order_ends_and_every_bit():
         other.view(torch.int16)[8] ^= -(2**15) if bit == 15 else 1 << bit
         found.add(checksum(other))
     assert len(found) == 20
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_bit_that_is_turned_over_in_two_places_is_seen(dtype):
+    values = weights(dtype)
+    for place in range(1, 9):
+        other = values.clone()
+        other[[place, 40 + place]] *= -1  # the highest bit, also of wider words
+        assert checksum(other) != checksum(values)
