@@ -35,6 +35,13 @@ def _check_engine(config: Config) -> None:
             "not quite the trainer's, and rollout.verify_weights=true ends the job for that. Set "
             "rollout.verify_weights=false: what travels has a checksum."
         )
+    apart = config.placement.strategy not in ("flattening", "interleaving")
+    if apart and config.actor.lora.rank and rollout.weight_sync not in ("auto", "full"):
+        raise ConfigError(
+            f"rollout.weight_sync={rollout.weight_sync} with actor.lora.rank="
+            f"{config.actor.lora.rank}: adapters go whole, or multiplied into whole weights. Set "
+            "rollout.weight_sync=auto."
+        )
     if options := rollout.engine_options:
         if rollout.engine == "transformers":
             raise ConfigError(

@@ -117,6 +117,8 @@ class Record:
             DamagedMessageError: if they are not there to be had. The record stays as it was.
         """
         header, data = message.header, message.data
+        if not 0 <= header.method < len(METHODS):
+            raise DamagedMessageError(f"There is no method {header.method}.")
         is_difference = METHODS[header.method] in (DELTA, INT4_DELTA)
         if is_difference and (self._values is None or header.base != self.version):
             raise DamagedMessageError(

@@ -198,6 +198,11 @@ WRONG = [
         "rollout.weight_sync=int8",
         "algorithm.correction=truncate",
     ),
+    (
+        ["actor.lora.rank=4", "placement=separation", "rollout.weight_sync=delta"],
+        "rollout.weight_sync=delta",
+        "adapters go whole",
+    ),
 ]
 
 RIGHT = [

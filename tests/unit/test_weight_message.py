@@ -78,6 +78,8 @@ def test_a_damaged_message_changes_nothing_and_whole_values_mend_it(method):
             receiver.decode(Message(header, wrong), SIZE, torch.bfloat16)
     with pytest.raises(DamagedMessageError):
         receiver.decode(Message(header, data[:-1]), SIZE, torch.bfloat16)
+    with pytest.raises(DamagedMessageError, match="no method 99"):
+        receiver.decode(Message(header._replace(method=99), data), SIZE, torch.bfloat16)
     assert same_bits(receiver.values, held) and receiver.version == 1
     receiver.decode(sender.whole(), SIZE, torch.bfloat16)
     assert same_bits(receiver.values, sender.values) and receiver.version == 2
