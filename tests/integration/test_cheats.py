@@ -40,7 +40,7 @@ def test_honest_programs_pass_at_every_level(caller):
         # For an ordinary user, whose processes the kernel counts together, there may be no threads.
         expected.add("threads and asyncio")
     if caller.ask("import numpy")["ended"] != "ok":  # not every interpreter here has it
-        expected |= {name for name in HONEST if "numpy" in name}
+        expected |= {name for name, example in HONEST.items() if "numpy" in str(example)}
     assert set(wrong) <= expected, wrong
 
 
