@@ -108,7 +108,9 @@ class Record:
         """What the receivers are to hold, as it is: for one that could not use the last message."""
         data = self._values.view(torch.uint8)
         check = checksum(self._values)
-        return Message(Header(0, len(data), NO_VERSION, self.version, check), data)
+        return Message(
+            Header(METHODS.index(FULL), len(data), NO_VERSION, self.version, check), data
+        )
 
     def decode(self, message: Message, numel: int, dtype: torch.dtype) -> Tensor:
         """The values that the sender meant, on the device of the message.
