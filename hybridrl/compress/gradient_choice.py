@@ -55,7 +55,8 @@ class Curve:
         (x, y), (further, later) = next(
             pair for number, pair in segments if number == last or values <= pair[1][0]
         )
-        return max(0.0, y + (values - x) * (later - y) / (further - x))
+        # In this order a NaN stays one.
+        return max(y + (values - x) * (later - y) / (further - x), 0.0)
 
 
 NOTHING = Curve(((0.0, 0.0), (1.0, 0.0)))
