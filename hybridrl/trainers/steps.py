@@ -127,7 +127,7 @@ class Steps:
         note_first_step(self.job, self.summary)
         for notice in [*step.notices, *slow]:
             self.view.message(f"step {step.number}: {notice}")
-        for choice in _choices(records):
+        for choice in choices_of(records):
             self.view.message(f"step {step.number}: {choice}")
         for notice in self.unscored.look(f"step {step.number}", records):
             self.view.message(notice)
@@ -175,7 +175,7 @@ def note_first_step(job: Job, summary: dict[str, Any]) -> None:
     summary.setdefault("seconds_to_first_step", time.time() - job.started)
 
 
-def _choices(records: Sequence[Record]) -> list[str]:
+def choices_of(records: Sequence[Record]) -> list[str]:
     """What roles decided by measuring. Ranks that share parameters decide alike; those of other
     stages of a pipeline for themselves, and the first that says something is told."""
     found: dict[str, list[str]] = {}

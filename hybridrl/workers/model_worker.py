@@ -35,7 +35,8 @@ class ModelWorker(Worker):
     def leave(self) -> None:
         if (engine := self.model_engine) is None:
             return
-        self.record.choices += engine.take_said()
+        if "train" in self.record.phases:  # those records are shown
+            self.record.choices += engine.take_said()
         if engine.fault is not None:
             self.record.faults.append(engine.fault)
             engine.fault = None

@@ -1,9 +1,11 @@
 """Real gloo: `parallel.gradients=auto`, on two and four ranks, against full."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+from conftest import SHORT
 from engine_cases import CPU, DEALS, deal, make_batch, make_engine, update
 from ranks import run_ranks
 
@@ -130,3 +132,16 @@ def test_a_link_that_drifts_is_measured_again(found):
         assert "measured again" in again[0]
         assert later == []
     assert found[0]["drift"][3] == found[1]["drift"][3]
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "int8"), (4, "int8"), (2, "auto"), (4, "auto")])
+def test_the_main_program_sums_so_over_ray_and_says_what_auto_chose(run, capsys, ranks, kind):
+    folder = run(
+        *(*SHORT, f"num_devices={ranks}", "rollout=transformers"),
+        *("trainer.steps=1", f"actor.parallel.gradients={kind}"),
+    )
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert any("policy/grad_norm" in json.loads(line) for line in lines)
+    told = capsys.readouterr().out.count("actor: parallel.gradients=auto:")
+    assert told == (1 if kind == "auto" else 0)
