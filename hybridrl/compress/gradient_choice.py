@@ -142,11 +142,13 @@ class Choice:
         ways: The name of each bucket's way.
         seconds: Of backward and sums, as far as buckets say when they are ready.
         full_seconds: The same with `full` for all.
+        with_backward: Whether buckets do.
     """
 
     ways: tuple[str, ...]
     seconds: float
     full_seconds: float
+    with_backward: bool = False
 
     @property
     def of_full(self) -> float:
@@ -154,14 +156,18 @@ class Choice:
         return self.seconds / self.full_seconds if self.full_seconds else 1.0
 
     def sentence(self) -> str:
-        """`full for 3 of 10 units, int8 for 7: expected to take 0.31 of the time of full`."""
+        """`int8 for 7 of 10 units, full for 3: sums are expected to take 0.31 of the time of
+        full`."""
         counts, total = Counter(self.ways), len(self.ways)
         (first, number), *others = counts.most_common()
         said = [f"{first} for {number} of {total} unit{'s' if total > 1 else ''}"]
         said += [f"{name} for {number}" for name, number in others]
         if set(counts) == {FULL}:
             return f"{said[0]}, because nothing else is expected to be quicker"
-        return f"{', '.join(said)}: expected to take {self.of_full:.2g} of the time of full"
+        what = "backward and sums" if self.with_backward else "sums"
+        return (
+            f"{', '.join(said)}: {what} are expected to take {self.of_full:.2g} of the time of full"
+        )
 
 
 def seconds_of(buckets: Sequence[Bucket], ways: Sequence[Way], overlap: Overlap) -> float:
@@ -214,6 +220,7 @@ def choose(buckets: Sequence[Bucket], ways: Sequence[Way], overlap: Overlap) -> 
         tuple(way.name for way in found),
         seconds_of(buckets, found, overlap),
         seconds_of(buckets, full, overlap),
+        with_backward=any(bucket.ready for bucket in buckets),
     )
 
 

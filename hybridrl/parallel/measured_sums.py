@@ -33,11 +33,12 @@ from hybridrl.compress.gradient_choice import (
 from hybridrl.compress.gradients import CompressedReduceScatter, Hop
 from hybridrl.core.device import Moment
 
-LEAST, STEP, MOST = 1 << 14, 4, 1 << 24
+LEAST, STEP, MOST = 1 << 12, 4, 1 << 24
 """Values that are summed to measure: the fewest, how many times as many come next, and the most."""
 LONG = 0.1
 """Seconds. What takes longer is measured at no larger size."""
-REPEATS = 3
+REPEATS, MOST_REPEATS, ENOUGH = 3, 9, 0.03
+"""Of one size: the fewest, and the most if they do not take so many seconds together."""
 DRIFT = 1.5
 """Sums that take so many times as long as was measured, or as little, may want another way..."""
 IN_A_ROW = 3
@@ -82,6 +83,7 @@ class MeasuredSums:
 
     Attributes:
         choice: The last one; None before `install`.
+        units: What sums each unit's gradients.
         said: Sentences for the user that nobody has taken yet.
         measurements: How often was measured.
     """
@@ -92,6 +94,7 @@ class MeasuredSums:
         self._ways, self._group, self._device = ways, group, device
         self._overlap = IN_ORDER if device.type == "cpu" else ON_A_STREAM
         self.choice: Choice | None = None
+        self.units: list[UnitSum] = []
         self.said: list[str] = []
         self.measurements = 0
         self._sums: list[_Sum] = []
@@ -106,8 +109,8 @@ class MeasuredSums:
         self._values = list(values)
         self._order = list(range(len(values)))
         self._gaps = [0.0] * len(values)
-        self._units = [UnitSum(self, number) for number in range(len(values))]
-        for unit, own in zip(units, self._units, strict=True):
+        self.units = [UnitSum(self, number) for number in range(len(values))]
+        for unit, own in zip(units, self.units, strict=True):
             unit.set_custom_reduce_scatter(own)
         self._measure()
         self._choose()
@@ -163,7 +166,7 @@ class MeasuredSums:
         costs = {way.name: way for way in self._costs}
         self._seconds = [0.0] * len(buckets)
         for unit, name in zip(self._order, self.choice.ways, strict=True):
-            self._units[unit].sums = made.get(name)
+            self.units[unit].sums = made.get(name)
             values = self._values[unit]
             self._seconds[unit] = max(1e-9, costs[name].codec(values) + costs[name].link(values))
 
@@ -238,7 +241,9 @@ class MeasuredSums:
             values = torch.randn(numel, device=self._device)
             if not found:
                 once(values)  # connections are made, kernels compiled
-            taken = [self._seconds_of(once, values) for _ in range(REPEATS)]
+            taken: list[float] = []
+            while len(taken) < REPEATS or (sum(taken) < ENOUGH and len(taken) < MOST_REPEATS):
+                taken.append(self._seconds_of(once, values))
             found.append((float(numel), statistics.median(taken)))
             if len(found) > 1 and (numel >= largest or found[-1][1] > LONG):
                 return tuple(found)

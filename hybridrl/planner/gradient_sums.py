@@ -115,6 +115,7 @@ def chosen(setting: str, part: ModelPart, found: dict[str, Way], backward: float
         (name,) * len(buckets),
         seconds_of(buckets, same, overlap),
         seconds_of(buckets, full, overlap),
+        with_backward=overlap.beside,
     )
 
 

@@ -1,17 +1,15 @@
 """Which way each unit's gradients are summed."""
 
-import itertools
 import json
 import math
-import random
 from dataclasses import asdict
 
 import pytest
+from choice_cases import least, random_case, way
 
 from hybridrl.compress.gradient_choice import (
     FULL,
     IN_ORDER,
-    NOTHING,
     ON_A_STREAM,
     Bucket,
     Curve,
@@ -23,35 +21,7 @@ from hybridrl.compress.gradient_choice import (
 )
 from hybridrl.errors import ConfigError
 
-OVERLAPS = [IN_ORDER, ON_A_STREAM, Overlap(beside=True), Overlap(beside=True, contention=0.3)]
-
-
-def way(name, codec=0.0, link=1e6, alpha=0.0):
-    """`codec` seconds for a million values, `link` values a second."""
-    costs = NOTHING if not codec else Curve.of(alpha, 1e6 / codec)
-    return Way(name, (Part(1.0, costs, Curve.of(alpha, link)),))
-
-
 WAYS = [way(FULL), way("int8", 0.3, 4e6), way("int4", 0.5, 7.5e6)]
-
-
-def random_case(seed):
-    dice = random.Random(seed)
-    ready, buckets = 0.0, []
-    for _ in range(dice.randint(1, 7)):
-        ready += dice.uniform(0, 2)
-        buckets.append(Bucket(int(10 ** dice.uniform(3, 7)), ready))
-    ways = [way(FULL, link=10 ** dice.uniform(5, 7), alpha=dice.uniform(0, 0.1))]
-    for name, smaller in (("int8", 4), ("int4", 7.5), ("top_k", 50)):
-        link = smaller * 10 ** dice.uniform(5, 7)
-        ways.append(way(name, dice.uniform(0, 1), link, dice.uniform(0, 0.1)))
-    return buckets, ways[: dice.randint(2, 4)], OVERLAPS[seed % len(OVERLAPS)]
-
-
-def least(buckets, ways, overlap):
-    """By trying everything."""
-    tried = itertools.product(ways, repeat=len(buckets))
-    return min(seconds_of(buckets, chosen, overlap) for chosen in tried)
 
 
 def test_a_choice_is_as_quick_as_the_quickest_of_all():
@@ -108,7 +78,9 @@ def test_small_units_may_go_as_they_are_beside_large_ones():
     ways = [way(FULL), way("int8", 0.1, 4e6, alpha=0.01)]
     choice = choose([Bucket(1_000), Bucket(9_000_000), Bucket(1_000)], ways, IN_ORDER)
     assert choice.ways == (FULL, "int8", FULL)
-    assert choice.sentence().startswith("full for 2 of 3 units, int8 for 1: expected to take 0.35")
+    assert choice.sentence().startswith(
+        "full for 2 of 3 units, int8 for 1: sums are expected to take 0.35"
+    )
 
 
 def test_hops_add_up_each_with_its_share():
