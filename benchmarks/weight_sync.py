@@ -3,9 +3,9 @@
     python benchmarks/weight_sync.py [--updates 50] [--rates 100mbit,400mbit] [--hidden 256]
 
 A tiny model that generates in bfloat16 learns by GRPO from its own samples, at learning rates of
-1e-6, 1e-5 and 1e-4. Its weights after each update are kept, so that all methods bring the
-same ones: from a process that trains to one that generates, as the trainers' workers do, over this
-machine's loopback, and between hosts with a link of a limited rate (network namespaces; see
+1e-6, 1e-5 and 1e-4. Its weights after each update are kept, and all methods in turn bring them:
+from a process that trains to one that generates, as the trainers' workers do, over this machine's
+loopback, and between hosts with a link of a limited rate (network namespaces; see
 tests/netlab.py; needs root). `auto` begins each time without knowing anything.
 
 Bytes are compared with those of `full`, seconds of `auto` with those of the best other method that
@@ -120,27 +120,31 @@ def end_of_link(rank: int, folder: Path, address: str) -> None:
     else:
         rollout = rollout_engine(folder)
     group = join_world("weights", rank, 2, Rendezvous(address, PORT, listener), "cpu")
-    for method in METHODS:
-        channel = WeightChannel(group, torch.bfloat16, CPU, train, rollout, method=method)
-        seconds = size = 0
-        for version, weights in enumerate(versions):
-            if train is not None:
-                with torch.no_grad():
-                    for name, tensor in train.local_parameters().items():
-                        tensor.copy_(weights[name])
+    channels = {
+        method: WeightChannel(group, torch.bfloat16, CPU, train, rollout, method=method)
+        for method in METHODS
+    }
+    seconds, sizes = dict.fromkeys(METHODS, 0.0), dict.fromkeys(METHODS, 0)
+    for version, weights in enumerate(versions):
+        if train is not None:
+            with torch.no_grad():
+                for name, tensor in train.local_parameters().items():
+                    tensor.copy_(weights[name])
+        for method, channel in channels.items():  # in turn, so that a slow moment is one for all
             torch.distributed.barrier(group)
             begin = time.perf_counter()
             if rank == 0:
                 channel.send(version)
                 continue
             cost = channel.receive()[1]
-            seconds += time.perf_counter() - begin
-            size += cost.received
+            seconds[method] += time.perf_counter() - begin
+            sizes[method] += cost.received
             if method in ("full", "delta", "auto"):
                 held = dict(rollout._model.named_parameters())
                 assert all(torch.equal(held[name], weights[name]) for name in weights)
-        if rank == 1:
-            print(json.dumps([method, size, seconds]), flush=True)
+    if rank == 1:
+        for method in METHODS:
+            print(json.dumps([method, sizes[method], seconds[method]]), flush=True)
     torch.distributed.barrier(group)
 
 
