@@ -66,9 +66,10 @@ def way_of_weights(config: Config, devices: Iterable[Device]) -> tuple[bool, str
     """
     flow, method = config.placement, config.rollout.weight_sync
     store = flow.transport == "store" or (flow.transport == "auto" and flow.staleness > 1)
-    if store and method == "auto":
-        # On one node the object store is shared memory, and nothing travels.
-        method = "delta" if len({device.node for device in devices}) > 1 else "full"
+    if method == "auto" and len({device.node for device in devices}) == 1:
+        method = "full"  # within a node to copy is quicker than to encode
+    elif method == "auto" and store:
+        method = "delta"  # parcels are made without knowing how long they will be on their way
     return store, method
 
 

@@ -227,8 +227,9 @@ def test_the_command_refuses_with_a_sentence(capsys):
 @pytest.mark.parametrize(
     ("nodes", "overrides", "counts"),
     [
-        (1, [], True),  # by collectives, `auto` may choose differences
-        (1, ["placement.staleness=2"], False),  # through one node's shared memory
+        (1, [], False),  # within a node `auto` is `full`
+        (1, ["rollout.weight_sync=delta"], True),
+        (2, [], True),
         (2, ["placement.staleness=2"], True),
         (2, ["rollout.weight_sync=full"], False),
     ],
