@@ -3,6 +3,7 @@ it does not start. Importing this module needs vLLM."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from multiprocessing import shared_memory
@@ -42,6 +43,10 @@ except ImportError as error:
         f"({error}): pip install 'hybridrl[cpu]' (or 'hybridrl[gpu]'). Or generate with "
         "transformers: rollout=transformers."
     ) from error
+
+# It warns of layers for which no weights came whenever others did: heads that are the embedding, and
+# tables. Whether all weights are there, generations are compared with the trainer for.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 HEAD_DTYPE = "float32"
 """Of logits, as `hybridrl.models.log_probs` computes them: rounded to half precision they would be
