@@ -44,9 +44,11 @@ except ImportError as error:
         "transformers: rollout=transformers."
     ) from error
 
-# It warns of layers for which no weights came whenever others did: heads that are the embedding, and
-# tables. Whether all weights are there, generations are compared with the trainer for.
-logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+# It warns at each sync of layers for which no weights came: heads that are the embedding, and
+# tables. A filter, because vLLM sets the levels anew when it starts.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
+    lambda record: record.levelno > logging.WARNING
+)
 
 HEAD_DTYPE = "float32"
 """Of logits, as `hybridrl.models.log_probs` computes them: rounded to half precision they would be
