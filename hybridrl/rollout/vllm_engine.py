@@ -12,7 +12,7 @@ import torch
 
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.errors import ConfigError, MissingPackageError
-from hybridrl.rollout.quantization import NONE
+from hybridrl.models.rounded_rows import NONE
 from hybridrl.rollout.shared_memory import hold_shared_memory
 from hybridrl.rollout.vllm_options import SPECULATIVE
 

@@ -35,7 +35,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.platforms import current_platform
 
-from hybridrl.rollout.quantization import FP8, INT8, TYPES, Rows, quantise
+from hybridrl.models.rounded_rows import FP8, INT8, TYPES, Rows, quantise
 from hybridrl.rollout.vllm_layout import zero_twin
 
 PREFIX = "hybridrl_"
