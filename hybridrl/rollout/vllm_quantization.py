@@ -166,7 +166,12 @@ class QuantisedLinearMethod(UnquantizedLinearMethod):
         before = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)  # that of outputs, to the kernels of CPUs
         try:
-            self._kernel.process_weights_after_loading(taken)
+            if self.kind == INT8 and self._dtype == torch.float32:  # on CPUs
+                # Where there is AMX, vLLM would take a kernel that is for outputs of 16 bits.
+                self._kernel.linear_method = self._kernel._apply_weights_onednn
+                self._kernel.process_weights_for_onednn(taken)
+            else:
+                self._kernel.process_weights_after_loading(taken)
         finally:
             torch.set_default_dtype(before)
         return taken
