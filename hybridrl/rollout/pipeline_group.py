@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybridrl.rollout.growing_cache import GrowingCache, positions_of
+from hybridrl.models.growing_cache import GrowingCache, positions_of
 
 
 class Group:
