@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,12 @@ class GenerationPlan:
     def first_layer(self, number: int) -> int:
         """Of a stage."""
         return sum(len(stage.bits) for stage in self.stages[:number])
+
+    def renumbered(self) -> GenerationPlan:
+        """With the devices that have a stage counted from 0, in the order that they have."""
+        used = sorted(stage.device for stage in self.stages)
+        stages = (replace(one, device=used.index(one.device)) for one in self.stages)
+        return replace(self, stages=tuple(stages))
 
 
 def equal_plan(layers: int, stages: int, bits: int = WHOLE) -> GenerationPlan:

@@ -60,7 +60,7 @@ class DecoderStage(nn.Module):
         if files is not None:
             shapes = {name: tuple(parameter.shape) for name, parameter in names.items()}
             parts = parts_in_files(model, shapes, files.shapes)
-        _set_attention(model)
+        set_attention(model)
         _renumber(base, every[first:stop], first)
         if not self.is_first:
             base.embed_tokens = nn.Identity()
@@ -206,7 +206,8 @@ def _tried(config: PretrainedConfig) -> str:
     return "" if off <= TOLERANCE else f"the logits of a small copy are off by {off:.2g}"
 
 
-def _set_attention(model: PreTrainedModel) -> None:
+def set_attention(model: PreTrainedModel) -> None:
+    """Gives a model an attention that knows caches."""
     try:
         model.set_attn_implementation("sdpa")
     except ValueError:  # its attention does what the fused one does not know

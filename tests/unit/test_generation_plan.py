@@ -192,6 +192,8 @@ def test_plans_are_files(tmp_path):
     assert read_plan(tmp_path / "plan.json") == plan
     assert plan.bits == {0: 16, 1: 8, 2: 4}
     assert [len(stage.bits) for stage in equal_plan(7, 3).stages] == [2, 2, 3]
+    some = GenerationPlan((Stage(5, (16,)), Stage(2, (4,))), 1).renumbered()
+    assert [stage.device for stage in some.stages] == [1, 0]
     with pytest.raises(ConfigError, match="at most 2"):
         equal_plan(2, 3)
 
