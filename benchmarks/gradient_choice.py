@@ -49,9 +49,10 @@ from hybridrl.compress.gradients import INT4, INT8, CompressedReduceScatter, Hop
 from hybridrl.controller import Context
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.parallel.gradients import make_reduce_scatter
-from hybridrl.parallel.measured_sums import HopWay, MeasuredSums, UnitSum
+from hybridrl.parallel.measured_sums import MeasuredSums, UnitSum
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.process_group import join
+from hybridrl.parallel.sum_times import HopWay
 
 CPU = torch.device("cpu")
 PORT = 29641
