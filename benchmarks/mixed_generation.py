@@ -1,6 +1,7 @@
 """Generation over unequal devices: the plan that is chosen against others, and against its word.
 
-    python benchmarks/mixed_generation.py [--layers 12] [--hidden 512] [--random 20] [--seconds 330]
+    python benchmarks/mixed_generation.py [--layers 6] [--hidden 1024] [--dtype float32]
+        [--random 20] [--seconds 320]
 
 Two hosts with a core and with half a core (network namespaces and control groups of version 1; see
 tests/netlab.py; needs root) generate with one model. Costs are measured on the first, as `hybridrl
@@ -57,8 +58,7 @@ from hybridrl.rollout.pipeline import PipelineRollout
 CPU = torch.device("cpu")
 SHARES = (1.0, 0.5)
 PERIOD_US = 10_000
-SAMPLES, PROMPT, RESPONSE = 32, 64, 32
-DTYPE = "bfloat16"
+SAMPLES, PROMPT, RESPONSE = 48, 32, 24
 PORT = 29713
 BITS = (4, 8, WHOLE)
 PING_BYTES = (1 << 10, 1 << 22)
@@ -66,10 +66,11 @@ PING_BYTES = (1 << 10, 1 << 22)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--random", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=330.0)
+    parser.add_argument("--seconds", type=float, default=320.0)
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rank", type=int)  # of the processes that this one starts
     parser.add_argument("--address")
     parser.add_argument("--folder", type=Path)
@@ -77,7 +78,8 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     if chosen.rank is not None:
-        (_probe if chosen.probe else _generate)(chosen.rank, chosen.address, chosen.folder)
+        work = _probe if chosen.probe else _generate
+        work(chosen.rank, chosen.address, chosen.folder, chosen.dtype)
         return
     deadline = time.monotonic() + chosen.seconds
     with tempfile.TemporaryDirectory() as folder, unequal_hosts() as hosts:
@@ -137,11 +139,9 @@ def _compare(folder: Path, hosts: list[Host], chosen: Any, deadline: float) -> N
     answers = [answer.clone() for answer in answers]
     indicators = calibrated(model, answers)
     budget = 0.5 * token_kl(model, answers, dict.fromkeys(range(chosen.layers), 8))
-    _start(folder, hosts, probe=True)
-    problem = _problem(folder, path, indicators, budget)
-    plan = measured_plan(problem, model, answers).renumbered()
-    if len(plan.stages) < 2:
-        print(json.dumps({"note": "the fast device alone is the best plan", **plan.predicted}))
+    _start(folder, hosts, chosen.dtype, probe=True)
+    problem = _problem(folder, path, chosen.dtype, indicators, budget)
+    plan = measured_plan(problem, model, answers)
     plans = {"chosen": plan, "equal, whole": equal_plan(chosen.layers, 2)}
     draw = random.Random(0)
     for number in range(chosen.random):
@@ -149,7 +149,7 @@ def _compare(folder: Path, hosts: list[Host], chosen: Any, deadline: float) -> N
     (folder / "plans.json").write_text(
         json.dumps({"plans": {n: asdict(p) for n, p in plans.items()}, "deadline": deadline})
     )
-    _start(folder, hosts, probe=False)
+    _start(folder, hosts, chosen.dtype, probe=False)
     seconds = json.loads((folder / "seconds.json").read_text())
     _report(problem, plans, {name: statistics.median(found) for name, found in seconds.items()})
 
@@ -181,10 +181,18 @@ def _report(
         "random plans": len(others),
     }
     print(json.dumps(said), flush=True)
+    for name, plan in plans.items():
+        if name in took:
+            seconds = seconds_of(problem, plan)
+            layers = [
+                (s.device, len(s.bits), s.bits.count(8), s.bits.count(4)) for s in plan.stages
+            ]
+            row = [layers, plan.decode_micro_batches, plan.prefill_pieces, took[name], *seconds]
+            print(json.dumps([name, *row]), file=sys.stderr, flush=True)
 
 
 def _problem(
-    folder: Path, path: Path, indicators: tuple[dict[int, float], ...], budget: float
+    folder: Path, path: Path, dtype: str, indicators: tuple[dict[int, float], ...], budget: float
 ) -> GenerationProblem:
     found = json.loads((folder / "costs.json").read_text())
     prefill, decode = (_costs(found[name]) for name in ("prefill", "decode"))
@@ -197,7 +205,7 @@ def _problem(
         *(devices, ((link, link), (link, link)), indicators, budget, SAMPLES, PROMPT, RESPONSE),
         *({}, 0.0, 0.0, 0.0, 0.0),
     )
-    return with_sizes(problem, load_config(str(path)), DTYPE)
+    return with_sizes(problem, load_config(str(path)), dtype)
 
 
 def _costs(data: dict[str, Any]) -> Costs:
@@ -230,8 +238,9 @@ def _random_plan(problem: GenerationProblem, draw: random.Random) -> GenerationP
             return plan
 
 
-def _start(folder: Path, hosts: list[Host], *, probe: bool) -> None:
+def _start(folder: Path, hosts: list[Host], dtype: str, *, probe: bool) -> None:
     command = [sys.executable, __file__, "--address", hosts[0].address, "--folder", str(folder)]
+    command += ["--dtype", dtype]
     command += ["--probe"] if probe else []
     started = [host.popen([*command, "--rank", str(n)]) for n, host in enumerate(hosts)]
     try:
@@ -256,7 +265,7 @@ def _meet(rank: int, address: str) -> None:
     )
 
 
-def _probe(rank: int, address: str, folder: Path) -> None:
+def _probe(rank: int, address: str, folder: Path, dtype: str) -> None:
     import torch.distributed as dist
 
     _meet(rank, address)
@@ -272,7 +281,7 @@ def _probe(rank: int, address: str, folder: Path) -> None:
     if rank == 0:
         rows = sorted({-(-SAMPLES // count) for count in (1, 2, 4, 8, 16)})
         config = load_config(str(folder / "model"))
-        prefill, decode = probe_costs(config, DTYPE, CPU, rows, PROMPT, RESPONSE, BITS)
+        prefill, decode = probe_costs(config, dtype, CPU, rows, PROMPT, RESPONSE, BITS)
         per_byte = max(0.0, (seconds[1] - seconds[0]) / (PING_BYTES[1] - PING_BYTES[0]))
         found = {"prefill": asdict(prefill), "decode": asdict(decode)}
         found["link"] = [seconds[0], per_byte]
@@ -280,13 +289,13 @@ def _probe(rank: int, address: str, folder: Path) -> None:
     dist.barrier()
 
 
-def _generate(rank: int, address: str, folder: Path) -> None:
+def _generate(rank: int, address: str, folder: Path, dtype: str) -> None:
     """Each plan in turns with the chosen one."""
     import torch.distributed as dist
 
     _meet(rank, address)
     data = json.loads((folder / "plans.json").read_text())
-    engines = {name: _engine(folder, plan) for name, plan in data["plans"].items()}
+    engines = {name: _engine(folder, plan, dtype, rank) for name, plan in data["plans"].items()}
     for engine in engines.values():
         _seconds(engine, 2)
     seconds: dict[str, list[float]] = {name: [] for name in engines}
@@ -306,27 +315,31 @@ def _generate(rank: int, address: str, folder: Path) -> None:
     dist.barrier()
 
 
-def _engine(folder: Path, data: dict[str, Any]) -> PipelineRollout | None:
+def _engine(folder: Path, data: dict[str, Any], dtype: str, rank: int) -> PipelineRollout | None:
+    """None: this host has no part in the plan."""
     stages = tuple(Stage(s["device"], tuple(s["bits"])) for s in data["stages"])
+    if rank not in [stage.device for stage in stages]:
+        return None
     plan = GenerationPlan(stages, data["decode_micro_batches"], data["prefill_pieces"])
     return PipelineRollout(
         str(folder / "model"),
         build_tokenizer(),
-        DTYPE,
-        plan,
+        dtype,
+        plan.renumbered(),
         max_sequences=SAMPLES,
         eos_token_ids=[1],
         device=CPU,
     )
 
 
-def _seconds(engine: PipelineRollout, tokens: int) -> float:
+def _seconds(engine: PipelineRollout | None, tokens: int) -> float:
     import torch.distributed as dist
 
     prompts = Batch.from_columns({"prompt_ids": _prompts(SAMPLES)})
     dist.barrier()
     begin = time.perf_counter()
-    engine.generate(prompts, Sampling(tokens, min_tokens=tokens), seed=0)
+    if engine is not None:
+        engine.generate(prompts, Sampling(tokens, min_tokens=tokens), seed=0)
     dist.barrier()
     return time.perf_counter() - begin
 
