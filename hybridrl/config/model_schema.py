@@ -111,7 +111,7 @@ class LoraSettings:
     """Modules that get one: `all-linear`, or a list of names such as `[q_proj, v_proj]`."""
 
 
-GRADIENTS = ("full", "int8", "two_level_int4")
+GRADIENTS = ("full", "int8", "two_level_int4", "auto")
 """What `actor.parallel.gradients` may be."""
 
 
@@ -140,7 +140,8 @@ class ParallelConfig:
     gradients: Annotated[str, OneOf(*GRADIENTS)] = "full"
     """How gradients travel while they are summed over the ranks that share parameters: `full` in
     float32; `int8` in about 4 times fewer bytes; `two_level_int4`: within a node so, then between
-    nodes in 7.5 times fewer. Sums are in float32. For slow links; see docs/precision.md."""
+    nodes in 7.5 times fewer; `auto`: for each unit of the model what is measured to be quickest, of
+    these and others. Sums are in float32. For slow links; see docs/precision.md."""
 
 
 CHECKPOINTING = ("none", "selective", "full", "offload")

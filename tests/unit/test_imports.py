@@ -50,7 +50,7 @@ MAY_IMPORT = {
     },
     "planner": {
         *("core", "controller", "models", "placement", "trainers"),
-        *("=rollout", "=checks.placement"),
+        *("=rollout", "=checks.placement", "=compress", "=compress.gradient_choice"),
     },
     # Modules beside the rooms: they put the others together.
     "": EVERYTHING,
