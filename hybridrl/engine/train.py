@@ -140,8 +140,9 @@ class TrainEngine(ShardedModel):
 
         def keep(number: int, found: Mapping[str, Tensor]) -> None:
             places = token_places(responses.cu_seqlens, micro_batches[number])
-            for name, values in self._whole(found, samples[number]).items():
-                outputs[name][places] = values.cpu()
+            whole = self._whole(found, samples[number])
+            for name, kept in outputs.items():
+                kept[places] = whole[name].cpu()
 
         if self._pipeline is not None:
             self._pipeline.score(self.model, samples, keep, **options)
