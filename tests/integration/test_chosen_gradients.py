@@ -89,6 +89,10 @@ def rank_program(rank):
             found[name, way.name, "chosen"] = sums.choice.ways
             found[name, way.name] = one_update(engine, rank, ranks)
     found["drift"] = drifting(rank)
+    mesh = ParallelMesh(Mesh({"dp": WORLD}), CPU, shards=2, gradients="auto")
+    engine = make_engine(mesh, parallel=ParallelConfig(shards=2, gradients="auto"))
+    price(engine, "int8")
+    found["copies"] = one_update(engine, rank, WORLD)
     return found
 
 
@@ -123,6 +127,14 @@ def test_all_ranks_measured_the_same_and_choose_alike(found, case):
     assert all(way.codec(1000) + way.link(1000) > 0 for way in first["costs"])
 
 
+def test_ranks_that_hold_copies_get_the_same(found):
+    exact = found[0]["two nodes", FULL]
+    for rank in range(WORLD):
+        ours = found[rank]["copies"]
+        assert 1e-5 < float((ours - exact).norm() / exact.norm()) <= 0.02
+        assert ours.equal(found[0]["copies"])
+
+
 def test_a_link_that_drifts_is_measured_again(found):
     for rank in range(2):
         said, told, measured, again, later = found[rank]["drift"]
@@ -135,11 +147,17 @@ def test_a_link_that_drifts_is_measured_again(found):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(("ranks", "kind"), [(2, "int8"), (4, "int8"), (2, "auto"), (4, "auto")])
-def test_the_main_program_sums_so_over_ray_and_says_what_auto_chose(run, capsys, ranks, kind):
+@pytest.mark.parametrize(
+    ("ranks", "kind", "stages"),
+    [(2, "int8", 1), (4, "int8", 1), (2, "auto", 1), (4, "auto", 1), (4, "auto", 2)],
+)
+def test_the_main_program_sums_so_over_ray_and_says_what_auto_chose(
+    run, capsys, ranks, kind, stages
+):
     folder = run(
         *(*SHORT, f"num_devices={ranks}", "rollout=transformers"),
         *("trainer.steps=1", f"actor.parallel.gradients={kind}"),
+        f"actor.parallel.pp={stages}",
         "ray.address=auto",  # where there may be more devices than this machine has cores
     )
     lines = (folder / "metrics.jsonl").read_text().splitlines()
