@@ -8,6 +8,7 @@ the sums took with what was measured. All of them are told the same figures, so 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,6 +33,8 @@ DRIFT = 1.5
 """Sums that take so many times as long as was measured, or as little, may want another way..."""
 IN_A_ROW = 3
 """...if they do so in so many updates."""
+WORTH = 0.02
+"""...and if it is such a share of all time: to measure takes seconds."""
 CALM = 100
 """Updates after which a measurement is forgotten that was made again. Until then twice as much is
 let pass after each: what differs may not be the link, and to measure it more often would not
@@ -77,6 +80,7 @@ class MeasuredSums:
         self.measurements = 0
         self._sums: list[_Sum] = []
         self._drift, self._drifted, self._updates, self._again = DRIFT, 0, 0, 0
+        self._last = 0.0  # when the last update was over
 
     def install(self, units: Sequence[FSDPModule], values: Sequence[int]) -> None:
         """Gives each unit its way, after measuring. Collective over the group.
@@ -93,6 +97,7 @@ class MeasuredSums:
         self._measure()
         self._choose()
         self._say()
+        self._last = time.monotonic()
 
     def note(self, unit: int, ready: Moment, begin: Moment, end: Moment) -> None:
         """Keeps the times of a sum until the update is over."""
@@ -109,7 +114,10 @@ class MeasuredSums:
             return
         took = sum(one.end.since(one.begin) for one in done)
         expected = sum(self._seconds[one.unit] for one in done)
-        ratio = agreed([took / expected], dist.ReduceOp.MIN, self._group)[0]
+        now = time.monotonic()
+        share = abs(took - expected) / max(now - self._last, 1e-9)
+        self._last = now
+        ratio, share = agreed([took / expected, share], dist.ReduceOp.MIN, self._group)
         self._updates += 1
         if self._overlap.beside and self._updates <= SETTLING:
             self._see_gaps(done)
@@ -117,7 +125,7 @@ class MeasuredSums:
             if self._updates == SETTLING:
                 self._say()
             return
-        drifted = not 1 / self._drift <= ratio <= self._drift
+        drifted = share >= WORTH and not 1 / self._drift <= ratio <= self._drift
         self._drifted = self._drifted + 1 if drifted else 0
         if self._updates - self._again > CALM:
             self._drift = DRIFT

@@ -1,4 +1,6 @@
-"""`parallel.gradients=auto` while a job runs: what it learns of its sums, on clocks made up here."""
+"""`parallel.gradients=auto` while a job runs: what it learns of its sums, on clocks made up."""
+
+import itertools
 
 import pytest
 import torch
@@ -112,6 +114,16 @@ def test_a_slow_update_now_and_then_is_no_drift(link):
     sums = installed([1_000_000])
     for number in range(60):
         link["now"] = 0.2 if number % 3 else 1.0
+        run(sums, link, [0], [0.0])
+    assert sums.measurements == 1
+
+
+def test_what_takes_next_to_no_time_is_not_measured_again(link, monkeypatch):
+    hours = itertools.count(0, 3600)
+    monkeypatch.setattr(measured_sums.time, "monotonic", lambda: next(hours))
+    sums = installed([1_000_000])
+    link["now"] = 0.4
+    for _ in range(10):
         run(sums, link, [0], [0.0])
     assert sums.measurements == 1
 
