@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -178,8 +179,8 @@ def _choice(head: torch.nn.Module, states: Tensor) -> Callable[[], object]:
 
 @torch.inference_mode()
 def _timed(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Seconds of each, which take turns; the quickest counts, for other work on the machine only
-    adds."""
+    """Seconds of each, which take turns; the median of the quicker half, for other work on the
+    machine only adds."""
     seconds: list[list[float]] = [[] for _ in runs]
     for run in runs:
         run()
@@ -191,4 +192,4 @@ def _timed(runs: Sequence[Callable[[], object]], device: torch.device) -> list[f
             run()
             synchronize(device)
             found.append(time.perf_counter() - start)
-    return [min(found) for found in seconds]
+    return [statistics.median(sorted(found)[: -(-len(found) // 2)]) for found in seconds]
