@@ -19,7 +19,8 @@ and for kernels that add up in another order."""
 
 
 MOST_IN_8_BITS = 0.1
-"""The same where the generator computes in 8 bits (`rollout.quantization`)."""
+"""The same where the generator computes in 8 bits (`rollout.quantization`), or the
+trainer (`actor.precision`)."""
 
 
 def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
@@ -44,6 +45,8 @@ def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
     precision, explained = config.model.dtype, MOST[config.model.dtype]
     if rollout.quantization != "none":
         precision, explained = rollout.quantization, MOST_IN_8_BITS
+    elif config.actor.precision is not None:
+        precision, explained = "fewer bits (actor.precision)", MOST_IN_8_BITS
     most = config.guard.most_mismatch or explained
     if math.isnan(found) and not math.isfinite(metrics.get("policy/loss", math.nan)):
         return  # the trainer's numbers are none either, which is the guard's affair

@@ -30,7 +30,8 @@ def correction_of(config: Config) -> str:
     policy than the one that learns, enough for its samples to be weighed."""
     if config.algorithm.correction != "auto":
         return config.algorithm.correction
-    return "none" if config.rollout.quantization == "none" else "truncate"
+    is_whole = config.rollout.quantization == "none" and config.actor.precision is None
+    return "none" if is_whole else "truncate"
 
 
 def correction_notice(config: Config) -> str:
@@ -38,9 +39,12 @@ def correction_notice(config: Config) -> str:
     chosen = correction_of(config)
     if config.algorithm.correction != "auto" or chosen == "none":
         return ""
+    rounded = f"rollout.quantization={config.rollout.quantization}"
+    if config.actor.precision is not None:
+        rounded = f"actor.precision={config.actor.precision}"
     return (
-        f"rollout.quantization={config.rollout.quantization}: samples are weighed by "
-        f"algorithm.correction={chosen}, because they come from a policy of fewer bits; "
+        f"{rounded}: samples are weighed by "
+        f"algorithm.correction={chosen}, because they come from a policy of other bits; "
         "algorithm.correction=none leaves that out."
     )
 
