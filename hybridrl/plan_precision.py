@@ -2,7 +2,7 @@
 
 Measures what a layer takes here in each precision and what fewer bits change of the model's
 answers, chooses (`planner.bit_allocation`), measures what the choice changes, and writes a plan
-that `actor.precision` or `models.<role>.precision` takes.
+that `models.<role>.precision` takes.
 """
 
 from __future__ import annotations
@@ -224,6 +224,7 @@ def _lines(plan: PrecisionPlan, role: str, out: str | None) -> list[str]:
             f"Even so the slowest takes {slowest:.3g} s, and the fastest device with whole layers "
             f"{plan.found['target_seconds']:.3g} s."
         )
-    setting = f"{role}.precision" if plan.use == TRAINING else f"models.{role}.precision"
-    found.append(f"Run it with {setting}={out or 'FILE'}" + ("." if out else " (--out FILE)."))
+    found.append(
+        f"Run it with models.{role}.precision={out or 'FILE'}" + ("." if out else " (--out FILE).")
+    )
     return found

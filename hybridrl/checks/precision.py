@@ -1,4 +1,4 @@
-"""What can be wrong with plans of precision: `actor.precision` and `models.<role>.precision`."""
+"""What can be wrong with plans of precision: `models.<role>.precision`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ OF_ACTOR = {
     "path": "model.path",
     "parallel": "actor.parallel",
     "optimizer": "actor.optimizer",
-    "precision": "actor.precision",
 }
 """Settings of the role `actor`, which has them elsewhere."""
 

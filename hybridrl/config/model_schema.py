@@ -176,10 +176,6 @@ class ActorConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     lora: LoraSettings = field(default_factory=LoraSettings)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    precision: Name | None = None
-    """A file of `hybridrl plan precision`: which layers the ranks compute in fewer bits while the
-    policy is trained, so that slower devices keep pace; null: none. Weights stay in float32. See
-    docs/precision.md. Of models that only score, `models.<role>.precision` says it."""
 
     def __post_init__(self) -> None:
         said = str(self.gradient_checkpointing).lower()

@@ -262,8 +262,8 @@ class GuardConfig:
     """So many such updates in a row, or rewinds to one checkpoint, end the job."""
     most_mismatch: PositiveFloat | None = None
     """The job ends if the generator is further from the trainer in its first step (`mismatch/k3`);
-    null: 1e-4 in float32, 0.05 in bfloat16, 0.1 with `rollout.quantization` or `actor.precision`,
-    and no limit where `rollout.weight_sync` brings weights roughly."""
+    null: 1e-4 in float32, 0.05 in bfloat16, 0.1 with `rollout.quantization` or
+    `models.actor.precision`, and no limit where `rollout.weight_sync` brings weights roughly."""
 
 
 @dataclass
@@ -299,7 +299,8 @@ class Config:
     models: dict[str, Any] = field(default_factory=dict)
     """By role, what is another than for the actor: the `path` of its model, how it is cut
     (`models.reference.parallel.tp=2`), its optimizer (`models.critic.optimizer.learning_rate`), and
-    of those that only score the layers in fewer bits (`models.reference.precision=FILE`)."""
+    for actor, reference and reward models a file of `hybridrl plan precision`, which says what
+    layers each rank computes in fewer bits (`models.actor.precision=FILE`; docs/precision.md)."""
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from hybridrl.config.schema import Config
 from hybridrl.errors import TrainingError
 from hybridrl.trainers.objectives import syncs_roughly
+from hybridrl.trainers.precision import plan_setting
+from hybridrl.trainers.role_spec import ACTOR
 
 MOST = {"float32": 1e-4, "bfloat16": 0.05}
 """KL divergence (k3 estimate, a token) that rounding explains. Seen on CPUs: 1e-14 in float32 and
@@ -20,7 +22,7 @@ and for kernels that add up in another order."""
 
 MOST_IN_8_BITS = 0.1
 """The same where the generator computes in 8 bits (`rollout.quantization`), or the
-trainer (`actor.precision`)."""
+trainer (`models.actor.precision`)."""
 
 
 def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
@@ -45,8 +47,8 @@ def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
     precision, explained = config.model.dtype, MOST[config.model.dtype]
     if rollout.quantization != "none":
         precision, explained = rollout.quantization, MOST_IN_8_BITS
-    elif config.actor.precision is not None:
-        precision, explained = "fewer bits (actor.precision)", MOST_IN_8_BITS
+    elif plan_setting(config, ACTOR) is not None:
+        precision, explained = "fewer bits (models.actor.precision)", MOST_IN_8_BITS
     most = config.guard.most_mismatch or explained
     if math.isnan(found) and not math.isfinite(metrics.get("policy/loss", math.nan)):
         return  # the trainer's numbers are none either, which is the guard's affair

@@ -8,6 +8,8 @@ from dataclasses import fields
 from hybridrl.algorithms import DirectPreference, PolicyObjective
 from hybridrl.algorithms.registry import options_of, policy_loss
 from hybridrl.config.schema import LOSSY_SYNC, AlgorithmConfig, Config, PreferenceConfig
+from hybridrl.trainers.precision import plan_setting
+from hybridrl.trainers.role_spec import ACTOR
 
 
 def policy_objective(config: Config) -> PolicyObjective:
@@ -30,7 +32,7 @@ def correction_of(config: Config) -> str:
     policy than the one that learns, enough for its samples to be weighed."""
     if config.algorithm.correction != "auto":
         return config.algorithm.correction
-    is_whole = config.rollout.quantization == "none" and config.actor.precision is None
+    is_whole = config.rollout.quantization == "none" and plan_setting(config, ACTOR) is None
     return "none" if is_whole else "truncate"
 
 
@@ -40,8 +42,8 @@ def correction_notice(config: Config) -> str:
     if config.algorithm.correction != "auto" or chosen == "none":
         return ""
     rounded = f"rollout.quantization={config.rollout.quantization}"
-    if config.actor.precision is not None:
-        rounded = f"actor.precision={config.actor.precision}"
+    if (plan := plan_setting(config, ACTOR)) is not None:
+        rounded = f"{plan[0]}={plan[1]}"
     return (
         f"{rounded}: samples are weighed by "
         f"algorithm.correction={chosen}, because they come from a policy of other bits; "

@@ -7,16 +7,12 @@ from collections.abc import Iterable
 from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import Config
 from hybridrl.core.precision_plan import PrecisionPlan
-from hybridrl.trainers.role_spec import ACTOR
 
 
 def plan_setting(config: Config, role: str) -> tuple[str, str] | None:
     """The setting that names a role's plan of precision, and the file; None: it has none."""
-    if role == ACTOR:
-        path, setting = config.actor.precision, "actor.precision"
-    else:
-        path, setting = model_settings(config, role).precision, f"models.{role}.precision"
-    return None if path is None else (setting, path)
+    path = model_settings(config, role).precision
+    return None if path is None else (f"models.{role}.precision", path)
 
 
 def plan_of(config: Config, role: str) -> PrecisionPlan | None:

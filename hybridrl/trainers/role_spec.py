@@ -34,7 +34,10 @@ class Kind:
 
 KINDS = {
     "actor": Kind(
-        trains=True, generates=True, copies_actor=True, takes=("path", "parallel", "optimizer")
+        trains=True,
+        generates=True,
+        copies_actor=True,
+        takes=("path", "parallel", "optimizer", "precision"),
     ),
     "critic": Kind(
         trains=True, scalar=True, copies_actor=True, takes=("path", "parallel", "optimizer")
