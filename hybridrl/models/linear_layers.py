@@ -23,6 +23,9 @@ def check_linear(
 ) -> None:
     """Refuses a setting that needs plain linear layers, for a model that has others.
 
+    Args:
+        cure: What to do then.
+
     Raises:
         ConfigError: names the setting and what the model has.
     """

@@ -10,9 +10,7 @@ from collections.abc import Mapping
 
 from hybridrl.config.schema import Config
 from hybridrl.errors import TrainingError
-from hybridrl.trainers.objectives import syncs_roughly
-from hybridrl.trainers.precision import plan_setting
-from hybridrl.trainers.role_spec import ACTOR
+from hybridrl.trainers.objectives import fewer_bits, syncs_roughly
 
 MOST = {"float32": 1e-4, "bfloat16": 0.05}
 """KL divergence (k3 estimate, a token) that rounding explains. Seen on CPUs: 1e-14 in float32 and
@@ -21,8 +19,8 @@ and for kernels that add up in another order."""
 
 
 MOST_IN_8_BITS = 0.1
-"""The same where the generator computes in 8 bits (`rollout.quantization`), or the
-trainer (`models.actor.precision`)."""
+"""The same where generator or trainer compute in fewer bits (`rollout.quantization`,
+`rollout.plan`, `models.actor.precision`)."""
 
 
 def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
@@ -45,10 +43,8 @@ def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
         return
     found = metrics["mismatch/k3"]
     precision, explained = config.model.dtype, MOST[config.model.dtype]
-    if rollout.quantization != "none":
-        precision, explained = rollout.quantization, MOST_IN_8_BITS
-    elif plan_setting(config, ACTOR) is not None:
-        precision, explained = "fewer bits (models.actor.precision)", MOST_IN_8_BITS
+    if setting := fewer_bits(config):
+        precision, explained = setting, MOST_IN_8_BITS
     most = config.guard.most_mismatch or explained
     if math.isnan(found) and not math.isfinite(metrics.get("policy/loss", math.nan)):
         return  # the trainer's numbers are none either, which is the guard's affair

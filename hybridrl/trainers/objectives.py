@@ -8,6 +8,7 @@ from dataclasses import fields
 from hybridrl.algorithms import DirectPreference, PolicyObjective
 from hybridrl.algorithms.registry import options_of, policy_loss
 from hybridrl.config.schema import LOSSY_SYNC, AlgorithmConfig, Config, PreferenceConfig
+from hybridrl.core.generation_plan import read_plan
 from hybridrl.trainers.precision import plan_setting
 from hybridrl.trainers.role_spec import ACTOR
 
@@ -32,8 +33,19 @@ def correction_of(config: Config) -> str:
     policy than the one that learns, enough for its samples to be weighed."""
     if config.algorithm.correction != "auto":
         return config.algorithm.correction
-    is_whole = config.rollout.quantization == "none" and plan_setting(config, ACTOR) is None
-    return "none" if is_whole else "truncate"
+    return "truncate" if fewer_bits(config) else "none"
+
+
+def fewer_bits(config: Config) -> str:
+    """The setting by which generator or trainer compute in fewer bits than the other one; empty if
+    they do not."""
+    rollout = config.rollout
+    if rollout.quantization != "none":
+        return f"rollout.quantization={rollout.quantization}"
+    if rollout.plan is not None and read_plan(rollout.plan).is_rounded:
+        return f"rollout.plan={rollout.plan}"
+    plan = plan_setting(config, ACTOR)
+    return "" if plan is None else "=".join(plan)
 
 
 def correction_notice(config: Config) -> str:
@@ -41,11 +53,8 @@ def correction_notice(config: Config) -> str:
     chosen = correction_of(config)
     if config.algorithm.correction != "auto" or chosen == "none":
         return ""
-    rounded = f"rollout.quantization={config.rollout.quantization}"
-    if (plan := plan_setting(config, ACTOR)) is not None:
-        rounded = f"{plan[0]}={plan[1]}"
     return (
-        f"{rounded}: samples are weighed by "
+        f"{fewer_bits(config)}: samples are weighed by "
         f"algorithm.correction={chosen}, because they come from a policy of other bits; "
         "algorithm.correction=none leaves that out."
     )
