@@ -1,6 +1,7 @@
 """The command `hybridrl`: what is no training run. `hybridrl plan [key=value ...]` says where roles
 will live, what that takes of each device, and how long a step will last; it starts nothing.
-`hybridrl plan generation` says how unequal devices generate together.
+`hybridrl plan precision` says which layers a slower device computes in fewer bits, `hybridrl plan
+generation` how unequal devices generate together.
 `hybridrl checkpoint` looks at the checkpoints of runs."""
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     from hybridrl.planner.plan import Plan
     from hybridrl.planner.step_time import Rates
 
-FURTHER_PLANS = {"generation": "hybridrl.plan_generation"}
+FURTHER_PLANS = {
+    "generation": "hybridrl.plan_generation",
+    "precision": "hybridrl.plan_precision",
+}
 """What else `hybridrl plan` makes, by the first word after it, and the module whose `run` does."""
 REFUSED = 2
 """Exit code for wrong settings and for what does not fit, as of `python -m hybridrl.main`."""
@@ -40,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = commands.add_parser(
         "plan",
         help="what a job will do and take, before it starts",
-        usage="hybridrl plan [generation] [key=value ...] [--json] [--devices N] "
-        "[--lengths P+R] [--out FILE]",
+        usage="hybridrl plan [generation | precision] [key=value ...] [--json] [--devices N] "
+        "[--lengths P+R] [--role ROLE] [--out FILE]",
     )
     plan.add_argument(
         "--json", action="store_true", help="the plan as data; placement=file runs it"
@@ -56,7 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="PROMPT+RESPONSE",
         help="tokens of a usual sample, such as 300+800; else the longest that are allowed",
     )
-    plan.add_argument("--out", metavar="FILE", help="for `generation`: where the plan goes")
+    plan.add_argument("--role", default="actor", help="for `precision`: whose layers")
+    plan.add_argument(
+        "--out", metavar="FILE", help="for `generation`, `precision`: where the plan goes"
+    )
     checkpoint.add_parser(commands)
     chosen, overrides = parser.parse_known_args(arguments)
     plans = chosen.command == "plan"

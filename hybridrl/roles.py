@@ -23,6 +23,7 @@ from hybridrl.config.schema import (
 from hybridrl.controller import Worker
 from hybridrl.models import load_tokenizer
 from hybridrl.placement import GENERATOR, Placement
+from hybridrl.trainers.precision import plan_of
 from hybridrl.trainers.role_spec import ACTOR, RoleSpec
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
@@ -87,7 +88,8 @@ def _source(job: Built, path: str | None = None) -> ModelSource:
 
 
 def _own_source(job: Built, role: str) -> ModelSource:
-    return _source(job, job.roles[role].path(role, job.config))
+    source = _source(job, job.roles[role].path(role, job.config))
+    return replace(source, precision=plan_of(job.config, role))
 
 
 def _actor(job: Built, role: str) -> Keywords:

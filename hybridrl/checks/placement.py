@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridrl.checks.checkpoints import check_min_devices
+from hybridrl.checks.precision import check_precision
 from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import Config, ParallelConfig, RolloutParallelConfig
 from hybridrl.core.cluster import Cluster
 from hybridrl.core.training_mesh import check_sizes
 from hybridrl.errors import ConfigError, nearest
-from hybridrl.placement import ACTOR, GENERATOR, Placement, Role, place
+from hybridrl.placement import ACTOR, GENERATOR, Placement, Role, RolePlace, place
 from hybridrl.trainers import load_roles
+from hybridrl.trainers.precision import plan_setting
 from hybridrl.trainers.role_spec import RoleSpec, checked_roles, played_by
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ def check_placement(config: Config, cluster: Cluster, roles: Roles | None = None
                 _check_quantization(config, cluster.kind, path or config.model.path)
                 _check_stages(config, path or config.model.path)
             if name in specs and specs[name].has_model(name, config):
+                _check_precision(config, name, specs[name], where)
                 _check_admitted(path or config.model.path, bool(specs[name].scalar), where.parallel)
     return placement
 
@@ -177,6 +180,19 @@ def _check_quantization(config: Config, kind: str, path: str | None) -> None:
         check_linear(
             load_config(path) if path else _tiny(config), setting, path or "the tiny model"
         )
+
+
+def _check_precision(config: Config, role: str, spec: RoleSpec, where: RolePlace) -> None:
+    if plan_setting(config, role) is None:
+        return
+    from hybridrl.models import load_config
+
+    path, model = spec.path(role, config) or config.model.path, None
+    if path is None:
+        model = _tiny(config)
+    elif Path(path).expanduser().is_dir():
+        model = load_config(path)
+    check_precision(config, role, spec, where.parallel, len(where.devices), model)
 
 
 def _check_stages(config: Config, path: str | None) -> None:

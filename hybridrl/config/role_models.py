@@ -22,6 +22,7 @@ class ModelSettings:
     path: Folder or hub name; None: as usual for the role.
     parallel: How the model is cut; None: as the actor's.
     optimizer: Settings that differ from `actor.optimizer`.
+    precision: File of its plan of precision; None: all layers are whole.
     further: Settings that only the role's own worker knows.
     """
 
@@ -29,6 +30,7 @@ class ModelSettings:
     parallel: ParallelConfig | None = None
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     further: Mapping[str, Any] = field(default_factory=dict)
+    precision: str | None = None
 
     def optimizer_of(self, actor: OptimizerConfig) -> OptimizerConfig:
         """The actor's, but for what is said here."""
@@ -51,12 +53,18 @@ def model_settings(config: Config, role: str) -> ModelSettings:
     path, parallel, optimizer = read.get("path"), read.get("parallel"), read.get("optimizer")
     if path is not None and not isinstance(path, str):
         raise ConfigError(f"{name}.path={path}: must be a folder or a hub name.")
-    known = ("path", "parallel", "optimizer")
+    precision = read.get("precision")
+    if precision is not None and not (isinstance(precision, str) and precision):
+        raise ConfigError(
+            f"{name}.precision={precision}: must be a file of `hybridrl plan precision`."
+        )
+    known = ("path", "parallel", "optimizer", "precision")
     return ModelSettings(
         path,
         None if parallel is None else typed(f"{name}.parallel", ParallelConfig(), parallel),
         {} if optimizer is None else _changed(f"{name}.optimizer", config, optimizer),
         {key: value for key, value in read.items() if key not in known},
+        precision,
     )
 
 

@@ -264,8 +264,9 @@ class GuardConfig:
     """So many such updates in a row, or rewinds to one checkpoint, end the job."""
     most_mismatch: PositiveFloat | None = None
     """The job ends if the generator is further from the trainer in its first step (`mismatch/k3`);
-    null: 1e-4 in float32, 0.05 in bfloat16, 0.1 with `rollout.quantization`, or a `rollout.plan`
-    of fewer bits, and no limit where `rollout.weight_sync` brings weights roughly."""
+    null: 1e-4 in float32, 0.05 in bfloat16, 0.1 with `rollout.quantization`, a `rollout.plan` of
+    fewer bits or `models.actor.precision`, and no limit where `rollout.weight_sync` brings weights
+    roughly."""
 
 
 @dataclass
@@ -300,7 +301,9 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     models: dict[str, Any] = field(default_factory=dict)
     """By role, what is another than for the actor: the `path` of its model, how it is cut
-    (`models.reference.parallel.tp=2`), its optimizer (`models.critic.optimizer.learning_rate`)."""
+    (`models.reference.parallel.tp=2`), its optimizer (`models.critic.optimizer.learning_rate`), and
+    for actor, reference and reward models a file of `hybridrl plan precision`, which says what
+    layers each rank computes in fewer bits (`models.actor.precision=FILE`; docs/precision.md)."""
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)

@@ -72,6 +72,12 @@ def packs_int8(kind: str) -> bool:
     return kind == "cpu" and is_x86 and torch._C._has_mkldnn
 
 
+def takes_any_int8(kind: str) -> bool:
+    """Whether `torch._int_mm` takes matrices of any size on such a device: CUDA's wants multiples
+    of 8, and more than 16 rows."""
+    return kind == "cpu"
+
+
 def bfloat16_from(kind: str) -> int | None:
     """The number of parameters from which a model gains by bfloat16 on such a device: 0 on
     accelerators; None on CPUs that do not multiply it (those of this machine are asked)."""

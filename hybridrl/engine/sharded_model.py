@@ -22,6 +22,7 @@ from hybridrl.engine.whole_parameters import whole_parameters
 from hybridrl.models import PackedModel
 from hybridrl.models.adapters import adapter_names, has_adapters, merged
 from hybridrl.models.checkpointing import set_checkpointing
+from hybridrl.models.low_bit_scoring import LowBitScoring
 from hybridrl.models.stored_names import stored_form
 from hybridrl.parallel import tensor as tensor_parallel
 from hybridrl.parallel.fsdp import is_small, shard, units
@@ -46,6 +47,7 @@ class ShardedModel:
         model: What this rank runs.
         cuts: Of parameters that are cut over tensor-parallel ranks.
         has_adapters: Whether only adapters are trained.
+        scoring: What rounds the weights of a model that only scores; None: nothing does.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ShardedModel:
         files: TensorFiles | None = None,
     ) -> None:
         self.config = config
+        self.scoring: LowBitScoring | None = None
         self.device = device
         self.mesh = mesh
         self._layout: Layout | None = None
@@ -184,6 +187,8 @@ class ShardedModel:
         `load_weights`. Every rank reads what it holds."""
         self._drop_gathered()
         load_weights(self.model.inner, folder, self.cuts, self.mesh.index("tp"))
+        if self.scoring is not None:
+            self.scoring.forget()
 
     def _drop_gathered(self) -> None:
         """A forward leaves the last units gathered for its backward: copies in the precision of

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hybridrl.compress.sensitivity import activation_kl, token_kls, weight_kl
+from hybridrl.compress.sensitivity import activation_kl, bfloat16_kl, token_kls, weight_kl
 from hybridrl.core.device import logits_at_a_time
 from hybridrl.errors import DataError
 from hybridrl.models.attention import NAME
 from hybridrl.models.low_bit_linear import (
     GROUP,
     LARGEST_HALF,
-    WHOLE,
     check_bits,
     decoder_layers,
     linears,
@@ -42,7 +42,7 @@ def indicator(
     Args:
         model: A causal language model with all of its weights, none of them in fewer bits.
         samples: Token ids ``[tokens]`` of each.
-        bits: 8, 4; for 16 it is 0.
+        bits: 16 (bfloat16), 8, 4; for 32 it is 0, and for 16 of a model that is in 16.
         seed: Of the tokens that the model draws in place of the samples' own.
 
     Raises:
@@ -66,21 +66,23 @@ def indicator(
 
 
 @torch.no_grad()
-def token_kl(model: PreTrainedModel, samples: Sequence[Tensor], bits: Mapping[int, int]) -> float:
+def token_kl(
+    model: PreTrainedModel, samples: Sequence[Tensor], bits: Mapping[int, int], whole: int = 16
+) -> float:
     """KL(with these bits || whole), the mean over the samples' tokens, nats: measured, by which
-    indicators can be checked. The model is afterwards as it was.
+    indicators can be checked. The model is afterwards as it was. `whole` is that of `apply_bits`.
 
     Raises:
         DataError: if there is no token.
         ConfigError: see `apply_bits`.
     """
     tokens = _tokens(samples)
-    whole = [_hidden(model, ids) for ids in filter(len, samples)]
-    with low_bits(model, bits):
+    wholes = [_hidden(model, ids) for ids in filter(len, samples)]
+    with low_bits(model, bits, whole):
         low = [_hidden(model, ids) for ids in filter(len, samples)]
     head = model.get_output_embeddings()
     total = 0.0
-    for states, others in zip(low, whole, strict=True):
+    for states, others in zip(low, wholes, strict=True):
         size = max(
             1, logits_at_a_time(states.device.type) // model.config.get_text_config().vocab_size
         )
@@ -123,21 +125,32 @@ def _watched(linear: nn.Linear, found: dict[int, float]) -> Iterator[None]:
     """Inside, each backward adds to `found` what this layer's bits would cost. No gradient is
     kept."""
     weight, learned = linear.weight, linear.weight.requires_grad
+    is_half = weight.dtype is not torch.float32
 
     def add_weights(parameter: Tensor) -> None:
         assert parameter.grad is not None
+        value, gradient = weight.detach(), parameter.grad
         for bits in found:
-            if bits == 8:
-                found[bits] += weight_kl(weight.detach(), parameter.grad, LARGEST_BYTE)
-            elif bits != WHOLE:
-                found[bits] += weight_kl(weight.detach(), parameter.grad, LARGEST_HALF, GROUP)
+            if bits == 16 and not is_half:
+                found[bits] += bfloat16_kl(value, gradient)
+            elif bits == 8:
+                found[bits] += weight_kl(value, gradient, LARGEST_BYTE)
+            elif bits == 4:
+                found[bits] += weight_kl(value, gradient, LARGEST_HALF, GROUP)
         parameter.grad = None
+
+    def add_inputs(x: Tensor, gradient: Tensor) -> None:
+        x, gradient = x.detach().flatten(0, -2), gradient.flatten(0, -2)
+        if 16 in found and not is_half:
+            found[16] += bfloat16_kl(x, gradient)
+        if 8 in found:
+            found[8] += activation_kl(x, gradient, LARGEST_BYTE)
 
     def own_inputs(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, *others = arguments
         own = x.view_as(x)  # of which only this layer makes a gradient
-        if own.requires_grad and 8 in found:
-            own.register_hook(_add_inputs(x.detach().flatten(0, -2), found))
+        if own.requires_grad:
+            own.register_hook(partial(add_inputs, x))
         return own, *others
 
     weight.requires_grad_(True)
@@ -151,10 +164,3 @@ def _watched(linear: nn.Linear, found: dict[int, float]) -> Iterator[None]:
         weight.requires_grad_(learned)
         for handle in handles:
             handle.remove()
-
-
-def _add_inputs(x: Tensor, found: dict[int, float]) -> Callable[[Tensor], None]:
-    def add(gradient: Tensor) -> None:
-        found[8] += activation_kl(x, gradient.flatten(0, -2), LARGEST_BYTE)
-
-    return add

@@ -19,9 +19,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.models.int8_products import Int8Weight
 from hybridrl.models.rounded_rows import SMALLEST_SCALE
 
-WHOLE = 16
-"""As bits: a layer stays in the precision that it has, be it 16 or 32."""
-BITS = (4, 8, WHOLE)
+BITS = (4, 8, 16, 32)
 GROUP = 64
 LARGEST_HALF = 7
 """Of 4 bits; symmetric, so -8 is not used."""
@@ -73,6 +71,7 @@ class Linear8(LowBitLinear):
 
     bits = 8
 
+    @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         products = self._weight.multiply(x)
         return products if self.bias is None else products.add_(self.bias)
@@ -110,7 +109,23 @@ class Linear4(LowBitLinear):
         return values.flatten(1)[:, : self.in_features]
 
 
-KINDS: dict[int, type[LowBitLinear]] = {8: Linear8, 4: Linear4}
+class Linear16(LowBitLinear):
+    """bfloat16 times bfloat16, for a model in float32."""
+
+    bits = 16
+
+    def forward(self, x: Tensor) -> Tensor:
+        products = F.linear(x.bfloat16(), self._weight).to(x.dtype)
+        return products if self.bias is None else products.add_(self.bias)
+
+    def dequantised(self) -> Tensor:
+        return self._weight.float()
+
+    def _take(self, weight: Tensor) -> None:
+        self._weight = weight.to(torch.bfloat16, copy=True)
+
+
+KINDS: dict[int, type[LowBitLinear]] = {16: Linear16, 8: Linear8, 4: Linear4}
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -148,17 +163,19 @@ def check_bits(bits: Mapping[int, int], layers: int, who: str = "The plan") -> N
             )
         if number not in BITS:
             raise ConfigError(
-                f"{who} wants layer {layer} in {number} bits: there are 4, 8, and 16 for the "
-                "precision of the model."
+                f"{who} wants layer {layer} in {number} bits: there are "
+                f"{', '.join(map(str, BITS))}."
             )
 
 
-def apply_bits(model: nn.Module, bits: Mapping[int, int]) -> None:
+def apply_bits(model: nn.Module, bits: Mapping[int, int], whole: int = 16) -> None:
     """Puts `LowBitLinear`s in the place of the linear layers inside decoder layers, for good.
 
     Args:
         model: A transformers model with its weights, on the device to compute on.
-        bits: By number of the decoder layer 4, 8, or 16 to leave it; layers not named stay.
+        bits: By number of the decoder layer; layers not named stay.
+        whole: Layers of so many bits or more stay as they are. 32 for a model in float32 some of
+            whose layers are to be in bfloat16.
 
     Raises:
         ConfigError: see `check_bits`, `decoder_layers`.
@@ -166,17 +183,17 @@ def apply_bits(model: nn.Module, bits: Mapping[int, int]) -> None:
     layers = decoder_layers(model)
     check_bits(bits, len(layers))
     for number, wanted in bits.items():
-        if wanted != WHOLE:
+        if wanted < whole:
             for name, linear in linears(layers[number]).items():
                 layers[number].set_submodule(name, KINDS[wanted](linear))
 
 
 @contextmanager
-def low_bits(model: nn.Module, bits: Mapping[int, int]) -> Iterator[None]:
+def low_bits(model: nn.Module, bits: Mapping[int, int], whole: int = 16) -> Iterator[None]:
     """As `apply_bits`, and afterwards the model is as it was, bit for bit."""
     layers = decoder_layers(model)
     before = {number: linears(layers[number]) for number in bits if 0 <= number < len(layers)}
-    apply_bits(model, bits)
+    apply_bits(model, bits, whole)
     try:
         yield
     finally:

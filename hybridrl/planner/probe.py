@@ -123,7 +123,7 @@ def _measure(
         for trains in (False, True)
         for number in (few, many)
     ]
-    seconds = [found / LAYERS for found in _timed(runs, device, world)]
+    seconds = [found / LAYERS for found in timed(runs, device, world)]
     found = {}
     for name, (low, high), passes in (("forward", seconds[:2], 1), ("training", seconds[2:], 3)):
         low = min(low, high)
@@ -150,7 +150,7 @@ def _run(
     model: Any, device: torch.device, tokens: int, length: int, trains: bool
 ) -> Callable[[], None]:
     """The layers, forward on so many tokens, and backward."""
-    bounds = _bounds(tokens, length)
+    bounds = sample_bounds(tokens, length)
     packing = Packing.of(bounds, device)
     ids = torch.zeros(1, int(bounds[-1]), dtype=torch.int64, device=device)
     positions = packing.position_ids(ids.numel())[None]
@@ -166,14 +166,14 @@ def _run(
     return once
 
 
-def _bounds(tokens: int, length: int) -> torch.Tensor:
+def sample_bounds(tokens: int, length: int) -> torch.Tensor:
     """Of samples from half to one and a half times this length, as a step's differ."""
     shares = (torch.arange(tokens // length) + 0.5) / (tokens // length)
     lengths = (length * (0.5 + shares)).round().long().clamp(min=1)
     return torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
 
 
-def _timed(
+def timed(
     runs: Sequence[Callable[[], object]],
     device: torch.device,
     world: int,
@@ -207,7 +207,7 @@ def _timed(
 def _memory_rate(device: torch.device, world: int) -> float:
     source = torch.zeros(STREAM // 4, device=device)
     target = torch.zeros_like(source)
-    (seconds,) = _timed([lambda: target.copy_(source)], device, world)
+    (seconds,) = timed([lambda: target.copy_(source)], device, world)
     return 2 * STREAM / seconds
 
 
@@ -218,7 +218,7 @@ def _small_op(world: int) -> float:
         for _ in range(SMALL_OPS):
             x.add_(1.0)
 
-    (seconds,) = _timed([once], torch.device("cpu"), world)
+    (seconds,) = timed([once], torch.device("cpu"), world)
     return seconds / SMALL_OPS
 
 
@@ -238,6 +238,6 @@ def _collectives(device: torch.device, world: int, layer: int) -> dict[str, floa
 
     with warnings.catch_warnings():  # newer versions of torch prefer names that older ones lack
         warnings.simplefilter("ignore", FutureWarning)
-        gathering, reducing = _timed([gather, reduce], device, world, TURNS_TOGETHER, 0.0)
+        gathering, reducing = timed([gather, reduce], device, world, TURNS_TOGETHER, 0.0)
     link = part.nbytes * (world - 1) / gathering
     return {"link": link, "network": link, "sums": reducing / gathering}

@@ -15,6 +15,7 @@ from hybridrl.trainers.adaptive_kl import notices_of_kl
 from hybridrl.trainers.evaluation import evaluate_answers
 from hybridrl.trainers.feed import Feed
 from hybridrl.trainers.objectives import policy_objective
+from hybridrl.trainers.precision import precision_notices
 from hybridrl.trainers.role_spec import ACTOR, RoleSpec, checked_roles
 from hybridrl.trainers.shaping import loss_weights
 
@@ -53,7 +54,7 @@ class Trainer(ABC):
         self.sampling = sampling
         self.feed = feed
         self.figures: dict[str, float] = {}
-        self.notices = notices_of_kl(config)
+        self.notices = [*notices_of_kl(config), *precision_notices(config, groups)]
         self.scored: list[BatchRef] = []
         self.prepare()
 

@@ -19,7 +19,8 @@ and for kernels that add up in another order."""
 
 
 MOST_IN_8_BITS = 0.1
-"""The same where the generator computes in fewer bits (`rollout.quantization`, `rollout.plan`)."""
+"""The same where generator or trainer compute in fewer bits (`rollout.quantization`,
+`rollout.plan`, `models.actor.precision`)."""
 
 
 def check_generator(config: Config, metrics: Mapping[str, float]) -> None:

@@ -9,6 +9,8 @@ from hybridrl.algorithms import DirectPreference, PolicyObjective
 from hybridrl.algorithms.registry import options_of, policy_loss
 from hybridrl.config.schema import LOSSY_SYNC, AlgorithmConfig, Config, PreferenceConfig
 from hybridrl.core.generation_plan import read_plan
+from hybridrl.trainers.precision import plan_setting
+from hybridrl.trainers.role_spec import ACTOR
 
 
 def policy_objective(config: Config) -> PolicyObjective:
@@ -35,14 +37,15 @@ def correction_of(config: Config) -> str:
 
 
 def fewer_bits(config: Config) -> str:
-    """The setting by which the generator computes in fewer bits than the trainer; empty if it does
-    not."""
+    """The setting by which generator or trainer compute in fewer bits than the other one; empty if
+    they do not."""
     rollout = config.rollout
     if rollout.quantization != "none":
         return f"rollout.quantization={rollout.quantization}"
     if rollout.plan is not None and read_plan(rollout.plan).is_rounded:
         return f"rollout.plan={rollout.plan}"
-    return ""
+    plan = plan_setting(config, ACTOR)
+    return "" if plan is None else "=".join(plan)
 
 
 def correction_notice(config: Config) -> str:
@@ -52,7 +55,7 @@ def correction_notice(config: Config) -> str:
         return ""
     return (
         f"{fewer_bits(config)}: samples are weighed by "
-        f"algorithm.correction={chosen}, because they come from a policy of fewer bits; "
+        f"algorithm.correction={chosen}, because they come from a policy of other bits; "
         "algorithm.correction=none leaves that out."
     )
 

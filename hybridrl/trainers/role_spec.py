@@ -34,14 +34,17 @@ class Kind:
 
 KINDS = {
     "actor": Kind(
-        trains=True, generates=True, copies_actor=True, takes=("path", "parallel", "optimizer")
+        trains=True,
+        generates=True,
+        copies_actor=True,
+        takes=("path", "parallel", "optimizer", "precision"),
     ),
     "critic": Kind(
         trains=True, scalar=True, copies_actor=True, takes=("path", "parallel", "optimizer")
     ),
-    "reference": Kind(copies_actor=True),
-    "reward": Kind(scalar=True, takes=("parallel",)),
-    "cost": Kind(scalar=True, takes=("parallel",)),
+    "reference": Kind(copies_actor=True, takes=("path", "parallel", "precision")),
+    "reward": Kind(scalar=True, takes=("parallel", "precision")),
+    "cost": Kind(scalar=True, takes=("parallel", "precision")),
     "reward_model": Kind(trains=True, scalar=True, takes=("path", "parallel", "optimizer")),
 }
 """The built-in workers, by the name that a `RoleSpec` gives."""
@@ -64,8 +67,8 @@ class RoleSpec:
         saves_as: The folder of the run directory in which its model is kept; None: it is not.
         copies_actor: Whether it begins as a copy of the actor as it is after warm-up, unless
             `models.<role>.path` names another beginning.
-        takes: Settings that stand under `models.<role>`: `path`, `parallel`, `optimizer`; any
-            other goes to the worker as a keyword.
+        takes: Settings that stand under `models.<role>`: `path`, `parallel`, `optimizer`,
+            `precision`; any other goes to the worker as a keyword.
     """
 
     worker: str | type[Worker]

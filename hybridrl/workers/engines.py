@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hybridrl.checkpoint.file_plan import FILE_BYTES
 from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.config.schema import ActorConfig, LoraSettings
 from hybridrl.controller import Context
+from hybridrl.core.precision_plan import PrecisionPlan
 from hybridrl.core.training_mesh import training_mesh
 from hybridrl.engine.cut_proof import prove_cuts
 from hybridrl.engine.train import TrainEngine
@@ -21,6 +22,8 @@ from hybridrl.models import (
     unread_scalar_model,
 )
 from hybridrl.models.adapters import add_adapters
+from hybridrl.models.low_bit_scoring import LowBitScoring
+from hybridrl.models.low_bit_training import learn_in
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.process_group import join
 
@@ -39,6 +42,7 @@ class ModelSource:
         file_bytes: Largest file, unless one tensor is larger.
         seed: Of adapters, which are new in it.
         adapters: Of those that go to what generates as they are; None: all weights go.
+        precision: Which layers compute in fewer bits; None: none.
     """
 
     path: str
@@ -50,6 +54,7 @@ class ModelSource:
     file_bytes: int = FILE_BYTES
     seed: int = 0
     adapters: LoraSettings | None = None
+    precision: PrecisionPlan | None = None
 
 
 def policy_engine(
@@ -104,4 +109,15 @@ def _engine(
     gradients = config.parallel.gradients if trains else "full"  # there are none to sum
     mesh = ParallelMesh(cut, device, config.parallel.shards, gradients)
     prove_cuts(model, source.path, mesh, config, trains=trains)
-    return TrainEngine(model, mesh, device, source.dtype, config, files)
+    scoring = None
+    if (plan := source.precision) is not None:
+        bits = plan.of_rank(context.rank)
+        if trains:
+            learn_in(model.inner, bits)
+        else:
+            scoring = LowBitScoring(model.inner, bits)
+        if bits:  # kernels for 8 bits are no part of torch's compiler
+            config = replace(config, compile="false")
+    engine = TrainEngine(model, mesh, device, source.dtype, config, files)
+    engine.scoring = scoring
+    return engine

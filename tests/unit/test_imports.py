@@ -62,6 +62,7 @@ MAY_IMPORT = {
     "interrupts": EVERYTHING,
     "commands": {"core", "checkpoint", "observe"},
     "job": EVERYTHING,
+    "plan_precision": EVERYTHING,
     "inputs": EVERYTHING,
     "preflight": EVERYTHING,
     "roles": EVERYTHING,

@@ -33,14 +33,14 @@ def tiny_model(layers=3):
 @pytest.mark.parametrize("packs", [True, False], ids=["oneDNN", "int_mm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(64, 128), (33, 7), (1, 1), (200, 48)])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [16, 8, 4])
 def test_a_layer_computes_with_its_rounded_weights(bits, shape, dtype, packs, monkeypatch):
     if not packs:
         monkeypatch.setattr(int8_products, "packs_int8", lambda kind: False)
     linear = made(*shape, dtype=dtype)
     low = KINDS[bits](linear)
     whole = low.dequantised()
-    scale = linear.weight.float().abs().amax(1, keepdim=True) / (127 if bits == 8 else 7)
+    scale = linear.weight.float().abs().amax(1, keepdim=True) / {16: 127, 8: 127, 4: 7}[bits]
     assert whole.shape == linear.weight.shape
     assert ((whole - linear.weight.float()).abs() <= 0.51 * scale).all()
     for leading in [(5,), (2, 3), (0,), (1, 40)]:

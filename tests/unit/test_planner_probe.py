@@ -37,11 +37,11 @@ def test_what_disturbs_the_machine_for_a_moment_hits_no_run_alone(clock):
         return lambda number: 50.0 if number in (5, 6) else usual  # of four turns, the third
 
     runs = [clock.run("a", disturbed(1.0)), clock.run("b", disturbed(2.0))]
-    assert probe._timed(runs, CPU, 1, turns=3, least=0.0) == [1.0, 2.0]
+    assert probe.timed(runs, CPU, 1, turns=3, least=0.0) == [1.0, 2.0]
     assert clock.calls == ["a", "b"] * 4  # once to warm up
 
 
 def test_a_quick_run_is_repeated(clock):
     runs = [clock.run("quick", lambda _: 1.0), clock.run("slow", lambda _: 9.0)]
-    assert probe._timed(runs, CPU, 1, turns=3, least=12.0) == [1.0, 9.0]
+    assert probe.timed(runs, CPU, 1, turns=3, least=12.0) == [1.0, 9.0]
     assert clock.calls == ["quick", "slow"] + (["quick"] * 4 + ["slow"]) * 3

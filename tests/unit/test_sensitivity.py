@@ -40,8 +40,8 @@ def samples():
 @pytest.mark.parametrize("attention", ["sdpa", NAME])
 def test_indicators_are_what_bits_add_to_the_kl(attention):
     model, tokens = uneven_model(attention), samples()
-    found = indicator(model, tokens, (8, 4, 16))
-    assert all(by[16] == 0 < by[8] < by[4] for by in found.values())
+    found = indicator(model, tokens, (8, 4, 16, 32))
+    assert all(by[32] == 0 < by[16] < by[8] < by[4] for by in found.values())
     measured = {
         n: {bits: token_kl(model, tokens, {n: bits}) for bits in (8, 4)} for n in range(LAYERS)
     }
@@ -50,6 +50,8 @@ def test_indicators_are_what_bits_add_to_the_kl(attention):
         assert spearmanr(said, seen).statistic >= 0.7
         for one, other in zip(said, seen, strict=True):  # below 1e-6 float32 itself is as rough
             assert other < 1e-6 or 0.4 < one / other < 2.5
+    halves = dict.fromkeys(range(LAYERS), 16)
+    assert 0.2 < sums(found, halves) / token_kl(model, tokens, halves, whole=32) < 5
     everywhere = dict.fromkeys(range(LAYERS), 4)
     assert 0.5 < sums(found, everywhere) / token_kl(model, tokens, everywhere) < 2
     assert json.loads(json.dumps(found)) == {

@@ -1,0 +1,139 @@
+"""A plan of precision: in how many bits each rank computes each decoder layer. Plain data, which a
+planner makes, a person may read and edit, and engines obey."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridrl.errors import ConfigError
+
+KIND = "precision"
+SCORING, TRAINING = "scoring", "training"
+BITS = {SCORING: (4, 8, 16, 32), TRAINING: (8, 16, 32)}
+"""That each use may have. 16 of a model in float32 are bfloat16."""
+WHOLE = {"float32": 32, "bfloat16": 16, "float16": 16}
+"""Bits of the precisions that models compute in."""
+
+
+@dataclass(frozen=True)
+class RankPrecision:
+    """What one rank does.
+
+    Attributes:
+        bits: By number of the layer, of those that are not whole.
+        name: Of its device.
+        share: Of the speed of the device that was measured.
+        seconds: Predicted, of its part of an iteration; None: not known.
+    """
+
+    bits: Mapping[int, int] = field(default_factory=dict)
+    name: str = ""
+    share: float = 1.0
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """Of one role.
+
+    Attributes:
+        use: `scoring` or `training`.
+        layers: Of the model.
+        dtype: In which the model computes what is whole.
+        ranks: In order; one alone is for all ranks that there are.
+        found: What the planner saw: seconds of layers, indicators, measured KL. Nobody reads it
+            but people.
+    """
+
+    use: str
+    layers: int
+    dtype: str
+    ranks: Sequence[RankPrecision]
+    found: Mapping[str, Any] = field(default_factory=dict)
+
+    def of_rank(self, rank: int) -> Mapping[int, int]:
+        """The bits of its layers that are not whole."""
+        mine = self.ranks[rank if len(self.ranks) > 1 else 0].bits
+        return {layer: bits for layer, bits in mine.items() if bits < self.whole}
+
+    @property
+    def whole(self) -> int:
+        """Bits of the model's own precision."""
+        return WHOLE[self.dtype]
+
+    @property
+    def low_layers(self) -> Sequence[int]:
+        """Those that are not whole on some rank."""
+        return sorted(
+            {n for rank in self.ranks for n, bits in rank.bits.items() if bits < self.whole}
+        )
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps({"kind": KIND, **asdict(self)}, indent=2)
+
+    @classmethod
+    def load(cls, path: str, setting: str) -> PrecisionPlan:
+        """The plan in a file.
+
+        Args:
+            setting: That names it, for messages.
+
+        Raises:
+            ConfigError: if there is no such file, or it holds no plan.
+        """
+        if not Path(path).is_file():
+            raise ConfigError(f"{setting}={path}: there is no such file.")
+        try:
+            return cls.from_json(Path(path).read_text())
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            raise ConfigError(
+                f"{setting}={path}: this is no plan of precision ({type(error).__name__}: {error})."
+                ' Expected {"kind": "precision", "use": "scoring", "layers": 2, "dtype": '
+                '"float32", "ranks": [{"bits": {"0": 8}}]}, as `hybridrl plan precision` '
+                "writes it."
+            ) from error
+
+    @classmethod
+    def from_json(cls, text: str) -> PrecisionPlan:
+        """What `to_json` wrote, or a person after it.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: if it is none; says why.
+        """
+        read = json.loads(text)
+        if read.get("kind") != KIND:
+            raise ValueError(f"its kind is {read.get('kind')!r}")
+        if read["use"] not in BITS:
+            raise ValueError(f"its use is {read['use']!r}; there are {', '.join(BITS)}")
+        if read["dtype"] not in WHOLE:
+            raise ValueError(f"its dtype is {read['dtype']!r}; there are {', '.join(WHOLE)}")
+        layers = read["layers"]
+        if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
+            raise ValueError(f"layers is {layers!r}, and must be 1 or more")
+        if not isinstance(read["ranks"], list) or not read["ranks"]:
+            raise ValueError("ranks is no list of at least one")
+        ranks = [_rank(one, layers, BITS[read["use"]]) for one in read["ranks"]]
+        return cls(read["use"], layers, read["dtype"], ranks, dict(read.get("found", {})))
+
+
+def _rank(read: Mapping[str, Any], layers: int, known: Sequence[int]) -> RankPrecision:
+    bits = {int(layer): number for layer, number in read["bits"].items()}
+    for layer, number in bits.items():
+        if not 0 <= layer < layers:
+            raise ValueError(f"it has bits for layer {layer} of a model of {layers}")
+        if number not in known or isinstance(number, bool):
+            raise ValueError(
+                f"layer {layer} is to have {number!r} bits; there are {', '.join(map(str, known))}"
+            )
+    share, seconds = float(read.get("share", 1.0)), read.get("seconds")
+    if not (0 < share < math.inf):
+        raise ValueError(f"share is {share}, and must be above 0")
+    return RankPrecision(
+        bits, str(read.get("name", "")), share, None if seconds is None else float(seconds)
+    )

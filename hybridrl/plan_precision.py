@@ -1,0 +1,230 @@
+"""`hybridrl plan precision`: which layers of a role's model a slower device computes in fewer bits.
+
+Measures what a layer takes here in each precision and what fewer bits change of the model's
+answers, chooses (`planner.bit_allocation`), measures what the choice changes, and writes a plan
+that `models.<role>.precision` takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from hybridrl.checks.precision import check_role
+from hybridrl.checks.settings import check, devices_here
+from hybridrl.config.load import load_config
+from hybridrl.config.schema import Config
+from hybridrl.core.precision_plan import (
+    SCORING,
+    TRAINING,
+    WHOLE,
+    PrecisionPlan,
+    RankPrecision,
+)
+from hybridrl.errors import ConfigError
+from hybridrl.inputs import load_rows, model_folder
+from hybridrl.models import load_config as load_model_config
+from hybridrl.models import load_model, load_tokenizer
+from hybridrl.models.calibration import indicator, token_kl
+from hybridrl.models.low_bit_linear import decoder_layers
+from hybridrl.planner.bit_allocation import LayerCost, UnequalDevice, Work, allocate
+from hybridrl.planner.dataflow import Sizes, sizes_of
+from hybridrl.planner.layer_costs import LayerSeconds, layer_seconds
+from hybridrl.planner.precision import with_dtype
+from hybridrl.planner.unequal_devices import load_devices
+from hybridrl.trainers import load_trainer
+
+SAMPLES, SAMPLE_TOKENS = 16, 512
+"""Of calibration: rows of the data, and of each at most so many tokens."""
+PROBE_TOKENS = 2048
+"""Of the probe at most: what more tokens take grows with them."""
+STATE = 16
+"""Bytes of a parameter that is trained: weight, gradient and two moments."""
+
+
+def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """The command.
+
+    Raises:
+        ConfigError: for what is wrong with settings, devices or the model.
+    """
+    config = load_config(overrides)
+    check(config)
+    use, path = check_role(config, chosen.role)
+    if chosen.devices is None:
+        raise ConfigError(
+            "--devices is not set: it names a JSON file of the devices that the role's ranks have, "
+            'such as [{"name": "new"}, {"name": "old", "share": 0.5}].'
+        )
+    devices = load_devices(chosen.devices)
+    cluster = devices_here(config)
+    config = with_dtype(config, cluster.kind)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(devices)))
+    try:
+        with tempfile.TemporaryDirectory(prefix="hybridrl-plan-") as folder:
+            path = path or model_folder(config, Path(folder))
+            plan = make_plan(config, use, path, devices, torch.device(cluster.kind))
+    finally:
+        torch.set_num_threads(threads)
+    if chosen.out:
+        Path(chosen.out).write_text(plan.to_json() + "\n")
+    if chosen.json:
+        sys.stdout.write(plan.to_json() + "\n")
+        return
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(_table(plan))
+    for line in _lines(plan, chosen.role, chosen.out):
+        console.print(line, highlight=False, markup=False)
+
+
+def make_plan(
+    config: Config, use: str, path: str, devices: Sequence[UnequalDevice], device: torch.device
+) -> PrecisionPlan:
+    """The plan of a role whose ranks have these devices.
+
+    Args:
+        use: `scoring` or `training`.
+        path: Model folder.
+        device: To measure on.
+    """
+    dtype, sizes = config.model.dtype, sizes_of(config)
+    whole = WHOLE[dtype]
+    low = [bits for bits in ((16, 8, 4) if use == SCORING else (16, 8)) if bits < whole]
+    seconds = layer_seconds(
+        load_model_config(path),
+        dtype,
+        use,
+        low,
+        tokens=min(PROBE_TOKENS, config.actor.tokens_per_microbatch, sizes.tokens),
+        length=round(sizes.sample_tokens),
+        device=device,
+    )
+    model = load_model(path, dtype).to(device).requires_grad_(False).eval()
+    samples = _samples(config, path)
+    harm = indicator(model, samples, low)
+    work = _work(model, use, seconds, sizes, devices)
+    found = allocate(work, devices, harm)
+    kls = {}
+    for name, bits in zip([d.name for d in devices], found.bits, strict=True):
+        lowered = {n: b for n, b in enumerate(bits) if b < whole}
+        kls[name] = token_kl(model, samples, lowered, whole) if lowered else 0.0
+    ranks = [
+        RankPrecision({n: b for n, b in enumerate(bits) if b < whole}, d.name, d.share, s)
+        for d, bits, s in zip(devices, found.bits, found.seconds, strict=True)
+    ]
+    said: dict[str, Any] = {
+        "model": path,
+        "tokens": sizes.tokens // len(devices),
+        "target_seconds": found.target,
+        "whole_seconds": [work.seconds([whole] * len(work.layers), d.share) for d in devices],
+        "layer_seconds": seconds.layer,
+        "ends_seconds": seconds.ends,
+        "measured_tokens": seconds.tokens,
+        "indicators": harm,
+        "token_kl": kls,
+    }
+    return PrecisionPlan(use, len(work.layers), dtype, ranks, said)
+
+
+def _samples(config: Config, path: str) -> list[torch.Tensor]:
+    """Tokens of the job's data to measure with."""
+    tokenizer = load_tokenizer(config.model.tokenizer or path)
+    kind = load_trainer(config.trainer.name).DATA
+    rows = load_rows(config, kind, tokenizer)
+    every = rows.training if rows.examples is None else rows.examples
+    batch = every.take(range(min(SAMPLES, len(every))))
+    answers = next((c for c in ("response_ids", "chosen_ids") if c in batch.columns), None)
+    prompts = [row[:SAMPLE_TOKENS] for row in batch["prompt_ids"].rows()]
+    if answers is None:
+        return prompts
+    both = zip(prompts, batch[answers].rows(), strict=True)
+    return [torch.cat([prompt, answer])[:SAMPLE_TOKENS] for prompt, answer in both]
+
+
+def _work(
+    model: Any,
+    use: str,
+    seconds: LayerSeconds,
+    sizes: Sizes,
+    devices: Sequence[UnequalDevice],
+) -> Work:
+    """An iteration of a rank with its share of a step's tokens."""
+    times = sizes.tokens / len(devices) / seconds.tokens
+    layers, whole = decoder_layers(model), max(seconds.layer)
+    parameters = sum(p.numel() for p in model.parameters())
+    inside = sum(p.numel() for p in layers.parameters())
+    size = STATE if use == TRAINING else 4
+    fixed = 0.0
+    if use == TRAINING and len(devices) > 1:  # weights are gathered, gradients are summed
+        moved = parameters * (whole / 8 + 4) * (len(devices) - 1) / len(devices)
+        fixed = moved / min(d.link for d in devices)
+    return Work(
+        [
+            {
+                bits: LayerCost(
+                    taken * times,
+                    (size if use == TRAINING or bits == whole else bits / 8)
+                    * sum(p.numel() for p in layer.parameters()),
+                )
+                for bits, taken in seconds.layer.items()
+            }
+            for layer in layers
+        ],
+        seconds.ends * times,
+        fixed,
+        size * (parameters - inside),
+    )
+
+
+def _table(plan: PrecisionPlan) -> Table:
+    table = Table(title=f"bits of {plan.layers} layers, {plan.use}", title_justify="left")
+    for name in ("rank", "device", "share", "layers in fewer bits", "seconds", "whole", "token KL"):
+        table.add_column(name)
+    whole: Mapping[str, float] = plan.found["token_kl"]
+    for number, rank in enumerate(plan.ranks):
+        table.add_row(
+            str(number),
+            rank.name,
+            f"{rank.share:g}",
+            _bits(rank.bits) or "none",
+            f"{rank.seconds:.3g}",
+            f"{plan.found['whole_seconds'][number]:.3g}",
+            f"{whole[rank.name]:.2g}",
+        )
+    return table
+
+
+def _bits(bits: Mapping[int, int]) -> str:
+    """`8 bits: 0, 2; 4 bits: 5`."""
+    kinds = sorted(set(bits.values()), reverse=True)
+    return "; ".join(
+        f"{kind} bits: {', '.join(str(n) for n in sorted(bits) if bits[n] == kind)}"
+        for kind in kinds
+    )
+
+
+def _lines(plan: PrecisionPlan, role: str, out: str | None) -> list[str]:
+    layer: Mapping[int, float] = plan.found["layer_seconds"]
+    tokens = plan.found["measured_tokens"]
+    costs = ", ".join(f"{bits} bits {1e3 * s:.3g} ms" for bits, s in layer.items())
+    found = [f"A layer on {tokens} tokens, measured here: {costs}."]
+    slowest = max(rank.seconds or 0.0 for rank in plan.ranks)
+    if slowest > 1.001 * plan.found["target_seconds"]:
+        found.append(
+            f"Even so the slowest takes {slowest:.3g} s, and the fastest device with whole layers "
+            f"{plan.found['target_seconds']:.3g} s."
+        )
+    found.append(
+        f"Run it with models.{role}.precision={out or 'FILE'}" + ("." if out else " (--out FILE).")
+    )
+    return found
