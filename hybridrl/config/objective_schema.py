@@ -34,7 +34,7 @@ FROM_FILES = With("data.path")
 JUDGED = With(".path")
 CORRECTED = With(
     *("algorithm.correction=truncate", "algorithm.correction=mask"),
-    *("rollout.quantization=int8", "rollout.quantization=fp8"),
+    *("rollout.quantization=int8", "rollout.quantization=fp8", "rollout.plan"),
 )
 WITH_KL = With("algorithm.kl_coefficient")
 
@@ -211,7 +211,7 @@ class AlgorithmConfig:
     correction: Annotated[str, OneOf("auto", "none", "truncate", "mask")] = "auto"
     """For the gap between trainer and rollout engine, and for samples of an older policy:
     `truncate` or `mask` importance weights; or `none`. `auto`: `truncate` with
-    `rollout.quantization`, else `none`."""
+    `rollout.quantization`, or a `rollout.plan` of fewer bits, else `none`."""
     correction_level: Annotated[str, OneOf("token", "sequence"), CORRECTED] = "token"
     """`token` or `sequence`."""
     correction_low: Annotated[NonNegativeFloat | None, With("algorithm.correction=mask")] = None
@@ -229,6 +229,23 @@ class AlgorithmConfig:
     ptx_coefficient: Annotated[NonNegativeFloat, VALUES] = 0.0
     """Weight of a supervised loss on the data's own answers, in a step of its own (`ppo`,
     `safe_rlhf`)."""
+
+
+@dataclass
+class DistillationConfig:
+    """Learning what teachers think of the student's samples: trainer `distillation`."""
+
+    loss: Annotated[str, OneOf("sampled", "reverse", "forward")] = "reverse"
+    """`reverse`, KL(student, teacher), by the teacher's likeliest tokens; `forward`, KL(teacher,
+    student), by the same; or `sampled`: the first, estimated by the tokens that were sampled."""
+    top_k: Annotated[
+        PositiveInt, With("distillation.loss=reverse", "distillation.loss=forward")
+    ] = 64
+    """So many of the teacher's likeliest tokens; all others count as one. As many as the vocabulary
+    has: nothing is left out."""
+    by: Name | None = None
+    """A column of the data whose value says which teacher a row has, `models.teacher_<value>`; rows
+    of other values have `models.teacher`."""
 
 
 @dataclass

@@ -43,6 +43,7 @@ from hybridrl.config.objective_schema import (
     AlgorithmConfig,
     CostConfig,
     DataConfig,
+    DistillationConfig,
     JudgeConfig,
     PreferenceConfig,
     RewardConfig,
@@ -59,6 +60,7 @@ __all__ = [
     "CostConfig",
     "CriticConfig",
     "DataConfig",
+    "DistillationConfig",
     "EvalConfig",
     "GuardConfig",
     "JudgeConfig",
@@ -262,8 +264,8 @@ class GuardConfig:
     """So many such updates in a row, or rewinds to one checkpoint, end the job."""
     most_mismatch: PositiveFloat | None = None
     """The job ends if the generator is further from the trainer in its first step (`mismatch/k3`);
-    null: 1e-4 in float32, 0.05 in bfloat16, 0.1 with `rollout.quantization`, and no limit where
-    `rollout.weight_sync` brings weights roughly."""
+    null: 1e-4 in float32, 0.05 in bfloat16, 0.1 with `rollout.quantization`, or a `rollout.plan`
+    of fewer bits, and no limit where `rollout.weight_sync` brings weights roughly."""
 
 
 @dataclass
@@ -307,6 +309,8 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     preference: Annotated[PreferenceConfig | None, PAIRS] = None
     """Set by `algorithm=dpo` and `algorithm=reward_model`."""
+    distillation: Annotated[DistillationConfig | None, With("trainer.name=distillation")] = None
+    """Set by `algorithm=distillation`."""
     cost: Annotated[CostConfig | None, With("trainer.name=safe_rlhf")] = None
     """Set by `algorithm=safe_rlhf`."""
     warmup: WarmupConfig = field(default_factory=WarmupConfig)

@@ -4,14 +4,16 @@ device's part of it, and how it packs its samples."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from transformers import PretrainedConfig
 
 from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import Config
 from hybridrl.core.dtypes import DTYPES
-from hybridrl.core.training_mesh import training_mesh
+from hybridrl.core.training_mesh import devices_of, training_mesh
 from hybridrl.models import load_config
 from hybridrl.placement import ACTOR, GENERATOR, Placement
 from hybridrl.placement.separation import way_of_weights
@@ -60,8 +62,8 @@ class Planner:
     def rollout_tp(self, role: str) -> int:
         """Devices of a role that share a copy while generating."""
         if role == GENERATOR:
-            return self.placement.roles[GENERATOR].parallel.tp
-        return self.config.rollout.parallel.tp
+            return devices_of(self.placement.roles[GENERATOR].parallel)
+        return self.config.rollout.parallel.ranks
 
     @cache  # noqa: B019 (a planner lives for one plan)
     def stages(self, role: str) -> list[int]:
@@ -105,8 +107,13 @@ class Planner:
         return own or self.config.model.path
 
     def generation_shape(self, role: str) -> ModelShape:
-        """Of one rank's part of the copy that a role generates with."""
-        return shape_at(self.path(role), self.config, tp=self.rollout_tp(role))
+        """Of one rank's part of the copy that a role generates with: with `rollout=pipeline` of a
+        stage that has as many layers as the others, and both ends."""
+        parallel: Any = self.config.rollout.parallel
+        if role == GENERATOR:
+            parallel = self.placement.roles[GENERATOR].parallel
+        shape = shape_at(self.path(role), self.config, tp=parallel.tp)
+        return replace(shape, layers=-(-shape.layers // parallel.pp))
 
     def shape(self, role: str, whole: bool = False) -> ModelShape:
         """Of one rank's part of a role's model, or of all of it."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from hybridrl.algorithms import (
     DirectPreference,
+    Distillation,
     PolicyObjective,
     TokenLoss,
     negative_log_likelihood,
@@ -99,7 +100,7 @@ class ActorWorker(TrainedModelWorker):
         self._refresh = rollout.weight_sync_refresh
         self._seed = seed
         self._generations = 0
-        share = rollout.parallel.tp if generates else 1
+        share = rollout.parallel.ranks if generates else 1
         self._rollout_mesh = Mesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
         train = policy_engine(context, source, config, rollout_tp=share)
         train.start_optimizer(config.optimizer, updates)
@@ -170,7 +171,8 @@ class ActorWorker(TrainedModelWorker):
                 "Call update_preference, or leave `preference` out of the settings."
             )
         self._report_age(batch)
-        return self._engine.update(batch, self._objective, temperature=self._temperature)
+        asked = self._objective.options if isinstance(self._objective, Distillation) else {}
+        return self._engine.update(batch, self._objective, temperature=self._temperature, **asked)
 
     @transfer(UPDATE_PAIRS, reads=_learned, may_read=any_column)
     def update_preference(self, batch: Batch) -> dict[str, float]:

@@ -56,6 +56,7 @@ MAY_IMPORT = {
     "": EVERYTHING,
     "main": EVERYTHING,
     "cli": EVERYTHING,
+    "plan_generation": EVERYTHING,
     "devices": EVERYTHING,
     "groups": EVERYTHING,
     "interrupts": EVERYTHING,
