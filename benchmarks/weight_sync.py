@@ -3,10 +3,10 @@
     python benchmarks/weight_sync.py [--updates 50] [--rates 100mbit,400mbit] [--hidden 256]
 
 A tiny model that generates in bfloat16 learns by GRPO from its own samples, at learning rates of
-1e-6, 1e-5 and 1e-4. Its weights after each update are kept, so that all methods bring the
-same ones: from a process that trains to one that generates, as the trainers' workers do, over this
-machine's loopback, and between hosts with a link of a limited rate (network namespaces; see
-tests/netlab.py; needs root). `auto` begins each time without knowing anything.
+1e-6, 1e-5 and 1e-4. Its weights after each update are kept, and all methods in turn bring them:
+from a process that trains to one that generates, as the trainers' workers do, over this machine's
+loopback, and between hosts with a link of a limited rate (network namespaces; see
+tests/netlab.py; needs root). There `auto` begins without knowing anything.
 
 Bytes are compared with those of `full`, seconds of `auto` with those of the best other method that
 is exact, and those of the others with `full`'s.
@@ -33,10 +33,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from netlab import Host, network
 
 from hybridrl.algorithms import PolicyObjective, group_relative
-from hybridrl.config.schema import ActorConfig, OptimizerConfig
+from hybridrl.config.schema import ActorConfig, Config, OptimizerConfig, RolloutConfig
 from hybridrl.controller import Context
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.core.batch import Batch
+from hybridrl.core.cluster import Device
 from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.engine.train import TrainEngine
 from hybridrl.engine.weight_channel import WeightChannel
@@ -44,6 +45,7 @@ from hybridrl.engine.weight_sync import WeightSync
 from hybridrl.models import CausalPolicy, load_model, make_tiny_model
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.process_group import join, join_world
+from hybridrl.placement.separation import way_of_weights
 from hybridrl.rollout import Sampling
 from hybridrl.rollout.transformers import TransformersRollout
 
@@ -52,6 +54,7 @@ METHODS = ("full", "delta", "int8", "int4_delta", "auto")
 RATES = (1e-6, 1e-5, 1e-4)
 PROMPTS, SAMPLES, TOKENS = 4, 4, 8
 PORT = 29617
+LOOPBACK = "127.0.0.1"
 
 
 def train_engine(folder: Path, learning_rate: float, updates: int) -> TrainEngine:
@@ -120,34 +123,40 @@ def end_of_link(rank: int, folder: Path, address: str) -> None:
     else:
         rollout = rollout_engine(folder)
     group = join_world("weights", rank, 2, Rendezvous(address, PORT, listener), "cpu")
+    ends = [Device("cpu", "0", 0), Device("cpu", "0" if address == LOOPBACK else "1", 0)]
+    channels = {}
     for method in METHODS:
-        channel = WeightChannel(group, torch.bfloat16, CPU, train, rollout, method=method)
-        seconds = size = 0
-        for version, weights in enumerate(versions):
-            if train is not None:
-                with torch.no_grad():
-                    for name, tensor in train.local_parameters().items():
-                        tensor.copy_(weights[name])
+        setting = Config(rollout=RolloutConfig(weight_sync=method))
+        chosen = way_of_weights(setting, ends)[1]
+        channels[method] = WeightChannel(group, torch.bfloat16, CPU, train, rollout, method=chosen)
+    seconds, sizes = dict.fromkeys(METHODS, 0.0), dict.fromkeys(METHODS, 0)
+    for version, weights in enumerate(versions):
+        if train is not None:
+            with torch.no_grad():
+                for name, tensor in train.local_parameters().items():
+                    tensor.copy_(weights[name])
+        for method, channel in channels.items():  # in turn, so that a slow moment is one for all
             torch.distributed.barrier(group)
             begin = time.perf_counter()
             if rank == 0:
                 channel.send(version)
                 continue
             cost = channel.receive()[1]
-            seconds += time.perf_counter() - begin
-            size += cost.received
+            seconds[method] += time.perf_counter() - begin
+            sizes[method] += cost.received
             if method in ("full", "delta", "auto"):
                 held = dict(rollout._model.named_parameters())
                 assert all(torch.equal(held[name], weights[name]) for name in weights)
-        if rank == 1:
-            print(json.dumps([method, size, seconds]), flush=True)
+    if rank == 1:
+        for method in METHODS:
+            print(json.dumps([method, sizes[method], seconds[method]]), flush=True)
     torch.distributed.barrier(group)
 
 
 def measure(folder: Path, hosts: Sequence[Host]) -> dict[str, tuple[int, float]]:
     """Bytes and seconds of all versions, by method, over the link between two hosts (none: over
     loopback)."""
-    address = hosts[0].address if hosts else "127.0.0.1"
+    address = hosts[0].address if hosts else LOOPBACK
     # Namespaces share the machine's host name, by which gloo would look for an address.
     interface = {"GLOO_SOCKET_IFNAME": "eth0" if hosts else "lo", "OMP_NUM_THREADS": "1"}
     ends = []

@@ -55,19 +55,15 @@ def _joined_actor(
     trainer: WorkerGroup, generator: WorkerGroup, config: Config, devices: Sequence[Device]
 ) -> SeparatedActor:
     from hybridrl.placement.separated_actor import SeparatedActor
+    from hybridrl.placement.separation import way_of_weights
 
-    flow = config.placement
-    store = flow.transport == "store" or (flow.transport == "auto" and flow.staleness > 1)
-    method = config.rollout.weight_sync
-    if store and method == "auto":
-        # On one node the object store is shared memory, and nothing travels.
-        nodes = {devices[number].node for number in (*trainer.devices, *generator.devices)}
-        method = "delta" if len(nodes) > 1 else "full"
+    ends = (devices[number] for number in (*trainer.devices, *generator.devices))
+    store, weight_sync = way_of_weights(config, ends)
     return SeparatedActor(
         trainer,
         generator,
-        staleness=flow.staleness,
-        in_flight=flow.in_flight,
+        staleness=config.placement.staleness,
+        in_flight=config.placement.in_flight,
         store=store,
-        weight_sync=method,
+        weight_sync=weight_sync,
     )

@@ -1,6 +1,6 @@
 """Kills parts of short jobs at random moments, and looks whether anything is lost.
 
-python tests/chaos.py [--rounds 40] [--seed 0] [--kinds driver,inline,host,relay,reward,node]
+python tests/chaos.py [--rounds 40] [--seed 0] [--kinds driver,inline,host,...] [key=value ...]
 
 Each round is a job of its own. Its driver, a host, the relay, a reward process or a Ray node is
 killed, in a third of the rounds while a checkpoint is saved, in a fifth a second time soon after. A
@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,28 +87,31 @@ class Chaos:
 
     Args:
         folder: Where the jobs run.
+        also: Settings of all jobs.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._references: dict[bool, Victim] = {}
+    def __init__(self, folder: Path, also: Sequence[str] = ()) -> None:
+        self._folder, self._also = folder, also
+        self._references: dict[tuple[bool, int], Victim] = {}
         (folder / "own.py").write_text(REWARD)
 
     def settings(self, plan: Plan) -> list[str]:
         """Of a round's job."""
         own = [f"reward.function={self._folder}/own.py:odd", f"checkpoint.every={plan.every}"]
         own += [f"checkpoint.memory_copies={plan.copies}"]
-        return [*JOB, *own, *(["executor=inline"] if plan.kind == "inline" else ["num_devices=2"])]
+        where = "executor=inline" if plan.kind == "inline" else "num_devices=2"
+        return [*JOB, *own, where, *self._also]
 
     def reference(self, plan: Plan) -> Victim:
-        """The same job, undisturbed. How often it saves makes no difference to its figures."""
-        is_inline = plan.kind == "inline"
-        if is_inline not in self._references:
-            name = "undisturbed-inline" if is_inline else "undisturbed"
+        """The same job, undisturbed. (How often it saves makes a difference to its figures if
+        weights come to a generator of its own roughly.)"""
+        key = plan.kind == "inline", plan.every
+        if key not in self._references:
+            name = "-".join(["undisturbed", *map(str, key)])
             victim = Victim(self._folder / name, *self.settings(plan))
             assert victim.finish() == 0, victim.output
-            self._references[is_inline] = victim
-        return self._references[is_inline]
+            self._references[key] = victim
+        return self._references[key]
 
     def round(self, number: int, plan: Plan) -> tuple[list[str], float | None]:
         """Runs a job and kills; what is wrong afterwards, and the seconds from the first kill to
@@ -210,11 +213,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="of all jobs besides")
     chosen = parser.parse_args(arguments)
     draw, kinds = random.Random(chosen.seed), chosen.kinds.split(",")
     good, seconds = 0, []
     with tempfile.TemporaryDirectory(prefix="chaos") as folder:
-        chaos = Chaos(Path(folder))
+        chaos = Chaos(Path(folder), chosen.settings)
         for number in range(chosen.rounds):
             plan = Plan.drawn(kinds[number % len(kinds)], draw)
             faults, took = chaos.round(number, plan)

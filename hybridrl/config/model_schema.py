@@ -269,10 +269,10 @@ class RolloutConfig:
     """Compare all weights of the generator with the trainer's after each sync; slow."""
     weight_sync: Annotated[str, OneOf("auto", "full", "delta", *LOSSY_SYNC), APART] = "auto"
     """What travels when the generator has devices of its own and gets new weights: `full`, all of
-    them; `delta`, what has changed, exactly; `auto`, whichever of these takes less time on the link
-    that there is, measured; or roughly, which `mismatch/` shows and `algorithm.correction`
-    corrects: `int8`, the weights in 8 bits; `int4_delta`, what has changed in 4. All but `full`
-    take a copy of the weights in the memory of the host, on each side."""
+    them; `delta`, what has changed, exactly; `auto`, `full` within a node, and between nodes
+    whichever of these takes less time, measured; or roughly, which `mismatch/` shows and
+    `algorithm.correction` corrects: `int8`, the weights in 8 bits; `int4_delta`, what has changed
+    in 4. All but `full` take a copy of the weights in the memory of the host, on each side."""
     weight_sync_refresh: Annotated[NonNegativeInt, ROUGH] = 0
     """Each so many syncs all weights travel exactly; 0: never, or with `int4_delta` the
     first time only. They are counted from each checkpoint on."""

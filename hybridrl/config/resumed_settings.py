@@ -14,7 +14,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from hybridrl.config import secrets
 from hybridrl.config.presets import leaves
 from hybridrl.config.resume import AUTO, forked, resumed
-from hybridrl.config.schema import Config
+from hybridrl.config.schema import LOSSY_SYNC, Config
 from hybridrl.errors import ConfigError
 
 _ABSENT = object()
@@ -92,14 +92,18 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """
     old, new = dict(leaves(before)), dict(leaves(now))
     keys = [key for key in {**old, **new} if key not in _PLACES and old.get(key) != new.get(key)]
-    keys.sort(key=lambda key: (not changes_learning(key), key))
+    learns = {key: changes_learning(key, old.get(key), new.get(key)) for key in keys}
+    keys.sort(key=lambda key: (not learns[key], key))
     return [
         f"{key}: {old.get(key)} -> {new.get(key)}"
-        f"{' (what is learned from here on differs)' if changes_learning(key) else ''}"
+        f"{' (what is learned from here on differs)' if learns[key] else ''}"
         for key in keys
     ]
 
 
-def changes_learning(key: str) -> bool:
-    """Whether a run of another value of this setting learns something else from its data."""
+def changes_learning(key: str, *values: Any) -> bool:
+    """Whether a run learns something else from its data if this setting has one of these values in
+    place of another."""
+    if key == "rollout.weight_sync":
+        return any(value in LOSSY_SYNC for value in values)
     return _SAME_LEARNING.match(key) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -61,6 +62,13 @@ def multiplies_into_float32(kind: str) -> bool:
     """Whether `torch.mm` of half-precision matrices gives float32 (`out_dtype`) on such a device,
     without a copy of its operands."""
     return kind != "cpu"
+
+
+@cache
+def packs_int8(kind: str) -> bool:
+    """Whether such a device multiplies integers of 8 bits with oneDNN's kernels."""
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return kind == "cpu" and is_x86 and torch._C._has_mkldnn
 
 
 def bfloat16_from(kind: str) -> int | None:

@@ -11,6 +11,11 @@ from __future__ import annotations
 from hybridrl.compress.weight_message import DELTA, FULL
 
 AUTO = "auto"
+PLAIN = "plain"
+"""All values, and no record of them is kept: what `full` means where nothing else was set."""
+OBVIOUS = 2.5
+"""Differences take so many times less than values with records of them: these are slow on the way,
+not to record, and need not be timed without."""
 CLEAR = 1.5
 """The other way takes so many times as long: no need to time both again."""
 TRIALS = 3
@@ -36,7 +41,8 @@ class SyncChoice:
         is_exact = setting in (AUTO, FULL, DELTA)
         self._refresh = 0 if is_exact else refresh
         self._decided = None if self._is_auto else setting
-        self._seconds: dict[str, list[float]] = {FULL: [], DELTA: []}
+        self._ahead: list[str] = [FULL, DELTA]  # the first difference needs values to differ from
+        self._seconds: dict[str, list[float]] = {FULL: [], DELTA: [], PLAIN: []}
         self._slow = self._syncs = 0
         self._until = 0.0  # seconds of syncs before the other way is tried again
 
@@ -48,7 +54,7 @@ class SyncChoice:
 
     @property
     def keeps(self) -> bool:
-        """Whether the next sync may be a difference, or one after it a difference to it."""
+        """Whether records of what was sent are of use."""
         return self._decided != FULL
 
     def restart(self) -> None:
@@ -59,31 +65,38 @@ class SyncChoice:
         """Of the next sync. (The first difference of a sender to a receiver goes as `full`.)"""
         self._syncs += 1
         if self._decided is None:
-            # Values first, for differences are differences to them.
-            return DELTA if len(self._seconds[DELTA]) < len(self._seconds[FULL]) else FULL
+            return self._ahead.pop(0)
         if self._refresh and self._syncs % self._refresh == 0:
             return FULL
-        return self._decided
+        return PLAIN if self._decided == FULL else self._decided
 
     def note(self, method: str, seconds: float) -> None:
         """Takes what the sync by this method took, from the moment when all ranks had begun to the
         end of the last one."""
         if self._decided is None:
             self._seconds[method].append(seconds)
-            if len(self._seconds[DELTA]) == len(self._seconds[FULL]):
+            if not self._ahead:
                 self._decide()
             return
-        other = DELTA if self._decided == FULL else FULL
-        self._slow = self._slow + 1 if seconds > min(self._seconds[other]) else 0
+        full, delta = self._best()
+        self._slow = self._slow + 1 if seconds > (delta if self._decided == FULL else full) else 0
         self._until -= LOOK_EVERY * seconds
         if self._slow == SLOW_SYNCS or self._until <= 0:
-            self._decided, self._seconds = None, {FULL: [], DELTA: []}
+            self._decided, self._ahead = None, [FULL, DELTA]
+            self._seconds = {method: [] for method in self._seconds}
+
+    def _best(self) -> tuple[float, float]:
+        """Seconds of values and of differences."""
+        times = self._seconds
+        return min(*times[FULL], *times[PLAIN], float("inf")), min(times[DELTA])
 
     def _decide(self) -> None:
-        best = {method: min(seconds) for method, seconds in self._seconds.items()}
-        faster = min(best, key=best.__getitem__)
-        slower = max(best.values())
-        if slower < CLEAR * best[faster] and len(self._seconds[FULL]) < TRIALS:
-            return
-        self._decided, self._slow = faster, 0
-        self._until = slower / TRIAL_SHARE
+        (full, delta), tried = self._best(), len(self._seconds[PLAIN])
+        needless = full <= delta or full >= OBVIOUS * delta
+        if not tried and not needless:
+            self._ahead = [PLAIN]
+        elif 0 < tried < TRIALS and max(full, delta) < CLEAR * min(full, delta):
+            self._ahead = [DELTA, PLAIN]
+        else:
+            self._decided, self._slow = FULL if full <= delta else DELTA, 0
+            self._until = max(full, delta) / TRIAL_SHARE

@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridrl.compress.weight_message import DELTA, FULL
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import synchronize
-from hybridrl.engine.sync_choice import AUTO, SyncChoice
+from hybridrl.engine.sync_choice import AUTO, PLAIN, SyncChoice
 from hybridrl.engine.train import TrainEngine
 from hybridrl.engine.weight_sync import SyncCost, WeightSync
 from hybridrl.errors import ConfigError, RolloutError
@@ -196,17 +196,18 @@ class WeightChannel:
 
     def _run(self) -> SyncCost:
         """One sync by the method that is set, or by the one that was the fastest so far."""
-        keeps, measures = self._choice.keeps, self._choice.measures
-        method = self._choice.method()
-        if not measures:
-            return self._sync.run_coded(method, self.count) if keeps else self._sync.run()
-        self._highest(0.0)  # who is late is late for both methods
-        begin = time.perf_counter()
-        cost = self._sync.run_coded(method, self.count) if keeps else self._sync.run()
-        synchronize(self._device)
-        self._choice.note(method, self._highest(time.perf_counter() - begin))
-        if not self._choice.keeps and self._sync.coded is not None:
-            self._sync.coded.forget()
+        measures, method = self._choice.measures, self._choice.method()
+        begin = 0.0
+        if measures:
+            self._highest(0.0)  # who is late is late for both methods
+            begin = time.perf_counter()
+        is_plain = method == PLAIN
+        cost = self._sync.run() if is_plain else self._sync.run_coded(method, self.count)
+        if measures:
+            synchronize(self._device)
+            self._choice.note(method, self._highest(time.perf_counter() - begin))
+            if not self._choice.keeps and self._sync.coded is not None:
+                self._sync.coded.forget()
         return cost
 
     def _highest(self, number: float) -> float:

@@ -3,10 +3,10 @@ that the next samples can be generated while the last ones are learned."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from hybridrl.config.schema import PlacementConfig
-from hybridrl.core.cluster import Cluster
+from hybridrl.config.schema import Config, PlacementConfig
+from hybridrl.core.cluster import Cluster, Device
 from hybridrl.core.training_mesh import devices_of
 from hybridrl.errors import ConfigError
 from hybridrl.placement.placement import ACTOR, GENERATOR, Placement, Role, RolePlace
@@ -53,6 +53,24 @@ def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) ->
             "nothing. Set placement=flattening."
         )
     return Placement("separation", found)
+
+
+def way_of_weights(config: Config, devices: Iterable[Device]) -> tuple[bool, str]:
+    """How the generator's weights come to it.
+
+    Args:
+        devices: Of trainer and generator.
+
+    Returns:
+        Whether as parcels in the object store, and by which `rollout.weight_sync`.
+    """
+    flow, method = config.placement, config.rollout.weight_sync
+    store = flow.transport == "store" or (flow.transport == "auto" and flow.staleness > 1)
+    if method == "auto" and len({device.node for device in devices}) == 1:
+        method = "full"  # within a node to copy is quicker than to encode
+    elif method == "auto" and store:
+        method = "delta"  # parcels are made without knowing how long they will be on their way
+    return store, method
 
 
 def _half(total: int, roles: Sequence[Role]) -> int:

@@ -14,6 +14,7 @@ from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.training_mesh import training_mesh
 from hybridrl.models import load_config
 from hybridrl.placement import ACTOR, GENERATOR, Placement
+from hybridrl.placement.separation import way_of_weights
 from hybridrl.planner.dataflow import Sizes, micro_batches
 from hybridrl.planner.devices import Machines
 from hybridrl.planner.memory import CHECKPOINT, ModelPart, generation_copy
@@ -158,13 +159,17 @@ class Planner:
     def record_bytes(self, role: str) -> float:
         """Host memory for a device's record of the weights that the generator has, of those who
         send and of those who receive differences."""
-        separated = self.placement.is_separated and self.config.rollout.weight_sync != "full"
-        if not separated or role not in (ACTOR, GENERATOR) or self.config.actor.lora.rank:
+        places = self.placement.roles
+        if GENERATOR not in places or role not in (ACTOR, GENERATOR) or self.config.actor.lora.rank:
+            return 0.0
+        ends = [*places[ACTOR].devices, *places[GENERATOR].devices]
+        devices = self.machines.cluster.devices
+        if way_of_weights(self.config, (devices[number] for number in ends))[1] == "full":
             return 0.0
         if role == GENERATOR:
             return generation_copy(self.generation_shape(role))
         whole = self.shape(role, whole=True)
-        return whole.item * whole.parameters.all / len(self.placement.roles[role].devices)
+        return whole.item * whole.parameters.all / len(places[role].devices)
 
 
 def shape_at(

@@ -3,6 +3,7 @@ it does not start. Importing this module needs vLLM."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from multiprocessing import shared_memory
@@ -12,7 +13,7 @@ import torch
 
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.errors import ConfigError, MissingPackageError
-from hybridrl.rollout.quantization import NONE
+from hybridrl.models.rounded_rows import NONE
 from hybridrl.rollout.shared_memory import hold_shared_memory
 from hybridrl.rollout.vllm_options import SPECULATIVE
 
@@ -42,6 +43,12 @@ except ImportError as error:
         f"({error}): pip install 'hybridrl[cpu]' (or 'hybridrl[gpu]'). Or generate with "
         "transformers: rollout=transformers."
     ) from error
+
+# It warns at each sync of layers for which no weights came: heads that are the embedding, and
+# tables. A filter, because vLLM sets the levels anew when it starts.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
+    lambda record: record.levelno > logging.WARNING
+)
 
 HEAD_DTYPE = "float32"
 """Of logits, as `hybridrl.models.log_probs` computes them: rounded to half precision they would be

@@ -35,7 +35,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.platforms import current_platform
 
-from hybridrl.rollout.quantization import FP8, INT8, TYPES, Rows, quantise
+from hybridrl.models.rounded_rows import FP8, INT8, TYPES, Rows, quantise
 from hybridrl.rollout.vllm_layout import zero_twin
 
 PREFIX = "hybridrl_"
@@ -166,7 +166,12 @@ class QuantisedLinearMethod(UnquantizedLinearMethod):
         before = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)  # that of outputs, to the kernels of CPUs
         try:
-            self._kernel.process_weights_after_loading(taken)
+            if self.kind == INT8 and self._dtype == torch.float32:  # on CPUs
+                # Where there is AMX, vLLM would take a kernel that is for outputs of 16 bits.
+                self._kernel.linear_method = self._kernel._apply_weights_onednn
+                self._kernel.process_weights_for_onednn(taken)
+            else:
+                self._kernel.process_weights_after_loading(taken)
         finally:
             torch.set_default_dtype(before)
         return taken

@@ -8,7 +8,7 @@ import torch
 from conftest import SHORT
 from torch import nn
 
-from hybridrl.rollout.quantization import quantise
+from hybridrl.models.rounded_rows import quantise
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 PLACES = [

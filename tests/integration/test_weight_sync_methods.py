@@ -1,8 +1,12 @@
 """The main job with a generator of its own, by each way of bringing weights there."""
 
+import json
+
 import pytest
 from conftest import LEARNS, SHORT
+from netlab import ray_nodes
 from test_separation import steps_of
+from test_two_hosts import Driver
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 JOB = [
@@ -36,6 +40,16 @@ def test_fewer_bits_say_how_far_the_generator_is_off(method, codec, transport, r
     assert all(row["mismatch/k3"] < 0.05 for row in steps)
 
 
-def test_by_itself_a_job_measures_both_ways(run):
-    steps = steps_of(run(*JOB, "rollout=transformers", "trainer.steps=6", COLLECTIVE))
-    assert {row["sync/codec"] for row in steps if "sync/codec" in row} == {FULL, DELTA}
+def test_within_a_node_weights_are_copied(run):
+    steps = steps_of(run(*JOB, "rollout=transformers", COLLECTIVE))
+    assert {row["sync/codec"] for row in steps if "sync/codec" in row} == {FULL}
+
+
+def test_between_nodes_both_ways_are_measured(tmp_path):
+    with ray_nodes(nodes=2, cpus=1) as nodes:
+        driver = Driver(nodes, tmp_path, *JOB, "rollout=transformers", COLLECTIVE)
+        code, output = driver.finish()
+    assert code == 0, output
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert {row["sync/codec"] for row in rows if "sync/codec" in row} == {FULL, DELTA}

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "data": {"core"},
     "rewards": {"core"},
     "observe": {"core"},
-    "models": {"core", "checkpoint"},
+    "models": {"core", "checkpoint", "compress"},
     "controller": {"core", "observe"},
     "ray_backend": {"core", "controller"},
     "placement": {"core", "controller"},

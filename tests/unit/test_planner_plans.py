@@ -8,11 +8,12 @@ from settings import configured
 
 from hybridrl.checks.placement import check_placement
 from hybridrl.cli import main
+from hybridrl.core.cluster import Cluster, Device
 from hybridrl.errors import ConfigError
 from hybridrl.planner.cures import changed, cures, refuse
 from hybridrl.planner.dataflow import Call
 from hybridrl.planner.described import with_described_models
-from hybridrl.planner.devices import named
+from hybridrl.planner.devices import Machines, named
 from hybridrl.planner.plan import make_plan, to_json
 from hybridrl.planner.step_time import Rates, simulate
 
@@ -221,3 +222,22 @@ def test_the_command_refuses_with_a_sentence(capsys):
     said = capsys.readouterr()
     assert "where roles live" in said.out
     assert "GiB" in said.err and "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("nodes", "overrides", "counts"),
+    [
+        (1, [], False),  # within a node `auto` is `full`
+        (1, ["rollout.weight_sync=delta"], True),
+        (2, [], True),
+        (2, ["placement.staleness=2"], True),
+        (2, ["rollout.weight_sync=full"], False),
+    ],
+)
+def test_records_of_weights_are_counted_where_differences_may_travel(nodes, overrides, counts):
+    overrides = [*PAPER, "model.path=llama-7b", "placement=separation", *overrides]
+    devices = [Device("cpu", f"node{node}", 0) for node in range(nodes) for _ in range(2 // nodes)]
+    with with_described_models(configured(overrides)) as config:
+        plan = make_plan(config, Machines(Cluster(devices), "a core", 1e12))
+    phases = [phase for device in plan.memory for phase in device.phases]
+    assert any("weight record" in phase.parts for phase in phases) == counts

@@ -12,7 +12,9 @@ KNOWN = {
     # torch
     "_world": ("parallel/process_group.py", "core/waits.py"),  # 2.11 to 2.13
     "_update_default_pg": ("parallel/process_group.py",),
-    "_C": ("core/read_only.py", "core/waits.py", "models/routing.py"),
+    "_C": ("core/device.py", "core/read_only.py", "core/waits.py", "models/routing.py"),
+    "_has_mkldnn": ("core/device.py",),
+    "_int_mm": ("models/int8_products.py",),
     "_current_graph_task_id": ("models/routing.py",),
     "_is_amx_tile_supported": ("core/device.py",),
     "_is_avx512_bf16_supported": ("core/device.py",),
@@ -33,6 +35,7 @@ KNOWN = {
     ),
     "torch.utils._pytree": ("rollout/vllm_layout.py",),
     # transformers and peft
+    "_attn_implementation": ("models/calibration.py",),
     "_gradient_checkpointing_func": ("models/checkpointing.py",),
     "_is_hf_initialized": ("models/empty.py",),
     "_keys_to_ignore_on_save": ("models/stored_names.py",),
@@ -41,6 +44,7 @@ KNOWN = {
     # vLLM
     "_distributed_args": ("rollout/vllm_engine.py",),
     "_adapter_manager": ("rollout/vllm_adapters.py",),
+    "_apply_weights_onednn": ("rollout/vllm_quantization.py",),
     "_use_zentorch": ("rollout/vllm_weights.py",),
     # Python, Ray, fsspec
     "_SHM_NAME_PREFIX": ("rollout/vllm_engine.py",),  # 3.11 to 3.13

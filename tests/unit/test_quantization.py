@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.rollout import quantization
-from hybridrl.rollout.quantization import FP8, INT8, LARGEST, TYPES, dequantise, quantise
+from hybridrl.models import rounded_rows
+from hybridrl.models.rounded_rows import FP8, INT8, LARGEST, TYPES, dequantise, quantise
 
 STEPS = {INT8: 0.5 / 127, FP8: 2**-4}
 """Largest error: of int8 as a share of the row's largest value, of fp8 (three bits after the first)
@@ -49,6 +49,6 @@ def test_rows_without_a_largest_value_are_settled(kind):
 def test_a_large_matrix_is_rounded_part_by_part(monkeypatch):
     weight = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
     whole = quantise(weight, INT8)
-    monkeypatch.setattr(quantization, "AT_A_TIME", 11)
+    monkeypatch.setattr(rounded_rows, "AT_A_TIME", 11)
     for one, other in zip(quantise(weight, INT8), whole, strict=True):
         assert torch.equal(one, other)

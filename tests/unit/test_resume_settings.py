@@ -72,6 +72,8 @@ def test_settings_that_change_what_is_learned_come_first_and_are_marked():
     assert [line.split(":")[0] for line in lines[2:]] == ["actor.parallel.tp", "observe.show_every"]
     assert changes_learning("placement.staleness") and not changes_learning("placement.strategy")
     assert changes_learning("actor.parallel.gradients")
+    assert not changes_learning("rollout.weight_sync", "auto", "full")
+    assert changes_learning("rollout.weight_sync", "delta", "int8")
 
 
 def test_a_fork_has_the_settings_of_the_other_run_and_a_folder_of_its_own(run, tmp_path):
