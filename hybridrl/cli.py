@@ -1,10 +1,12 @@
 """The command `hybridrl`: what is no training run. `hybridrl plan [key=value ...]` says where roles
 will live, what that takes of each device, and how long a step will last; it starts nothing.
+`hybridrl plan generation` says how unequal devices generate together.
 `hybridrl checkpoint` looks at the checkpoints of runs."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import sys
 from collections.abc import Sequence
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from hybridrl.planner.plan import Plan
     from hybridrl.planner.step_time import Rates
 
+FURTHER_PLANS = {"generation": "hybridrl.plan_generation"}
+"""What else `hybridrl plan` makes, by the first word after it, and the module whose `run` does."""
 REFUSED = 2
 """Exit code for wrong settings and for what does not fit, as of `python -m hybridrl.main`."""
 
@@ -36,25 +40,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = commands.add_parser(
         "plan",
         help="what a job will do and take, before it starts",
-        usage="hybridrl plan [key=value ...] [--json] [--devices N] [--lengths P+R]",
+        usage="hybridrl plan [generation] [key=value ...] [--json] [--devices N] "
+        "[--lengths P+R] [--out FILE]",
     )
     plan.add_argument(
         "--json", action="store_true", help="the plan as data; placement=file runs it"
     )
-    plan.add_argument("--devices", help="plan for machines that are not here: 64xH200, 16x8xH100")
+    plan.add_argument(
+        "--devices",
+        help="plan for machines that are not here: 64xH200, 16x8xH100; or a JSON file of unequal "
+        'ones: [{"name": "new"}, {"name": "old", "share": 0.5, "memory_gib": 16}]',
+    )
     plan.add_argument(
         "--lengths",
         metavar="PROMPT+RESPONSE",
         help="tokens of a usual sample, such as 300+800; else the longest that are allowed",
     )
+    plan.add_argument("--out", metavar="FILE", help="for `generation`: where the plan goes")
     checkpoint.add_parser(commands)
     chosen, overrides = parser.parse_known_args(arguments)
     plans = chosen.command == "plan"
+    further = plans and overrides and overrides[0] in FURTHER_PLANS
+    which = overrides.pop(0) if further else ""
     if unknown := [word for word in overrides if word.startswith("-") or not plans]:
         (plan if plans else parser).error(f"unknown: {' '.join(unknown)}")
     console = Console(stderr=True)
     try:
-        if plans:
+        if which:
+            importlib.import_module(FURTHER_PLANS[which]).run(chosen, overrides)
+        elif plans:
             _plan(chosen, overrides)
         else:
             sys.exit(checkpoint.run(chosen))
@@ -73,7 +87,7 @@ def _plan(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     from hybridrl.preflight import preflight
 
     config = load_config(overrides)
-    lengths = _lengths(chosen.lengths)
+    lengths = lengths_of(chosen.lengths)
     problems = Problems()
     unseen = preflight(config, problems, plans=True, is_elsewhere=chosen.devices is not None)
     problems.raise_if_any()
@@ -141,7 +155,12 @@ def _tiny(config: Config) -> PretrainedConfig | None:
     return found
 
 
-def _lengths(text: str | None) -> tuple[float, float] | None:
+def lengths_of(text: str | None) -> tuple[float, float] | None:
+    """Tokens of prompt and response that `--lengths` says.
+
+    Raises:
+        ConfigError: if it says something else.
+    """
     if text is None:
         return None
     try:

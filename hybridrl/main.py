@@ -78,6 +78,7 @@ def run(config: Config) -> dict[str, Any]:
     if config.run.dry:
         _look(config)
         return {}
+    from hybridrl.checks.training import idle_gradients
     from hybridrl.job import Job
     from hybridrl.observe.console import make_console
     from hybridrl.observe.overview import overview
@@ -107,7 +108,8 @@ def run(config: Config) -> dict[str, Any]:
 
             view.message(overview(job, short(job.plan)))
             choices = (job.dtype_notice, correction_notice(config), job.plan.notice)
-            for notice in (*idle(config), *choices, *job.remarks, *job.resumed.notices):
+            unused = (*idle(config), *idle_gradients(config, job.roles, job.placement))
+            for notice in (*unused, *choices, *job.remarks, *job.resumed.notices):
                 if notice:
                     view.message(notice)
             loop = Loop(job, view)

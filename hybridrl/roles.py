@@ -112,10 +112,12 @@ def _adapters(config: Config) -> LoraSettings | None:
 
 def _generator(job: Built) -> Keywords:
     config = job.config
-    tp = job.placement.roles[GENERATOR].parallel.tp
+    parallel = job.placement.roles[GENERATOR].parallel
     return {
         "source": replace(_source(job), adapters=_adapters(config)),
-        "rollout": replace(config.rollout, parallel=RolloutParallelConfig(tp)),
+        "rollout": replace(
+            config.rollout, parallel=RolloutParallelConfig(parallel.tp, parallel.pp)
+        ),
         "seed": config.run.seed,
         "job": job.name,
         "in_flight": config.placement.in_flight,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hybridrl.checks.checkpoints import check_min_devices
 from hybridrl.config.role_models import model_settings
-from hybridrl.config.schema import Config, ParallelConfig
+from hybridrl.config.schema import Config, ParallelConfig, RolloutParallelConfig
 from hybridrl.core.cluster import Cluster
 from hybridrl.core.training_mesh import check_sizes
 from hybridrl.errors import ConfigError, nearest
@@ -47,8 +47,14 @@ def check_placement(config: Config, cluster: Cluster, roles: Roles | None = None
         moved = name == ACTOR and placement.is_separated  # its generation
         generates = role is not None and role.generation is not None and not moved
         setting = _setting(config, name)
-        tp = role.generation.tp if generates else 1
-        check_sizes(len(where.devices), where.parallel, tp, setting)
+        generation = config.rollout.parallel if generates else RolloutParallelConfig()
+        check_sizes(
+            len(where.devices),
+            where.parallel,
+            generation.ranks,
+            setting,
+            f"rollout.parallel.{'pp' if generation.pp > 1 else 'tp'}",
+        )
         if name != GENERATOR:
             path = specs[name].path(name, config) if name in specs else None
             adapts = name in specs and specs[name].trains and config.actor.lora.rank
@@ -56,6 +62,7 @@ def check_placement(config: Config, cluster: Cluster, roles: Roles | None = None
             if name == ACTOR:
                 _check_routers(config, path or config.model.path)
                 _check_quantization(config, cluster.kind, path or config.model.path)
+                _check_stages(config, path or config.model.path)
             if name in specs and specs[name].has_model(name, config):
                 _check_admitted(path or config.model.path, bool(specs[name].scalar), where.parallel)
     return placement
@@ -88,7 +95,7 @@ def _check_generates(config: Config, roles: Mapping[str, RoleSpec]) -> None:
 
 def _placed(config: Config, roles: Mapping[str, RoleSpec]) -> list[Role]:
     """What a placement has to know of these roles."""
-    generation = ParallelConfig(tp=config.rollout.parallel.tp)
+    generation = ParallelConfig(tp=config.rollout.parallel.tp, pp=config.rollout.parallel.pp)
     players = dict.fromkeys(played_by(roles, name, config) for name in roles)
     return [
         Role(
@@ -170,6 +177,27 @@ def _check_quantization(config: Config, kind: str, path: str | None) -> None:
         check_linear(
             load_config(path) if path else _tiny(config), setting, path or "the tiny model"
         )
+
+
+def _check_stages(config: Config, path: str | None) -> None:
+    """What a model in a hub is, workers learn."""
+    rollout = config.rollout
+    if rollout.engine != "pipeline" or (path and not Path(path).expanduser().is_dir()):
+        return
+    from hybridrl.core.generation_plan import equal_plan, read_plan
+    from hybridrl.models import load_config
+    from hybridrl.models.decoder_stage import check_stages
+
+    model, who = load_config(path) if path else _tiny(config), path or "the tiny model"
+    layers = model.get_text_config().num_hidden_layers
+    if rollout.plan is None:
+        equal_plan(layers, rollout.parallel.pp)
+    elif (plan := read_plan(rollout.plan)).layers != layers:
+        raise ConfigError(
+            f"rollout.plan={rollout.plan} is for a model of {plan.layers} layers, and {who} has "
+            f"{layers}. Make the plan again: hybridrl plan generation model.path={who}."
+        )
+    check_stages(model, "rollout=pipeline", who)
 
 
 def _check_admitted(path: str | None, scalar: bool, parallel: ParallelConfig) -> None:

@@ -13,7 +13,9 @@ def check_rollout(config: Config) -> None:
     Raises:
         ConfigError: names the settings.
     """
-    check_all([_check_sampling, _check_engine, _check_episode, _check_replay], config)
+    check_all(
+        [_check_sampling, _check_engine, _check_pipeline, _check_episode, _check_replay], config
+    )
 
 
 def _check_sampling(config: Config) -> None:
@@ -43,21 +45,54 @@ def _check_engine(config: Config) -> None:
             "rollout.weight_sync=auto."
         )
     if options := rollout.engine_options:
-        if rollout.engine == "transformers":
+        if rollout.engine != "vllm":
             raise ConfigError(
                 f"rollout.engine_options has {', '.join(options)}, which are vLLM's; they need "
                 "rollout=vllm."
             )
         check_engine_options(options, rollout.temperature, config.placement.in_flight)
-    if rollout.engine == "transformers" and rollout.parallel.tp > 1:
+    if rollout.engine != "vllm" and rollout.parallel.tp > 1:
+        kept = {
+            "transformers": "keeps a whole model on each device",
+            "pipeline": "divides a model by layers (rollout.parallel.pp)",
+        }
         raise ConfigError(
             f"rollout.parallel.tp={rollout.parallel.tp} needs rollout=vllm; "
-            "rollout=transformers keeps a whole model on each device."
+            f"rollout={rollout.engine} {kept[rollout.engine]}."
         )
-    if rollout.engine == "transformers" and rollout.quantization != "none":
+    if rollout.engine != "vllm" and rollout.quantization != "none":
         raise ConfigError(
             f"rollout.quantization={rollout.quantization} needs rollout=vllm, whose kernels "
             "multiply in 8 bits. Set rollout.quantization=none."
+        )
+
+
+def _check_pipeline(config: Config) -> None:
+    from hybridrl.core.generation_plan import read_plan
+
+    rollout = config.rollout
+    if rollout.engine != "pipeline":
+        for name, value in (("parallel.pp", rollout.parallel.pp > 1), ("plan", rollout.plan)):
+            if value:
+                shown = rollout.parallel.pp if name == "parallel.pp" else value
+                raise ConfigError(
+                    f"rollout.{name}={shown} needs rollout=pipeline, which divides a model by "
+                    f"layers; rollout={rollout.engine} does not."
+                )
+        return
+    if rollout.plan is None:
+        return
+    plan = read_plan(rollout.plan)
+    if len(plan.stages) != rollout.parallel.pp:
+        raise ConfigError(
+            f"rollout.plan={rollout.plan} has {len(plan.stages)} stages, and rollout.parallel.pp="
+            f"{rollout.parallel.pp}. Set rollout.parallel.pp={len(plan.stages)}."
+        )
+    if plan.kl is not None and plan.kl > rollout.max_kl:
+        raise ConfigError(
+            f"rollout.plan={rollout.plan} puts the generator {plan.kl:.2g} nats a token off the "
+            f"model, more than rollout.max_kl={rollout.max_kl:g}. Make another plan for that, or "
+            "set a higher rollout.max_kl."
         )
 
 
@@ -68,12 +103,13 @@ def _check_episode(config: Config) -> None:
     if rollout.episode is None:
         return
     check_episode(rollout.episode)
-    if rollout.parallel.tp > 1:
+    if rollout.parallel.ranks > 1:
+        axis = "pp" if rollout.parallel.pp > 1 else "tp"
         raise ConfigError(
-            f"rollout.parallel.tp={rollout.parallel.tp} with rollout.episode="
+            f"rollout.parallel.{axis}={rollout.parallel.ranks} with rollout.episode="
             f"{rollout.episode}: the devices that share a model must generate the same tokens at "
             "the same time, but each would see the tools answer at another moment. Set "
-            "rollout.parallel.tp=1."
+            f"rollout.parallel.{axis}=1."
         )
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import Config, ParallelConfig
 from hybridrl.errors import ConfigError, check_all
+from hybridrl.placement import Placement
+from hybridrl.trainers.role_spec import ACTOR, RoleSpec
 
 SLOWEST_OF_BFLOAT16 = 0.99
 """Largest beta of moments in bfloat16, which has 8 bits: a change of 0.4 % may be lost."""
@@ -57,6 +61,29 @@ def _check_chunks(config: Config) -> None:
                 f"{name}.parallel.chunks={cut.chunks}: these are stages of a pipeline, and "
                 f"there is none. Set {name}.parallel.pp=2 or more, or {name}.parallel.chunks=1."
             )
+
+
+def idle_gradients(
+    config: Config, roles: Mapping[str, RoleSpec], placement: Placement
+) -> list[str]:
+    """A sentence for each `parallel.gradients` that does nothing in this job, because a role has no
+    gradients or no rank to sum them with."""
+    found = []
+    for role, place in placement.roles.items():
+        own = role in config.models and model_settings(config, role).parallel is not None
+        if place.parallel.gradients == "full" or not (own or role == ACTOR) or role not in roles:
+            continue
+        name = ACTOR if role == ACTOR else f"models.{role}"
+        setting = f"{name}.parallel.gradients={place.parallel.gradients} does nothing in this job"
+        ranks = len(place.devices) // (place.parallel.tp * place.parallel.pp)
+        if not roles[role].trains:
+            found.append(f"{setting}: `{role}` does not learn, so it has no gradients.")
+        elif (place.parallel.shards or ranks) == 1:
+            found.append(
+                f"{setting}: it is of sums over ranks that share parameters, and one rank of "
+                f"`{role}` has all that there are to share."
+            )
+    return found
 
 
 def _cuts(config: Config) -> dict[str, ParallelConfig]:

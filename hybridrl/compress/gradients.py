@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,11 @@ class Hop:
 
     Args:
         group: These ranks.
-        codec: Of what travels; a rank's own part stays as it is.
+        codec: Of what travels; a rank's own part stays as it is. None: float32 as it is.
     """
 
     group: dist.ProcessGroup
-    codec: Codec
+    codec: Codec | None
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of the part that is this rank's.
@@ -40,6 +40,10 @@ class Hop:
         """
         rank, parts = self.group.rank(), values.view(self.group.size(), -1)
         numel = parts.shape[1]
+        if self.codec is None:
+            arrived = torch.empty_like(values)
+            dist.all_to_all_single(arrived, values.contiguous(), group=self.group)
+            return _sum(arrived.view_as(parts))
         sizes = [self.codec.size(numel)] * len(parts)
         sizes[rank] = 0
         sent, received = torch.empty(2, sum(sizes), dtype=torch.uint8, device=values.device)
@@ -47,11 +51,20 @@ class Hop:
             if size:
                 self.codec.encode(part, out)
         dist.all_to_all_single(received, sent, sizes, sizes, group=self.group)
-        total = torch.zeros_like(parts[rank])
-        for number, encoded in enumerate(received.split(sizes)):
-            own = number == rank
-            total += parts[rank] if own else self.codec.decode(encoded, numel, torch.float32)
-        return total
+        codec = self.codec
+        return _sum(
+            parts[rank] if number == rank else codec.decode(encoded, numel, torch.float32)
+            for number, encoded in enumerate(received.split(sizes))
+        )
+
+
+def _sum(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """In their order, one at a time in memory."""
+    coming = iter(parts)
+    total = next(coming).clone()
+    for part in coming:
+        total += part
+    return total
 
 
 class CompressedReduceScatter:

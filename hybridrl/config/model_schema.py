@@ -26,6 +26,7 @@ from hybridrl.config.bounds import (
 TINY = With("model.path=null")
 VALUES = With("trainer.name=ppo", "trainer.name=safe_rlhf")
 VLLM = With("rollout.engine=vllm")
+STAGES = With("rollout.engine=pipeline")
 EPISODES = With("rollout.episode")
 ANNEALED = With("actor.optimizer.schedule=linear", "actor.optimizer.schedule=cosine")
 LORA = With("actor.lora.rank")
@@ -110,7 +111,7 @@ class LoraSettings:
     """Modules that get one: `all-linear`, or a list of names such as `[q_proj, v_proj]`."""
 
 
-GRADIENTS = ("full", "int8", "two_level_int4")
+GRADIENTS = ("full", "int8", "two_level_int4", "auto")
 """What `actor.parallel.gradients` may be."""
 
 
@@ -139,7 +140,8 @@ class ParallelConfig:
     gradients: Annotated[str, OneOf(*GRADIENTS)] = "full"
     """How gradients travel while they are summed over the ranks that share parameters: `full` in
     float32; `int8` in about 4 times fewer bytes; `two_level_int4`: within a node so, then between
-    nodes in 7.5 times fewer. Sums are in float32. For slow links; see docs/precision.md."""
+    nodes in 7.5 times fewer; `auto`: for each unit of the model what is measured to be quickest, of
+    these and others. Sums are in float32. For slow links; see docs/precision.md."""
 
 
 CHECKPOINTING = ("none", "selective", "full", "offload")
@@ -200,13 +202,21 @@ class RolloutParallelConfig:
 
     tp: Annotated[PositiveInt, VLLM] = 1
     """Devices that share one copy of the model."""
+    pp: Annotated[PositiveInt, STAGES] = 1
+    """Devices that share one copy of the model layer by layer: as many as `rollout.plan` has
+    stages."""
+
+    @property
+    def ranks(self) -> int:
+        """Devices that share one copy of the model."""
+        return self.tp * self.pp
 
 
 @dataclass
 class RolloutConfig:
     """How samples are generated."""
 
-    engine: Annotated[str, OneOf("vllm", "transformers")] = "vllm"
+    engine: Annotated[str, OneOf("vllm", "transformers", "pipeline")] = "vllm"
     """What generates, as `rollout=<name>` chooses it."""
     samples_per_prompt: PositiveInt = 8
     """Answers that are drawn for each prompt."""
@@ -252,6 +262,11 @@ class RolloutConfig:
     """In how many bits linear layers compute while samples are drawn, and answers of evaluations:
     those of `model.dtype`, or 8: `int8` (CPUs, GPUs before Blackwell) or `fp8` (GPUs since Ada).
     The weights are rounded when they come, after each update; see docs/precision.md."""
+    plan: Annotated[Name | None, STAGES] = None
+    """A file of `hybridrl plan generation`: which layers each device generates with, in how many
+    bits; null: as many for each, in `model.dtype`. See docs/precision.md."""
+    max_kl: Annotated[PositiveFloat, STAGES] = 0.01
+    """Most nats a token by which a plan's fewer bits may put the generator off the trainer."""
     cuda_graphs: Annotated[bool, VLLM] = True
     """Record the generator's kernels once and play them back (GPUs only)."""
     routing_replay: Annotated[bool, VLLM] = False

@@ -34,7 +34,7 @@ FROM_FILES = With("data.path")
 JUDGED = With(".path")
 CORRECTED = With(
     *("algorithm.correction=truncate", "algorithm.correction=mask"),
-    *("rollout.quantization=int8", "rollout.quantization=fp8"),
+    *("rollout.quantization=int8", "rollout.quantization=fp8", "rollout.plan"),
 )
 WITH_KL = With("algorithm.kl_coefficient")
 
@@ -211,7 +211,7 @@ class AlgorithmConfig:
     correction: Annotated[str, OneOf("auto", "none", "truncate", "mask")] = "auto"
     """For the gap between trainer and rollout engine, and for samples of an older policy:
     `truncate` or `mask` importance weights; or `none`. `auto`: `truncate` with
-    `rollout.quantization`, else `none`."""
+    `rollout.quantization`, or a `rollout.plan` of fewer bits, else `none`."""
     correction_level: Annotated[str, OneOf("token", "sequence"), CORRECTED] = "token"
     """`token` or `sequence`."""
     correction_low: Annotated[NonNegativeFloat | None, With("algorithm.correction=mask")] = None

@@ -262,8 +262,8 @@ class GuardConfig:
     """So many such updates in a row, or rewinds to one checkpoint, end the job."""
     most_mismatch: PositiveFloat | None = None
     """The job ends if the generator is further from the trainer in its first step (`mismatch/k3`);
-    null: 1e-4 in float32, 0.05 in bfloat16, 0.1 with `rollout.quantization`, and no limit where
-    `rollout.weight_sync` brings weights roughly."""
+    null: 1e-4 in float32, 0.05 in bfloat16, 0.1 with `rollout.quantization`, or a `rollout.plan`
+    of fewer bits, and no limit where `rollout.weight_sync` brings weights roughly."""
 
 
 @dataclass

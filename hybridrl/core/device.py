@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -171,3 +172,27 @@ class SideStream:
         """Waits until everything on this stream is done."""
         if self._stream is not None:
             self._stream.synchronize()
+
+
+class Moment:
+    """When the current stream reaches this point of its work; on CPUs: now.
+
+    Args:
+        device: Whose stream it is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._seconds, self._event = 0.0, None
+        if device.type == "cpu":
+            self._seconds = time.perf_counter()
+        else:
+            self._event = torch.Event(device, enable_timing=True)
+            self._event.record()
+
+    def since(self, earlier: Moment) -> float:
+        """Seconds from another moment of the same device to this one. Waits until both are over."""
+        if self._event is None or earlier._event is None:
+            return self._seconds - earlier._seconds
+        earlier._event.synchronize()
+        self._event.synchronize()
+        return float(earlier._event.elapsed_time(self._event)) / 1000

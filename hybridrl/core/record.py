@@ -40,6 +40,7 @@ class Record:
         stage: The rank's in a pipeline: another one has other work.
         faults: Numbers in it that were not finite.
         notices: What went wrong in it that the settings let pass, for people.
+        choices: What it decided by measuring, for people.
         metrics: Figures that the worker reported; they add up over ranks and calls, but of those
             named `*_max` the largest counts.
     """
@@ -58,4 +59,5 @@ class Record:
     stage: int = 0
     faults: list[Fault] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    choices: list[str] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)

@@ -46,16 +46,25 @@ def devices_of(parallel: ParallelConfig) -> int:
 
 
 def check_sizes(
-    devices: int, parallel: ParallelConfig, rollout_tp: int = 1, setting: str = "actor.parallel"
+    devices: int,
+    parallel: ParallelConfig,
+    rollout_tp: int = 1,
+    setting: str = "actor.parallel",
+    rollout_setting: str = "rollout.parallel.tp",
 ) -> None:
-    """Refuses products that do not fit the devices, or each other."""
+    """Refuses products that do not fit the devices, or each other.
+
+    Args:
+        setting, rollout_setting: That say how the model is cut, and over how many ranks while it
+            generates.
+    """
     sizes = {name: getattr(parallel, name) for name in ("ring", "ulysses", "pp", "tp")}
     for name in (*sizes, "chunks", "dp", "shards"):
         size = getattr(parallel, name)
         if size is not None and size < 1:
             raise ConfigError(f"{setting}.{name}={size}: must be at least 1.")
     if rollout_tp < 1:
-        raise ConfigError(f"rollout.parallel.tp={rollout_tp}: must be at least 1.")
+        raise ConfigError(f"{rollout_setting}={rollout_tp}: must be at least 1.")
     cut = math.prod(sizes.values())
     product = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "tp=1"
     if devices % cut:
@@ -81,11 +90,11 @@ def check_sizes(
         )
     if devices % rollout_tp:
         raise ConfigError(
-            f"rollout.parallel.tp={rollout_tp} does not divide the {devices} devices. Set it to a "
+            f"{rollout_setting}={rollout_tp} does not divide the {devices} devices. Set it to a "
             "divisor, or set num_devices."
         )
     if parallel.tp % rollout_tp and rollout_tp % parallel.tp:
         raise ConfigError(
-            f"rollout.parallel.tp={rollout_tp} and actor.parallel.tp={parallel.tp}: one must "
+            f"{rollout_setting}={rollout_tp} and actor.parallel.tp={parallel.tp}: one must "
             "divide the other, or what a rank trains would not lie inside what it generates with."
         )

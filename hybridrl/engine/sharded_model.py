@@ -26,6 +26,7 @@ from hybridrl.models.stored_names import stored_form
 from hybridrl.parallel import tensor as tensor_parallel
 from hybridrl.parallel.fsdp import is_small, shard, units
 from hybridrl.parallel.layout import training_layout
+from hybridrl.parallel.measured_sums import MeasuredSums
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.pipeline import Pipeline
 
@@ -74,12 +75,20 @@ class ShardedModel:
         self._reduce_once = is_small(model)
         # FSDP moves to the device what it shards, a module at a time: never the whole model.
         compressed = mesh.reduce_scatter if config.parallel.gradients != "full" else None
+        self._measured = compressed if isinstance(compressed, MeasuredSums) else None
         self.model = shard(
             model, mesh.fsdp, DTYPES[dtype], offload=offload, reduce_scatter=compressed
         )
         if files is not None:
             place = torch.device("cpu") if offload else device
             fill(self.model, files, self.cuts, mesh.index("tp"), place)
+
+    def take_said(self) -> list[str]:
+        """Sentences for the user about how gradients are summed, each once."""
+        if self._measured is None:
+            return []
+        said, self._measured.said = self._measured.said, []
+        return said
 
     def layout(self) -> Layout:
         """Which part of every parameter each rank of the mesh holds. Collective when first

@@ -205,6 +205,8 @@ class TrainEngine(ShardedModel):
             metrics = self._pipeline.from_last(metrics)
         metrics |= found
         metrics["grad_norm"] = self._step()
+        if self._measured is not None:
+            self._measured.after_update()
         if self.skipped_in_a_row:
             faults = (fault_of_batch(batch, gathered.loss), self.fault)
             self.fault = min(filter(None, faults), default=None)

@@ -15,8 +15,16 @@ LATENT = "kv_lora_rank"
 weights with each other before it begins (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1)."""
 
 
-def check_linear(config: PretrainedConfig, setting: str, path: str) -> None:
+def check_linear(
+    config: PretrainedConfig,
+    setting: str,
+    path: str,
+    cure: str = "Set rollout.quantization=none.",
+) -> None:
     """Refuses a setting that needs plain linear layers, for a model that has others.
+
+    Args:
+        cure: What to do then.
 
     Raises:
         ConfigError: names the setting and what the model has.
@@ -30,7 +38,7 @@ def check_linear(config: PretrainedConfig, setting: str, path: str) -> None:
     if found:
         raise ConfigError(
             f"{setting} is for models of attention and linear layers, and {path} "
-            f"({config.model_type}) has {found}. Set rollout.quantization=none."
+            f"({config.model_type}) has {found}. {cure}"
         )
 
 

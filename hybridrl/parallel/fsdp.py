@@ -18,9 +18,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from hybridrl.compress.gradients import CompressedReduceScatter
 from hybridrl.core.device import SMALL_MODEL_BYTES
 from hybridrl.models import PackedModel
+from hybridrl.parallel.gradients import GradientSums
+from hybridrl.parallel.measured_sums import MeasuredSums
 
 
 def is_small(model: nn.Module) -> bool:
@@ -34,7 +35,7 @@ def shard(
     dtype: torch.dtype,
     *,
     offload: bool,
-    reduce_scatter: CompressedReduceScatter | None = None,
+    reduce_scatter: GradientSums | None = None,
 ) -> PackedModel:
     """Shards the float32 parameters over `mesh`, in place. Gradients are summed over it: the
     weights of the global loss already divide by the tokens of all ranks.
@@ -47,6 +48,7 @@ def shard(
         dtype: Precision of computation; gradients are reduced in float32.
         offload: Keep the shards, their gradients and the optimizer state in CPU memory.
         reduce_scatter: Sums gradients over the last axis of `mesh`; None: torch's own, in full.
+            One that measures does so here, which is collective.
     """
     settings = {
         "mesh": mesh,
@@ -66,7 +68,10 @@ def shard(
             unit.set_gradient_divide_factor(1.0)
             # gloo has no sum of multiples, which is what a factor means to it otherwise.
             unit.set_force_sum_reduction_for_comms(True)
-            if reduce_scatter is not None:
+        if isinstance(reduce_scatter, MeasuredSums):
+            _install(reduce_scatter, model)
+        elif reduce_scatter is not None:
+            for unit in units(model):
                 unit.set_custom_reduce_scatter(reduce_scatter)
     return model
 
@@ -85,6 +90,16 @@ def unit_parameters(model: nn.Module) -> list[list[nn.Parameter]]:
         seen.update(own)
         found.append(own)
     return found
+
+
+def _install(sums: MeasuredSums, model: nn.Module) -> None:
+    """Each unit with trained parameters gets a way of its own."""
+    trained = {
+        unit: sum(parameter.numel() for parameter in own)
+        for unit, own in zip(reversed(units(model)), unit_parameters(model), strict=True)
+        if own
+    }
+    sums.install(list(trained), list(trained.values()))
 
 
 def _shard_ends(model: PackedModel, settings: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ class ParallelMesh:
         self.copies = self.data_ranks // (shards or self.data_ranks)
         self.fsdp = self._fsdp_mesh(torch.tensor(data))
         rows = torch.tensor(data).view(-1, self.data_ranks // self.copies)
-        self.reduce_scatter = make_reduce_scatter(gradients, rows.tolist())
+        self.reduce_scatter = make_reduce_scatter(gradients, rows.tolist(), device)
         for axes in (("dp",), ("ring",), ("ulysses",), ("ring", "ulysses"), ("pp",), ("tp",)):
             self._groups[axes] = self._make_group(axes) if mesh.axes.keys() & set(axes) else None
         self._groups[tuple(mesh.axes)] = self._make_group(tuple(mesh.axes))

@@ -161,4 +161,5 @@ def to_json(plan: Plan) -> str:
             for call, seconds in plan.times.calls
         ]
         found["time"] = {"step": plan.times.step, "source": plan.times.source, "calls": calls}
+        found["gradients"] = {role: asdict(sums) for role, sums in plan.times.sums.items()}
     return json.dumps(found, indent=2)

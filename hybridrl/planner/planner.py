@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import Config
 from hybridrl.core.dtypes import DTYPES
-from hybridrl.core.training_mesh import training_mesh
+from hybridrl.core.training_mesh import devices_of, training_mesh
 from hybridrl.models import load_config
 from hybridrl.placement import ACTOR, GENERATOR, Placement
 from hybridrl.placement.separation import way_of_weights
@@ -60,8 +60,8 @@ class Planner:
     def rollout_tp(self, role: str) -> int:
         """Devices of a role that share a copy while generating."""
         if role == GENERATOR:
-            return self.placement.roles[GENERATOR].parallel.tp
-        return self.config.rollout.parallel.tp
+            return devices_of(self.placement.roles[GENERATOR].parallel)
+        return self.config.rollout.parallel.ranks
 
     @cache  # noqa: B019 (a planner lives for one plan)
     def stages(self, role: str) -> list[int]:

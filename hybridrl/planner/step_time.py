@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from hybridrl.compress.gradient_choice import Choice
+from hybridrl.core.training_mesh import devices_of
 from hybridrl.planner.dataflow import Call
 from hybridrl.planner.devices import Accelerator
+from hybridrl.planner.gradient_sums import Links, chosen, units_of, ways
 from hybridrl.planner.memory import MASTER, ModelPart, cache_bytes, generation_copy
 
 if TYPE_CHECKING:
@@ -104,11 +107,13 @@ class Times:
         calls: Each call of the step with its seconds.
         step: Seconds from one step's end to the next one's.
         source: Where the rates are from.
+        sums: How roles that learn sum the gradients of each unit (of the slowest stage).
     """
 
     calls: Sequence[tuple[Call, float]]
     step: float
     source: str
+    sums: Mapping[str, Choice] = field(default_factory=dict)
 
     @property
     def phases(self) -> Mapping[tuple[str, str], float]:
@@ -131,7 +136,7 @@ def estimate(planner: Planner, rates: Rates) -> Times:
     calls = [(call, clock.seconds(call)) for call in planner.calls]
     devices = {role: place.devices for role, place in planner.placement.roles.items()}
     staleness = planner.config.placement.staleness if planner.placement.is_separated else 0
-    return Times(calls, simulate(calls, devices, staleness), rates.source)
+    return Times(calls, simulate(calls, devices, staleness), rates.source, clock.sums)
 
 
 def simulate(
@@ -163,9 +168,14 @@ def simulate(
 
 
 class _Clock:
-    """Seconds of calls."""
+    """Seconds of calls.
+
+    Attributes:
+        sums: See `Times`; known once the call is.
+    """
 
     def __init__(self, planner: Planner, rates: Rates) -> None:
+        self.sums: dict[str, Choice] = {}
         self.planner, self.rates = planner, rates
         self.devices = planner.machines.cluster.devices
 
@@ -211,9 +221,29 @@ class _Clock:
         copies = (3 * gathered + 4 * reduced) / rates.memory
         step = ADAM_TOUCHES * MASTER * part.parameters.trained / part.shards / rates.memory
         step += SMALL_OPS["tensor"] * part.shape.tensors * part.layers * rates.small_op
-        moved = gathered + rates.sums * reduced
-        one = self._with_transfer(compute + copies, call.role, part, moved) + step
-        return call.updates * one
+        backward = compute * (1 / 2 if again else 2 / 3) / batch.count
+        codec, link = self._sum(call.role, part, backward)
+        coding, summing = reduces * codec, reduces * link
+        one = self._with_transfer(
+            compute + copies + coding, call.role, part, gathered, summing, coding
+        )
+        return call.updates * (one + step)
+
+    def _sum(self, role: str, part: ModelPart, backward: float) -> tuple[float, float]:
+        """Seconds of codecs and of the link, to sum all gradients once."""
+        place = self.planner.placement.roles[role]
+        row = part.shards * devices_of(replace(place.parallel, ring=1, ulysses=1))
+        nodes = {self.devices[device].node for device in place.devices[:row]}
+        rates, ring = self.rates, self._wire(place.devices)
+        links = Links(rates.memory, rates.link, rates.network, ring, rates.sums)
+        found = ways(links, part.device, part.shards, len(nodes))
+        choice = chosen(place.parallel.gradients, part, found, backward)
+        self.sums[role] = choice
+        pairs = list(zip(units_of(part), choice.ways, strict=True))
+        return (
+            sum(found[name].codec(values) for values, name in pairs),
+            sum(found[name].link(values) for values, name in pairs),
+        )
 
     def _layers(self, part: ModelPart, count: int, tokens: float, trains: bool) -> float:
         """All layers over all micro-batches: matrix products and attention."""
@@ -236,17 +266,30 @@ class _Clock:
         products = operations * tokens * shape.head.all / self.rates.forward
         return products + touches * MASTER * tokens * shape.vocabulary / self.rates.memory
 
-    def _with_transfer(self, compute: float, role: str, part: ModelPart, size: float) -> float:
-        """GPUs gather the next layer while they compute; CPUs have one thread for both."""
+    def _with_transfer(
+        self,
+        compute: float,
+        role: str,
+        part: ModelPart,
+        size: float,
+        summing: float = 0.0,
+        coding: float = 0.0,
+    ) -> float:
+        """GPUs gather the next layer while they compute; CPUs have one thread for both.
+
+        Args:
+            summing: Seconds of the link besides.
+            coding: Of the computation, what the link waits for.
+        """
         place = self.planner.placement.roles[role]
         wire = self._wire(place.devices)
-        moved = size * (1 - 1 / part.shards) / wire
+        moved = size * (1 - 1 / part.shards) / wire + summing
         tp = place.parallel.tp
         if tp > 1:  # two sums of the states in a layer's forward, two in its backward
             batch = self.planner.batches.get((role, "train")) or self.planner.batches[role, "score"]
             states = batch.total * part.shape.hidden * part.shape.item * part.layers
             compute += 4 * states * 2 * (1 - 1 / tp) / self.rates.link
-        return max(compute, moved) if self.planner.machines.is_cuda else compute + moved
+        return max(compute, moved + coding) if self.planner.machines.is_cuda else compute + moved
 
     def _wire(self, devices: Sequence[int]) -> float:
         """Bytes per second that each of these receives in a collective. Between nodes a ring goes

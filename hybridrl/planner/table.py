@@ -109,6 +109,13 @@ def sizes_lines(plan: Plan) -> list[str]:
                 f"            {role} learns from {batch.total:,} tokens a device and update, in "
                 f"{batch.count} micro-batch(es) of up to {batch.tokens:,}"
             )
+    if plan.times is not None:
+        lines += [
+            f"gradients   {role}.parallel.gradients="
+            f"{plan.placement.roles[role].parallel.gradients}: {choice.sentence()}"
+            for role, choice in plan.times.sums.items()
+            if plan.placement.roles[role].parallel.gradients != "full"
+        ]
     if plan.sync_bytes:
         lines.append(f"sync        {plan.sync_bytes / GIB:.2f} GiB to each device")
     return lines

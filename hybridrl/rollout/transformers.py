@@ -6,21 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    LogitsProcessorList,
-    PreTrainedTokenizerBase,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.boxes import whole
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.pieces import Piece
 from hybridrl.rollout.base import RolloutEngine, Sampling, responses, row_seeds
-from hybridrl.rollout.noise import gumbel
+from hybridrl.rollout.choosing import Chooser
 from hybridrl.rollout.weights import Form, Pieces, WeightWriter, differences
 
 
@@ -106,7 +99,7 @@ class TransformersRollout(RolloutEngine):
     def _generate(
         self, prompts: list[Tensor], seeds: list[int], sampling: Sampling
     ) -> list[_Sample]:
-        warpers = _warpers(sampling)
+        chooser = Chooser(sampling, self._eos, self._tokenizer)
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -129,35 +122,25 @@ class TransformersRollout(RolloutEngine):
                 logits_to_keep=1,
             )
             cache = output.past_key_values
-            logits = output.logits[:, -1].float()
-            if position < sampling.min_tokens:
-                logits[:, self._eos] = -torch.inf
-            log_probs = torch.log_softmax(warpers(ids, logits), dim=-1)
-            if sampling.temperature == 0:
-                tokens = log_probs.argmax(-1, keepdim=True)
-            else:
-                places = torch.full_like(seeds_left, position)
-                noise = gumbel(seeds_left, places, log_probs.shape[1])
-                tokens = (log_probs + noise).argmax(-1, keepdim=True)
-            chosen = log_probs.gather(1, tokens)
-            ended = torch.isin(tokens, self._eos)
+            tokens, chosen = chooser.choose(output.logits[:, -1], seeds_left, position)
             for sample, token, log_prob, end in zip(
                 running,
-                tokens.flatten().tolist(),
-                chosen.flatten().tolist(),
-                ended.flatten().tolist(),
+                tokens.tolist(),
+                chosen.tolist(),
+                chooser.ends(tokens),
                 strict=True,
             ):
                 if sample.finish_reason == "length":  # that is, not stopped yet
                     sample.token_ids.append(token)
                     sample.log_probs.append(log_prob)
-                    if end or self._at_stop_text(sample, sampling):
+                    if end or chooser.stops(sample.token_ids):
                         sample.finish_reason = "stop"
             alive = [row for row, s in enumerate(running) if s.finish_reason == "length"]
             if not alive:
                 break
-            mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
-            ids, positions = tokens, positions[:, -1:] + 1
+            ids = tokens[:, None]
+            mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+            positions = positions[:, -1:] + 1
             if len(alive) <= len(running) // 2:
                 keep = torch.tensor(alive, device=self._device)
                 cache.batch_select_indices(keep)
@@ -165,12 +148,6 @@ class TransformersRollout(RolloutEngine):
                 seeds_left = seeds_left[keep]
                 running = [running[row] for row in alive]
         return samples
-
-    def _at_stop_text(self, sample: _Sample, sampling: Sampling) -> bool:
-        if not sampling.stop:
-            return False
-        text = self._tokenizer.decode(sample.token_ids[-32:], skip_special_tokens=True)
-        return any(stop in text for stop in sampling.stop)
 
 
 class _Sample:
@@ -180,14 +157,3 @@ class _Sample:
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
         self.finish_reason = "length"
-
-
-def _warpers(sampling: Sampling) -> LogitsProcessorList:
-    warpers = LogitsProcessorList()
-    if sampling.temperature not in (0, 1):
-        warpers.append(TemperatureLogitsWarper(sampling.temperature))
-    if sampling.top_k > 0:
-        warpers.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        warpers.append(TopPLogitsWarper(sampling.top_p))
-    return warpers

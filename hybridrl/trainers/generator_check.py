@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from hybridrl.config.schema import Config
 from hybridrl.errors import TrainingError
-from hybridrl.trainers.objectives import syncs_roughly
+from hybridrl.trainers.objectives import fewer_bits, syncs_roughly
 
 MOST = {"float32": 1e-4, "bfloat16": 0.05}
 """KL divergence (k3 estimate, a token) that rounding explains. Seen on CPUs: 1e-14 in float32 and
@@ -19,7 +19,7 @@ and for kernels that add up in another order."""
 
 
 MOST_IN_8_BITS = 0.1
-"""The same where the generator computes in 8 bits (`rollout.quantization`)."""
+"""The same where the generator computes in fewer bits (`rollout.quantization`, `rollout.plan`)."""
 
 
 def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
@@ -42,8 +42,8 @@ def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
         return
     found = metrics["mismatch/k3"]
     precision, explained = config.model.dtype, MOST[config.model.dtype]
-    if rollout.quantization != "none":
-        precision, explained = rollout.quantization, MOST_IN_8_BITS
+    if setting := fewer_bits(config):
+        precision, explained = setting, MOST_IN_8_BITS
     most = config.guard.most_mismatch or explained
     if math.isnan(found) and not math.isfinite(metrics.get("policy/loss", math.nan)):
         return  # the trainer's numbers are none either, which is the guard's affair

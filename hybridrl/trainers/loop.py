@@ -19,7 +19,7 @@ from hybridrl.trainers.guard import Guard, Rewind
 from hybridrl.trainers.left import draw, save_models, write_summary
 from hybridrl.trainers.recovery import Recoveries
 from hybridrl.trainers.resumed import Resumed
-from hybridrl.trainers.steps import Step, Steps, note, note_first_step
+from hybridrl.trainers.steps import Step, Steps, choices_of, note, note_first_step
 from hybridrl.trainers.warmup import warm_up, warms_up
 
 if TYPE_CHECKING:
@@ -205,7 +205,8 @@ class Loop:
         self.job.publish()
         self.summary["seconds_warmup"] = time.perf_counter() - begin
         self.summary["seconds_train"] += self.summary["seconds_warmup"]
-        self.job.executor.take_records()
+        for choice in choices_of(self.job.executor.take_records()):
+            self.view.message(choice)
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """The figures of the held-out data; none where there is none."""

@@ -8,6 +8,7 @@ from dataclasses import fields
 from hybridrl.algorithms import DirectPreference, PolicyObjective
 from hybridrl.algorithms.registry import options_of, policy_loss
 from hybridrl.config.schema import LOSSY_SYNC, AlgorithmConfig, Config, PreferenceConfig
+from hybridrl.core.generation_plan import read_plan
 
 
 def policy_objective(config: Config) -> PolicyObjective:
@@ -30,7 +31,18 @@ def correction_of(config: Config) -> str:
     policy than the one that learns, enough for its samples to be weighed."""
     if config.algorithm.correction != "auto":
         return config.algorithm.correction
-    return "none" if config.rollout.quantization == "none" else "truncate"
+    return "truncate" if fewer_bits(config) else "none"
+
+
+def fewer_bits(config: Config) -> str:
+    """The setting by which the generator computes in fewer bits than the trainer; empty if it does
+    not."""
+    rollout = config.rollout
+    if rollout.quantization != "none":
+        return f"rollout.quantization={rollout.quantization}"
+    if rollout.plan is not None and read_plan(rollout.plan).is_rounded:
+        return f"rollout.plan={rollout.plan}"
+    return ""
 
 
 def correction_notice(config: Config) -> str:
@@ -39,7 +51,7 @@ def correction_notice(config: Config) -> str:
     if config.algorithm.correction != "auto" or chosen == "none":
         return ""
     return (
-        f"rollout.quantization={config.rollout.quantization}: samples are weighed by "
+        f"{fewer_bits(config)}: samples are weighed by "
         f"algorithm.correction={chosen}, because they come from a policy of fewer bits; "
         "algorithm.correction=none leaves that out."
     )

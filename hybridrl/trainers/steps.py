@@ -127,6 +127,8 @@ class Steps:
         note_first_step(self.job, self.summary)
         for notice in [*step.notices, *slow]:
             self.view.message(f"step {step.number}: {notice}")
+        for choice in choices_of(records):
+            self.view.message(f"step {step.number}: {choice}")
         for notice in self.unscored.look(f"step {step.number}", records):
             self.view.message(notice)
         self._keep(step.number, metrics, step.batch)
@@ -171,6 +173,16 @@ def note(summary: dict[str, Any], name: str, value: float) -> None:
 def note_first_step(job: Job, summary: dict[str, Any]) -> None:
     """The time to the first optimizer step, when that is done; later calls do nothing."""
     summary.setdefault("seconds_to_first_step", time.time() - job.started)
+
+
+def choices_of(records: Sequence[Record]) -> list[str]:
+    """What roles decided by measuring. Ranks that share parameters decide alike; those of other
+    stages of a pipeline for themselves, and the first that says something is told."""
+    found: dict[str, list[str]] = {}
+    for record in sorted(records, key=lambda record: record.rank):
+        if record.choices:
+            found.setdefault(record.role, record.choices)
+    return [f"{role}: {choice}" for role, choices in found.items() for choice in choices]
 
 
 def _step_of(trainer: Trainer) -> tuple[BatchRef, list[Handle]]:

@@ -99,7 +99,7 @@ class ActorWorker(TrainedModelWorker):
         self._refresh = rollout.weight_sync_refresh
         self._seed = seed
         self._generations = 0
-        share = rollout.parallel.tp if generates else 1
+        share = rollout.parallel.ranks if generates else 1
         self._rollout_mesh = Mesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
         train = policy_engine(context, source, config, rollout_tp=share)
         train.start_optimizer(config.optimizer, updates)

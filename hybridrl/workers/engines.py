@@ -101,6 +101,7 @@ def _engine(
     if not trains:
         model.requires_grad_(False)
     cut = training_mesh(context.world_size, config.parallel, rollout_tp)
-    mesh = ParallelMesh(cut, device, config.parallel.shards, config.parallel.gradients)
+    gradients = config.parallel.gradients if trains else "full"  # there are none to sum
+    mesh = ParallelMesh(cut, device, config.parallel.shards, gradients)
     prove_cuts(model, source.path, mesh, config, trains=trains)
     return TrainEngine(model, mesh, device, source.dtype, config, files)

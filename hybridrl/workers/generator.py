@@ -73,7 +73,7 @@ class GeneratorWorker(ModelWorker):
         self._in_flight = in_flight
         self._generations = 0
         self._version = 0
-        share = rollout.parallel.tp
+        share = rollout.parallel.ranks
         self._mesh = Mesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
         self._device = process_group.join(context)
         self._world = dist.group.WORLD

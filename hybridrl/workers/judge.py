@@ -67,6 +67,9 @@ class Judge:
             stop=[],
             engine_options={},
             quantization="none",
+            # A pipeline is for the policy: its plan, and decoders that can be divided.
+            engine="transformers" if rollout.engine == "pipeline" else rollout.engine,
+            plan=None,
             memory_share=config.memory_share,
         )
         self._engine = build_generator(source, settings, join(context), 0, f"{job}-judge")

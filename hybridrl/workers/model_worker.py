@@ -33,7 +33,11 @@ class ModelWorker(Worker):
             engine.onload()
 
     def leave(self) -> None:
-        if (engine := self.model_engine) is not None and engine.fault is not None:
+        if (engine := self.model_engine) is None:
+            return
+        if "train" in self.record.phases:  # those records are shown
+            self.record.choices += engine.take_said()
+        if engine.fault is not None:
             self.record.faults.append(engine.fault)
             engine.fault = None
 

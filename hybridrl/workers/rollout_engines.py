@@ -9,8 +9,10 @@ import torch
 
 from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.config.schema import RolloutConfig
+from hybridrl.core.generation_plan import GenerationPlan, equal_plan, read_plan
 from hybridrl.engine.train import TrainEngine
-from hybridrl.models import load_tokenizer
+from hybridrl.models import load_config, load_tokenizer
+from hybridrl.models.decoder_stage import check_stages
 from hybridrl.models.stored_names import stored_form
 from hybridrl.rollout import RolloutEngine
 from hybridrl.workers.engines import ModelSource
@@ -38,7 +40,7 @@ def build_rollout(
     coming: Mapping[str, tuple[int, ...]] | None = None,
     sleeps: bool = False,
 ) -> RolloutEngine:
-    """vLLM or transformers, with episodes of tools around it if there are any.
+    """What generates, with episodes of tools around it if there are any.
 
     Args:
         coming, sleeps: See `VLLMRollout`.
@@ -68,7 +70,19 @@ def build_generator(
     coming: Mapping[str, tuple[int, ...]] | None = None,
     sleeps: bool = False,
 ) -> RolloutEngine:
-    """vLLM or transformers alone; see `build_rollout`."""
+    """vLLM, transformers or a pipeline alone; see `build_rollout`."""
+    if config.engine == "pipeline":
+        from hybridrl.rollout.pipeline import PipelineRollout
+
+        return PipelineRollout(
+            source.path,
+            load_tokenizer(source.tokenizer),
+            source.dtype,
+            _generation_plan(source, config),
+            max_sequences=config.max_sequences,
+            eos_token_ids=list(source.eos_token_ids),
+            device=device,
+        )
     if config.engine == "transformers":
         from hybridrl.rollout.transformers import TransformersRollout
 
@@ -96,3 +110,14 @@ def build_generator(
         sleeps=sleeps,
         adapters=source.adapters,
     )
+
+
+def _generation_plan(source: ModelSource, config: RolloutConfig) -> GenerationPlan:
+    """That of `rollout.plan`, for this model."""
+    model = load_config(source.path)
+    layers = model.get_text_config().num_hidden_layers
+    plan = equal_plan(layers, config.parallel.pp)
+    if config.plan is not None:
+        plan = read_plan(config.plan)
+    check_stages(model, "rollout=pipeline", source.path)
+    return plan

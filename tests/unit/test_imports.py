@@ -50,12 +50,13 @@ MAY_IMPORT = {
     },
     "planner": {
         *("core", "controller", "models", "placement", "trainers"),
-        *("=rollout", "=checks.placement"),
+        *("=rollout", "=checks.placement", "=compress", "=compress.gradient_choice"),
     },
     # Modules beside the rooms: they put the others together.
     "": EVERYTHING,
     "main": EVERYTHING,
     "cli": EVERYTHING,
+    "plan_generation": EVERYTHING,
     "devices": EVERYTHING,
     "groups": EVERYTHING,
     "interrupts": EVERYTHING,

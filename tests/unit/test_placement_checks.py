@@ -4,7 +4,8 @@ import pytest
 from settings import configured
 from transformers import Qwen2Config
 
-from hybridrl.checks.placement import check_placement
+from hybridrl.checks.placement import check_placement, wanted_roles
+from hybridrl.checks.training import idle_gradients
 from hybridrl.core.cluster import Cluster
 from hybridrl.errors import ConfigError
 
@@ -87,3 +88,28 @@ def test_gpus_compute_in_8_bits_beside_16():
     check_placement(configured(["rollout.quantization=fp8"]), cluster)
     with pytest.raises(ConfigError, match=r"=int8 with model\.dtype=float32: .* Set model\.dtype="):
         check_placement(configured(["rollout.quantization=int8", "model.dtype=float32"]), cluster)
+
+
+@pytest.mark.parametrize(
+    ("devices", "overrides", "said"),
+    [
+        (1, ["actor.parallel.gradients=auto"], ["actor.parallel.gradients=auto does nothing"]),
+        (2, ["actor.parallel.gradients=auto"], []),
+        (2, ["actor.parallel={gradients: int8, tp: 2}"], ["one rank of `actor` has all"]),
+        (4, ["actor.parallel={gradients: int8, tp: 2}"], []),
+        (2, ["actor.parallel={gradients: int8, ring: 2}"], []),
+        (1, ["algorithm=ppo"], []),
+        (
+            2,
+            ["algorithm.kl_coefficient=0.1", "models.reference.parallel.gradients=int8"],
+            ["models.reference.parallel.gradients=int8 does nothing in this job: `reference` does"],
+        ),
+    ],
+)
+def test_sums_that_there_are_not_are_told(devices, overrides, said):
+    config = configured(overrides)
+    placement = check_placement(config, Cluster.of_one_node("cpu", devices))
+    found = idle_gradients(config, wanted_roles(config, None), placement)
+    assert len(found) == len(said)
+    for sentence, words in zip(found, said, strict=True):
+        assert words in sentence

@@ -16,6 +16,7 @@ from hybridrl.planner.described import with_described_models
 from hybridrl.planner.devices import Machines, named
 from hybridrl.planner.plan import make_plan, to_json
 from hybridrl.planner.step_time import Rates, simulate
+from hybridrl.planner.table import sizes_lines
 
 PAPER = [  # section 8 of the HybridFlow paper
     "algorithm=ppo",
@@ -222,6 +223,46 @@ def test_the_command_refuses_with_a_sentence(capsys):
     said = capsys.readouterr()
     assert "where roles live" in said.out
     assert "GiB" in said.err and "Traceback" not in said.err
+
+
+SLOW = Rates(1e12, 1e12, 0, 0, 1e10, 1e9, 1e7, 1.0, 1e-6, "a test")
+
+
+@pytest.mark.parametrize(
+    ("machines", "network", "setting", "ways"),
+    [
+        ("2x2xL40S", 1e7, "full", {"full"}),
+        ("2x2xL40S", 1e7, "int8", {"int8"}),
+        ("2x2xL40S", 1e7, "two_level_int4", {"int8+int4"}),
+        ("2x1xL40S", 1e7, "two_level_int4", {"int4"}),
+        ("4xL40S", 1e7, "two_level_int4", {"int8"}),
+        ("2x2xL40S", 1e7, "auto", {"float32+int4", "int8+int4"}),
+        ("2x1xL40S", 1e7, "auto", {"int4"}),
+        ("4xL40S", 1e12, "auto", {"full"}),
+    ],
+)
+def test_sums_of_gradients_are_reckoned_as_the_setting_says(machines, network, setting, ways):
+    rates = replace(SLOW, network=network, link=max(SLOW.link, network))
+    found = {}
+    for kind in ("full", setting):
+        overrides = [*PAPER, "model.path=llama-7b", f"actor.parallel.gradients={kind}"]
+        with with_described_models(configured([*overrides, "reward.function=null"])) as config:
+            found[kind] = make_plan(config, named(machines), rates=rates)
+    plan = found[setting]
+    sums = plan.times.sums["actor"]
+    assert len(sums.ways) == 33  # layers, and what is around them
+    assert set(sums.ways) <= ways
+    lines = "\n".join(sizes_lines(plan))
+    assert (f"actor.parallel.gradients={setting}: " in lines) == (setting != "full")
+    assert json.loads(to_json(plan))["gradients"]["actor"]["ways"] == list(sums.ways)
+    trains = plan.times.phases["actor", "train"]
+    full = found["full"].times.phases["actor", "train"]
+    if ways == {"full"}:
+        assert trains == full
+    elif machines.startswith("2x"):
+        assert trains < full
+    else:  # one node's link is hidden by the backward, and codecs are not
+        assert trains > full
 
 
 @pytest.mark.parametrize(

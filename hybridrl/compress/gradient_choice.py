@@ -1,0 +1,254 @@
+"""Which way the gradients of each unit are summed: chosen by what each way costs.
+
+A model's backward gives the gradients of one unit (what FSDP gathers together) after the other, and
+each unit's are summed over the ranks as soon as they are there. A way to sum them has up to two
+hops; what a hop encodes takes time of the device, what it sends takes time of a link. What of it
+overlaps with what is a property of the device (`Overlap`), and `seconds_of` is the timeline that
+follows.
+
+After Espresso (ByteComp), arXiv 2205.14465, which has every tensor's gradients go at any time and
+searches: a tensor's compression there moves the communication of all later ones. FSDP2 starts no
+sum before the one before is done and lets the backward wait for it (`post_backward` in
+torch.distributed.fsdp), so between two sums lies a time that only the earlier one's way has a part
+in. The best way for each unit alone is then the best for all together, and nothing is searched.
+Where a sum ends before the next gradients are there (a bubble), encoding cannot help, and `full` is
+kept.
+
+Plain data in and out; nothing here knows of tensors or process groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hybridrl.errors import ConfigError
+
+FULL = "full"
+"""torch's own sum in float32: what every choice is compared with."""
+MARGIN = 0.02
+"""The share of a sum's time that a way has to save over one that stands before it."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by the number of values: straight between points, and beyond them as between the last
+    two.
+
+    Args:
+        points: (values, seconds), rising in values; at least two.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def of(cls, alpha: float, rate: float) -> Curve:
+        """`alpha` seconds and one more for each `rate` values."""
+        return cls(((0.0, alpha), (1.0, alpha + 1 / rate)))
+
+    def __call__(self, values: float) -> float:
+        """Of so many values; never below zero."""
+        last = len(self.points) - 2
+        segments = enumerate(pairwise(self.points))
+        (x, y), (further, later) = next(
+            pair for number, pair in segments if number == last or values <= pair[1][0]
+        )
+        # In this order a NaN stays one.
+        return max(y + (values - x) * (later - y) / (further - x), 0.0)
+
+
+NOTHING = Curve(((0.0, 0.0), (1.0, 0.0)))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A hop of a way.
+
+    Attributes:
+        share: Of a unit's values, those that enter this hop on a rank.
+        codec: What encoding and decoding takes, by values that enter.
+        link: What sending takes, by values that enter.
+    """
+
+    share: float
+    codec: Curve
+    link: Curve
+
+
+@dataclass(frozen=True)
+class Way:
+    """How gradients may be summed, and what it costs.
+
+    Attributes:
+        name: `full`, or the codecs of its hops.
+        parts: Its hops.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+
+    def codec(self, values: float) -> float:
+        """Seconds of encoding and decoding a unit of so many values."""
+        return sum(part.codec(part.share * values) for part in self.parts)
+
+    def link(self, values: float) -> float:
+        """Seconds of sending them."""
+        return sum(part.link(part.share * values) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The gradients of a unit.
+
+    Attributes:
+        values: How many, whole.
+        ready: Seconds of computation from the backward's begin until they are there.
+    """
+
+    values: int
+    ready: float = 0.0
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What goes on at the same time on a kind of device.
+
+    Attributes:
+        beside: Sums go on beside the backward, on a stream of their own. Encoding, sending and
+            decoding follow each other on it; the backward waits where it would begin the next sum.
+        contention: Of a second of encoding or decoding beside the backward, what the backward
+            loses.
+    """
+
+    beside: bool
+    contention: float = 0.0
+
+
+IN_ORDER = Overlap(beside=False)
+"""CPUs: torch's hooks, our codecs and gloo's synchronous collectives share the backward's thread.
+Nothing overlaps, whatever a link could do meanwhile."""
+ON_A_STREAM = Overlap(beside=True, contention=1.0)
+"""GPUs. That codecs take the whole device while they run is the careful assumption: they are
+limited by memory, as much of a backward is, and have not been measured beside one."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen.
+
+    Attributes:
+        ways: The name of each bucket's way.
+        seconds: Of backward and sums, as far as buckets say when they are ready.
+        full_seconds: The same with `full` for all.
+        with_backward: Whether buckets do.
+    """
+
+    ways: tuple[str, ...]
+    seconds: float
+    full_seconds: float
+    with_backward: bool = False
+
+    @property
+    def of_full(self) -> float:
+        """The expected share of what `full` takes."""
+        return self.seconds / self.full_seconds if self.full_seconds else 1.0
+
+    def sentence(self) -> str:
+        """`int8 for 7 of 10 units, full for 3: sums are expected to take 0.31 of the time of
+        full`."""
+        counts, total = Counter(self.ways), len(self.ways)
+        (first, number), *others = counts.most_common()
+        said = [f"{first} for {number} of {total} unit{'s' if total > 1 else ''}"]
+        said += [f"{name} for {number}" for name, number in others]
+        if set(counts) == {FULL}:
+            return f"{said[0]}, because nothing else is expected to be quicker"
+        what = "backward and sums" if self.with_backward else "sums"
+        return (
+            f"{', '.join(said)}: {what} are expected to take {self.of_full:.2g} of the time of full"
+        )
+
+
+def seconds_of(buckets: Sequence[Bucket], ways: Sequence[Way], overlap: Overlap) -> float:
+    """The timeline: seconds from a backward's begin until all its gradients are summed.
+
+    Args:
+        buckets: In the order in which they are ready.
+        ways: Of each bucket.
+    """
+    backward = summed = before = lost = 0.0
+    for bucket, way in zip(buckets, ways, strict=True):
+        codec, link = way.codec(bucket.values), way.link(bucket.values)
+        backward += bucket.ready - before + lost
+        before = bucket.ready
+        if overlap.beside:
+            backward = max(backward, summed)
+            summed = backward + codec + link
+            lost = overlap.contention * codec
+        else:
+            summed = backward = backward + codec + link
+    return max(backward, summed)
+
+
+def choose(buckets: Sequence[Bucket], ways: Sequence[Way], overlap: Overlap) -> Choice:
+    """The way of each bucket that makes the whole shortest, within `MARGIN`.
+
+    Args:
+        buckets: In the order in which they are ready.
+        ways: What may be chosen, `full` among them; where two are alike the first is taken, so
+            what loses nothing is to stand first.
+
+    Raises:
+        ConfigError: if a figure is not finite, buckets are not in order, or `full` is missing.
+    """
+    by_name = {way.name: way for way in ways}
+    _check(buckets, by_name)
+    found = []
+    for number, bucket in enumerate(buckets):
+        is_last = number == len(buckets) - 1
+        gap = 0.0 if is_last else buckets[number + 1].ready - bucket.ready
+        best, least = ways[0], float("inf")
+        for way in ways:
+            seconds = _seconds_alone(bucket, way, gap, is_last, overlap)
+            # Of what nobody waits for, no share is saved: a bubble.
+            if seconds < (1 - MARGIN) * least:
+                best, least = way, seconds
+        found.append(best)
+    full = [by_name[FULL]] * len(buckets)
+    return Choice(
+        tuple(way.name for way in found),
+        seconds_of(buckets, found, overlap),
+        seconds_of(buckets, full, overlap),
+        with_backward=any(bucket.ready for bucket in buckets),
+    )
+
+
+def _seconds_alone(bucket: Bucket, way: Way, gap: float, is_last: bool, overlap: Overlap) -> float:
+    """What passes from the begin of a bucket's sum to that of the next, or to the end."""
+    codec, link = way.codec(bucket.values), way.link(bucket.values)
+    if is_last or not overlap.beside:
+        return codec + link
+    return max(gap + overlap.contention * codec, codec + link)
+
+
+def _check(buckets: Sequence[Bucket], ways: Mapping[str, Way]) -> None:
+    if FULL not in ways:
+        raise ConfigError(f"Ways to sum gradients are compared with `{FULL}`, which is not there.")
+    before = 0.0
+    for number, bucket in enumerate(buckets):
+        figures = [bucket.ready]
+        for way in ways.values():
+            figures += [way.codec(bucket.values), way.link(bucket.values)]
+        # A NaN is in no range.
+        if not all(0 <= figure < float("inf") for figure in figures) or bucket.values < 0:
+            raise ConfigError(
+                f"Nothing can be chosen for unit {number} of {bucket.values} values: a time of it "
+                "is negative or not a number."
+            )
+        if bucket.ready < before:
+            raise ConfigError(
+                f"Unit {number} is ready at {bucket.ready:g} s, before the one before it "
+                f"({before:g} s): give units in the order in which a backward reaches them."
+            )
+        before = bucket.ready

@@ -1,0 +1,191 @@
+"""GenerationPlan: which layers, in how many bits, each device of a pipeline generates with.
+
+Plain data: `hybridrl plan generation` makes it, a person may edit it, `rollout.engine=pipeline`
+obeys it (`rollout.plan`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hybridrl.errors import ConfigError
+
+WHOLE = 16
+"""Stands for the precision of the model, whatever it is."""
+BITS = (4, 8, WHOLE)
+COMMAND = "`hybridrl plan generation` makes such a file."
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one device does.
+
+    Attributes:
+        device: Its number among the devices that share the model.
+        bits: Of each of its layers, one after the other; `WHOLE`: as the model is.
+        name: For people.
+    """
+
+    device: int
+    bits: tuple[int, ...]
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class GenerationPlan:
+    """How a model generates over several devices.
+
+    Attributes:
+        stages: In the order in which a token goes through them.
+        decode_micro_batches: Into so many groups the samples under way are divided.
+        prefill_pieces: Into so many parts a group is divided for the pass over its prompts.
+        kl: Nats a token by which the rounded model is off, as measured; None: it was not measured.
+        predicted: Figures for people: seconds, tokens a second.
+    """
+
+    stages: tuple[Stage, ...]
+    decode_micro_batches: int
+    prefill_pieces: int = 1
+    kl: float | None = None
+    predicted: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+        return sum(len(stage.bits) for stage in self.stages)
+
+    @property
+    def bits(self) -> dict[int, int]:
+        """By the number of a layer."""
+        return dict(enumerate(bits for stage in self.stages for bits in stage.bits))
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether any layer has fewer bits than the model."""
+        return any(bits < WHOLE for bits in self.bits.values())
+
+    def first_layer(self, number: int) -> int:
+        """Of a stage."""
+        return sum(len(stage.bits) for stage in self.stages[:number])
+
+    def renumbered(self) -> GenerationPlan:
+        """With the devices that have a stage counted from 0, in the order that they have."""
+        used = sorted(stage.device for stage in self.stages)
+        stages = (replace(one, device=used.index(one.device)) for one in self.stages)
+        return replace(self, stages=tuple(stages))
+
+
+def equal_plan(layers: int, stages: int, bits: int = WHOLE) -> GenerationPlan:
+    """As many layers for each device, as far as that can be, in one precision.
+
+    Raises:
+        ConfigError: if there are fewer layers than stages.
+    """
+    if layers < stages:
+        raise ConfigError(
+            f"rollout.parallel.pp={stages}: the model has only {layers} layers, and every stage "
+            f"has one at least. Set rollout.parallel.pp to at most {layers}."
+        )
+    bounds = [layers * number // stages for number in range(stages + 1)]
+    counts = [stop - start for start, stop in itertools.pairwise(bounds)]
+    return GenerationPlan(
+        tuple(Stage(number, (bits,) * count) for number, count in enumerate(counts)), stages
+    )
+
+
+def to_json(plan: GenerationPlan) -> str:
+    """What `read_plan` reads."""
+    return json.dumps(asdict(plan), indent=1)
+
+
+def read_plan(path: str | Path) -> GenerationPlan:
+    """The plan in a file.
+
+    Raises:
+        ConfigError: says what is wrong with it.
+    """
+    try:
+        data = json.loads(Path(path).expanduser().read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"rollout.plan={path} could not be read: {error}. {COMMAND}") from error
+    except ValueError as error:
+        raise ConfigError(f"rollout.plan={path} is not JSON: {error}. {COMMAND}") from error
+    return _parsed(data, f"rollout.plan={path}")
+
+
+def check_plan(plan: GenerationPlan, who: str) -> None:
+    """Refuses what no pipeline could do.
+
+    Raises:
+        ConfigError: begins with `who`.
+    """
+    devices = [stage.device for stage in plan.stages]
+    if not devices:
+        raise _wrong(who, "it has no stages")
+    if sorted(devices) != list(range(len(devices))):
+        raise _wrong(
+            who,
+            f"its stages are on the devices {devices}, and each of 0 to {len(devices) - 1} has to "
+            "have one",
+        )
+    for number, stage in enumerate(plan.stages):
+        if not stage.bits:
+            raise _wrong(who, f"stage {number} has no layers")
+        if others := sorted(set(stage.bits) - set(BITS)):
+            raise _wrong(who, f"stage {number} has layers of {others} bits, and bits are {BITS}")
+    if plan.kl is not None and not 0 <= plan.kl < float("inf"):
+        raise _wrong(who, f"its kl is {plan.kl}")
+
+
+def _parsed(data: Any, who: str) -> GenerationPlan:
+    if not isinstance(data, Mapping):
+        raise _wrong(who, "it is not an object")
+    known = set(GenerationPlan.__dataclass_fields__)
+    if others := sorted(set(data) - known):
+        raise _wrong(who, f"`{others[0]}` is not known in it")
+    stages = tuple(_stage(one, who) for one in _list(data.get("stages"), "stages", who))
+    kl = data.get("kl")
+    if kl is not None and (isinstance(kl, bool) or not isinstance(kl, int | float)):
+        raise _wrong(who, f"its kl is {kl!r}")
+    if not isinstance(predicted := data.get("predicted") or {}, Mapping):
+        raise _wrong(who, f"`predicted` is {predicted!r}, and has to be an object")
+    plan = GenerationPlan(
+        stages,
+        _count(data.get("decode_micro_batches", len(stages) or 1), "decode_micro_batches", who),
+        _count(data.get("prefill_pieces", 1), "prefill_pieces", who),
+        kl,
+        predicted,
+    )
+    check_plan(plan, who)
+    return plan
+
+
+def _stage(data: Any, who: str) -> Stage:
+    if not isinstance(data, Mapping):
+        raise _wrong(who, f"a stage is {data!r}")
+    device = data.get("device")
+    if isinstance(device, bool) or not isinstance(device, int):
+        raise _wrong(who, f"the device of a stage is {device!r}")
+    bits = [_count(one, "bits", who) for one in _list(data.get("bits"), "bits", who)]
+    return Stage(device, tuple(bits), str(data.get("name", "")))
+
+
+def _list(value: Any, name: str, who: str) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise _wrong(who, f"`{name}` is {value!r}, and has to be a list")
+    return value
+
+
+def _count(value: Any, name: str, who: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _wrong(who, f"`{name}` is {value!r}, and has to be a number from 1 on")
+    return value
+
+
+def _wrong(who: str, what: str) -> ConfigError:
+    return ConfigError(f"{who}: {what}. {COMMAND}")

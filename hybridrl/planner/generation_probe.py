@@ -1,0 +1,189 @@
+"""What layers of a model cost while they generate, measured with the kernels that will do it."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from hybridrl.core.device import synchronize
+from hybridrl.core.dtypes import DTYPES
+from hybridrl.core.generation_plan import BITS, WHOLE
+from hybridrl.models.decoder_stage import DecoderStage
+from hybridrl.models.growing_cache import GrowingCache
+from hybridrl.planner.generation_problem import Costs, Curve, GenerationProblem, Link
+from hybridrl.planner.model_shape import shape_of
+
+DEPTHS = (1, 3)
+"""Layers of the stages that are timed: what the second has more is layers alone."""
+TURNS, SECONDS = 5, 0.2
+"""A measurement repeats at least so often, and at least so long."""
+SCALE_BYTES = {8: 0.0, 4: 0.5 / 8}
+"""Beside a value: float32 scales, one for each 64 values of 4 bits; of rows in 8 bits few."""
+
+
+def probe_costs(
+    config: PretrainedConfig,
+    dtype: str,
+    device: torch.device,
+    rows: Sequence[int],
+    prompt_tokens: int,
+    response_tokens: int,
+    bits: Sequence[int] = BITS,
+) -> tuple[Costs, Costs]:
+    """Costs of prefill and of decode on this device, with random weights.
+
+    Args:
+        config: Of the model.
+        dtype: Name of the precision of computation.
+        rows: Samples in a micro-batch, that are measured.
+        prompt_tokens, response_tokens: Of a sample; decode is measured half-way.
+    """
+    few = copy.deepcopy(config)
+    text = few.get_text_config()
+    text.num_hidden_layers = DEPTHS[1] + 1
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = text.layer_types[: DEPTHS[1] + 1]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(few, dtype=DTYPES[dtype]).eval()
+    layer: dict[bool, dict[int, list[tuple[int, float]]]] = {True: {}, False: {}}
+    stage: dict[bool, list[tuple[int, float]]] = {True: [], False: []}
+    for number in bits:
+        pair = [_stage(model, depth, number, dtype, device) for depth in DEPTHS]
+        for count in sorted(set(rows)):
+            for prefill in (True, False):
+                tokens = prompt_tokens if prefill else 1
+                before = 0 if prefill else prompt_tokens + response_tokens // 2
+                low, high = _timed(
+                    [_pass(one, count, tokens, before, device) for one in pair], device
+                )
+                cost = max(0.0, (high - low) / (DEPTHS[1] - DEPTHS[0]))
+                layer[prefill].setdefault(number, []).append((count, cost))
+                if number == max(bits):
+                    stage[prefill].append((count, max(0.0, low - DEPTHS[0] * cost)))
+    head = model.get_output_embeddings().to(device)
+    ends = []
+    for count in sorted(set(rows)):
+        states = torch.randn(count, text.hidden_size, dtype=DTYPES[dtype], device=device)
+        ends.append((count, _timed([_choice(head, states)], device)[0]))
+    found = [
+        Costs(
+            {number: tuple(points) for number, points in layer[prefill].items()},
+            tuple(ends),
+            tuple(stage[prefill]),
+        )
+        for prefill in (True, False)
+    ]
+    return found[0], found[1]
+
+
+def slowed(costs: Costs, share: float) -> Costs:
+    """On a device that does `share` of the work in a second."""
+
+    def longer(curve: Curve) -> Curve:
+        return tuple((rows, seconds / share) for rows, seconds in curve)
+
+    layer = {bits: longer(curve) for bits, curve in costs.layer.items()}
+    return replace(costs, layer=layer, head=longer(costs.head), stage=longer(costs.stage))
+
+
+def with_sizes(
+    problem: GenerationProblem, config: PretrainedConfig, dtype: str
+) -> GenerationProblem:
+    """The problem with the bytes of this model."""
+    shape = shape_of(config, dtype)
+    layer = float(shape.layer.all)
+    sizes = {bits: layer * (bits / 8 + SCALE_BYTES[bits]) for bits in BITS if bits != WHOLE}
+    return replace(
+        problem,
+        layer_bytes=sizes | {WHOLE: layer * shape.item},
+        cache_bytes=float(shape.key_value * shape.item),
+        embedding_bytes=float(shape.embedding.all * shape.item),
+        head_bytes=float((shape.head.all + shape.norm.all) * shape.item),
+        state_bytes=float(shape.hidden * shape.item),
+    )
+
+
+def copy_link(device: torch.device) -> Link:
+    """A link as fast as copies on this machine, for devices of one machine."""
+    sizes = (1 << 12, 1 << 24)
+    blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    low, high = _timed([lambda block=block: block.clone() for block in blocks], device)
+    per_byte = max(0.0, (high - low) / (sizes[1] - sizes[0]))
+    return Link(LATENCY_S, 2 * per_byte)
+
+
+LATENCY_S = 2e-4
+"""Of a message between two processes of a machine, with gloo."""
+
+
+def _stage(
+    model: PreTrainedModel, depth: int, bits: int, dtype: str, device: torch.device
+) -> DecoderStage:
+    return DecoderStage(copy.deepcopy(model), None, 0, [bits] * depth, DTYPES[dtype], device)
+
+
+def _pass(
+    stage: DecoderStage, rows: int, tokens: int, before: int, device: torch.device
+) -> Callable[[], object]:
+    """A pass of so many tokens of each sample after those in the cache."""
+    ids = torch.zeros(rows, before + tokens, dtype=torch.int64, device=device)
+    positions = torch.arange(before + tokens, device=device).expand(rows, -1)
+    cache = GrowingCache(len(stage.base.layers), rows)
+    if before:
+        _fill(stage, cache, rows, before, device)
+
+    def run() -> Tensor:
+        for layer in cache.layers:
+            layer.length = before
+        found: Tensor = stage(ids[:, before:], None, None, positions[:, before:], cache)
+        return found
+
+    return run
+
+
+def _fill(
+    stage: DecoderStage, cache: GrowingCache, rows: int, tokens: int, device: torch.device
+) -> None:
+    """What is in the cache costs what it costs, whatever it is."""
+    with torch.inference_mode():
+        one = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+        stage(one, None, None, one, cache)
+        for layer in cache.layers:
+            _, heads, _, width = layer.keys.shape
+            states = layer.keys.new_zeros(rows, heads, tokens - 1, width)
+            layer.update(states, states)
+
+
+def _choice(head: torch.nn.Module, states: Tensor) -> Callable[[], object]:
+    def run() -> Tensor:
+        log_probs = torch.log_softmax(head(states).float(), dim=-1)
+        noise = torch.rand_like(log_probs).log_().neg_().log_().neg_()
+        return (log_probs + noise).argmax(-1)
+
+    return run
+
+
+@torch.inference_mode()
+def _timed(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """Seconds of each, in turns; the quicker half of the turns counts, for other work on the
+    machine only adds."""
+    seconds: list[list[float]] = [[] for _ in runs]
+    for run in runs:
+        run()
+    begin = time.perf_counter()
+    while len(seconds[0]) < TURNS or time.perf_counter() - begin < SECONDS:
+        for run, found in zip(runs, seconds, strict=True):
+            synchronize(device)
+            start = time.perf_counter()
+            run()
+            synchronize(device)
+            found.append(time.perf_counter() - start)
+    return [statistics.median(sorted(found)[: max(1, len(found) // 2)]) for found in seconds]

@@ -1,0 +1,148 @@
+"""Real gloo: `parallel.gradients=auto`, on two and four ranks, against full."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import SHORT
+from engine_cases import CPU, DEALS, deal, make_batch, make_engine, update
+from ranks import run_ranks
+
+from hybridrl.compress.gradient_choice import FULL, NOTHING, Curve, Part
+from hybridrl.config.schema import ParallelConfig
+from hybridrl.core.mesh import Mesh
+from hybridrl.parallel import fsdp, gradients, measured_sums
+from hybridrl.parallel.mesh import ParallelMesh
+
+WORLD = 4
+# Name: ranks, the node of each, and the ways that there are beside `full` with the error of each.
+TWO_LEVELS = {
+    **{"float32+float32": 1e-6, "int8+float32": 0.02, "float32+int8": 0.02, "int8+int8": 0.03},
+    **{"float32+int4": 0.2, "int8+int4": 0.2},
+}
+ONE_HOP = {"float32": 1e-6, "int8": 0.02}
+CASES = {
+    "one node": (2, "aaaa", ONE_HOP),
+    "a rank on each node": (2, "abab", {**ONE_HOP, "int4": 0.2}),
+    "two nodes": (4, "abab", {**ONE_HOP, **TWO_LEVELS}),
+    "uneven nodes": (4, "aaab", ONE_HOP),
+}
+
+
+def engine_of(ranks, nodes, kind="auto"):
+    gradients._nodes = lambda: list(nodes)
+    mesh = ParallelMesh(Mesh({"dp": ranks}), CPU, gradients=kind)
+    if torch.distributed.get_rank() >= ranks:
+        return None
+    return make_engine(mesh, parallel=ParallelConfig(gradients=kind))
+
+
+def price(engine, cheapest, factor=1e-3):
+    """Has all sums cost a second, but for one way; and chooses."""
+    sums = engine.mesh.reduce_scatter
+    second = Part(1.0, NOTHING, Curve(((0.0, 1.0), (1.0, 1.0))))
+    cheap = Part(1.0, NOTHING, Curve(((0.0, factor), (1.0, factor))))
+    sums._costs = [
+        replace(way, parts=(cheap if way.name == cheapest else second,)) for way in sums._costs
+    ]
+    sums._choose()
+    return sums
+
+
+def one_update(engine, rank, ranks):
+    return update(engine, make_batch().take(deal(make_batch(), DEALS[ranks][0])[rank]))[0]
+
+
+def drifting(rank):
+    """An engine whose sums seem to take a thousand times what was measured, then what they do."""
+    engine = engine_of(2, "aaaa")
+    if engine is None:
+        return None
+    said = engine.take_said()
+    sums, told = price(engine, "int8", 1e-9), []
+    for _ in range(measured_sums.IN_A_ROW):
+        told.append((sums.measurements, sums._drift))
+        one_update(engine, rank, 2)
+    return said, told, sums.measurements, engine.take_said(), engine.take_said()
+
+
+def rank_program(rank):
+    fsdp.SMALL_MODEL_BYTES = 0
+    measured_sums.LEAST, measured_sums.REPEATS, measured_sums.MOST_REPEATS = 1 << 8, 1, 1
+    found = {}
+    for name, (ranks, nodes, _) in CASES.items():
+        exact, engine = engine_of(ranks, nodes, "full"), engine_of(ranks, nodes)
+        if rank >= ranks:
+            continue
+        found[name, FULL] = one_update(exact, rank, ranks)
+        sums = engine.mesh.reduce_scatter
+        costs = sums._costs
+        found[name] = {
+            "values": sums._values,
+            "costs": costs,
+            "choice": sums.choice,
+            "parameters": [sum(p.numel() for p in u) for u in fsdp.unit_parameters(engine.model)],
+        }
+        for way in costs:
+            price(engine, way.name)
+            found[name, way.name, "chosen"] = sums.choice.ways
+            found[name, way.name] = one_update(engine, rank, ranks)
+    found["drift"] = drifting(rank)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each of four processes found."""
+    return run_ranks(rank_program, tmp_path_factory.mktemp("ranks"), WORLD)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_way_gives_the_gradient_but_for_what_its_codes_lose(found, case):
+    ranks, _, errors = CASES[case]
+    exact = found[0][case, FULL]
+    assert {way.name for way in found[0][case]["costs"]} == {FULL, *errors}
+    for name, most in {FULL: 1e-6, **errors}.items():
+        assert set(found[0][case, name, "chosen"]) == {name}
+        for rank in range(ranks):
+            ours = found[rank][case, name]
+            off = float((ours - exact).norm() / exact.norm())
+            assert (1e-5 if most > 1e-5 else 0) <= off <= most
+            assert ours.equal(found[0][case, name])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_ranks_measured_the_same_and_choose_alike(found, case):
+    first = found[0][case]
+    assert first["values"] == first["parameters"]
+    assert len(first["choice"].ways) == len(first["values"]) > 2
+    for rank in range(CASES[case][0]):
+        assert found[rank][case]["costs"] == first["costs"]
+        assert found[rank][case]["choice"] == first["choice"]
+    assert all(way.codec(1000) + way.link(1000) > 0 for way in first["costs"])
+
+
+def test_a_link_that_drifts_is_measured_again(found):
+    for rank in range(2):
+        said, told, measured, again, later = found[rank]["drift"]
+        assert "parallel.gradients=auto" in said[0]
+        assert [measurements for measurements, _ in told] == [1] * measured_sums.IN_A_ROW
+        assert measured == 2
+        assert "measured again" in again[0]
+        assert later == []
+    assert found[0]["drift"][3] == found[1]["drift"][3]
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "int8"), (4, "int8"), (2, "auto"), (4, "auto")])
+def test_the_main_program_sums_so_over_ray_and_says_what_auto_chose(run, capsys, ranks, kind):
+    folder = run(
+        *(*SHORT, f"num_devices={ranks}", "rollout=transformers"),
+        *("trainer.steps=1", f"actor.parallel.gradients={kind}"),
+        "ray.address=auto",  # where there may be more devices than this machine has cores
+    )
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert any("policy/grad_norm" in json.loads(line) for line in lines)
+    told = capsys.readouterr().out.count("actor: parallel.gradients=auto:")
+    assert told == (1 if kind == "auto" else 0)
