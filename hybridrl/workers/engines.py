@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hybridrl.checkpoint.file_plan import FILE_BYTES
@@ -101,7 +101,9 @@ def _engine(
     if not trains:
         model.requires_grad_(False)
     cut = training_mesh(context.world_size, config.parallel, rollout_tp)
-    gradients = config.parallel.gradients if trains else "full"  # there are none to sum
-    mesh = ParallelMesh(cut, device, config.parallel.shards, gradients)
+    if not trains:  # there are no gradients to sum, and weights never change
+        still = replace(config.parallel, gradients="full", weights="full")
+        config = replace(config, parallel=still)
+    mesh = ParallelMesh(cut, device, config.parallel.shards, config.parallel.gradients)
     prove_cuts(model, source.path, mesh, config, trains=trains)
     return TrainEngine(model, mesh, device, source.dtype, config, files)
