@@ -21,6 +21,21 @@ from hybridrl.errors import ConfigError
             ["actor.parallel={shards: 1, gradients: int8}"],
             "with actor.parallel.shards=1 none do",
         ),
+        (
+            4,
+            ["actor.parallel={shards: 1, weights: int4_difference}"],
+            "with actor.parallel.shards=1 none are",
+        ),
+        (
+            4,
+            ["actor.parallel={tp: 2, weights: int4_difference}"],
+            "weights=int4_difference does not go with actor.parallel.tp=2",
+        ),
+        (
+            4,
+            ["actor.parallel={pp: 2, weights: int4_difference}"],
+            "does not go with actor.parallel.pp=2",
+        ),
         (2, ["actor.parallel.tp=0"], "tp=0: must be at least 1"),
         (2, ["actor.parallel.chunks=0"], "chunks=0: must be at least 1"),
         (8, ["actor.parallel.tp=8"], "tp=8 does not divide the 4 attention heads"),
