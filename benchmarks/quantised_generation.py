@@ -136,12 +136,12 @@ def divergence(model: Qwen2ForCausalLM, samples: Batch, prompts: torch.Tensor) -
 
 def measure_learning(seeds: list[int]) -> None:
     """The built-in task on one device, with two thirds of the steps of `make train`."""
-    found = {
-        quantization: [learn(quantization, seed) for seed in seeds]
-        for quantization in ("int8", "none")
-    }
-    for seed, int8, whole in zip(seeds, *found.values(), strict=True):
-        report(f"seed {seed}: accuracy", int8[0], whole[0], "report", "share")
+    found: dict[str, list[tuple[float, float]]] = {"int8": [], "none": []}
+    for seed in seeds:
+        for quantization, runs in found.items():
+            runs.append(learn(quantization, seed))
+        accuracies = (runs[-1][0] for runs in found.values())
+        report(f"seed {seed}: accuracy", *accuracies, "report", "share")
     means = [statistics.mean(accuracy for accuracy, _ in runs) for runs in found.values()]
     report("int8: accuracy, mean of the seeds", *means, "within 0.03", "share")
     largest = max(divergence for _, divergence in found["int8"])

@@ -78,7 +78,7 @@ def run(config: Config) -> dict[str, Any]:
     if config.run.dry:
         _look(config)
         return {}
-    from hybridrl.checks.training import idle_gradients
+    from hybridrl.checks.training import idle_encodings
     from hybridrl.job import Job
     from hybridrl.observe.console import make_console
     from hybridrl.observe.overview import overview
@@ -108,7 +108,7 @@ def run(config: Config) -> dict[str, Any]:
 
             view.message(overview(job, short(job.plan)))
             choices = (job.dtype_notice, correction_notice(config), job.plan.notice)
-            unused = (*idle(config), *idle_gradients(config, job.roles, job.placement))
+            unused = (*idle(config), *idle_encodings(config, job.roles, job.placement))
             for notice in (*unused, *choices, *job.remarks, *job.resumed.notices):
                 if notice:
                     view.message(notice)

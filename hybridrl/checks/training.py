@@ -13,6 +13,12 @@ from hybridrl.trainers.role_spec import ACTOR, RoleSpec
 SLOWEST_OF_BFLOAT16 = 0.99
 """Largest beta of moments in bfloat16, which has 8 bits: a change of 0.4 % may be lost."""
 
+IDLE = (
+    ("gradients", "gradients", "sums over ranks that share parameters"),
+    ("weights", "new weights", "weights that ranks share"),
+)
+"""Of a setting that may do nothing: its name, what who does not learn lacks, what it is of."""
+
 
 def check_training(config: Config) -> None:
     """Refuses what no optimizer and no device could do.
@@ -20,7 +26,8 @@ def check_training(config: Config) -> None:
     Raises:
         ConfigError: names the settings.
     """
-    check_all([_check_updates, _check_experts, _check_chunks, _check_ring, _check_moments], config)
+    checks = [_check_updates, _check_experts, _check_chunks, _check_ring, _check_moments]
+    check_all([*checks, _check_weights], config)
 
 
 def _check_updates(config: Config) -> None:
@@ -54,6 +61,24 @@ def _check_moments(config: Config) -> None:
             )
 
 
+def _check_weights(config: Config) -> None:
+    actor = config.actor
+    for name, cut in _cuts(config).items():
+        setting = f"{name}.parallel.weights"
+        if cut.weights == "full":
+            continue
+        if actor.lora.rank is not None:
+            raise ConfigError(
+                f"{setting}={cut.weights} gains nothing with adapters (actor.lora.rank="
+                f"{actor.lora.rank}), for which most weights never change. Leave it out."
+            )
+        if actor.offload_between_calls:
+            raise ConfigError(
+                f"{setting}={cut.weights} keeps a copy of the weights on every device, and "
+                "actor.offload_between_calls gives that memory to others. Leave one of them out."
+            )
+
+
 def _check_chunks(config: Config) -> None:
     for name, cut in _cuts(config).items():
         if cut.chunks > 1 and cut.pp == 1:
@@ -63,26 +88,29 @@ def _check_chunks(config: Config) -> None:
             )
 
 
-def idle_gradients(
+def idle_encodings(
     config: Config, roles: Mapping[str, RoleSpec], placement: Placement
 ) -> list[str]:
-    """A sentence for each `parallel.gradients` that does nothing in this job, because a role has no
-    gradients or no rank to sum them with."""
+    """A sentence for each `parallel.gradients` and `parallel.weights` that does nothing in this
+    job, because a role does not learn or has no rank to share with."""
     found = []
     for role, place in placement.roles.items():
         own = role in config.models and model_settings(config, role).parallel is not None
-        if place.parallel.gradients == "full" or not (own or role == ACTOR) or role not in roles:
+        if not (own or role == ACTOR) or role not in roles:
             continue
         name = ACTOR if role == ACTOR else f"models.{role}"
-        setting = f"{name}.parallel.gradients={place.parallel.gradients} does nothing in this job"
         ranks = len(place.devices) // (place.parallel.tp * place.parallel.pp)
-        if not roles[role].trains:
-            found.append(f"{setting}: `{role}` does not learn, so it has no gradients.")
-        elif (place.parallel.shards or ranks) == 1:
-            found.append(
-                f"{setting}: it is of sums over ranks that share parameters, and one rank of "
-                f"`{role}` has all that there are to share."
-            )
+        for what, lacking, purpose in IDLE:
+            if (value := getattr(place.parallel, what)) == "full":
+                continue
+            setting = f"{name}.parallel.{what}={value} does nothing in this job"
+            if not roles[role].trains:
+                found.append(f"{setting}: `{role}` does not learn, so it has no {lacking}.")
+            elif (place.parallel.shards or ranks) == 1:
+                found.append(
+                    f"{setting}: it is of {purpose}, and one rank of `{role}` has all that there "
+                    "are to share."
+                )
     return found
 
 

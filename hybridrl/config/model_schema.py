@@ -113,12 +113,14 @@ class LoraSettings:
 
 GRADIENTS = ("full", "int8", "two_level_int4", "auto")
 """What `actor.parallel.gradients` may be."""
+WEIGHTS = ("full", "int4_difference")
+"""What `actor.parallel.weights` may be."""
 
 
 @dataclass
 class ParallelConfig:
     """How a model that is trained is cut over the devices: dp x ring x ulysses x pp x tp of them.
-    Splits never change what is learned; `gradients` does, but for `full`."""
+    Splits never change what is learned; `gradients` and `weights` do, but for `full`."""
 
     dp: PositiveInt | None = None
     """Parts of the batch; null: as many as the devices leave."""
@@ -142,6 +144,10 @@ class ParallelConfig:
     float32; `int8` in about 4 times fewer bytes; `two_level_int4`: within a node so, then between
     nodes in 7.5 times fewer; `auto`: for each unit of the model what is measured to be quickest, of
     these and others. Sums are in float32. For slow links; see docs/precision.md."""
+    weights: Annotated[str, OneOf(*WEIGHTS)] = "full"
+    """How weights travel when they are gathered from the ranks that share them: `full`, in the
+    precision of computation, each time; or `int4_difference`: once after each update, what it has
+    changed, in 4 bits, to a copy that every rank keeps. For slow links; see docs/precision.md."""
 
 
 CHECKPOINTING = ("none", "selective", "full", "offload")

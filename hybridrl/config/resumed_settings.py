@@ -21,7 +21,7 @@ _ABSENT = object()
 _PLACES = ("resume", "fork", "run.directory", "run.root")
 _SAME_LEARNING = re.compile(
     r"(observe|metrics|checkpoint|ray|controller|devices|num_devices|executor|recover|eval|warmup)\b"
-    r"|run\.(?!seed)|placement\.(?!staleness|in_flight)|trainer\.steps|.*\bparallel\.(?!gradients)"
+    r"|run\.(?!seed)|placement\.(?!staleness|in_flight)|trainer\.steps|.*\bparallel\.(?!gradients|weights)"
     r"|actor\.tokens_per_microbatch|rollout\.(max_sequences|kv_cache_gib)"
 )
 """Settings that do not change what is learned from a step on, or say only for how long."""

@@ -88,6 +88,8 @@ def check_sizes(
             f"{setting}.gradients={parallel.gradients} is of the sums over ranks that share "
             f"parameters, and with {setting}.shards=1 none do. Leave one of them out."
         )
+    if parallel.weights != "full":
+        _check_weights(parallel, setting)
     if devices % rollout_tp:
         raise ConfigError(
             f"{rollout_setting}={rollout_tp} does not divide the {devices} devices. Set it to a "
@@ -98,3 +100,20 @@ def check_sizes(
             f"{rollout_setting}={rollout_tp} and actor.parallel.tp={parallel.tp}: one must "
             "divide the other, or what a rank trains would not lie inside what it generates with."
         )
+
+
+def _check_weights(parallel: ParallelConfig, setting: str) -> None:
+    """Refuses differences of weights where they are not gathered, or not only by FSDP."""
+    said = f"{setting}.weights={parallel.weights}"
+    if parallel.shards == 1:
+        raise ConfigError(
+            f"{said} is of weights that ranks share, and with {setting}.shards=1 none are. Leave "
+            "one of them out."
+        )
+    for name in ("tp", "pp"):
+        if (size := getattr(parallel, name)) > 1:
+            raise ConfigError(
+                f"{said} does not go with {setting}.{name}={size}, for it is made for models that "
+                f"are cut by data and sequences only. Set {setting}.{name}=1, or "
+                f"{setting}.weights=full."
+            )

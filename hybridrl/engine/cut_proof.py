@@ -83,7 +83,9 @@ def _differences(
         **{"offload_parameters": False, "offload_optimizer": False},
         offload_between_calls=False,
         router_loss_weight=0.0,
-        parallel=replace(config.parallel, gradients="full"),  # what is lost there is no cut's fault
+        parallel=replace(
+            config.parallel, gradients="full", weights="full"
+        ),  # what they lose is no cut's fault
     )
     engine = TrainEngine(copy.requires_grad_(trains), mesh, mesh.device, "float32", settings)
     batch, name = _batch(samples), model.OUTPUTS[0]

@@ -25,7 +25,7 @@ from hybridrl.models.checkpointing import set_checkpointing
 from hybridrl.models.low_bit_scoring import LowBitScoring
 from hybridrl.models.stored_names import stored_form
 from hybridrl.parallel import tensor as tensor_parallel
-from hybridrl.parallel.fsdp import is_small, shard, units
+from hybridrl.parallel.fsdp import gather_differences, is_small, shard, units
 from hybridrl.parallel.layout import training_layout
 from hybridrl.parallel.measured_sums import MeasuredSums
 from hybridrl.parallel.mesh import ParallelMesh
@@ -82,6 +82,8 @@ class ShardedModel:
         self.model = shard(
             model, mesh.fsdp, DTYPES[dtype], offload=offload, reduce_scatter=compressed
         )
+        by_difference = config.parallel.weights != "full" and mesh.fsdp.size() > mesh.copies
+        self._gathers = gather_differences(self.model) if by_difference else []
         if files is not None:
             place = torch.device("cpu") if offload else device
             fill(self.model, files, self.cuts, mesh.index("tp"), place)
@@ -186,9 +188,16 @@ class ShardedModel:
         """Takes the weights that a Hugging Face folder and this model have in common; see
         `load_weights`. Every rank reads what it holds."""
         self._drop_gathered()
+        self.gather_anew()
         load_weights(self.model.inner, folder, self.cuts, self.mesh.index("tp"))
         if self.scoring is not None:
             self.scoring.forget()
+
+    def gather_anew(self) -> None:
+        """Has the ranks' copies of each other's weights (`parallel.weights`) depend on nothing that
+        was gathered before. To be called on every rank."""
+        for gather in self._gathers:
+            gather.begin_anew()
 
     def _drop_gathered(self) -> None:
         """A forward leaves the last units gathered for its backward: copies in the precision of

@@ -89,6 +89,7 @@ class StateSaver:
         """
         self._background.settle()
         self._check_unused(folder)
+        self._engine.gather_anew()  # as a run does that goes on from here
         write = self._writing(counters, beside)
         sources = local_state(self._engine, self._files.weights)
         return write(folder, _values(self.parts, sources), lambda: False)
@@ -108,6 +109,7 @@ class StateSaver:
         """
         self._background.settle()  # until then the memory for the copy is in use
         self._check_unused(folder)
+        self._engine.gather_anew()  # as a run does that goes on from here
         write = self._writing(counters, beside)
         copied = self._copy.fill(local_state(self._engine, self._files.weights))
 

@@ -317,6 +317,8 @@ class TrainEngine(ShardedModel):
             if 0 < self._max_grad_norm < norm:
                 self._gradients.scale(self._max_grad_norm / norm)
             (self._resting or self.optimizer).step()
+            for gather in self._gathers:
+                gather.weights_stepped()
         self.optimizer.zero_grad()
         return norm
 

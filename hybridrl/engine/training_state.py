@@ -84,6 +84,7 @@ def load_training_state(engine: TrainEngine, folder: Location) -> dict[str, int]
             place = tuple(slice(at, at + n) for at, n in inner)
             for stored, tensor in targets.items():
                 moments.read(stored, piece.box, tensor[place])
+    engine.gather_anew()
     engine.skipped_in_a_row = numbers["skipped_in_a_row"]
     # One step back and one forward, which sets the rates. The count is for torch's warnings only.
     schedule, position = engine.schedule, numbers["schedule"]

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
+from hybridrl.compress.weights import DifferenceAllGather
 from hybridrl.core.device import SMALL_MODEL_BYTES
 from hybridrl.models import PackedModel
 from hybridrl.parallel.gradients import GradientSums
@@ -79,6 +80,15 @@ def shard(
 def units(model: nn.Module) -> list[FSDPModule]:
     """The modules whose parameters are gathered together."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def gather_differences(model: nn.Module) -> list[DifferenceAllGather]:
+    """Has the weights of each unit travel as differences from now on; gives what does it."""
+    gathers = []
+    for unit in units(model):
+        gathers.append(DifferenceAllGather())
+        unit.set_custom_all_gather(gathers[-1])
+    return gathers
 
 
 def unit_parameters(model: nn.Module) -> list[list[nn.Parameter]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybridrl.compress.weights import DIFFERENCES
 from hybridrl.core.device import SMALL_MODEL_BYTES, logits_at_a_time, multiplies_into_float32
 from hybridrl.planner.dataflow import MicroBatches, Sizes
 from hybridrl.planner.model_shape import Counts, ModelShape
@@ -47,6 +48,7 @@ class ModelPart:
         device: Kind of the device.
         offload_parameters, offload_optimizer: See `ActorConfig`.
         moment: Bytes of an element of an optimizer's moment.
+        by_difference: Weights are gathered as differences (`ParallelConfig.weights`).
     """
 
     shape: ModelShape
@@ -59,6 +61,7 @@ class ModelPart:
     offload_parameters: bool
     offload_optimizer: bool
     moment: int = MASTER
+    by_difference: bool = False
 
     @property
     def around(self) -> Counts:
@@ -97,12 +100,24 @@ class ModelPart:
 
     def resident(self) -> Parts:
         """What stays on the device between calls."""
+        # The copy of what others hold, in the precision of computation.
+        kept = self.shape.item * self.parameters.all if self.by_difference else 0
         if self.offload_parameters:
-            return {}
-        shards: Parts = {"parameters": MASTER * self.parameters.all / self.shards}
+            return {"gathered": kept} if kept else {}
+        shards: Parts = {"parameters": MASTER * self.parameters.all / self.shards + kept}
         if self.trains and not self.offload_optimizer:
             shards["optimizer"] = 2 * self.moment * self.parameters.trained / self.shards
         return shards
+
+    def gathers(self, times: int, updates: bool) -> float:
+        """Bytes that come to a rank which gathers all parameters so many times.
+
+        Args:
+            updates: Once since the last update, or never.
+        """
+        if self.by_difference:
+            return float(DIFFERENCES.size(self.parameters.all)) if updates else 0.0
+        return float(times * self.shape.item * self.parameters.all)
 
     def scoring(self, batch: MicroBatches, sizes: Sizes) -> Parts:
         """A forward's fullest moment, beside what is resident."""

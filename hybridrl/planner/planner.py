@@ -84,17 +84,19 @@ class Planner:
         base, more = divmod(shape.layers, parallel.pp * parallel.chunks)
         chunks = range(stage, parallel.pp * parallel.chunks, parallel.pp)
         offload = actor.offload_parameters and is_cuda
+        shards = parallel.shards or len(place.devices) // (parallel.tp * parallel.pp)
         return ModelPart(
             shape,
             layers=sum(base + (chunk < more) for chunk in chunks),
             ends=(stage == 0, stage == parallel.pp - 1),
-            shards=parallel.shards or len(place.devices) // (parallel.tp * parallel.pp),
+            shards=shards,
             micro_batches_held=parallel.pp - stage,
             trains=self.trains(role),
             device=self.machines.cluster.kind,
             offload_parameters=offload,
             offload_optimizer=actor.offload_optimizer and is_cuda and not offload,
             moment=DTYPES[optimizer.moments].itemsize,
+            by_difference=shards > 1 and self.trains(role) and parallel.weights != "full",
         )
 
     def trains(self, role: str) -> bool:

@@ -206,7 +206,7 @@ class _Clock:
         moved = part.shape.item * part.parameters.all
         rounds = 1 if part.is_small else batch.count
         copies = 3 * rounds * moved / rates.memory
-        return self._with_transfer(compute + copies, call.role, part, rounds * moved)
+        return self._with_transfer(compute + copies, call.role, part, part.gathers(rounds, False))
 
     def _train(self, call: Call, part: ModelPart) -> float:
         rates, batch = self.rates, self.planner.batches[call.role, "train"]
@@ -217,6 +217,7 @@ class _Clock:
         gathers = batch.count * (1 if part.is_small else 2)
         reduces = 1 if part.is_small else batch.count
         gathered = gathers * part.shape.item * part.parameters.all
+        received = part.gathers(gathers, True)
         reduced = reduces * MASTER * part.parameters.trained
         copies = (3 * gathered + 4 * reduced) / rates.memory
         step = ADAM_TOUCHES * MASTER * part.parameters.trained / part.shards / rates.memory
@@ -225,7 +226,7 @@ class _Clock:
         codec, link = self._sum(call.role, part, backward)
         coding, summing = reduces * codec, reduces * link
         one = self._with_transfer(
-            compute + copies + coding, call.role, part, gathered, summing, coding
+            compute + copies + coding, call.role, part, received, summing, coding
         )
         return call.updates * (one + step)
 

@@ -106,8 +106,10 @@ def _engine(
     if not trains:
         model.requires_grad_(False)
     cut = training_mesh(context.world_size, config.parallel, rollout_tp)
-    gradients = config.parallel.gradients if trains else "full"  # there are none to sum
-    mesh = ParallelMesh(cut, device, config.parallel.shards, gradients)
+    if not trains:  # there are no gradients to sum, and weights never change
+        still = replace(config.parallel, gradients="full", weights="full")
+        config = replace(config, parallel=still)
+    mesh = ParallelMesh(cut, device, config.parallel.shards, config.parallel.gradients)
     prove_cuts(model, source.path, mesh, config, trains=trains)
     scoring = None
     if (plan := source.precision) is not None:

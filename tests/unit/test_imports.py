@@ -51,6 +51,7 @@ MAY_IMPORT = {
     "planner": {
         *("core", "controller", "models", "placement", "trainers"),
         *("=rollout", "=checks.placement", "=compress", "=compress.gradient_choice"),
+        "=compress.weights",
     },
     # Modules beside the rooms: they put the others together.
     "": EVERYTHING,

@@ -5,7 +5,7 @@ from settings import configured
 from transformers import Qwen2Config
 
 from hybridrl.checks.placement import check_placement, wanted_roles
-from hybridrl.checks.training import idle_gradients
+from hybridrl.checks.training import idle_encodings
 from hybridrl.core.cluster import Cluster
 from hybridrl.errors import ConfigError
 
@@ -20,6 +20,21 @@ from hybridrl.errors import ConfigError
             4,
             ["actor.parallel={shards: 1, gradients: int8}"],
             "with actor.parallel.shards=1 none do",
+        ),
+        (
+            4,
+            ["actor.parallel={shards: 1, weights: int4_difference}"],
+            "with actor.parallel.shards=1 none are",
+        ),
+        (
+            4,
+            ["actor.parallel={tp: 2, weights: int4_difference}"],
+            "weights=int4_difference does not go with actor.parallel.tp=2",
+        ),
+        (
+            4,
+            ["actor.parallel={pp: 2, weights: int4_difference}"],
+            "does not go with actor.parallel.pp=2",
         ),
         (2, ["actor.parallel.tp=0"], "tp=0: must be at least 1"),
         (2, ["actor.parallel.chunks=0"], "chunks=0: must be at least 1"),
@@ -99,6 +114,8 @@ def test_gpus_compute_in_8_bits_beside_16():
         (4, ["actor.parallel={gradients: int8, tp: 2}"], []),
         (2, ["actor.parallel={gradients: int8, ring: 2}"], []),
         (1, ["algorithm=ppo"], []),
+        (1, ["actor.parallel.weights=int4_difference"], ["weights=int4_difference does nothing"]),
+        (2, ["actor.parallel.weights=int4_difference"], []),
         (
             2,
             ["algorithm.kl_coefficient=0.1", "models.reference.parallel.gradients=int8"],
@@ -109,7 +126,7 @@ def test_gpus_compute_in_8_bits_beside_16():
 def test_sums_that_there_are_not_are_told(devices, overrides, said):
     config = configured(overrides)
     placement = check_placement(config, Cluster.of_one_node("cpu", devices))
-    found = idle_gradients(config, wanted_roles(config, None), placement)
+    found = idle_encodings(config, wanted_roles(config, None), placement)
     assert len(found) == len(said)
     for sentence, words in zip(found, said, strict=True):
         assert words in sentence

@@ -248,3 +248,12 @@ def test_roles_are_built_beside_those_that_are_there():
     assert actor["generation copy"] + actor["kv_cache"] == pytest.approx(machines.memory / 2)
     assert "kv_cache" not in reference and "optimizer" not in reference
     assert reference["parameters"] == pytest.approx(2 * actor["parameters"])
+
+
+def test_differences_of_weights_take_a_copy_on_each_device(tmp_path):
+    settings = ["model.dtype=bfloat16", "actor.parallel.weights=int4_difference"]
+    plain, ours = (plan_of(*settings[:given], devices=2, tmp_path=tmp_path) for given in (1, 2))
+    at = ("actor", "train")
+    copy = phases(ours)[at]["parameters"] - phases(plain)[at]["parameters"]
+    parts = phases(plain)[at]["parameters"]  # half of the float32 parameters
+    assert copy == pytest.approx(parts)  # all of them in bfloat16

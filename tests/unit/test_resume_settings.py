@@ -72,6 +72,7 @@ def test_settings_that_change_what_is_learned_come_first_and_are_marked():
     assert [line.split(":")[0] for line in lines[2:]] == ["actor.parallel.tp", "observe.show_every"]
     assert changes_learning("placement.staleness") and not changes_learning("placement.strategy")
     assert changes_learning("actor.parallel.gradients")
+    assert changes_learning("actor.parallel.weights")
     assert not changes_learning("rollout.weight_sync", "auto", "full")
     assert changes_learning("rollout.weight_sync", "delta", "int8")
 

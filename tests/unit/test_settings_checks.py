@@ -100,3 +100,16 @@ def test_too_few_open_files_are_told_before_ray_starts(monkeypatch, most, cure):
     with pytest.raises(ConfigError, match=said):
         check(configured(HERE))
     check(configured([*HERE, "run.dry=true"]))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("actor.lora.rank=4", r"gains nothing with adapters \(actor\.lora\.rank=4\)"),
+        ("actor.offload_between_calls=true", "keeps a copy of the weights on every device"),
+    ],
+)
+def test_differences_of_weights_are_refused_where_they_gain_nothing(override, words):
+    config = configured([*HERE, "actor.parallel.weights=int4_difference", override])
+    with pytest.raises(ConfigError, match=words):
+        check(config)
