@@ -41,7 +41,7 @@ from hybridrl.models import load_config, load_model, make_tiny_model
 from hybridrl.models.calibration import token_kl
 from hybridrl.models.decoder_stage import set_attention
 from hybridrl.parallel.process_group import join
-from hybridrl.plan_generation import calibrated, measured_plan
+from hybridrl.plan_generation import calibrated, choice, measured_plan
 from hybridrl.planner.generation_probe import probe_costs, slowed, with_sizes
 from hybridrl.planner.generation_problem import (
     Costs,
@@ -281,7 +281,7 @@ def _probe(rank: int, address: str, folder: Path, dtype: str) -> None:
     if rank == 0:
         rows = sorted({-(-SAMPLES // count) for count in (1, 2, 4, 8, 16)})
         config = load_config(str(folder / "model"))
-        prefill, decode = probe_costs(config, dtype, CPU, rows, PROMPT, RESPONSE, BITS)
+        prefill, decode = probe_costs(config, dtype, CPU, rows, PROMPT, RESPONSE, choice, BITS)
         per_byte = max(0.0, (seconds[1] - seconds[0]) / (PING_BYTES[1] - PING_BYTES[0]))
         found = {"prefill": asdict(prefill), "decode": asdict(decode)}
         found["link"] = [seconds[0], per_byte]

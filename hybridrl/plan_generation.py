@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +19,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.observe.storage import explain_write_errors
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
     from hybridrl.config.schema import Config
@@ -111,7 +111,9 @@ def make_problem(
     for one in described:
         if one.device not in costs:
             where = torch.device(one.device)
-            costs[one.device] = probe_costs(architecture, config.model.dtype, where, rows, *lengths)
+            costs[one.device] = probe_costs(
+                architecture, config.model.dtype, where, rows, *lengths, choice
+            )
         prefill, decode = (slowed(phase, one.share) for phase in costs[one.device])
         devices.append(GenerationDevice(one.name, one.memory_gib * 2**30, prefill, decode))
     link = copy_link(torch.device(described[0].device))
@@ -130,6 +132,27 @@ def make_problem(
         state_bytes=0.0,
     )
     return with_sizes(problem, architecture, config.model.dtype)
+
+
+def choice(head: nn.Module, states: Tensor) -> Callable[[], object]:
+    """What the last stage does with its states: tokens are chosen and told."""
+    import torch
+
+    from hybridrl.rollout.base import Sampling
+    from hybridrl.rollout.choosing import Chooser
+    from hybridrl.rollout.pipeline_group import Group, marked
+
+    rows, device, endless = len(states), states.device, 1 << 40
+    chooser = Chooser(Sampling(endless), torch.zeros(1, dtype=torch.int64, device=device), None)
+    group = Group([torch.zeros(1)] * rows, range(rows), 0, endless, device)
+
+    def run() -> None:
+        tokens, log_probs = chooser.choose(head(states), group.seeds, group.position)
+        log_probs.tolist()
+        chooser.ends(tokens)
+        group.take(marked(tokens, [False] * rows))
+
+    return run
 
 
 def calibrated(model: PreTrainedModel, answers: Sequence[Tensor]) -> tuple[dict[int, float], ...]:

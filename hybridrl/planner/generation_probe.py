@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from hybridrl.core.device import synchronize
@@ -20,10 +20,13 @@ from hybridrl.models.growing_cache import GrowingCache
 from hybridrl.planner.generation_problem import Costs, Curve, GenerationProblem, Link
 from hybridrl.planner.model_shape import shape_of
 
+Choice = Callable[[nn.Module, Tensor], Callable[[], object]]
 DEPTHS = (1, 3)
 """Layers of the stages that are timed: what the second has more is layers alone."""
 TURNS, SECONDS = 5, 0.2
 """A measurement repeats at least so often, and at least so long."""
+CACHE_BYTES = 64 << 20
+"""More than caches hold."""
 SCALE_BYTES = {8: 0.0, 4: 0.5 / 8}
 """Beside a value: float32 scales, one for each 64 values of 4 bits; of rows in 8 bits few."""
 
@@ -35,6 +38,7 @@ def probe_costs(
     rows: Sequence[int],
     prompt_tokens: int,
     response_tokens: int,
+    choice: Choice,
     bits: Sequence[int] = BITS,
 ) -> tuple[Costs, Costs]:
     """Costs of prefill and of decode on this device, with random weights.
@@ -44,6 +48,7 @@ def probe_costs(
         dtype: Name of the precision of computation.
         rows: Samples in a micro-batch, that are measured.
         prompt_tokens, response_tokens: Of a sample; decode is measured half-way.
+        choice: Given head and last states, what a last stage does with them.
     """
     few = copy.deepcopy(config)
     text = few.get_text_config()
@@ -72,7 +77,7 @@ def probe_costs(
     ends = []
     for count in sorted(set(rows)):
         states = torch.randn(count, text.hidden_size, dtype=DTYPES[dtype], device=device)
-        ends.append((count, _timed([_choice(head, states)], device)[0]))
+        ends.append((count, _timed([choice(head, states)], device)[0]))
     found = [
         Costs(
             {number: _growing(points) for number, points in layer[prefill].items()},
@@ -168,28 +173,21 @@ def _growing(points: Sequence[tuple[int, float]]) -> Curve:
     return tuple((rows, min(later[n:])) for n, (rows, _) in enumerate(points))
 
 
-def _choice(head: torch.nn.Module, states: Tensor) -> Callable[[], object]:
-    def run() -> Tensor:
-        log_probs = torch.log_softmax(head(states).float(), dim=-1)
-        noise = torch.rand_like(log_probs).log_().neg_().log_().neg_()
-        return (log_probs + noise).argmax(-1)
-
-    return run
-
-
 @torch.inference_mode()
 def _timed(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Seconds of each, which take turns; the median of the quicker half, for other work on the
-    machine only adds."""
+    """Seconds of each, which take turns, with caches that hold something else: the layers of a
+    model that is worth dividing do not fit into them."""
+    others = torch.zeros(CACHE_BYTES, dtype=torch.uint8, device=device)
     seconds: list[list[float]] = [[] for _ in runs]
     for run in runs:
         run()
     begin = time.perf_counter()
     while len(seconds[0]) < TURNS or time.perf_counter() - begin < SECONDS:
         for run, found in zip(runs, seconds, strict=True):
+            others.add_(1)
             synchronize(device)
             start = time.perf_counter()
             run()
             synchronize(device)
             found.append(time.perf_counter() - start)
-    return [statistics.median(sorted(found)[: -(-len(found) // 2)]) for found in seconds]
+    return [statistics.median(found) for found in seconds]

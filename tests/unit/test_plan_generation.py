@@ -95,7 +95,9 @@ def test_what_cannot_be_planned_is_refused(command, tmp_path):
 
 def test_costs_are_of_every_precision_phase_and_size(folder):
     config = load_config(str(folder))
-    phases = generation_probe.probe_costs(config, "float32", CPU, [5, 2, 5], 6, 4)
+    phases = generation_probe.probe_costs(
+        config, "float32", CPU, [5, 2, 5], 6, 4, plan_generation.choice
+    )
     for costs in phases:
         assert costs.layer.keys() == set(BITS)
         for curve in (*costs.layer.values(), costs.head, costs.stage):
