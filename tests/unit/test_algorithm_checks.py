@@ -293,7 +293,8 @@ def test_a_model_that_goes_on_to_reinforcement_is_not_annealed():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_passes(name):
-    config = configured([*HERE, f"algorithm={name}"])
+    teacher = ["models.teacher.path=teacher"] if name == "distillation" else []
+    config = configured([*HERE, f"algorithm={name}", *teacher])
     check(config)
     text = (FOLDER / "algorithm" / f"{name}.yaml").read_text()
     assert f"name: {config.trainer.name}\n" in text

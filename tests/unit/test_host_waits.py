@@ -20,6 +20,7 @@ ALLOWED = {
     ("models/log_probs.py", "backward"): "whether the entropy has a gradient: once for all tokens",
     ("models/packing.py", "of"): "on the host, before the model runs",
     ("models/packing.py", "_places"): "on the host, before the model runs",
+    ("models/packing.py", "_candidates"): "on the host, before the model runs",
     ("models/packing.py", "_routes"): "on the host, before the model runs",
     ("parallel/block_attention.py", "between"): "lengths are on the host",
     ("parallel/block_attention.py", "longest"): "lengths are on the host",
