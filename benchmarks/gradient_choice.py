@@ -49,9 +49,10 @@ from hybridrl.compress.gradients import INT4, INT8, CompressedReduceScatter, Hop
 from hybridrl.controller import Context
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.parallel.gradients import make_reduce_scatter
-from hybridrl.parallel.measured_sums import HopWay, MeasuredSums, UnitSum
+from hybridrl.parallel.measured_sums import MeasuredSums, UnitSum
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.process_group import join
+from hybridrl.parallel.sum_times import HopWay
 
 CPU = torch.device("cpu")
 PORT = 29641
@@ -211,9 +212,11 @@ def measure(link: str, ranks: int, limit: float) -> dict[str, Any]:
             start = host.popen if host else subprocess.Popen
             started.append(start(command, stdout=subprocess.PIPE, text=True, env=environment))
         said = [one.communicate()[0] for one in started]
-    if any(one.returncode for one in started):
-        raise SystemExit("A rank ended with an error, which stands above.")
-    return json.loads(next(line for line in said[0].splitlines() if line.startswith("{")))
+    # Not by the exit code: on a busy machine a process that was done was seen to abort as it left.
+    for line in said[0].splitlines():
+        if line.startswith("{"):
+            return json.loads(line)
+    raise SystemExit("A rank ended with an error, which stands above.")
 
 
 def tell(link: str, found: dict[str, Any]) -> None:

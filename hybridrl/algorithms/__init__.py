@@ -7,6 +7,7 @@ exactly 0 off the mask, computed in float32 at least, and no argument is changed
 
 from hybridrl.algorithms.advantages import gae, reinforce_plus_plus, remax, spread
 from hybridrl.algorithms.corrections import importance_weights, mismatch
+from hybridrl.algorithms.distillation import Distillation
 from hybridrl.algorithms.group_advantages import (
     group_relative,
     keep_informative,
@@ -31,6 +32,7 @@ __all__ = [
     "AdaptiveKL",
     "BradleyTerry",
     "DirectPreference",
+    "Distillation",
     "FixedKL",
     "LagrangeMultiplier",
     "PolicyObjective",

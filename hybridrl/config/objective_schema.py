@@ -232,6 +232,23 @@ class AlgorithmConfig:
 
 
 @dataclass
+class DistillationConfig:
+    """Learning what teachers think of the student's samples: trainer `distillation`."""
+
+    loss: Annotated[str, OneOf("sampled", "reverse", "forward")] = "reverse"
+    """`reverse`, KL(student, teacher), by the teacher's likeliest tokens; `forward`, KL(teacher,
+    student), by the same; or `sampled`: the first, estimated by the tokens that were sampled."""
+    top_k: Annotated[
+        PositiveInt, With("distillation.loss=reverse", "distillation.loss=forward")
+    ] = 64
+    """So many of the teacher's likeliest tokens; all others count as one. As many as the vocabulary
+    has: nothing is left out."""
+    by: Name | None = None
+    """A column of the data whose value says which teacher a row has, `models.teacher_<value>`; rows
+    of other values have `models.teacher`."""
+
+
+@dataclass
 class PreferenceConfig:
     """Learning from pairs: trainers `dpo` and `reward_model`."""
 

@@ -43,6 +43,7 @@ from hybridrl.config.objective_schema import (
     AlgorithmConfig,
     CostConfig,
     DataConfig,
+    DistillationConfig,
     JudgeConfig,
     PreferenceConfig,
     RewardConfig,
@@ -59,6 +60,7 @@ __all__ = [
     "CostConfig",
     "CriticConfig",
     "DataConfig",
+    "DistillationConfig",
     "EvalConfig",
     "GuardConfig",
     "JudgeConfig",
@@ -310,6 +312,8 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     preference: Annotated[PreferenceConfig | None, PAIRS] = None
     """Set by `algorithm=dpo` and `algorithm=reward_model`."""
+    distillation: Annotated[DistillationConfig | None, With("trainer.name=distillation")] = None
+    """Set by `algorithm=distillation`."""
     cost: Annotated[CostConfig | None, With("trainer.name=safe_rlhf")] = None
     """Set by `algorithm=safe_rlhf`."""
     warmup: WarmupConfig = field(default_factory=WarmupConfig)

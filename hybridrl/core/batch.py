@@ -24,12 +24,16 @@ from hybridrl.errors import DataError, nearest
 
 ROUTES = "routed_experts"
 """Which experts took each token but a sample's last, in all layers one after the other."""
+TEACHER_IDS, TEACHER_LOG_PROBS = "teacher_ids", "teacher_log_probs"
+"""The tokens that a teacher finds likeliest in the place of each response token, as many for every
+one, one token after the other."""
 LIBRARY_COLUMNS = frozenset(
     {
         # of tokens
         *("prompt_ids", "response_ids", "response_mask", "token_versions", ROUTES),
         *("rollout_log_probs", "log_probs", "ref_log_probs", "entropy", "values", "cost_values"),
         *("returns", "cost_returns", "advantages", "loss_weights"),
+        *(TEACHER_IDS, TEACHER_LOG_PROBS),
         # of samples
         *("group_id", "policy_version", "scores", "costs", "greedy_scores", "response"),
     }

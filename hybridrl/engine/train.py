@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from hybridrl.algorithms import Segments, TokenLoss
 from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.core.balance import pack
-from hybridrl.core.batch import Batch
+from hybridrl.core.batch import Batch, Ragged
 from hybridrl.core.device import free_cached_memory, synchronize
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.record import Fault
@@ -120,7 +121,7 @@ class TrainEngine(ShardedModel):
             self._resting.put_away()
 
     @torch.no_grad()
-    def forward(self, batch: Batch, **options: float) -> Batch:
+    def forward(self, batch: Batch, **options: Any) -> Batch:
         """The model's outputs for the response tokens, a ragged column each.
 
         Args:
@@ -131,15 +132,17 @@ class TrainEngine(ShardedModel):
         """
         self.model.eval()
         responses = batch.ragged("response_ids")
-        blank = torch.full((len(responses.values),), torch.nan)
-        outputs = {name: blank.clone() for name in self.model.OUTPUTS}
+        shapes = self.model.shapes(**options).items()
+        count = len(responses.values)
+        outputs = {name: torch.full((count, *shape), torch.nan) for name, shape in shapes}
         micro_batches = self._micro_batches(batch)
         samples = [self._pack(batch.take(rows)) for rows in micro_batches]
 
         def keep(number: int, found: Mapping[str, Tensor]) -> None:
             places = token_places(responses.cu_seqlens, micro_batches[number])
-            for name, values in self._whole(found, samples[number]).items():
-                outputs[name][places] = values.cpu()
+            whole = self._whole(found, samples[number])
+            for name, kept in outputs.items():
+                kept[places] = whole[name].cpu()
 
         if self._pipeline is not None:
             self._pipeline.score(self.model, samples, keep, **options)
@@ -148,11 +151,14 @@ class TrainEngine(ShardedModel):
                 keep(number, self.model(packed, **options))
         self._drop_gathered()  # their memory is for others now
         return Batch.from_columns(
-            {name: responses._replace(values=values) for name, values in outputs.items()}
+            {
+                name: Ragged(values.flatten(), responses.cu_seqlens * math.prod(values.shape[1:]))
+                for name, values in outputs.items()
+            }
         )
 
     def update(
-        self, batch: Batch, loss: Loss, *, rows_together: int = 1, **options: float
+        self, batch: Batch, loss: Loss, *, rows_together: int = 1, **options: Any
     ) -> dict[str, float]:
         """One optimizer step on the rows of all ranks together.
 
@@ -227,7 +233,7 @@ class TrainEngine(ShardedModel):
         """What the model says of all response tokens of a micro-batch."""
         return outputs if self._sequence is None else self._sequence.gather(outputs, samples)
 
-    def _balance_routers(self, samples: list[PackedSamples], options: dict[str, float]) -> None:
+    def _balance_routers(self, samples: list[PackedSamples], options: dict[str, Any]) -> None:
         """Prepares the routers for an update. With a balancing loss, each one's choices among its
         experts are counted first, over all micro-batches and ranks."""
         if (routing := self._routing) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -60,10 +61,10 @@ class _TokenLogProbs(torch.autograd.Function):
         # that of exp(z) z, and the target's z.
         largest = hidden.new_empty(len(hidden), dtype=torch.float32)
         sums = largest.new_empty(len(hidden), 3)
-        local, mine = _local(targets, weight, vocabulary)
-        states, table = _operand(hidden), _operand(weight)
-        for chunk in _chunks(hidden, weight):
-            logits = _logits(states[chunk], table, temperature)
+        local, mine = local_rows(targets, weight, vocabulary)
+        states, table = operand(hidden), operand(weight)
+        for chunk in chunks(hidden, weight):
+            logits = logits_of(states[chunk], table, temperature)
             largest[chunk] = logits.amax(1)
             logits -= largest[chunk, None]
             exponentials = logits.exp()
@@ -90,16 +91,10 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
         hidden, weight, targets, entropy, largest, log_sum = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        trains_weight = ctx.needs_input_grad[1]
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if trains_weight else None
         with_entropy = bool(grad_entropy.any())
-        local, mine = _local(targets, weight, ctx.vocabulary)
-        states, table = _operand(hidden), _operand(weight)
-        for chunk in _chunks(hidden, weight):
-            # Less the largest first: it may be large, and the rest is not.
-            log_softmax = _logits(states[chunk], table, ctx.temperature) - largest[chunk, None]
-            log_softmax -= log_sum[chunk, None]
+        local, mine = local_rows(targets, weight, ctx.vocabulary)
+
+        def of_logits(chunk: slice, log_softmax: torch.Tensor) -> torch.Tensor:
             probs = log_softmax.exp()
             # d log p_t / d z = onehot_t - p;  d H / d z = -p (log p + H)
             grad = probs * -grad_log_probs[chunk, None]
@@ -107,45 +102,82 @@ class _TokenLogProbs(torch.autograd.Function):
             grad.scatter_add_(1, local[chunk, None], own)
             if with_entropy:
                 grad -= grad_entropy[chunk, None] * probs * (log_softmax + entropy[chunk, None])
-            grad = (grad / ctx.temperature).to(table.dtype)
-            del probs, log_softmax  # the products below are large themselves
-            grad_hidden[chunk] = (grad @ table).to(hidden.dtype)
-            if grad_weight is None:
-                continue
-            if table.dtype is torch.float32:
-                grad_weight.addmm_(grad.T, states[chunk])
-            else:
-                grad_weight += _product(grad.T, states[chunk])
-        del table  # perhaps a copy, and another one is made now
-        if ctx.vocabulary is not None:
-            dist.all_reduce(grad_hidden, group=ctx.vocabulary.group)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None
+            return grad
+
+        grads = head_gradients(
+            *(hidden, weight, ctx.temperature, ctx.vocabulary, largest, log_sum),
+            of_logits,
+            with_weight=ctx.needs_input_grad[1],
+        )
+        return *grads, None, None, None
 
 
-def _local(
+def head_gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    temperature: float,
+    vocabulary: Vocabulary | None,
+    largest: torch.Tensor,
+    log_sum: torch.Tensor,
+    of_logits: Callable[[slice, torch.Tensor], torch.Tensor],
+    *,
+    with_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients of hidden states and output embedding, whose logits are computed once more.
+
+    Args:
+        largest, log_sum: `[tokens]`, the largest logit of all, and the logarithm of the sum of
+            exp(logit - largest).
+        of_logits: From some tokens and their log-softmax, to be used up, the gradient of their
+            logits as divided by the temperature.
+        with_weight: Whether that of the embedding is wanted.
+    """
+    grad_hidden = torch.empty_like(hidden)
+    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if with_weight else None
+    states, table = operand(hidden), operand(weight)
+    for chunk in chunks(hidden, weight):
+        # Less the largest first: it may be large, and the rest is not.
+        log_softmax = logits_of(states[chunk], table, temperature) - largest[chunk, None]
+        log_softmax -= log_sum[chunk, None]
+        grad = (of_logits(chunk, log_softmax) / temperature).to(table.dtype)
+        del log_softmax  # the products below are large themselves
+        grad_hidden[chunk] = (grad @ table).to(hidden.dtype)
+        if grad_weight is None:
+            continue
+        if table.dtype is torch.float32:
+            grad_weight.addmm_(grad.T, states[chunk])
+        else:
+            grad_weight += _product(grad.T, states[chunk])
+    del table  # perhaps a copy, and another one is made now
+    if vocabulary is not None:
+        dist.all_reduce(grad_hidden, group=vocabulary.group)
+    return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+
+
+def local_rows(
     targets: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each target's row in `weight`, 0 where it is another rank's, and whether it is this one's."""
+    """Each id's row in `weight`, 0 where it is another rank's, and whether it is this one's."""
     local = targets if vocabulary is None else targets - vocabulary.start
     mine = (local >= 0) & (local < len(weight))
     return torch.where(mine, local, 0), mine
 
 
-def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
+def chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
+    """Tokens whose logits fit into memory at once."""
     size = max(1, logits_at_a_time(weight.device.type) // len(weight))
     return [slice(start, start + size) for start in range(0, len(hidden), size)]
 
 
-def _operand(matrix: torch.Tensor) -> torch.Tensor:
+def operand(matrix: torch.Tensor) -> torch.Tensor:
     """As `_product` takes it. Where the device cannot sum half-precision products in float32, this
     is a float32 copy, made once for all chunks: as large as the gradient that the backward sums."""
     is_half = matrix.dtype in (torch.bfloat16, torch.float16)
     return matrix if is_half and multiplies_into_float32(matrix.device.type) else matrix.float()
 
 
-def _logits(states: torch.Tensor, table: torch.Tensor, temperature: float) -> torch.Tensor:
+def logits_of(states: torch.Tensor, table: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Float32 `[tokens, vocabulary]`, of what `operand` gave."""
     return _product(states, table.T) / temperature
 
 

@@ -4,14 +4,17 @@ with a number, or a few, for every response token."""
 from __future__ import annotations
 
 from types import MethodType
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hybridrl.models.divergence import divergence, likeliest
 from hybridrl.models.log_probs import Vocabulary, token_log_probs
 from hybridrl.models.packing import PackedSamples, Rows
+
+TOP_IDS, TOP_LOG_PROBS = "top_ids", "top_log_probs"
 
 
 class PackedModel(nn.Module):
@@ -42,6 +45,10 @@ class PackedModel(nn.Module):
         """The part of the model that is applied to the last hidden states."""
         raise NotImplementedError
 
+    def shapes(self, **options: Any) -> dict[str, tuple[int, ...]]:
+        """Names of what `forward` gives with these options, with the shape for a response token."""
+        return dict.fromkeys(self.OUTPUTS, ())
+
     def hidden(self, samples: PackedSamples) -> torch.Tensor:
         """The last hidden states, `[tokens, hidden]` of all rows."""
         ids = samples.input_ids
@@ -69,13 +76,35 @@ class CausalPolicy(PackedModel):
     def head(self) -> nn.Module:
         return self.inner.get_output_embeddings()
 
-    def forward(self, samples: PackedSamples, temperature: float = 1.0) -> dict[str, torch.Tensor]:
-        """`log_probs` of the response tokens and `entropy`, of the distribution sampled from."""
+    def shapes(self, top_k: int = 0, **options: Any) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = dict.fromkeys(self.OUTPUTS, ())
+        if top_k:
+            width = min(top_k, self.inner.config.get_text_config().vocab_size)
+            found |= {TOP_IDS: (width,), TOP_LOG_PROBS: (width,)}
+        return found
+
+    def forward(
+        self,
+        samples: PackedSamples,
+        temperature: float = 1.0,
+        *,
+        top_k: int = 0,
+        kind: str = "reverse",
+    ) -> dict[str, torch.Tensor]:
+        """`log_probs` of the response tokens and `entropy`, of the distribution sampled from.
+
+        Args:
+            top_k: With a number, so many `top_ids` and `top_log_probs` besides, of the likeliest
+                tokens in the place of each.
+            kind: Where the samples have `candidates`, of the `divergence` that is given besides:
+                see `hybridrl.models.divergence`.
+        """
         hidden = self.hidden(samples).index_select(0, samples.predictors)
-        log_probs, entropy = self.head.log_probs(
-            hidden, samples.targets, temperature, self.vocabulary
+        (width,) = self.shapes(top_k).get(TOP_IDS, (0,))
+        found: dict[str, torch.Tensor] = self.head.log_probs(
+            hidden, samples, temperature, self.vocabulary, width, kind
         )
-        return {"log_probs": log_probs, "entropy": entropy}
+        return found
 
 
 class ScalarModel(PackedModel):
@@ -111,9 +140,19 @@ class ScalarModel(PackedModel):
 def _log_probs(
     head: nn.Linear,
     hidden: torch.Tensor,
-    targets: torch.Tensor,
+    samples: PackedSamples,
     temperature: float,
     vocabulary: Vocabulary | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """An output embedding's answer in place of logits; see `token_log_probs`."""
-    return token_log_probs(hidden, head.weight, targets, temperature, vocabulary)
+    top_k: int,
+    kind: str,
+) -> dict[str, torch.Tensor]:
+    """An output embedding's answer in place of logits; see `CausalPolicy.forward`."""
+    weight, cut = head.weight, (temperature, vocabulary)
+    log_probs, entropy = token_log_probs(hidden, weight, samples.targets, *cut)
+    found = {"log_probs": log_probs, "entropy": entropy}
+    if samples.candidates is not None:
+        found["divergence"] = divergence(hidden, weight, samples.candidates, kind, *cut)
+    if top_k:
+        ids, best = likeliest(hidden, weight, top_k, *cut)
+        found |= {TOP_IDS: ids.float(), TOP_LOG_PROBS: best}
+    return found

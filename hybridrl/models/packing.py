@@ -8,8 +8,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from hybridrl.core.batch import ROUTES, Batch, Ragged
+from hybridrl.core.batch import ROUTES, TEACHER_IDS, TEACHER_LOG_PROBS, Batch, Ragged
 from hybridrl.errors import DataError
+from hybridrl.models.divergence import Candidates
 
 WASTE = 1.25
 """Samples share an attention bucket while padded tokens stay within this multiple of real ones."""
@@ -117,6 +118,7 @@ class PackedSamples:
             predicts each response token.
         targets: `[response tokens]`: the response tokens, in the order of the batch's own column.
         response_bounds: `[samples + 1]`: bounds of the samples in `targets`.
+        candidates: What a teacher expected in the place of each response token.
     """
 
     input_ids: torch.Tensor
@@ -124,11 +126,12 @@ class PackedSamples:
     predictors: torch.Tensor
     targets: torch.Tensor
     response_bounds: torch.Tensor
+    candidates: Candidates | None = None
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device, rows: Rows = Rows.PACKED) -> PackedSamples:
         """Lays out all rows of `batch` (columns `prompt_ids`, `response_ids`, and
-        `routed_experts` if it has that).
+        `routed_experts`, `teacher_ids` and `teacher_log_probs` if it has them).
 
         A batch without rows gives one token that predicts nothing: no model runs on no tokens, and
         a rank without rows still takes part in its peers' collectives.
@@ -153,7 +156,23 @@ class PackedSamples:
             predictors=(response_places - 1).to(device),
             targets=responses.values.to(device, copy=True),  # a plain tensor
             response_bounds=responses.cu_seqlens,
+            candidates=_candidates(batch, device) if TEACHER_IDS in batch.columns else None,
         )
+
+
+def _candidates(batch: Batch, device: torch.device) -> Candidates:
+    """What the columns of a teacher have for each response token: as many numbers for every one."""
+    tokens, found = batch.lengths("response_ids"), []
+    for name in (TEACHER_IDS, TEACHER_LOG_PROBS):
+        column = batch.ragged(name)
+        width = len(column.values) // max(1, int(tokens.sum()))
+        if not torch.equal(column.lengths, torch.from_numpy(tokens) * width):
+            raise DataError(
+                f"The column `{name}` does not have as many numbers for each response token: rows "
+                f"of {column.lengths[:3].tolist()} for {tokens[:3].tolist()} tokens."
+            )
+        found.append(column.values.view(int(tokens.sum()), width).to(device, copy=True))
+    return Candidates(found[0].long(), found[1])
 
 
 def _routes(batch: Batch, starts: torch.Tensor, tokens: int) -> torch.Tensor | None:

@@ -13,7 +13,8 @@ from hybridrl.compress.codec import Codec
 from hybridrl.compress.gradients import INT4, INT8, CompressedReduceScatter, Hop
 from hybridrl.core.nodes import ranks_by_node
 from hybridrl.errors import ConfigError
-from hybridrl.parallel.measured_sums import HopWay, MeasuredSums
+from hybridrl.parallel.measured_sums import MeasuredSums
+from hybridrl.parallel.sum_times import HopWay
 
 AUTO = "auto"
 CODECS: dict[str, Codec | None] = {"float32": None, "int8": INT8, "int4": INT4}

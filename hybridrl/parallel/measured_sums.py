@@ -8,8 +8,8 @@ the sums took with what was measured. All of them are told the same figures, so 
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,48 +19,29 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from hybridrl.compress.gradient_choice import (
-    FULL,
     IN_ORDER,
-    NOTHING,
     ON_A_STREAM,
     Bucket,
     Choice,
-    Curve,
-    Part,
-    Way,
     choose,
 )
-from hybridrl.compress.gradients import CompressedReduceScatter, Hop
+from hybridrl.compress.gradients import CompressedReduceScatter
 from hybridrl.core.device import Moment
+from hybridrl.parallel.sum_times import HopWay, agreed, measured_ways, reduce_scatter
 
-LEAST, STEP, MOST = 1 << 12, 4, 1 << 24
-"""Values that are summed to measure: the fewest, how many times as many come next, and the most."""
-LONG = 0.1
-"""Seconds. What takes longer is measured at no larger size."""
-REPEATS, MOST_REPEATS, ENOUGH = 3, 9, 0.03
-"""Of one size: the fewest, and the most if they do not take so many seconds together."""
 DRIFT = 1.5
 """Sums that take so many times as long as was measured, or as little, may want another way..."""
 IN_A_ROW = 3
 """...if they do so in so many updates."""
+WORTH = 0.02
+"""...and if it is such a share of all time: to measure takes seconds."""
+CALM = 100
+"""Updates after which a measurement is forgotten that was made again. Until then twice as much is
+let pass after each: what differs may not be the link, and to measure it more often would not
+help."""
 SETTLING = 3
 """Updates after which is chosen again where sums go on beside the backward: what a bubble is can
 be seen only once sums are short."""
-
-
-@dataclass(frozen=True)
-class HopWay:
-    """One way: its name, its hops, and the order of parts before them (see
-    `CompressedReduceScatter`)."""
-
-    name: str
-    hops: Sequence[Hop]
-    order: Sequence[int] | None = None
-
-    @property
-    def sums(self) -> CompressedReduceScatter:
-        """What does it."""
-        return CompressedReduceScatter(self.hops, self.order)
 
 
 @dataclass(frozen=True)
@@ -98,7 +79,8 @@ class MeasuredSums:
         self.said: list[str] = []
         self.measurements = 0
         self._sums: list[_Sum] = []
-        self._drift, self._drifted, self._updates = DRIFT, 0, 0
+        self._drift, self._drifted, self._updates, self._again = DRIFT, 0, 0, 0
+        self._last = 0.0  # when the last update was over
 
     def install(self, units: Sequence[FSDPModule], values: Sequence[int]) -> None:
         """Gives each unit its way, after measuring. Collective over the group.
@@ -115,6 +97,7 @@ class MeasuredSums:
         self._measure()
         self._choose()
         self._say()
+        self._last = time.monotonic()
 
     def note(self, unit: int, ready: Moment, begin: Moment, end: Moment) -> None:
         """Keeps the times of a sum until the update is over."""
@@ -131,7 +114,10 @@ class MeasuredSums:
             return
         took = sum(one.end.since(one.begin) for one in done)
         expected = sum(self._seconds[one.unit] for one in done)
-        ratio = self._agreed([took / expected], dist.ReduceOp.MIN)[0]
+        now = time.monotonic()
+        share = abs(took - expected) / max(now - self._last, 1e-9)
+        self._last = now
+        ratio, share = agreed([took / expected, share], dist.ReduceOp.MIN, self._group)
         self._updates += 1
         if self._overlap.beside and self._updates <= SETTLING:
             self._see_gaps(done)
@@ -139,18 +125,15 @@ class MeasuredSums:
             if self._updates == SETTLING:
                 self._say()
             return
-        drifted = not 1 / self._drift <= ratio <= self._drift
+        drifted = share >= WORTH and not 1 / self._drift <= ratio <= self._drift
         self._drifted = self._drifted + 1 if drifted else 0
+        if self._updates - self._again > CALM:
+            self._drift = DRIFT
         if self._drifted < IN_A_ROW:
             return
-        before = self.choice
         self._measure()
         self._choose()
-        self._drifted = 0
-        if before is not None and self.choice is not None and before.ways == self.choice.ways:
-            # It is not the link alone that differs from what is measured apart from a step: to
-            # measure again and again would not help.
-            self._drift *= 2
+        self._drift, self._drifted, self._again = 2 * self._drift, 0, self._updates
         self._say(
             f"in {IN_A_ROW} updates sums took {ratio:.2g} times what was measured, so it was "
             "measured again. "
@@ -187,78 +170,12 @@ class MeasuredSums:
                 self._gaps[one.unit] = gap
         seen += [unit for unit in (done[-1].unit, *self._order) if unit not in seen]
         self._order = list(dict.fromkeys(seen))
-        self._gaps = self._agreed(self._gaps, dist.ReduceOp.MAX)
+        self._gaps = agreed(self._gaps, dist.ReduceOp.MAX, self._group)
 
     def _measure(self) -> None:
-        """Every hop that is in a way, and torch's own sum."""
         self.measurements += 1
-        largest = min(max(self._values, default=0), MOST)
-        points = self._points(lambda values: _whole_sum(values, self._group), largest)
-        self._costs = [Way(FULL, (Part(1.0, NOTHING, Curve(points)),))]
-        known: dict[Hop, Part] = {}
-        for way in self._ways:
-            parts, share = [], 1.0
-            for number, hop in enumerate(way.hops):
-                if hop not in known:
-                    order = way.order if number == 0 else None
-                    alone = CompressedReduceScatter([hop], order)
-                    known[hop] = self._part(alone, hop, int(share * largest), known)
-                parts.append(Part(share, known[hop].codec, known[hop].link))
-                share /= hop.group.size()
-            self._costs.append(Way(way.name, tuple(parts)))
-
-    def _part(
-        self, sums: CompressedReduceScatter, hop: Hop, largest: int, known: dict[Hop, Part]
-    ) -> Part:
-        """What a hop takes of the device and of the link."""
-        size = hop.group.size()
-
-        def once(values: torch.Tensor) -> None:
-            out = values.new_empty(len(values) // size)
-            sums(out, values, hop.group, dist.ReduceOp.SUM)
-
-        points = self._points(once, largest)
-        whole = Curve(points)
-        exact = known.get(Hop(hop.group, None))
-        if hop.codec is None or exact is None:
-            return Part(1.0, NOTHING, whole)
-        link = [
-            (values, min(taken, exact.link(hop.codec.size(int(values) // size) * size / 4)))
-            for values, taken in points
-        ]
-        codec = [(v, t - sent) for (v, t), (_, sent) in zip(points, link, strict=True)]
-        return Part(1.0, Curve(tuple(codec)), Curve(tuple(link)))
-
-    def _points(
-        self, once: Callable[[torch.Tensor], None], largest: int
-    ) -> tuple[tuple[float, float], ...]:
-        """Seconds of the slowest rank at two sizes or more: more values until it is enough."""
-        found: list[tuple[float, float]] = []
-        ranks = self._group.size()  # of any hop a multiple
-        largest = ranks * -(-largest // ranks)
-        least = numel = ranks * -(-LEAST // ranks)
-        while True:
-            values = torch.randn(numel, device=self._device)
-            if not found:
-                once(values)  # connections are made, kernels compiled
-            taken: list[float] = []
-            while len(taken) < REPEATS or (sum(taken) < ENOUGH and len(taken) < MOST_REPEATS):
-                taken.append(self._seconds_of(once, values))
-            found.append((float(numel), statistics.median(taken)))
-            if len(found) > 1 and (numel >= largest or found[-1][1] > LONG):
-                return tuple(found)
-            numel = max(STEP * least, min(STEP * numel, largest))
-
-    def _seconds_of(self, once: Callable[[torch.Tensor], None], values: torch.Tensor) -> float:
-        begin = Moment(self._device)
-        once(values)
-        return self._agreed([Moment(self._device).since(begin)], dist.ReduceOp.MAX)[0]
-
-    def _agreed(self, figures: Sequence[float], operation: Any) -> list[float]:
-        """The same on all ranks."""
-        together = torch.tensor(figures, dtype=torch.float64)
-        dist.all_reduce(together, operation, group=self._group)
-        return [float(figure) for figure in together]
+        largest = max(self._values, default=0)
+        self._costs = measured_ways(self._ways, largest, self._group, self._device)
 
 
 class UnitSum:
@@ -291,22 +208,9 @@ class UnitSum:
         """See `CompressedReduceScatter`."""
         begin = Moment(input_tensor.device)
         if self.sums is None:
-            _reduce_scatter(output_tensor, input_tensor, op, group)
+            reduce_scatter(output_tensor, input_tensor, op, group)
         else:
             self.sums(output_tensor, input_tensor, group, op)
         end = Moment(input_tensor.device)
         ready, self._ready = self._ready or begin, None
         self._owner.note(self._number, ready, begin, end)
-
-
-def _whole_sum(values: torch.Tensor, group: dist.ProcessGroup) -> None:
-    out = values.new_empty(len(values) // group.size())
-    _reduce_scatter(out, values, dist.ReduceOp.SUM, group)
-
-
-def _reduce_scatter(
-    out: torch.Tensor, values: torch.Tensor, op: Any, group: dist.ProcessGroup
-) -> None:
-    """torch's own, by the name that it has in this version."""
-    named = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    named(out, values, op=op, group=group)

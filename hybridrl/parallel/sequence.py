@@ -26,6 +26,7 @@ from torch import Tensor
 from hybridrl.core.zigzag import even_bounds, rank_places, ring_rows
 from hybridrl.errors import ConfigError
 from hybridrl.models.attention import causal_attention
+from hybridrl.models.divergence import Candidates
 from hybridrl.models.packing import PackedSamples, Packing, Rows
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.ring_attention import RingPlan, ring_attention
@@ -107,6 +108,8 @@ class SequenceParallel:
             predictors=reading.local - shift,
             targets=samples.targets[reading.mine],
             response_bounds=samples.response_bounds,
+            candidates=samples.candidates
+            and Candidates(*(part[reading.mine] for part in samples.candidates)),
         )
 
     def gather(self, outputs: dict[str, Tensor], samples: PackedSamples) -> dict[str, Tensor]:
@@ -114,14 +117,17 @@ class SequenceParallel:
         Collective; in backward each rank takes the gradient of its own part.
 
         Args:
-            outputs: Of the model for `samples`, `[this rank's response tokens]` each.
+            outputs: Of the model for `samples`, `[this rank's response tokens]` or `[this rank's
+                response tokens, numbers]` each.
             samples: What `split` gave.
         """
         held = samples.packing.split
         assert isinstance(held, HeldTokens)
-        values = torch.stack(list(outputs.values()), dim=1)
-        columns = gather_tokens(values, held.reading, self._group).unbind(1)
-        return dict(zip(outputs, columns, strict=True))
+        columns = [x if x.ndim > 1 else x[:, None] for x in outputs.values()]
+        gathered = gather_tokens(torch.cat(columns, 1), held.reading, self._group)
+        parts = gathered.split([x.shape[1] for x in columns], dim=1)
+        named = zip(outputs.items(), parts, strict=True)
+        return {name: part.squeeze(1) if x.ndim == 1 else part for (name, x), part in named}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

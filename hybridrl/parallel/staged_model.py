@@ -52,7 +52,7 @@ class StagedModel(nn.Module):
         chunks: Stages on each rank.
 
     Attributes:
-        OUTPUTS, shift, rows: As of `model`.
+        OUTPUTS, shapes, shift, rows: As of `model`.
         tied: Name of the parameter that the first and the last rank share, or None.
         hidden_size: Length of a token's state.
         dtype: As given.
@@ -68,6 +68,7 @@ class StagedModel(nn.Module):
         self.model = model
         self.dtype = dtype
         self.OUTPUTS, self.shift, self.rows = model.OUTPUTS, model.shift, model.rows
+        self.shapes = model.shapes
         inner, base = model.inner, model.inner.base_model
         if has_adapters(inner):
             raise ConfigError(

@@ -91,7 +91,7 @@ def _candidates(plan: Plan) -> Iterator[Setting]:
     while tokens >= longest:
         yield "actor.tokens_per_microbatch", tokens
         tokens //= 2
-    if rollout.engine == "transformers":
+    if rollout.engine != "vllm":
         for divisor in (2, 4, 8, 16):
             yield "rollout.max_sequences", max(1, rollout.max_sequences // divisor)
     elif is_cuda:

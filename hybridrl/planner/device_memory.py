@@ -186,9 +186,9 @@ def _generating(planner: Planner, role: str, phase: str) -> Parts:
         if phase == "generate":
             room = rollout.memory_share * planner.machines.memory - found["generation copy"]
             found["kv_cache"] = max(0.0, room)
-    elif rollout.engine == "transformers" and phase == "generate":
-        devices = len(planner.placement.roles[role].devices)
-        rows = min(-(-planner.sizes.samples // devices), rollout.max_sequences)
+    elif rollout.engine != "vllm" and phase == "generate":
+        replicas = len(planner.placement.roles[role].devices) // planner.rollout_tp(role)
+        rows = min(-(-planner.sizes.samples // replicas), rollout.max_sequences)
         return memory.generating_with_transformers(shape, planner.sizes, rows)
     return found
 

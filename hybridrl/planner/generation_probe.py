@@ -49,7 +49,7 @@ def probe_costs(
     text = few.get_text_config()
     text.num_hidden_layers = DEPTHS[1] + 1
     if getattr(text, "layer_types", None) is not None:
-        text.layer_types = text.layer_types[: DEPTHS[1] + 1]
+        text.layer_types = ((DEPTHS[1] + 1) * text.layer_types)[: DEPTHS[1] + 1]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(few, dtype=DTYPES[dtype]).eval()
@@ -75,9 +75,9 @@ def probe_costs(
         ends.append((count, _timed([_choice(head, states)], device)[0]))
     found = [
         Costs(
-            {number: tuple(points) for number, points in layer[prefill].items()},
-            tuple(ends),
-            tuple(stage[prefill]),
+            {number: _growing(points) for number, points in layer[prefill].items()},
+            _growing(ends),
+            _growing(stage[prefill]),
         )
         for prefill in (True, False)
     ]
@@ -162,6 +162,12 @@ def _fill(
             layer.update(states, states)
 
 
+def _growing(points: Sequence[tuple[int, float]]) -> Curve:
+    """More samples take no less time; where less was measured, the other took too long."""
+    later = [seconds for _, seconds in points]
+    return tuple((rows, min(later[n:])) for n, (rows, _) in enumerate(points))
+
+
 def _choice(head: torch.nn.Module, states: Tensor) -> Callable[[], object]:
     def run() -> Tensor:
         log_probs = torch.log_softmax(head(states).float(), dim=-1)
@@ -173,7 +179,7 @@ def _choice(head: torch.nn.Module, states: Tensor) -> Callable[[], object]:
 
 @torch.inference_mode()
 def _timed(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Seconds of each, in turns; the quicker half of the turns counts, for other work on the
+    """Seconds of each, which take turns; the median of the quicker half, for other work on the
     machine only adds."""
     seconds: list[list[float]] = [[] for _ in runs]
     for run in runs:
@@ -186,4 +192,4 @@ def _timed(runs: Sequence[Callable[[], object]], device: torch.device) -> list[f
             run()
             synchronize(device)
             found.append(time.perf_counter() - start)
-    return [statistics.median(sorted(found)[: max(1, len(found) // 2)]) for found in seconds]
+    return [statistics.median(sorted(found)[: -(-len(found) // 2)]) for found in seconds]

@@ -4,7 +4,9 @@ device's part of it, and how it packs its samples."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -105,8 +107,13 @@ class Planner:
         return own or self.config.model.path
 
     def generation_shape(self, role: str) -> ModelShape:
-        """Of one rank's part of the copy that a role generates with."""
-        return shape_at(self.path(role), self.config, tp=self.rollout_tp(role))
+        """Of one rank's part of the copy that a role generates with: with `rollout=pipeline` of a
+        stage that has as many layers as the others, and both ends."""
+        parallel: Any = self.config.rollout.parallel
+        if role == GENERATOR:
+            parallel = self.placement.roles[GENERATOR].parallel
+        shape = shape_at(self.path(role), self.config, tp=parallel.tp)
+        return replace(shape, layers=-(-shape.layers // parallel.pp))
 
     def shape(self, role: str, whole: bool = False) -> ModelShape:
         """Of one rank's part of a role's model, or of all of it."""

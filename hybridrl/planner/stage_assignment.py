@@ -59,12 +59,15 @@ def plan_generation(
     # The likeliest first, each looked at as closely as is needed to leave it out.
     heap = [(program.fluid_bound(), number, 0) for number, program in enumerate(programs)]
     heapq.heapify(heap)
+    closer: dict[object, float | None] = {}
     while heap and heap[0][0] < least * (1 - gap):
         bound, number, looks = heapq.heappop(heap)
         if looks < LOOKS:
-            closer = programs[number].counted_bound(relaxed=looks == 0)
-            if closer is not None:
-                heapq.heappush(heap, (max(bound, closer), number, looks + 1))
+            key = programs[number].alike, looks
+            if key not in closer:
+                closer[key] = programs[number].counted_bound(relaxed=looks == 0)
+            if (least_of_it := closer[key]) is not None:
+                heapq.heappush(heap, (max(bound, least_of_it), number, looks + 1))
             continue
         found = programs[number].solve(least * (1 - gap), gap)
         if found is not None and (took := seconds_of(problem, found).total) < least:

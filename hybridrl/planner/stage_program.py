@@ -32,6 +32,10 @@ class StageProgram:
     Three bounds say more and more of the seconds that its best plan takes, at higher and higher
     costs: of layers that can be divided at will; of a program that knows how many layers of each
     precision a stage has, but not which; and of the program itself.
+
+    Attributes:
+        alike: The same for programs with the same bounds: between equal links it does not matter
+            in which order the inner stages come, as long as layers need not be neighbours.
     """
 
     def __init__(self, problem: GenerationProblem, choice: Choice) -> None:
@@ -44,6 +48,10 @@ class StageProgram:
         self._constant = sum(self._prefill.fixed) + sum(self._prefill.link)
         self._fixed_decode = sum(self._decode.fixed) + sum(self._decode.link)
         self._constant += self._goes_on * self._fixed_decode
+        inner = order[1:-1]
+        if len({link for n in order for m, link in enumerate(problem.links[n]) if m != n}) == 1:
+            inner = tuple(sorted(inner))
+        self.alike = order[:1], inner, order[-1:], count, pieces
 
     def fluid_bound(self) -> float:
         """Of layers in the fastest precision that flow to wherever there is time."""

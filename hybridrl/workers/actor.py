@@ -13,6 +13,7 @@ import numpy as np
 
 from hybridrl.algorithms import (
     DirectPreference,
+    Distillation,
     PolicyObjective,
     TokenLoss,
     negative_log_likelihood,
@@ -170,7 +171,8 @@ class ActorWorker(TrainedModelWorker):
                 "Call update_preference, or leave `preference` out of the settings."
             )
         self._report_age(batch)
-        return self._engine.update(batch, self._objective, temperature=self._temperature)
+        asked = self._objective.options if isinstance(self._objective, Distillation) else {}
+        return self._engine.update(batch, self._objective, temperature=self._temperature, **asked)
 
     @transfer(UPDATE_PAIRS, reads=_learned, may_read=any_column)
     def update_preference(self, batch: Batch) -> dict[str, float]:

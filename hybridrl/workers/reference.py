@@ -1,4 +1,5 @@
-"""ReferenceWorker: the policy as it was at the beginning, for the KL."""
+"""ReferenceWorker: a model that does not learn, such as the policy as it was at the beginning, for
+the KL, or a teacher."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from pathlib import Path
 
 from hybridrl.config.schema import ActorConfig
 from hybridrl.controller import ONE_TO_ALL, THREE_D, Context, transfer
-from hybridrl.core.batch import Batch
+from hybridrl.core.batch import TEACHER_IDS, TEACHER_LOG_PROBS, Batch
 from hybridrl.engine.train import TrainEngine
 from hybridrl.workers.engines import ModelSource, policy_engine
 from hybridrl.workers.generation import SAMPLE
@@ -20,13 +21,19 @@ class ReferenceWorker(ModelWorker):
         source: The model.
         config: Micro-batch budget and offload.
         temperature: That of the actor's sampling.
+        top_k: Of `compute_top_log_probs`.
     """
 
     def __init__(
-        self, context: Context, source: ModelSource, config: ActorConfig, temperature: float
+        self,
+        context: Context,
+        source: ModelSource,
+        config: ActorConfig,
+        temperature: float,
+        top_k: int = 0,
     ) -> None:
         super().__init__(context)
-        self._temperature = temperature
+        self._temperature, self._top_k = temperature, top_k
         self._engine = policy_engine(context, source, config, trains=False)
 
     @property
@@ -44,3 +51,17 @@ class ReferenceWorker(ModelWorker):
         with self.phase("score"):
             scored = self._engine.forward(batch, temperature=self._temperature)
         return Batch.from_columns({"ref_log_probs": scored.ragged("log_probs")})
+
+    @transfer(THREE_D, reads=SAMPLE, makes=(TEACHER_IDS, TEACHER_LOG_PROBS), streams=True)
+    def compute_top_log_probs(self, batch: Batch) -> Batch:
+        """The `top_k` tokens that this model finds likeliest in the place of each response token:
+        `teacher_ids` and `teacher_log_probs`, so many numbers a token, one token after the
+        other."""
+        with self.phase("score"):
+            scored = self._engine.forward(batch, temperature=self._temperature, top_k=self._top_k)
+        return Batch.from_columns(
+            {
+                TEACHER_IDS: scored.ragged("top_ids"),
+                TEACHER_LOG_PROBS: scored.ragged("top_log_probs"),
+            }
+        )

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from hybridrl.compress.gradient_choice import FULL, NOTHING, Curve, Part
 from hybridrl.config.schema import ParallelConfig
 from hybridrl.core.mesh import Mesh
-from hybridrl.parallel import fsdp, gradients, measured_sums
+from hybridrl.parallel import fsdp, gradients, measured_sums, sum_times
 from hybridrl.parallel.mesh import ParallelMesh
 
 WORLD = 4
@@ -56,20 +56,20 @@ def one_update(engine, rank, ranks):
 
 def drifting(rank):
     """An engine whose sums seem to take a thousand times what was measured, then what they do."""
-    engine = engine_of(2, "aaaa")
+    engine, measured_sums.WORTH = engine_of(2, "aaaa"), 0.0
     if engine is None:
         return None
     said = engine.take_said()
     sums, told = price(engine, "int8", 1e-9), []
     for _ in range(measured_sums.IN_A_ROW):
-        told.append((sums.measurements, sums._drift))
+        told.append(sums.measurements)
         one_update(engine, rank, 2)
     return said, told, sums.measurements, engine.take_said(), engine.take_said()
 
 
 def rank_program(rank):
     fsdp.SMALL_MODEL_BYTES = 0
-    measured_sums.LEAST, measured_sums.REPEATS, measured_sums.MOST_REPEATS = 1 << 8, 1, 1
+    sum_times.LEAST, sum_times.TURNS, sum_times.MOST_TURNS = 1 << 8, 1, 1
     found = {}
     for name, (ranks, nodes, _) in CASES.items():
         exact, engine = engine_of(ranks, nodes, "full"), engine_of(ranks, nodes)
@@ -89,6 +89,10 @@ def rank_program(rank):
             found[name, way.name, "chosen"] = sums.choice.ways
             found[name, way.name] = one_update(engine, rank, ranks)
     found["drift"] = drifting(rank)
+    mesh = ParallelMesh(Mesh({"dp": WORLD}), CPU, shards=2, gradients="auto")
+    engine = make_engine(mesh, parallel=ParallelConfig(shards=2, gradients="auto"))
+    price(engine, "int8")
+    found["copies"] = one_update(engine, rank, WORLD)
     return found
 
 
@@ -123,11 +127,19 @@ def test_all_ranks_measured_the_same_and_choose_alike(found, case):
     assert all(way.codec(1000) + way.link(1000) > 0 for way in first["costs"])
 
 
+def test_ranks_that_hold_copies_get_the_same(found):
+    exact = found[0]["two nodes", FULL]
+    for rank in range(WORLD):
+        ours = found[rank]["copies"]
+        assert 1e-5 < float((ours - exact).norm() / exact.norm()) <= 0.02
+        assert ours.equal(found[0]["copies"])
+
+
 def test_a_link_that_drifts_is_measured_again(found):
     for rank in range(2):
         said, told, measured, again, later = found[rank]["drift"]
         assert "parallel.gradients=auto" in said[0]
-        assert [measurements for measurements, _ in told] == [1] * measured_sums.IN_A_ROW
+        assert told == [1] * measured_sums.IN_A_ROW
         assert measured == 2
         assert "measured again" in again[0]
         assert later == []
@@ -135,14 +147,21 @@ def test_a_link_that_drifts_is_measured_again(found):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(("ranks", "kind"), [(2, "int8"), (4, "int8"), (2, "auto"), (4, "auto")])
-def test_the_main_program_sums_so_over_ray_and_says_what_auto_chose(run, capsys, ranks, kind):
+@pytest.mark.parametrize(
+    ("ranks", "kind", "stages"),
+    [(2, "int8", 1), (4, "int8", 1), (2, "auto", 1), (4, "auto", 1), (4, "auto", 2)],
+)
+def test_the_main_program_sums_so_over_ray_and_says_what_auto_chose(
+    run, capsys, ranks, kind, stages
+):
     folder = run(
         *(*SHORT, f"num_devices={ranks}", "rollout=transformers"),
         *("trainer.steps=1", f"actor.parallel.gradients={kind}"),
+        f"actor.parallel.pp={stages}",
         "ray.address=auto",  # where there may be more devices than this machine has cores
     )
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert any("policy/grad_norm" in json.loads(line) for line in lines)
-    told = capsys.readouterr().out.count("actor: parallel.gradients=auto:")
-    assert told == (1 if kind == "auto" else 0)
+    said = capsys.readouterr().out.split("actor: parallel.gradients=auto:")[1:]
+    first = [one for one in said if not one.startswith(" in ")]  # others: measured again
+    assert len(first) == (1 if kind == "auto" else 0)

@@ -33,7 +33,7 @@ def lines_of(folder):
 @pytest.mark.ray
 @pytest.mark.parametrize("place", PLACES)
 def test_rounded_weights_follow_the_trainers_and_samples_are_weighed(run, plan, place):
-    folder = run(*SHORT, *USES, plan(), *PLACES[place])
+    folder = run(*SHORT, "ray.address=auto", *USES, plan(), *PLACES[place])
     steps = [line for line in lines_of(folder) if "mismatch/k3" in line]
     assert len(steps) == 2
     for step in steps:
@@ -43,7 +43,7 @@ def test_rounded_weights_follow_the_trainers_and_samples_are_weighed(run, plan, 
 
 @pytest.mark.ray
 def test_whole_weights_over_stages_are_the_trainers(run):
-    folder = run(*SHORT, *USES, "num_devices=2", "model.dtype=float32")
+    folder = run(*SHORT, "ray.address=auto", *USES, "num_devices=2", "model.dtype=float32")
     steps = [line for line in lines_of(folder) if "mismatch/k3" in line]
     assert all(step["mismatch/k3"] < 1e-9 for step in steps)
     assert all("policy/correction_weight" not in step for step in steps)
@@ -52,7 +52,9 @@ def test_whole_weights_over_stages_are_the_trainers(run):
 @pytest.mark.ray
 @pytest.mark.long
 def test_it_learns(run, plan):
-    folder = run(*SHORT, *LEARNS, "trainer.steps=8", *USES, plan(), *PLACES["on its own"])
+    folder = run(
+        *SHORT, "ray.address=auto", *LEARNS, "trainer.steps=8", *USES, plan(), *PLACES["on its own"]
+    )
     rewards = [line["reward/mean"] for line in lines_of(folder) if "reward/mean" in line]
     assert rewards[-1] > rewards[0] + 0.2
 
@@ -64,7 +66,10 @@ def test_it_learns(run, plan):
         (["rollout=pipeline", "rollout.parallel.tp=2"], "divides a model by layers"),
         (["rollout=pipeline", "rollout.quantization=int8"], "needs rollout=vllm"),
         (["rollout=pipeline", "rollout.plan=none.json"], "could not be read"),
-        (["rollout=pipeline", "rollout.parallel.pp=3", "num_devices=3"], "has only 2 layers"),
+        (
+            ["rollout=pipeline", "rollout.parallel.pp=2", "model.tiny.layers=1", "executor=ray"],
+            "has only 1 layers",
+        ),
     ],
 )
 def test_what_stages_cannot_do_is_refused(refusal, settings, sentence):

@@ -226,14 +226,14 @@ def test_chunks_change_nothing_and_logits_never_exist_whole(tokens_per_chunk, mo
     )
 
     seen = []
-    logits_of = log_probs._logits
+    logits_of = log_probs.logits_of
 
     def watched(*arguments):
         logits = logits_of(*arguments)
         seen.append(tuple(logits.shape))
         return logits
 
-    monkeypatch.setattr(log_probs, "_logits", watched)
+    monkeypatch.setattr(log_probs, "logits_of", watched)
     at_a_time = tokens_per_chunk * VOCABULARY + 5
     monkeypatch.setattr(log_probs, "logits_at_a_time", lambda _: at_a_time)
     outputs = token_log_probs(hidden, weight, targets, 0.7)

@@ -1,0 +1,189 @@
+"""How far a model's distributions are from a teacher's, of which the likeliest tokens are known;
+like log-probabilities (`log_probs.py`) without ever holding `[tokens, vocabulary]`.
+
+The tokens that the teacher's list leaves out count as one event, so that nothing is renormalised:
+what is left out can only make the divergence smaller (the data processing inequality), and a list
+of the whole vocabulary gives it exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridrl.models.log_probs import (
+    Vocabulary,
+    chunks,
+    head_gradients,
+    local_rows,
+    logits_of,
+    operand,
+)
+
+DIVERGENCES = ("reverse", "forward")
+"""KL(model, teacher) and KL(teacher, model)."""
+MOST_GAP = 60.0
+"""Nats between two probabilities whose ratio float32 still has room for."""
+LEAST_REST = 1e-7
+"""Of a teacher's probability for all tokens beyond its list: what float32 tells from 1."""
+
+
+class Candidates(NamedTuple):
+    """A teacher's likeliest tokens.
+
+    Attributes:
+        ids: `[tokens, k]`, no token twice.
+        log_probs: `[tokens, k]`, float32, at the temperature of the model that learns.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+
+
+@torch.no_grad()
+def likeliest(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    temperature: float = 1.0,
+    vocabulary: Vocabulary | None = None,
+) -> Candidates:
+    """The k likeliest tokens of each distribution; fewer if there are fewer.
+
+    Args:
+        hidden, weight, temperature, vocabulary: As of `token_log_probs`.
+    """
+    states, table = operand(hidden), operand(weight)
+    width = min(k, len(weight))
+    values = hidden.new_empty(len(hidden), width, dtype=torch.float32)
+    ids = torch.empty_like(values, dtype=torch.int64)
+    log_sum = values.new_empty(len(hidden), 1)
+    for chunk in chunks(hidden, weight):
+        logits = logits_of(states[chunk], table, temperature)
+        values[chunk], ids[chunk] = logits.topk(width, dim=1)
+        log_sum[chunk] = logits.logsumexp(1, keepdim=True)
+    if vocabulary is not None:
+        values, ids = _of_all(values, ids + vocabulary.start, vocabulary.group)
+        log_sum = _gathered(log_sum, vocabulary.group).logsumexp(1, keepdim=True)
+        values, best = values.topk(min(k, values.shape[1]), dim=1)
+        ids = ids.gather(1, best)
+    return Candidates(ids, values - log_sum)
+
+
+def divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    candidates: Candidates,
+    kind: str,
+    temperature: float = 1.0,
+    vocabulary: Vocabulary | None = None,
+) -> Tensor:
+    """KL of each distribution and the teacher's, `[tokens]`, float32; gradients flow through it.
+
+    Args:
+        candidates: What is known of the teacher's.
+        kind: Of `DIVERGENCES`. Gu et al. 2024, arXiv:2306.08543, compare the two.
+        hidden, weight, temperature, vocabulary: As of `token_log_probs`.
+    """
+    return _Divergence.apply(hidden, weight, *candidates, kind, temperature, vocabulary)
+
+
+class _Divergence(torch.autograd.Function):
+    """With p the model's probabilities, q the teacher's, a = log p - log q, and all events of which
+    q is not known as one event: the gradient of the logits is p (a - KL) for KL(p, q), and p - q
+    for KL(q, p), where the tokens of that one event share its q by their p."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        teacher: Tensor,
+        kind: str,
+        temperature: float,
+        vocabulary: Vocabulary | None,
+    ) -> Tensor:
+        local, mine = local_rows(ids, weight, vocabulary)
+        largest = hidden.new_empty(len(hidden), dtype=torch.float32)
+        # By token: the sum of exp(z) of all, and of those beyond the list, z less the largest.
+        sums = largest.new_empty(len(hidden), 2)
+        listed = largest.new_empty(ids.shape)
+        states, table = operand(hidden), operand(weight)
+        for chunk in chunks(hidden, weight):
+            logits = logits_of(states[chunk], table, temperature)
+            largest[chunk] = logits.amax(1)
+            logits -= largest[chunk, None]
+            listed[chunk] = logits.gather(1, local[chunk]) * mine[chunk]
+            sums[chunk, 0] = logits.exp().sum(1)
+            sums[chunk, 1] = _beyond(logits, local[chunk], mine[chunk]).exp_().sum(1)
+        if vocabulary is not None:
+            mine_largest, largest = largest, largest.clone()
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=vocabulary.group)
+            shift = mine_largest - largest
+            sums *= shift.exp()[:, None]
+            listed += shift[:, None] * mine
+            dist.all_reduce(sums, group=vocabulary.group)
+            dist.all_reduce(listed, group=vocabulary.group)
+        log_sum = sums[:, 0].log()
+        # The last event is that of all other tokens.
+        log_p = torch.cat([listed, sums[:, 1:].log()], 1) - log_sum[:, None]
+        rest = (1 - teacher.exp().sum(1, keepdim=True)).clamp_min(LEAST_REST).log()
+        log_q = torch.cat([teacher, rest], 1)
+        p, gap = log_p.exp(), torch.where(log_p.isneginf(), 0.0, log_p - log_q)
+        if kind == "reverse":
+            total = (p * gap).sum(1)
+            coefficients = gap - total[:, None]
+        else:
+            q = log_q.exp()
+            total = -(q * gap).sum(1)
+            # By p, as of the others, a listed token's could be infinite.
+            beyond = 1 - (-gap[:, -1:]).clamp_max(MOST_GAP).exp()
+            coefficients = torch.cat([(p - q)[:, :-1], beyond], 1)
+        ctx.save_for_backward(hidden, weight, ids, coefficients, largest, log_sum)
+        ctx.kind, ctx.temperature, ctx.vocabulary = kind, temperature, vocabulary
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, ids, coefficients, largest, log_sum = ctx.saved_tensors
+        local, mine = local_rows(ids, weight, ctx.vocabulary)
+
+        def of_logits(chunk: slice, log_softmax: Tensor) -> Tensor:
+            rows, here = local[chunk], mine[chunk]
+            listed = coefficients[chunk, :-1]
+            if ctx.kind == "reverse":
+                listed = listed * log_softmax.gather(1, rows).exp()
+            found = _beyond(log_softmax, rows, here).exp_().mul_(coefficients[chunk, -1:])
+            return found.scatter_add_(1, rows, listed * here).mul_(grad[chunk, None])
+
+        grads = head_gradients(
+            *(hidden, weight, ctx.temperature, ctx.vocabulary, largest, log_sum),
+            of_logits,
+            with_weight=ctx.needs_input_grad[1],
+        )
+        return *grads, None, None, None, None, None
+
+
+def _beyond(logits: Tensor, rows: Tensor, mine: Tensor) -> Tensor:
+    """These logits, in place, with minus infinity for the listed tokens that are this rank's."""
+    return logits.scatter_add_(1, rows, torch.where(mine, -torch.inf, 0.0))
+
+
+def _of_all(values: Tensor, ids: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Side by side what all ranks found, of whom one may have fewer rows than the others."""
+    most = torch.tensor([values.shape[1]], device=values.device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    room = (0, int(most) - values.shape[1])
+    values = torch.nn.functional.pad(values, room, value=-torch.inf)
+    return _gathered(values, group), _gathered(torch.nn.functional.pad(ids, room), group)
+
+
+def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`[tokens, columns]` of all ranks, side by side."""
+    parts = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(parts, mine.contiguous(), group=group)
+    return torch.cat(parts, 1)

@@ -1,0 +1,158 @@
+"""`hybridrl plan generation`: costs are measured, bits are judged, and a job takes the file."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_cases import CPU
+
+from hybridrl import cli, plan_generation
+from hybridrl.core.generation_plan import BITS, read_plan
+from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.errors import ConfigError
+from hybridrl.models import calibration, load_config, load_model, make_tiny_model
+from hybridrl.models.decoder_stage import set_attention
+from hybridrl.planner import generation_probe
+from hybridrl.planner.generation_problem import check_problem
+from hybridrl.planner.stage_assignment import plan_generation as best_plan
+
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    shape = {"hidden_size": 64, "layers": LAYERS, "heads": 2, "context": 64}
+    return make_tiny_model(tmp_path_factory.mktemp("model"), build_tokenizer(), seed=0, **shape)
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch):
+    monkeypatch.setattr(generation_probe, "TURNS", 1)
+    monkeypatch.setattr(generation_probe, "SECONDS", 0.0)
+
+
+@pytest.fixture
+def command(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan_generation, "SAMPLES", 3)
+    monkeypatch.setattr(plan_generation, "SAMPLE_TOKENS", 4)
+
+    def call(*words, path=folder):
+        given = ["plan", "generation", f"model.path={path}", "model.dtype=float32", *words]
+        code = 0
+        try:
+            cli.main([*given, "data.prompts_per_step=2", "rollout.max_tokens=4", "devices=cpu"])
+        except SystemExit as ended:
+            code = ended.code
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err
+        return code, said.out, said.err.replace("\n", " ")
+
+    return call
+
+
+def test_a_plan_for_described_devices_is_written_and_read(command, tmp_path):
+    (tmp_path / "mixed.json").write_text('[{"name": "new"}, {"name": "old", "share": 0.5}]')
+    code, out, _ = command("--devices", "mixed.json", "--out", "plan.json")
+    assert code == 0
+    plan = read_plan("plan.json")
+    assert plan.layers == LAYERS
+    assert 0 <= plan.kl <= 0.01
+    assert f"rollout.parallel.pp={len(plan.stages)} rollout.plan=plan.json" in " ".join(out.split())
+    code, out, _ = command("--devices", "mixed.json", "--json")
+    assert json.loads(out)["stages"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "sentence"),
+    [
+        ("[]", "at least one"),
+        ("{", "could not be read as JSON"),
+        ('{"name": "x"}', "must be a list"),
+        ('[{"share": 0}]', "share=0: must be a number above 0"),
+        ('[{"share": NaN}]', "share=nan"),
+        ('[{"share": true}]', "share=True"),
+        ('[{"memory_gib": "x"}]', "memory_gib='x'"),
+        ('[{"speed": 1}]', "has `speed`"),
+    ],
+)
+def test_wrong_descriptions_are_refused(command, tmp_path, devices, sentence):
+    (tmp_path / "mixed.json").write_text(devices)
+    code, _, said = command("--devices", "mixed.json")
+    assert code == cli.REFUSED
+    assert sentence in said
+
+
+def test_what_cannot_be_planned_is_refused(command, tmp_path):
+    assert "could not be read" in command("--devices", "none.json")[2]
+    assert "has to end with .json" in command("--devices", "64xH200")[2]
+    assert "model.path=nowhere" in command(path="nowhere")[2]
+    (tmp_path / "small.json").write_text('[{"memory_gib": 1e-6}]')
+    assert "does not fit" in command("--devices", "small.json")[2]
+    assert "numbers of tokens" in command("--lengths", "3+x")[2]
+
+
+def test_costs_are_of_every_precision_phase_and_size(folder):
+    config = load_config(str(folder))
+    phases = generation_probe.probe_costs(config, "float32", CPU, [5, 2, 5], 6, 4)
+    for costs in phases:
+        assert costs.layer.keys() == set(BITS)
+        for curve in (*costs.layer.values(), costs.head, costs.stage):
+            assert [rows for rows, _ in curve] == [2, 5]
+            assert all(seconds >= 0 for _, seconds in curve)
+    slow = generation_probe.slowed(phases[0], 0.25)
+    assert slow.head[0][1] == 4 * phases[0].head[0][1]
+    assert slow.layer[8][1][1] == 4 * phases[0].layer[8][1][1]
+    assert config.num_hidden_layers == LAYERS  # as it was
+
+
+def test_a_plan_that_is_worse_than_its_indicators_said_is_made_again(folder, monkeypatch):
+    model = load_model(str(folder), "float32")
+    set_attention(model)
+    answers = [torch.arange(3, 12), torch.arange(5, 10)]
+    described = [plan_generation.Described("only", 1.0, 1.0, "cpu")]
+    settings = cli_config(folder)
+    problem = plan_generation.make_problem(settings, load_config(str(folder)), described, (4, 4))
+    indicators = plan_generation.calibrated(model, answers)
+    problem = replace(problem, indicators=indicators, max_kl=sum(one[8] for one in indicators))
+    check_problem(problem)
+    some = dict.fromkeys(range(0, LAYERS, 2), 8)
+    said = sum(indicators[layer][8] for layer in some)
+    assert said == pytest.approx(calibration.token_kl(model, answers, some), rel=1e-3)
+
+    cheap = _low_bits_are_cheap(problem)
+    assert best_plan(cheap).is_rounded
+    honest, asked = calibration.token_kl, []
+
+    def worse(model, answers, bits):
+        asked.append(bits)
+        return 3 * honest(model, answers, bits)
+
+    monkeypatch.setattr(calibration, "token_kl", worse)
+    plan = plan_generation.measured_plan(cheap, model, answers)
+    assert len(asked) > 1
+    assert plan.kl <= cheap.max_kl
+    monkeypatch.setattr(calibration, "token_kl", lambda *_: 1e9)
+    with pytest.raises(ConfigError, match=r"the last of 5 plans is 1e\+09"):
+        plan_generation.measured_plan(_only_low(cheap), model, answers)
+
+
+def cli_config(folder):
+    from hybridrl.config.load import load_config as load_settings
+
+    return load_settings([f"model.path={folder}", "model.dtype=float32", "data.prompts_per_step=1"])
+
+
+def _low_bits_are_cheap(problem):
+    def cheaper(costs):
+        return replace(costs, layer={bits: ((1, 1e-3 * bits),) for bits in BITS})
+
+    (device,) = problem.devices
+    device = replace(device, prefill=cheaper(device.prefill), decode=cheaper(device.decode))
+    return replace(problem, devices=(device,))
+
+
+def _only_low(problem):
+    """With indicators that say that nothing is lost."""
+    return replace(problem, indicators=tuple(dict.fromkeys(BITS, 0.0) for _ in problem.indicators))
