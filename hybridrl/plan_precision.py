@@ -57,6 +57,8 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     Raises:
         ConfigError: for what is wrong with settings, devices or the model.
     """
+    from hybridrl.cli import lengths_of
+
     config = load_config(overrides)
     check(config)
     use, path = check_role(config, chosen.role)
@@ -73,7 +75,11 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="hybridrl-plan-") as folder:
             path = path or model_folder(config, Path(folder))
-            plan = make_plan(config, use, path, devices, torch.device(cluster.kind))
+            sizes = sizes_of(config, lengths_of(chosen.lengths))
+            tokens = min(PROBE_TOKENS, config.actor.tokens_per_microbatch)
+            samples, device = _samples(config, path), torch.device(cluster.kind)
+            dtype = config.model.dtype
+            plan = make_plan(use, path, dtype, sizes, samples, devices, device, tokens)
     finally:
         torch.set_num_threads(threads)
     if chosen.out:
@@ -88,16 +94,26 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def make_plan(
-    config: Config, use: str, path: str, devices: Sequence[UnequalDevice], device: torch.device
+    use: str,
+    path: str,
+    dtype: str,
+    sizes: Sizes,
+    samples: Sequence[torch.Tensor],
+    devices: Sequence[UnequalDevice],
+    device: torch.device,
+    tokens: int = PROBE_TOKENS,
 ) -> PrecisionPlan:
     """The plan of a role whose ranks have these devices.
 
     Args:
         use: `scoring` or `training`.
         path: Model folder.
+        dtype: Name of the precision of what is whole.
+        sizes: Of a step.
+        samples: Token ids to measure changes with.
         device: To measure on.
+        tokens: Of the probe's micro-batch, at most.
     """
-    dtype, sizes = config.model.dtype, sizes_of(config)
     whole = WHOLE[dtype]
     low = [bits for bits in ((16, 8, 4) if use == SCORING else (16, 8)) if bits < whole]
     seconds = layer_seconds(
@@ -105,12 +121,11 @@ def make_plan(
         dtype,
         use,
         low,
-        tokens=min(PROBE_TOKENS, config.actor.tokens_per_microbatch, sizes.tokens),
+        tokens=min(tokens, sizes.tokens),
         length=round(sizes.sample_tokens),
         device=device,
     )
     model = load_model(path, dtype).to(device).requires_grad_(False).eval()
-    samples = _samples(config, path)
     harm = indicator(model, samples, low)
     work = _work(model, use, seconds, sizes, devices)
     found = allocate(work, devices, harm)
