@@ -297,7 +297,7 @@ def _generate(rank: int, address: str, folder: Path, dtype: str) -> None:
     data = json.loads((folder / "plans.json").read_text())
     engines = {name: _engine(folder, plan, dtype, rank) for name, plan in data["plans"].items()}
     for engine in engines.values():
-        _seconds(engine, 2)
+        _seconds(engine, 2, samples=4)
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     others = [name for name in engines if name.startswith("random")]
     rounds = [["equal, whole"], *([name] for name in others)]
@@ -332,10 +332,10 @@ def _engine(folder: Path, data: dict[str, Any], dtype: str, rank: int) -> Pipeli
     )
 
 
-def _seconds(engine: PipelineRollout | None, tokens: int) -> float:
+def _seconds(engine: PipelineRollout | None, tokens: int, samples: int = SAMPLES) -> float:
     import torch.distributed as dist
 
-    prompts = Batch.from_columns({"prompt_ids": _prompts(SAMPLES)})
+    prompts = Batch.from_columns({"prompt_ids": _prompts(samples)})
     dist.barrier()
     begin = time.perf_counter()
     if engine is not None:
