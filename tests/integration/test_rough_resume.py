@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
+# A run evaluates at its end, too, and each generation counts in the seeds of those after it.
 SETTINGS = [
     *(*SHORT, *LEARNS, "rollout=transformers", "num_devices=2", "checkpoint.every=3"),
-    *("eval.every=0", "rollout.max_tokens=6", "observe.show_every=0"),
+    *("eval.every=3", "rollout.max_tokens=6", "observe.show_every=0"),
 ]
 WAYS = {
     "to the generator": ["placement=separation", "rollout.weight_sync=int4_delta"],
@@ -33,7 +34,7 @@ def test_a_run_that_stopped_and_went_on_is_the_run_that_did_not(run, tmp_path, w
     whole, half = tmp_path / "whole", tmp_path / "half"
     run(*SETTINGS, *WAYS[way], "trainer.steps=6", f"run.directory={whole}")
     run(*SETTINGS, *WAYS[way], "trainer.steps=3", f"run.directory={half}")
-    run(f"resume={half}", "trainer.steps=6")
+    run(f"resume={half}", f"run.directory={half}", "trainer.steps=6")
     assert len(rows_of(whole)) == 6 and rows_of(half) == rows_of(whole)
     for file in (whole / "model").glob("*.safetensors"):
         mine, other = load_file(half / "model" / file.name), load_file(file)
