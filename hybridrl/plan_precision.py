@@ -36,6 +36,7 @@ from hybridrl.models import load_config as load_model_config
 from hybridrl.models import load_model, load_tokenizer
 from hybridrl.models.calibration import indicator, token_kl
 from hybridrl.models.low_bit_linear import decoder_layers
+from hybridrl.observe.storage import explain_write_errors
 from hybridrl.planner.bit_allocation import LayerCost, UnequalDevice, Work, allocate
 from hybridrl.planner.dataflow import Sizes, sizes_of
 from hybridrl.planner.layer_costs import LayerSeconds, layer_seconds
@@ -83,7 +84,8 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     finally:
         torch.set_num_threads(threads)
     if chosen.out:
-        Path(chosen.out).write_text(plan.to_json() + "\n")
+        with explain_write_errors(Path(chosen.out)):
+            Path(chosen.out).write_text(plan.to_json() + "\n")
     if chosen.json:
         sys.stdout.write(plan.to_json() + "\n")
         return
