@@ -166,8 +166,9 @@ class QuantisedLinearMethod(UnquantizedLinearMethod):
         before = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)  # that of outputs, to the kernels of CPUs
         try:
-            if self.kind == INT8 and self._dtype == torch.float32:  # on CPUs
-                # Where there is AMX, vLLM would take a kernel that is for outputs of 16 bits.
+            if self.kind == INT8 and current_platform.is_cpu():
+                # Where there is AMX, vLLM would take a kernel that is for outputs of 16 bits, and
+                # for a multiple of 32 of them; oneDNN's, which uses AMX too, is for all.
                 self._kernel.linear_method = self._kernel._apply_weights_onednn
                 self._kernel.process_weights_for_onednn(taken)
             else:
