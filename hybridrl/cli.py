@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="PROMPT+RESPONSE",
         help="tokens of a usual sample, such as 300+800; else the longest that are allowed",
     )
-    plan.add_argument("--role", default="actor", help="for `precision`: whose layers")
+    plan.add_argument("--role", help="for `precision`: whose layers; else the actor's")
     plan.add_argument(
         "--out", metavar="FILE", help="for `generation`, `precision`: where the plan goes"
     )
@@ -73,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         (plan if plans else parser).error(f"unknown: {' '.join(unknown)}")
     console = Console(stderr=True)
     try:
+        if plans:
+            _check_words(chosen, which)
         if which:
             importlib.import_module(FURTHER_PLANS[which]).run(chosen, overrides)
         elif plans:
@@ -160,6 +164,27 @@ def _tiny(config: Config) -> PretrainedConfig | None:
         )
     found.vocab_size = len(build_tokenizer(load_task(task).CHARACTERS))
     return found
+
+
+def _check_words(chosen: argparse.Namespace, which: str) -> None:
+    """Refuses what a plan of this kind has no use for, and a file that cannot be written, before
+    anything is measured."""
+    if chosen.role is not None and which != "precision":
+        raise ConfigError(f"--role {chosen.role} is for `hybridrl plan precision`. Leave it out.")
+    if chosen.out is None:
+        return
+    if not which:
+        raise ConfigError(
+            f"--out {chosen.out} is for `hybridrl plan generation` and `hybridrl plan precision`. "
+            "Take --json, which writes the plan to standard output."
+        )
+    file = Path(chosen.out).expanduser()
+    place = file if file.exists() else file.parent
+    if file.is_dir() or not place.exists() or not os.access(place, os.W_OK):
+        raise ConfigError(
+            f"--out {chosen.out}: no file can be written there. Name one in a folder that exists "
+            "and that you can write to."
+        )
 
 
 def lengths_of(text: str | None) -> tuple[float, float] | None:

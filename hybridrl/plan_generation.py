@@ -80,8 +80,9 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     problem = replace(problem, indicators=calibrated(model, answers))
     plan = measured_plan(problem, model, answers)
     if chosen.out:
-        with explain_write_errors(Path(chosen.out)):
-            Path(chosen.out).write_text(to_json(plan) + "\n")
+        file = Path(chosen.out).expanduser()
+        with explain_write_errors(file):
+            file.write_text(to_json(plan) + "\n")
     if chosen.json:
         sys.stdout.write(to_json(plan) + "\n")
         return

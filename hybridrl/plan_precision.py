@@ -43,6 +43,7 @@ from hybridrl.planner.layer_costs import LayerSeconds, layer_seconds
 from hybridrl.planner.precision import with_dtype
 from hybridrl.planner.unequal_devices import load_devices
 from hybridrl.trainers import load_trainer
+from hybridrl.trainers.role_spec import ACTOR
 
 SAMPLES, SAMPLE_TOKENS = 16, 512
 """Of calibration: rows of the data, and of each at most so many tokens."""
@@ -62,7 +63,8 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
 
     config = load_config(overrides)
     check(config)
-    use, path = check_role(config, chosen.role)
+    role = chosen.role or ACTOR
+    use, path = check_role(config, role)
     if chosen.devices is None:
         raise ConfigError(
             "--devices is not set: it names a JSON file of the devices that the role's ranks have, "
@@ -84,14 +86,15 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     finally:
         torch.set_num_threads(threads)
     if chosen.out:
-        with explain_write_errors(Path(chosen.out)):
-            Path(chosen.out).write_text(plan.to_json() + "\n")
+        file = Path(chosen.out).expanduser()
+        with explain_write_errors(file):
+            file.write_text(plan.to_json() + "\n")
     if chosen.json:
         sys.stdout.write(plan.to_json() + "\n")
         return
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(_table(plan))
-    for line in _lines(plan, chosen.role, chosen.out):
+    for line in _lines(plan, role, chosen.out):
         console.print(line, highlight=False, markup=False)
 
 
@@ -131,10 +134,10 @@ def make_plan(
     harm = indicator(model, samples, low)
     work = _work(model, use, seconds, sizes, devices)
     found = allocate(work, devices, harm)
-    kls = {}
-    for name, bits in zip([d.name for d in devices], found.bits, strict=True):
+    kls = []
+    for bits in found.bits:
         lowered = {n: b for n, b in enumerate(bits) if b < whole}
-        kls[name] = token_kl(model, samples, lowered, whole) if lowered else 0.0
+        kls.append(token_kl(model, samples, lowered, whole) if lowered else 0.0)
     ranks = [
         RankPrecision({n: b for n, b in enumerate(bits) if b < whole}, d.name, d.share, s)
         for d, bits, s in zip(devices, found.bits, found.seconds, strict=True)
@@ -207,7 +210,7 @@ def _table(plan: PrecisionPlan) -> Table:
     table = Table(title=f"bits of {plan.layers} layers, {plan.use}", title_justify="left")
     for name in ("rank", "device", "share", "layers in fewer bits", "seconds", "whole", "token KL"):
         table.add_column(name)
-    whole: Mapping[str, float] = plan.found["token_kl"]
+    kls: Sequence[float] = plan.found["token_kl"]
     for number, rank in enumerate(plan.ranks):
         table.add_row(
             str(number),
@@ -216,7 +219,7 @@ def _table(plan: PrecisionPlan) -> Table:
             _bits(rank.bits) or "none",
             f"{rank.seconds:.3g}",
             f"{plan.found['whole_seconds'][number]:.3g}",
-            f"{whole[rank.name]:.2g}",
+            f"{kls[number]:.2g}",
         )
     return table
 

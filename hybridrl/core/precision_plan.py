@@ -87,10 +87,11 @@ class PrecisionPlan:
         Raises:
             ConfigError: if there is no such file, or it holds no plan.
         """
-        if not Path(path).is_file():
+        file = Path(path).expanduser()
+        if not file.is_file():
             raise ConfigError(f"{setting}={path}: there is no such file.")
         try:
-            return cls.from_json(Path(path).read_text())
+            return cls.from_json(file.read_text())
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             raise ConfigError(
                 f"{setting}={path}: this is no plan of precision ({type(error).__name__}: {error})."

@@ -101,6 +101,8 @@ class TrainEngine(ShardedModel):
         if self._offloads_all and not self._is_offloaded:
             # To pinned memory, because these copies do not block.
             self.model.to("cpu", non_blocking=True)
+            if self.scoring is not None:  # rounded copies are the device's memory, too
+                self.scoring.forget()
             self._move_optimizer(torch.device("cpu"))
             synchronize(self.device)
             free_cached_memory(self.device)

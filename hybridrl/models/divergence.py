@@ -84,7 +84,8 @@ def divergence(
     """KL of each distribution and the teacher's, `[tokens]`, float32; gradients flow through it.
 
     Args:
-        candidates: What is known of the teacher's.
+        candidates: What is known of the teacher's. Ids that the model does not have count as tokens
+            beyond the list.
         kind: Of `DIVERGENCES`. Gu et al. 2024, arXiv:2306.08543, compare the two.
         hidden, weight, temperature, vocabulary: As of `token_log_probs`.
     """
@@ -117,7 +118,8 @@ class _Divergence(torch.autograd.Function):
             logits = logits_of(states[chunk], table, temperature)
             largest[chunk] = logits.amax(1)
             logits -= largest[chunk, None]
-            listed[chunk] = logits.gather(1, local[chunk]) * mine[chunk]
+            own = logits.gather(1, local[chunk])
+            listed[chunk] = torch.where(mine[chunk], own, -torch.inf)
             sums[chunk, 0] = logits.exp().sum(1)
             sums[chunk, 1] = _beyond(logits, local[chunk], mine[chunk]).exp_().sum(1)
         if vocabulary is not None:
@@ -125,9 +127,11 @@ class _Divergence(torch.autograd.Function):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=vocabulary.group)
             shift = mine_largest - largest
             sums *= shift.exp()[:, None]
-            listed += shift[:, None] * mine
+            listed += shift[:, None]
             dist.all_reduce(sums, group=vocabulary.group)
-            dist.all_reduce(listed, group=vocabulary.group)
+            dist.all_reduce(listed, dist.ReduceOp.MAX, group=vocabulary.group)
+        # Tokens that only the teacher has, such as rows to fill its vocabulary up, are beyond.
+        teacher = torch.where(listed.isneginf(), -torch.inf, teacher)
         log_sum = sums[:, 0].log()
         # The last event is that of all other tokens.
         log_p = torch.cat([listed, sums[:, 1:].log()], 1) - log_sum[:, None]

@@ -23,7 +23,7 @@ def load_devices(path: str) -> list[UnequalDevice]:
     Raises:
         ConfigError: if there is no such file, or it holds something else.
     """
-    file = Path(path)
+    file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(f"--devices {path}: there is no such file.")
     try:
@@ -55,7 +55,10 @@ def _device(read: Mapping[str, Any], number: int) -> UnequalDevice:
 
 
 def _positive(read: Mapping[str, Any], name: str, usual: float, number: int) -> float:
-    value = read.get(name, usual)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if name not in read:
+        return usual
+    value = read[name]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and 0 < value < math.inf):
         raise ValueError(f"device {number} has {name}={value!r}, which must be a number above 0")
     return float(value)

@@ -51,13 +51,23 @@ def fewer_bits(config: Config) -> str:
 def correction_notice(config: Config) -> str:
     """A sentence where `algorithm.correction=auto` has chosen to correct; else empty."""
     chosen = correction_of(config)
-    if config.algorithm.correction != "auto" or chosen == "none":
+    if config.algorithm.correction != "auto" or chosen == "none" or not _weighs(config):
         return ""
     return (
         f"{fewer_bits(config)}: samples are weighed by "
         f"algorithm.correction={chosen}, because they come from a policy of other bits; "
         "algorithm.correction=none leaves that out."
     )
+
+
+def _weighs(config: Config) -> bool:
+    """Whether the job's program learns from samples by a loss that weighs them."""
+    from hybridrl.trainers import load_trainer  # which imports programs, and they this file
+
+    program = load_trainer(config.trainer.name)
+    if getattr(program, "DATA", "prompts") != "prompts":
+        return False
+    return isinstance(program.objective(config), PolicyObjective)
 
 
 def is_off_policy(config: Config) -> bool:

@@ -34,8 +34,9 @@ def precision_notices(config: Config, roles: Iterable[str]) -> list[str]:
         setting, _ = plan_setting(config, role) or ("", "")
         low = plan.low_layers
         kls = plan.found.get("token_kl")
-        worst = max(kls.values(), default=None) if isinstance(kls, dict) else None
-        said = "" if worst is None else f"; measured, that changed {worst:.2g} nats a token"
+        # People may have written there what they like.
+        measured = [kl for kl in kls if isinstance(kl, float)] if isinstance(kls, list) else []
+        said = f"; measured, that changed {max(measured):.2g} nats a token" if measured else ""
         found.append(
             f"{setting}: {role} computes {len(low)} of {plan.layers} layers in fewer bits"
             f"{'' if len(plan.ranks) == 1 else ' on some ranks'} "

@@ -284,6 +284,12 @@ def test_samples_of_a_policy_of_fewer_bits_are_corrected(overrides, chosen, is_s
     assert bool(correction_notice(config)) is is_said
 
 
+def test_no_correction_is_told_of_where_the_loss_weighs_nothing():
+    taught = ["rollout.quantization=int8", "algorithm=distillation", "models.teacher.path=t"]
+    assert not correction_notice(configured([*HERE, *taught]))
+    assert correction_notice(configured([*HERE, *taught, "distillation.loss=sampled"]))
+
+
 def test_a_model_that_goes_on_to_reinforcement_is_not_annealed():
     assert configured(["data=arithmetic"]).actor.optimizer.schedule == "cosine"
     assert configured(["algorithm=sft"]).actor.optimizer.schedule == "constant"

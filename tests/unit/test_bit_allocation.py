@@ -5,10 +5,13 @@ import json
 import random
 
 import pytest
+from settings import configured
 
 from hybridrl.core.precision_plan import PrecisionPlan, RankPrecision
 from hybridrl.errors import ConfigError
 from hybridrl.planner.bit_allocation import LayerCost, UnequalDevice, Work, allocate
+from hybridrl.planner.unequal_devices import load_devices
+from hybridrl.trainers.precision import precision_notices
 
 
 def even_work(layers=8, whole=1.0, low=0.2, ends=0.5, fixed=0.0):
@@ -130,3 +133,21 @@ def test_what_is_no_plan_is_refused_in_a_sentence(tmp_path, change, said):
     assert str(raised.value).startswith(f"actor.precision={file}: this is no plan of precision")
     with pytest.raises(ConfigError, match="no such file"):
         PrecisionPlan.load(str(tmp_path / "none.json"), "actor.precision")
+
+
+def test_what_people_wrote_beside_a_plan_is_no_trouble(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    setting = ["models.reference.precision=~/plan.json", "algorithm.kl_coefficient=0.1"]
+    for found, said in (([0.5, 0.25], "0.5 nats"), ({"a": None}, "fewer bits"), (["x"], "fewer")):
+        plan = PrecisionPlan("scoring", 2, "float32", [RankPrecision({0: 8})], {"token_kl": found})
+        (tmp_path / "plan.json").write_text(plan.to_json())
+        (notice,) = precision_notices(configured(setting), ["reference"])
+        assert said in notice
+
+
+@pytest.mark.parametrize("share", ["Infinity", "NaN", "0", "true", '"1"'])
+def test_devices_without_a_speed_are_refused(tmp_path, share):
+    file = tmp_path / "devices.json"
+    file.write_text(f'[{{"name": "a", "share": {share}}}]')
+    with pytest.raises(ConfigError, match="device 0 has share="):
+        load_devices(str(file))

@@ -37,3 +37,20 @@ def test_ctrl_c_while_libraries_are_imported_is_no_traceback(tmp_path):
         text=True,
     )
     assert (ended.returncode, ended.stderr) == (main.INTERRUPTED, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--role", "reference"], "--role reference is for `hybridrl plan precision`"),
+        (["generation", "--role", "actor"], "--role actor is for `hybridrl plan precision`"),
+        (["--out", "plan.json"], "--out plan.json is for"),
+        (["precision", "--out", "no/such/plan.json"], "no file can be written there"),
+        (["generation", "--out", "."], "no file can be written there"),
+    ],
+)
+def test_plans_refuse_words_that_would_do_nothing(words, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", *words])
+    assert stopped.value.code == cli.REFUSED
+    assert said in " ".join(capsys.readouterr().err.split())

@@ -66,6 +66,20 @@ def test_what_is_impossible_for_the_model_gives_no_nan(kind):
     assert found.isfinite().all() and states.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_tokens_that_only_the_teacher_has_are_beyond_its_list(kind):
+    states, weight, log_q = drawn(5)
+    teacher, ids = log_q[:, :-2].topk(4, dim=1)
+    unknown = torch.full((TOKENS, 1), VOCABULARY + 3)
+    more = Candidates(torch.cat([ids, unknown], 1), torch.cat([teacher, log_q[:, -1:]], 1))
+    gradients = []
+    for candidates in (Candidates(ids, teacher), more):
+        found = divergence(states, weight, candidates, kind)
+        assert found.isfinite().all()
+        gradients.append((found, *torch.autograd.grad(found.sum(), (states, weight))))
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
 def test_likeliest_tokens_with_their_log_probabilities(monkeypatch):
     states, weight, _ = drawn(3)
     wanted = (states @ weight.T).log_softmax(1).topk(3, dim=1)
