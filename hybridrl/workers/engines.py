@@ -13,6 +13,7 @@ from hybridrl.core.precision_plan import PrecisionPlan
 from hybridrl.core.training_mesh import training_mesh
 from hybridrl.engine.cut_proof import prove_cuts
 from hybridrl.engine.train import TrainEngine
+from hybridrl.errors import ConfigError
 from hybridrl.models import (
     CausalPolicy,
     PackedModel,
@@ -113,6 +114,11 @@ def _engine(
     prove_cuts(model, source.path, mesh, config, trains=trains)
     scoring = None
     if (plan := source.precision) is not None:
+        if plan.dtype != source.dtype:  # what model.dtype=auto comes to is known only now
+            raise ConfigError(
+                f"The plan of precision of `{context.role}` is for model.dtype={plan.dtype}, and "
+                f"the job computes in {source.dtype}. Make the plan again, or set that."
+            )
         bits = plan.of_rank(context.rank)
         if trains:
             learn_in(model.inner, bits)
