@@ -107,7 +107,11 @@ def run(config: Config) -> dict[str, Any]:
             from hybridrl.planner.table import short
 
             view.message(overview(job, short(job.plan)))
-            choices = (job.dtype_notice, correction_notice(config), job.plan.notice)
+            choices = (
+                job.dtype_notice,
+                correction_notice(config, job.trainer_class),
+                job.plan.notice,
+            )
             unused = (*idle(config), *idle_encodings(config, job.roles, job.placement))
             for notice in (*unused, *choices, *job.remarks, *job.resumed.notices):
                 if notice:

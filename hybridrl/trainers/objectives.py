@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 from hybridrl.algorithms import DirectPreference, PolicyObjective
 from hybridrl.algorithms.registry import options_of, policy_loss
@@ -48,10 +49,14 @@ def fewer_bits(config: Config) -> str:
     return "" if plan is None else "=".join(plan)
 
 
-def correction_notice(config: Config) -> str:
-    """A sentence where `algorithm.correction=auto` has chosen to correct; else empty."""
+def correction_notice(config: Config, program: Any) -> str:
+    """A sentence where `algorithm.correction=auto` has chosen to correct; else empty.
+
+    Args:
+        program: The class of the driver program.
+    """
     chosen = correction_of(config)
-    if config.algorithm.correction != "auto" or chosen == "none" or not _weighs(config):
+    if config.algorithm.correction != "auto" or chosen == "none" or not _weighs(program, config):
         return ""
     return (
         f"{fewer_bits(config)}: samples are weighed by "
@@ -60,14 +65,10 @@ def correction_notice(config: Config) -> str:
     )
 
 
-def _weighs(config: Config) -> bool:
-    """Whether the job's program learns from samples by a loss that weighs them."""
-    from hybridrl.trainers import load_trainer  # which imports programs, and they this file
-
-    program = load_trainer(config.trainer.name)
-    if getattr(program, "DATA", "prompts") != "prompts":
-        return False
-    return isinstance(program.objective(config), PolicyObjective)
+def _weighs(program: Any, config: Config) -> bool:
+    """Whether a driver program learns from samples by a loss that weighs them."""
+    samples = getattr(program, "DATA", "prompts") == "prompts"
+    return samples and isinstance(program.objective(config), PolicyObjective)
 
 
 def is_off_policy(config: Config) -> bool:

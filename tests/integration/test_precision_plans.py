@@ -52,7 +52,7 @@ def run(folder, name, *overrides):
 def test_a_reference_in_fewer_bits_through_grpo(tmp_path):
     """The KL of the first step is that of rounding alone, which is 0 without; warm-up gives the
     reference other weights, which it rounds again."""
-    plan = written(tmp_path, plan_of("scoring", {0: 8, 2: 4}, token_kl={"here": 0.25}))
+    plan = written(tmp_path, plan_of("scoring", {0: 8, 2: 4}, token_kl=[0.25]))
     setting = f"models.reference.precision={plan}"
     whole, _ = run(tmp_path, "whole")
     low, said = run(tmp_path, "low", setting)

@@ -11,6 +11,7 @@ from hybridrl.config.load import load_config
 from hybridrl.config.names import leaves
 from hybridrl.config.presets import FOLDER
 from hybridrl.errors import ConfigError
+from hybridrl.trainers import load_trainer
 from hybridrl.trainers.objectives import correction_notice
 from hybridrl.trainers.objectives import policy_objective as objective
 
@@ -281,13 +282,17 @@ def test_samples_of_an_older_policy_are_weighed_by_the_loss_or_by_a_correction(o
 def test_samples_of_a_policy_of_fewer_bits_are_corrected(overrides, chosen, is_said):
     config = configured([*HERE, *overrides])
     assert objective(config).correction == chosen
-    assert bool(correction_notice(config)) is is_said
+    assert bool(notice_of(config)) is is_said
 
 
 def test_no_correction_is_told_of_where_the_loss_weighs_nothing():
     taught = ["rollout.quantization=int8", "algorithm=distillation", "models.teacher.path=t"]
-    assert not correction_notice(configured([*HERE, *taught]))
-    assert correction_notice(configured([*HERE, *taught, "distillation.loss=sampled"]))
+    assert not notice_of(configured([*HERE, *taught]))
+    assert notice_of(configured([*HERE, *taught, "distillation.loss=sampled"]))
+
+
+def notice_of(config):
+    return correction_notice(config, load_trainer(config.trainer.name))
 
 
 def test_a_model_that_goes_on_to_reinforcement_is_not_annealed():
