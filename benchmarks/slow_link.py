@@ -43,7 +43,8 @@ STEP = [
 ]
 LEARN = [
     *("num_devices=4", "placement=explicit", "placement.roles.actor.devices=[0,2]"),
-    *("placement.roles.generator.devices=[1,3]", "rollout=transformers", "eval.every=0"),
+    *("placement.roles.generator.devices=[1,3]", "placement.roles.reward.devices=[1,3]"),
+    *("rollout=transformers", "eval.every=0"),
     *("data.prompts_per_step=64", "trainer.steps=60", "eval.prompts=400", "observe.show_every=0"),
 ]
 FEW = ["actor.parallel.gradients=two_level_int4", "rollout.weight_sync=int4_delta"]
