@@ -168,8 +168,8 @@ class With:
     """No bound: the setting counts only where others are set, or have a value.
 
     Args:
-        conditions: `rollout.episode`, `executor=ray`; `.path` is another setting of its group. Any
-            of them is enough.
+        conditions: `rollout.episode`, `executor=ray`, `.pp>1`; `.path` is another setting of its
+            group. Any of them is enough.
     """
 
     def __init__(self, *conditions: str) -> None:

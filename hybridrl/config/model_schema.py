@@ -128,7 +128,7 @@ class ParallelConfig:
     """Tensor parallel: every matrix is cut over so many devices."""
     pp: PositiveInt = 1
     """Pipeline: consecutive layers lie on different devices."""
-    chunks: PositiveInt = 1
+    chunks: Annotated[PositiveInt, With(".pp>1")] = 1
     """Stages on each device of a pipeline; more than one interleaves them: less idle time, more
     messages."""
     ulysses: PositiveInt = 1

@@ -47,11 +47,14 @@ def counts(hint: Any, setting: str, config: Config) -> bool:
 
 def _holds(condition: str, setting: str, config: Config) -> bool:
     name, equals, wanted = condition.partition("=")
+    name, above, least = name.partition(">")
     if name.startswith("."):
         name = setting.rpartition(".")[0] + name
     value: Any = config
     for part in name.split("."):
         value = getattr(value, part)
+    if above:
+        return bool(value > float(least))
     if not equals:
         return bool(value)
     return ("null" if value is None else str(value)) == wanted or ":" in str(value)
