@@ -24,7 +24,7 @@ test-unit: .venv/.installed
 	$(BIN)/python -m pytest tests/unit -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 # What `make test` leaves out. Before a release.
-test-long: .venv/.installed
+test-long: .venv/.installed .environments-venv/.installed
 	$(BIN)/python -m pytest -m long -n 2 --dist loadfile $(ARGS)
 
 # Kills parts of jobs at random moments, of those that go on and of those that have to end: an hour
@@ -48,7 +48,7 @@ format: .venv/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .environments-venv
 
 # Everything is pinned, so nothing is resolved (--no-deps). That also leaves out torchvision,
 # torchaudio and torchcodec, which vLLM asks for on CPUs, nothing here needs, and whose CUDA builds
@@ -58,4 +58,10 @@ clean:
 	$(BIN)/python -m pip install -q --no-deps --retries 0 --extra-index-url $(TORCH_INDEX) "$(TORCH)"
 	$(BIN)/python -m pip install -q --no-deps -r requirements/cpu.txt
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	touch $@
+
+# What runs other people's environments in the long tests; HybridRL is not installed there.
+.environments-venv/.installed: requirements/environments.txt
+	$(PYTHON) -m venv .environments-venv
+	.environments-venv/bin/python -m pip install -q --no-deps -r requirements/environments.txt
 	touch $@

@@ -18,7 +18,7 @@ import yaml
 
 from hybridrl.config.aliases import ALIASES
 from hybridrl.config.names import leaves
-from hybridrl.config.schema import Config
+from hybridrl.config.schema import Config, EvalSetConfig
 from hybridrl.config.values import conditions, default_of, described, hints, is_optional, plain
 
 PAGE = Path(__file__).parent / "settings.md"
@@ -38,7 +38,7 @@ def written(page: str) -> str:
 def sections() -> Iterator[str]:
     """A table for each group of settings, and one of other libraries' names."""
     yield f"{len(leaves())} settings."
-    for name, group in _groups(Config):
+    for name, group in (*_groups(Config), ("eval.sets.<name>.", EvalSetConfig)):
         rows = [_row(f"{name}{key}", group, key) for key in _own(group)]
         if rows:
             title = f"## `{name.removesuffix('.')}`" if name else "## The job"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.config.schema import Config
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.config.eval_sets import eval_sets, evaluates_held_out
+from hybridrl.config.schema import Config, DataConfig, is_served
+from hybridrl.errors import ConfigError, DataError, Problems, nearest
 from hybridrl.observe.storage import explain_write_errors
 from hybridrl.trainers import load_trainer, name_of
 from hybridrl.trainers.role_spec import SCORING, RoleSpec
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from hybridrl.core.batch import Batch
+    from hybridrl.data.report import DataReport
     from hybridrl.trainers.base import Trainer
 
 HEAD_DIM_STEP = 32
@@ -31,6 +35,8 @@ class Rows:
         examples: Prompts with right responses; None where the data has none.
         longest_prompt, longest_response: In tokens; responses that are generated are as long as
             they may be.
+        sets: Prompts of the sets of `eval.sets`, by their names; None: a function without data.
+        longest_evaluated: Prompt and response together, of the sets; 0: there are none.
     """
 
     training: Batch
@@ -38,6 +44,8 @@ class Rows:
     examples: Batch | None
     longest_prompt: int
     longest_response: int
+    sets: Mapping[str, Batch | None] = field(default_factory=dict)
+    longest_evaluated: int = 0
 
 
 def model_folder(config: Config, run: Path) -> str:
@@ -51,25 +59,136 @@ def load_rows(config: Config, kind: str, tokenizer: Any) -> Rows:
     Args:
         kind: `prompts`, `examples` or `pairs`, as `Trainer.DATA` says.
     """
+    from hybridrl.checks.environment import NO_ENVIRONMENT
+    from hybridrl.data.environment_tasks import ENVIRONMENT, load_environment_tasks
+    from hybridrl.data.mixture import load_sources, sources_of
     from hybridrl.data.preferences import samples_of_pairs
     from hybridrl.data.sources import check_apart, load_examples, load_pairs, load_prompts
 
-    if load_trainer(config.trainer.name).TRAINS:
-        check_apart(config.data)
-    settings = {"held_out": config.eval.prompts, "seed": config.run.seed}
+    trains = load_trainer(config.trainer.name).TRAINS
+    if trains:
+        for data in [source.data for source in sources_of(config.data)] or [config.data]:
+            check_apart(data)
+    loaders = {"prompts": load_prompts, "examples": load_examples, "pairs": load_pairs}
+    number = config.eval.prompts
+    if not needs_held_out(config, trains):
+        if not trains:  # the job's own data is the business of nobody
+            sets = load_sets(config, tokenizer, None)
+            first = next(rows for rows in sets.values() if rows is not None)
+            longest = _longest([first], ("prompt_ids",))
+            response = config.rollout.max_tokens
+            return Rows(first, None, None, longest, response, *_with_longest(config, sets))
+        number = 0
+
+    def load(data: DataConfig, held_out: int) -> Sequence[Batch | None]:
+        return loaders[kind](data, tokenizer, held_out=held_out, seed=config.run.seed)
+
     examples = None
-    if kind == "prompts":
-        training, held_out, examples = load_prompts(config.data, tokenizer, **settings)
-    elif kind == "examples":
-        training, held_out = load_examples(config.data, tokenizer, **settings)
+    if config.data.task == ENVIRONMENT and config.environment.name is None:
+        raise ConfigError(NO_ENVIRONMENT)
+    if config.data.task == ENVIRONMENT and kind != "prompts":
+        raise ConfigError(
+            f"data=environment with trainer.name={config.trainer.name}, which learns from {kind}: "
+            "tasks of an environment have none. Take other data."
+        )
+    if config.data.task == ENVIRONMENT:
+        training, held_out, examples = load_environment_tasks(
+            config.data,
+            config.environment,
+            tokenizer,
+            held_out=number,
+            seed=config.run.seed,
+        )
+    elif config.data.sources:
+        training, held_out, examples = load_sources(config.data, load, number)
     else:
-        training, held_out = load_pairs(config.data, tokenizer, **settings)
+        training, held_out, *further = load(config.data, number)
+        examples = next(iter(further), None)
+    assert training is not None
+    if kind == "pairs":
         held_out = None if held_out is None else samples_of_pairs(held_out)
     batches = [training] if held_out is None else [training, held_out]
     response = config.rollout.max_tokens
     if kind != "prompts":
         response = _longest(batches, ("response_ids", "chosen_ids", "rejected_ids"))
-    return Rows(training, held_out, examples, _longest(batches, ("prompt_ids",)), response)
+    prompt = _longest(batches, ("prompt_ids",))
+    if kind == "prompts" and is_served(config.rollout, config.environment):
+        prompt = config.data.max_prompt_tokens  # a conversation grows beyond the row's prompt
+    sets = load_sets(config, tokenizer, held_out)
+    return Rows(training, held_out, examples, prompt, response, *_with_longest(config, sets))
+
+
+def needs_held_out(config: Config, trains: bool) -> bool:
+    """Whether anything is evaluated on held-out rows of the job's own data.
+
+    Args:
+        trains: Something is trained.
+    """
+    sets = eval_sets(config).values()
+    return evaluates_held_out(config, trains) or any(one.data is None for one in sets)
+
+
+def load_sets(config: Config, tokenizer: Any, held_out: Batch | None) -> dict[str, Batch | None]:
+    """The prompts of the sets of `eval.sets`; None for a function that has no data.
+
+    Args:
+        held_out: The prompts of sets that name none.
+
+    Raises:
+        ConfigError, DataError: if those of a set cannot be read; names its settings.
+    """
+    from hybridrl.data.held_out import draw_rows
+    from hybridrl.data.sources import load_prompts_to_evaluate
+
+    found: dict[str, Batch | None] = {}
+    problems = Problems()
+    for name, one in eval_sets(config).items():
+        by, seed = one.own.by_column, config.run.seed
+        with problems.noted(), _said_of_set(one.setting):
+            if one.data is not None:
+                rows = load_prompts_to_evaluate(one.data, tokenizer, number=one.prompts, seed=seed)
+            elif one.own.function is not None:
+                rows = held_out
+            elif held_out is None:
+                raise ConfigError(
+                    f"{one.setting} names no data, and none of the job's own rows are held out. "
+                    f"Set {one.setting}.data.path=<file>."
+                )
+            else:
+                rows = draw_rows(held_out, one.prompts, seed)
+            if by is not None and rows is not None and by not in rows.columns:
+                raise ConfigError(
+                    f"{one.setting}.by_column is `{by}`, but its rows have no such column; they "
+                    f"have {', '.join(rows.columns)}.{nearest(by, rows.columns)}"
+                )
+            found[name] = rows
+    problems.raise_if_any()
+    return found
+
+
+@contextmanager
+def _said_of_set(setting: str) -> Iterator[None]:
+    """Inside, errors name the settings of a set, which are read as the job's own are."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        said = re.sub(r"(?<![\w.])data\.(?=\w+)", f"{setting}.data.", str(error))
+        said = re.sub(r"(?<![\w.])eval\.prompts\b", f"{setting}.prompts", said)
+        said = said.replace("of the data ", f"of {setting} ")
+        raise type(error)(said) from error
+
+
+def _with_longest(
+    config: Config, sets: Mapping[str, Batch | None]
+) -> tuple[Mapping[str, Batch | None], int]:
+    longest = 0
+    for name, one in eval_sets(config).items():
+        rows, response = sets[name], one.own.max_tokens or config.rollout.max_tokens
+        prompt = (
+            config.data.max_prompt_tokens if rows is None else _longest([rows], ("prompt_ids",))
+        )
+        longest = max(longest, prompt + response)
+    return sets, longest
 
 
 def with_objects(
@@ -181,6 +300,11 @@ def check_lengths(config: Config, kind: str, rows: Rows, model: PretrainedConfig
             f"{wanted}, but the model takes {limit}. Lower {setting}, or leave long rows out "
             "with data.max_prompt_tokens and data.too_long=drop."
         )
+    if limit is not None and rows.longest_evaluated > limit:
+        raise ConfigError(
+            f"eval.sets: the longest prompt with its response has {rows.longest_evaluated} tokens, "
+            f"but the model takes {limit}. Lower max_tokens of that set."
+        )
     parallel, budget = config.actor.parallel, config.actor.tokens_per_microbatch
     sharing = parallel.ring * parallel.ulysses  # ranks that take the budget each
     needed = -(-length * (2 if kind == "pairs" else 1) // sharing)
@@ -206,12 +330,35 @@ def remarks_on(config: Config, kind: str, rows: Rows) -> list[str]:
             f"data.prompts_per_step={wanted}, and there are {number} {kind} to learn from, so each "
             f"step repeats them. Lower data.prompts_per_step to {number} or less, or add data."
         )
-    if rows.held_out is None:
+    if rows.held_out is None and evaluates_held_out(config, trains=True):
         found.append(
             f"None of the {number} {kind} are held out, for they are too few, so nothing is "
             "evaluated. Name others to evaluate on by data.eval_path."
         )
     return found
+
+
+def report_on_rows(config: Config, kind: str, rows: Rows, tokenizer: Any) -> DataReport:
+    """What the prompts repeat.
+
+    Args:
+        kind: As of `load_rows`.
+    """
+    from hybridrl.data.environment_tasks import ENVIRONMENT
+    from hybridrl.data.report import HELD_OUT, DataReport, report_on
+
+    if config.data.task == ENVIRONMENT:  # tasks may differ though their prompts do not
+        return DataReport({}, [])
+    kept = {}
+    if (held_out := rows.held_out) is not None:
+        if kind == "pairs":
+            held_out = held_out.take(range(0, len(held_out), 2))  # two rows of each prompt
+        kept[HELD_OUT] = held_out
+    if load_trainer(config.trainer.name).TRAINS:
+        for name, one in eval_sets(config).items():
+            if one.data is not None and (prompts := rows.sets[name]) is not None:
+                kept[one.setting] = prompts
+    return report_on(rows.training, kept, tokenizer, repeats=kind == "prompts")
 
 
 def check_by_column(config: Config, held_out: Batch | None) -> None:
@@ -229,9 +376,34 @@ def check_by_column(config: Config, held_out: Batch | None) -> None:
     )
 
 
+def check_normalise_by(config: Config, training: Batch) -> None:
+    """The column by which rewards are brought to one scale has to be there.
+
+    Raises:
+        ConfigError: if it is not.
+    """
+    by = config.reward.normalise_by
+    if by is None or by in training.columns:
+        return
+    raise ConfigError(
+        f"reward.normalise_by is `{by}`, but the data has no such column; it has "
+        f"{', '.join(training.columns)}.{nearest(by, training.columns)}"
+    )
+
+
+def tiny_tokenizer(config: Config) -> Any:
+    """That of the tiny model: it knows the characters of the built-in task; with an environment
+    those of English texts, and has a chat template."""
+    from hybridrl.data.environment_tasks import ENVIRONMENT
+    from hybridrl.data.mixture import characters_of
+    from hybridrl.data.tasks.character_tokenizer import TEXT, build_tokenizer
+
+    if config.environment.name is not None or config.data.task == ENVIRONMENT:
+        return build_tokenizer(TEXT, chat=True)
+    return build_tokenizer(characters_of(config.data))
+
+
 def _make_tiny_model(config: Config, folder: Path) -> Path:
-    from hybridrl.data.tasks import load_task
-    from hybridrl.data.tasks.character_tokenizer import build_tokenizer
     from hybridrl.models import make_tiny_model
 
     tiny = config.model.tiny
@@ -241,7 +413,7 @@ def _make_tiny_model(config: Config, folder: Path) -> Path:
             f"{HEAD_DIM_STEP} x model.tiny.heads={tiny.heads}: vLLM's attention kernels take "
             "heads of 32, 64, 96 ... dimensions."
         )
-    tokenizer = build_tokenizer(load_task(config.data.task).CHARACTERS)
+    tokenizer = tiny_tokenizer(config)
     with explain_write_errors(folder):
         return make_tiny_model(folder, tokenizer, seed=config.run.seed, **asdict(tiny))
 

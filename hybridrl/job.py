@@ -20,6 +20,7 @@ import psutil
 
 from hybridrl.checks.placement import check_placement, wanted_roles
 from hybridrl.checks.settings import check
+from hybridrl.config.eval_sets import eval_sets
 from hybridrl.config.load import to_plain, to_yaml
 from hybridrl.config.resume import steps_folder
 from hybridrl.config.schema import Config
@@ -75,6 +76,7 @@ class Job:
         folder_owner: Of `checkpoint.folder`; None where checkpoints are in the run's folder.
         made_with: Which model and tokenizer it learns with, as `same_model` describes them.
         training, held_out: Tokenized data, of the kind that the trainer learns from.
+        eval_sets: Further sets to evaluate on, by their names.
         examples: Prompts with right responses; None where the data has none.
         feed: Deals out `training`, step by step.
         sampling: How samples are drawn while training.
@@ -85,6 +87,7 @@ class Job:
         remarks: What the user should know of the data, and what reward functions have to say before
             they start.
         dtype_notice: What `model.dtype=auto` has chosen, if that is a surprise; else empty.
+        placement_notice: What `placement=auto` has chosen; else empty.
         groups: The worker groups, by role.
         command: The command line, without secrets.
         started: When this process began, seconds since the epoch.
@@ -105,6 +108,8 @@ class Job:
         self.command = command_line(sys.orig_argv)
         self.config = config = with_objects(config, reward, data, trainer)
         self.name = _new_name()
+        self._as_asked: Config | None = None
+        self.placement_notice = ""
         self._is_whole = is_whole
         self.trainer_class = load_trainer(config.trainer.name)
         self.roles = wanted_roles(config, roles)
@@ -164,7 +169,7 @@ class Job:
             self.executor = self._start_executor()
         loading.result()
         self._choose_dtype()
-        self._place()
+        self._place(progress)
         check_planned_faults(self)  # once: after a loss there may be fewer ranks than were planned
         self._build(progress)
 
@@ -180,12 +185,34 @@ class Job:
         if asked != self.config and (asked.resume is None or self.resumed.folder is None):
             self.write_settings()
 
-    def _place(self) -> None:
+    def _place(self, progress: Callable[[str], None]) -> None:
         """Places the roles on the devices that there are."""
         self.feed = self._make_feed()
+        if self.config.placement.strategy == "auto":
+            progress("searching for a placement")
+            self._search_placement()
+            return
         self.placement = check_placement(self.config, self.executor.cluster, self.roles)
         self.directory.write_placement(self.placement.to_json())
         self.plan = self._make_plan()
+
+    def _search_placement(self) -> None:
+        """Of `placement=auto`, and the settings that belong to it. `config.yaml` keeps what was
+        asked: whoever goes on with other devices searches again."""
+        from hybridrl.planner.at_start import choose_placement
+        from hybridrl.planner.cures import changed
+        from hybridrl.planner.search_table import words
+
+        self.config = self._as_asked = self._as_asked or self.config
+        lengths = (self.longest_prompt, self.longest_response)
+        found = choose_placement(self._with_model(), self.executor.cluster, lengths, self.roles)
+        best = found.best[0]
+        self.config = changed(self._as_asked, list(best.settings))
+        self.placement, self.plan = best.placement, best.plan
+        self.directory.write_placement(best.to_json())
+        self.placement_notice = " ".join(
+            [f"placement=auto chose {best.found.shape}.", *words(best.settings)]
+        )
 
     def _build(self, progress: Callable[[str], None]) -> None:
         """Builds the workers of the roles where they are placed."""
@@ -210,7 +237,7 @@ class Job:
             self._devices.wait_after_loss(progress)
             progress("starting other processes")
             self.executor = self._make_executor()
-            self._place()
+            self._place(progress)
             self._build(progress)
         except ConfigError as error:
             raise WorkerError(f"The workers could not be started again: {error}") from error
@@ -277,7 +304,7 @@ class Job:
         """Writes `config.yaml`, for who resumes the run: from now on it is of this job."""
         if self._state is not None:
             self._state.begin()
-        self.directory.write_config(to_yaml(self.config))
+        self.directory.write_config(to_yaml(self._as_asked or self.config))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds figures of a step to `metrics.jsonl` and the trackers."""
@@ -315,6 +342,7 @@ class Job:
 
     def _load(self) -> None:
         """Model folder, tokenizer and data, and what follows from their sizes."""
+        from hybridrl.evaluation.sets import EvalSet
         from hybridrl.planner.at_start import count_models
         from hybridrl.planner.precision import kind_here, with_dtype
         from hybridrl.rollout import Sampling
@@ -326,8 +354,11 @@ class Job:
         self.tokenizer, rows = found.tokenizer, found.rows
         self.training, self.held_out, self.examples = rows.training, rows.held_out, rows.examples
         self.longest_prompt, self.longest_response = rows.longest_prompt, rows.longest_response
-        self.context_length = self.longest_prompt + self.longest_response
+        self.context_length = max(
+            self.longest_prompt + self.longest_response, rows.longest_evaluated
+        )
         self.remarks = found.remarks
+        self.directory.write_data_report(found.report)
         self.made_with = made_with(found.model.to_dict(), self.tokenizer)
         if self.resumed.folder is not None:
             check_made_with(self.resumed.folder, self.made_with)
@@ -339,6 +370,10 @@ class Job:
             tuple(rollout.stop),
             rollout.min_tokens,
         )
+        self.eval_sets = {
+            name: EvalSet(one, rows.sets[name], self.sampling)
+            for name, one in eval_sets(config).items()
+        }
         likely = with_dtype(self._with_model(), kind_here(config.devices))
         count_models(likely, self.roles)
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl import inputs
 from hybridrl.checks import model_folder
+from hybridrl.checks.environment import check_template
+from hybridrl.checks.evaluation import check_sets
 from hybridrl.checks.hub import check_reachable
 from hybridrl.checks.placement import wanted_roles
 from hybridrl.checks.reward_data import check_rewards
@@ -25,10 +27,15 @@ from hybridrl.config.load import to_plain
 from hybridrl.config.schema import Config
 from hybridrl.core.cluster import Cluster
 from hybridrl.data import files
+from hybridrl.data.environment_tasks import ENVIRONMENT
+from hybridrl.data.report import DataReport
+from hybridrl.data.samplers import BUILT_IN
+from hybridrl.environments.rows import probe
 from hybridrl.errors import ConfigError, Problems
 from hybridrl.observe.metrics import check_packages, trackers_of
 from hybridrl.observe.run_directory import RunDirectory
 from hybridrl.trainers import load_trainer
+from hybridrl.trainers.dealing import deck_of
 from hybridrl.trainers.resumed import find_checkpoint
 from hybridrl.trainers.role_spec import RoleSpec
 
@@ -47,6 +54,7 @@ class Inputs:
         rows: The data, tokenized.
         remarks: What the user should know of the data, and what reward functions have to say before
             they start.
+        report: What the data repeats, for `data-report.json`.
     """
 
     model_path: str
@@ -55,6 +63,7 @@ class Inputs:
     tokenizer: Any
     rows: inputs.Rows
     remarks: list[str] = field(default_factory=list)
+    report: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_inputs(
@@ -78,6 +87,7 @@ def load_inputs(
     problems = Problems()
     model = tokenizer = rows = None
     remarks: list[str] = []
+    report = DataReport({}, [])
     for setting, place in _places(config, roles):
         with problems.noted():
             check_reachable(place, setting)
@@ -99,20 +109,33 @@ def load_inputs(
         with problems.noted():
             if model is not None:
                 check_tokenizer(config, tokenizer, model, path)
+            check_template(config, tokenizer)
             rows = inputs.load_rows(config, kind, tokenizer)
+    if config.environment.name is not None and config.data.task != ENVIRONMENT:
+        with problems.noted():  # whose own tasks would have loaded it
+            probe(config.environment)
     if rows is not None:
         with problems.noted():
             inputs.check_by_column(config, rows.held_out)
         remarks += inputs.remarks_on(config, kind, rows)
+        report = inputs.report_on_rows(config, kind, rows, tokenizer)
+        remarks += report.remarks
+        with problems.noted():
+            inputs.check_normalise_by(config, rows.training)
+            if config.data.sampler in BUILT_IN or config.data.sources:
+                deck_of(config, rows.training)
     if rows is not None and model is not None:
         with problems.noted():
             inputs.check_lengths(config, kind, rows, model)
     if rows is not None and is_whole and trainer.__module__.startswith("hybridrl."):
+        if inputs.needs_held_out(config, trainer.TRAINS) or trainer.TRAINS:
+            with problems.noted():
+                remarks += check_rewards(config, rows.training, rows.held_out)
         with problems.noted():
-            remarks += check_rewards(config, rows.training, rows.held_out)
+            remarks += check_sets(config, rows.sets)
     problems.raise_if_any()
     assert model is not None and rows is not None
-    return Inputs(path, model, named, tokenizer, rows, remarks)
+    return Inputs(path, model, named, tokenizer, rows, remarks, report.figures)
 
 
 def preflight(
@@ -183,6 +206,11 @@ def _unseen(config: Config, plans: bool, is_elsewhere: bool) -> dict[str, str]:
     named["data.path"] = config.data.path
     if not config.data.task:
         named["data.eval_path"] = config.data.eval_path
+    for name, one in config.eval.sets.items():
+        data = one.get("data") if isinstance(one, Mapping) else None
+        named[f"eval.sets.{name}.data.path"] = (
+            data.get("path") if isinstance(data, Mapping) else None
+        )
     for role, settings in config.models.items():
         if isinstance(settings, Mapping):
             named[f"models.{role}.path"] = settings.get("path")
@@ -193,7 +221,7 @@ def _unseen(config: Config, plans: bool, is_elsewhere: bool) -> dict[str, str]:
     for setting, path in named.items():
         if path is None:
             continue
-        looks = files if setting.startswith("data.") else model_folder
+        looks = files if setting.startswith(("data.", "eval.")) else model_folder
         place = Path(path).expanduser()
         if place.exists():
             is_described = (place / "config.json").is_file() and not model_folder.has_weights(place)

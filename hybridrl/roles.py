@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from hybridrl.algorithms import BradleyTerry
 from hybridrl.checks.tokenizer import end_tokens
+from hybridrl.config.eval_sets import eval_sets
 from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import (
     ActorConfig,
@@ -21,6 +22,7 @@ from hybridrl.config.schema import (
     RolloutParallelConfig,
 )
 from hybridrl.controller import Worker
+from hybridrl.data.mixture import rewards_of, source_names
 from hybridrl.models import load_tokenizer
 from hybridrl.placement import GENERATOR, Placement
 from hybridrl.trainers.precision import plan_of
@@ -99,6 +101,7 @@ def _actor(job: Built, role: str) -> Keywords:
         "source": replace(_own_source(job, role), adapters=_adapters(config)),
         "config": _training(job, role),
         "rollout": config.rollout,
+        "environment": config.environment,
         "objective": job.trainer_class.objective(config),
         "updates": _updates(config) + (config.trainer.steps if algorithm.ptx_coefficient else 0),
         "seed": config.run.seed,
@@ -120,6 +123,7 @@ def _generator(job: Built) -> Keywords:
         "rollout": replace(
             config.rollout, parallel=RolloutParallelConfig(parallel.tp, parallel.pp)
         ),
+        "environment": config.environment,
         "seed": config.run.seed,
         "job": job.name,
         "in_flight": config.placement.in_flight,
@@ -155,6 +159,7 @@ def _reward_model(job: Built, role: str) -> Keywords:
 
 def _scores(job: Built, role: str, kind: str) -> Keywords:
     config: RewardConfig = getattr(job.config, kind)
+    sets = eval_sets(job.config) if kind == "reward" else {}
     return {
         "config": config,
         "tokenizer": job.tokenizer_path,
@@ -164,6 +169,10 @@ def _scores(job: Built, role: str, kind: str) -> Keywords:
         "rollout": job.config.rollout,
         "kind": kind,
         "job": job.name,
+        "sources": source_names(job.config.data),
+        "own_functions": rewards_of(job.config.data) if kind == "reward" else {},
+        "verifiers": {name: one.reward for name, one in sets.items() if one.is_verified},
+        "steps": kind == "reward" and job.config.algorithm.step_credit is not None,
     }
 
 

@@ -232,9 +232,10 @@ def _planned(config, devices):
     from hybridrl.planner.devices import named
     from hybridrl.planner.planner import Planner
 
-    machines = named(f"{devices}xH100")
-    placement = check_placement(config, machines.cluster, None)
-    planner = Planner(config, machines, placement, sizes_of(config), wanted_roles(config, None))
+    cluster = named(f"{devices}xH100")
+    memory = cluster.memory_of(0)
+    placement = check_placement(config, cluster, None)
+    planner = Planner(config, cluster, placement, sizes_of(config), wanted_roles(config, None))
     part, train = planner.part("actor", 0), planner.batches["actor", "train"]
     there = part.resident()
     parameters = there.get("parameters", 0.0)  # the moments come with the first update
@@ -242,7 +243,7 @@ def _planned(config, devices):
         "load": parameters,
         "score": parameters + sum(part.scoring(train, planner.sizes).values()),
         "train": sum(there.values()) + sum(part.training(train, planner.sizes).values()),
-        "sync": sum(there.values()) + sum(_generating(planner, "actor", "sync").values()),
+        "sync": sum(there.values()) + sum(_generating(planner, "actor", "sync", memory).values()),
         "save": sum(there.values()),
     }
     return found, planner.sync_bytes("actor"), train.total // round(planner.sizes.sample_tokens)

@@ -25,7 +25,7 @@ SECRET = "a-secret-of-the-caller"
 FAST = Limits(wall_s=60.0, cpu_s=3)
 SOURCE = Path(hybridrl.__file__).parent
 # An ordinary user may be unable to read this checkout, so the files are copied to where it can.
-FILES = ("errors.py", "rewards")
+FILES = ("errors.py", "rewards", "core/__init__.py", "core/memory_group.py")
 
 CALLER = """
 import dataclasses, json, sys
@@ -225,6 +225,7 @@ def callers_folder():
     (folder / "hybridrl").mkdir()
     (folder / "hybridrl/__init__.py").touch()
     for name in FILES:
+        (folder / "hybridrl" / name).parent.mkdir(exist_ok=True)
         copy = shutil.copytree if (SOURCE / name).is_dir() else shutil.copy
         copy(SOURCE / name, folder / "hybridrl" / name)
     yield folder

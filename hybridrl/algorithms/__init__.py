@@ -5,8 +5,15 @@ tokens, left-aligned; a mask is 1 on the tokens the policy chose and may have ho
 exactly 0 off the mask, computed in float32 at least, and no argument is changed.
 """
 
-from hybridrl.algorithms.advantages import gae, reinforce_plus_plus, remax, spread
+from hybridrl.algorithms.advantages import (
+    gae,
+    reinforce_plus_plus,
+    remax,
+    returns_to_go,
+    spread,
+)
 from hybridrl.algorithms.corrections import importance_weights, mismatch
+from hybridrl.algorithms.credit import least_of, part_advantages, part_numbers, rewards_at
 from hybridrl.algorithms.distillation import Distillation
 from hybridrl.algorithms.group_advantages import (
     group_relative,
@@ -21,11 +28,12 @@ from hybridrl.algorithms.lagrange import LagrangeMultiplier
 from hybridrl.algorithms.objective import PolicyObjective
 from hybridrl.algorithms.policy_losses import cispo, ppo_clip, reinforce, sapo
 from hybridrl.algorithms.preferences import BradleyTerry, DirectPreference
-from hybridrl.algorithms.rewards import overlong_penalty, shape_rewards
+from hybridrl.algorithms.rewards import overlong_penalty, shape_rewards, shorter_reward
 from hybridrl.algorithms.sample_losses import gmpo, gspo
 from hybridrl.algorithms.segments import Segments
 from hybridrl.algorithms.statistics import divide_by_std, masked_mean, masked_var, whiten
 from hybridrl.algorithms.token_loss import TokenLoss, negative_log_likelihood, value_loss
+from hybridrl.algorithms.turns import Turns
 from hybridrl.algorithms.weights import token_weights
 
 __all__ = [
@@ -38,6 +46,7 @@ __all__ = [
     "PolicyObjective",
     "Segments",
     "TokenLoss",
+    "Turns",
     "cispo",
     "divide_by_std",
     "gae",
@@ -47,6 +56,7 @@ __all__ = [
     "importance_weights",
     "keep_informative",
     "kl",
+    "least_of",
     "leave_one_out",
     "masked_mean",
     "masked_var",
@@ -54,14 +64,19 @@ __all__ = [
     "negative_log_likelihood",
     "optimal_reward_baseline",
     "overlong_penalty",
+    "part_advantages",
+    "part_numbers",
     "pass_at_k",
     "ppo_clip",
     "reinforce",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",
+    "returns_to_go",
+    "rewards_at",
     "sapo",
     "shape_rewards",
+    "shorter_reward",
     "spread",
     "token_weights",
     "value_loss",

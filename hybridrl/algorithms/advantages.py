@@ -37,7 +37,7 @@ def gae(
     held = samples.mask
     row, known = samples.row[held], values[held]
     deltas = rewards[held] + gamma * _later(known, row, 1) - known
-    advantages = _discounted_to_go(deltas, row, gamma * lam)
+    advantages = discounted_to_go(deltas, row, gamma * lam)
     return _onto(held, advantages), _onto(held, advantages + known)
 
 
@@ -76,10 +76,19 @@ def spread(row_values: Tensor, mask: Tensor) -> Tensor:
     return Segments.from_mask(mask).spread(row_values)
 
 
+@torch.no_grad()
+def returns_to_go(
+    rewards: Tensor, mask: Tensor, gamma: float = 1.0, *, segments: Segments | None = None
+) -> Tensor:
+    """The discounted rewards from each token on, that token's included. Rows do not depend on each
+    other."""
+    return _returns(rewards, samples_of(mask, segments), gamma)
+
+
 def _returns(rewards: Tensor, samples: Segments, gamma: float) -> Tensor:
     (rewards,) = as_float(rewards)
     held = samples.mask
-    return _onto(held, _discounted_to_go(rewards[held], samples.row[held], gamma))
+    return _onto(held, discounted_to_go(rewards[held], samples.row[held], gamma))
 
 
 def _onto(held: Tensor, kept: Tensor) -> Tensor:
@@ -99,7 +108,7 @@ def _later(x: Tensor, row: Tensor, steps: int) -> Tensor:
     return found
 
 
-def _discounted_to_go(x: Tensor, row: Tensor, discount: float) -> Tensor:
+def discounted_to_go(x: Tensor, row: Tensor, discount: float) -> Tensor:
     """y_t = x_t + discount y_{t+1}, along each row; x and row as for `_later`.
 
     Sums over windows that double: after k rounds y_t holds the next 2^k terms. This takes

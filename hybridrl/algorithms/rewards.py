@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.groups import Groups
 from hybridrl.algorithms.kl import kl
 from hybridrl.algorithms.masking import as_float, on_mask
 from hybridrl.algorithms.segments import Segments, samples_of
@@ -51,3 +52,21 @@ def overlong_penalty(lengths: Tensor, limit: int, buffer: int, factor: float = 1
     if buffer == 0:
         return torch.zeros_like(lengths).masked_fill(lengths > limit, -factor)
     return -factor * ((lengths - (limit - buffer)) / buffer).clamp(0.0, 1.0)
+
+
+@torch.no_grad()
+def shorter_reward(lengths: Tensor, right: Tensor, groups: Tensor) -> Tensor:
+    """A reward for being shorter than the others of a group, to be added to scores.
+
+    With s = 0.5 - (length - shortest) / (longest - shortest) of its group: s where the answer is
+    right, and min(0, s) where it is not, so that no wrong answer gains by being short. 0 where all
+    are of one length. Groups do not depend on each other. lengths, groups: ``[rows]``; right: bool
+    ``[rows]``. Kimi k1.5 2025, arXiv:2501.12599, section 2.3.3.
+    """
+    members = Groups.of(groups)
+    (lengths,) = as_float(lengths)
+    shortest, longest = members.min(lengths), members.max(lengths)
+    spread = longest - shortest
+    share = 0.5 - (lengths - shortest) / spread.clamp(min=1.0)
+    found = torch.where(right, share, share.clamp(max=0.0))
+    return torch.where(spread > 0, found, 0.0)

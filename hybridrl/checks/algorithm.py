@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from hybridrl.config.schema import Config, CriticConfig
+from hybridrl.config.schema import Config, CriticConfig, is_served
 from hybridrl.errors import ConfigError, check_all, nearest
 
 OF_TASKS = "hybridrl.data.tasks."
 """Before the names of functions that built-in tasks bring; presets name them."""
-WITH_PAIRS = ("dpo", "reward_model")
+WITH_PAIRS = ("dpo", "online_dpo", "reward_model")
+SAMPLES_AS_DATA = ("online_dpo", "expert_iteration")
+"""Programs that learn from samples whoever wrote them, not by how likely they were."""
+WITH_STEPS = ("grpo", "ppo")
+WITH_SHAPING = ("grpo", "ppo", "online_dpo")
+ESTIMATORS_OF_STEPS = ("group_relative", "reinforce_plus_plus")
 WITH_REWARD_PER_TOKEN = ("ppo", "safe_rlhf", "remax")
 
 
@@ -17,9 +22,9 @@ def check_algorithm(config: Config) -> None:
     Raises:
         ConfigError: names the settings and the cure.
     """
-    checks = [_check_parts, _check_cost, _check_lora]
+    checks = [_check_parts, _check_cost, _check_lora, _check_steps, _check_shaping]
     if _learns_from_samples(config):
-        checks += [_check_advantages, _check_kl, _check_loss, _check_samples]
+        checks += [_check_advantages, _check_turns, _check_kl, _check_loss, _check_samples]
     check_all(checks, config)
 
 
@@ -38,10 +43,10 @@ def _learns_from_samples(config: Config) -> bool:
 
 
 def _check_parts(config: Config) -> None:
-    from hybridrl.trainers import load_roles, load_trainer
+    from hybridrl.trainers import load_roles
+    from hybridrl.trainers.replay import most_replayed
 
     name = config.trainer.name
-    trainer = load_trainer(name)
     kinds = [spec.worker for spec in load_roles(config).values()]
     if "critic" not in kinds and config.critic != CriticConfig():
         raise ConfigError(
@@ -54,12 +59,12 @@ def _check_parts(config: Config) -> None:
             "belongs to Safe-RLHF and Safe-RLHF needs one. Use algorithm=safe_rlhf, which sets "
             "both."
         )
-    with_pairs = trainer.DATA == "pairs"
-    if (config.preference is not None) != with_pairs and not _is_own(name):
+    if (config.preference is not None) != (name in WITH_PAIRS) and not _is_own(name):
         raise ConfigError(
             f"trainer.name={name} with preference="
             f"{'null' if config.preference is None else '...'}: `preference` belongs to learning "
-            "from pairs. Use algorithm=dpo or algorithm=reward_model, which set both."
+            "from pairs. Use algorithm=dpo, algorithm=online_dpo or algorithm=reward_model, which "
+            "set both."
         )
     if name in WITH_PAIRS and config.actor.updates_per_step > 1:
         raise ConfigError(
@@ -70,6 +75,18 @@ def _check_parts(config: Config) -> None:
         raise ConfigError(
             f"algorithm.dynamic_sampling=true compares the samples of a prompt, which "
             f"trainer.name={name} does not. Use algorithm=dapo, or leave it out."
+        )
+    if config.algorithm.replay_share and name != "grpo" and not _is_own(name):
+        raise ConfigError(
+            f"algorithm.replay_share={config.algorithm.replay_share}: only trainer.name=grpo, and "
+            f"the algorithms that are settings of it, replay samples; trainer.name={name} does "
+            "not. Leave it out."
+        )
+    share, prompts = config.algorithm.replay_share, config.data.prompts_per_step
+    if share and not most_replayed(config):
+        raise ConfigError(
+            f"algorithm.replay_share={share} of a step with data.prompts_per_step={prompts} is "
+            f"less than one prompt. Set it to {1 / (prompts + 1):.2g} or more, or leave it out."
         )
 
 
@@ -118,6 +135,11 @@ def _check_advantages(config: Config) -> None:
     estimator = advantage_estimator(algorithm.advantage)
     if _is_own(name):
         return
+    if per_prompt == 1 and name == "online_dpo":
+        raise ConfigError(
+            "rollout.samples_per_prompt=1: trainer.name=online_dpo learns from the best and the "
+            "worst sample of a prompt, so it needs at least 2."
+        )
     if name != "grpo":
         if algorithm.advantage != "group_relative":
             raise ConfigError(
@@ -141,6 +163,91 @@ def _check_advantages(config: Config) -> None:
             f"algorithm.advantage_scale={algorithm.advantage_scale}: "
             f"algorithm.advantage={algorithm.advantage} has no scale of its own; only "
             f"{' and '.join(scaled)} have. Leave it out."
+        )
+
+
+def _check_turns(config: Config) -> None:
+    name, rollout = config.trainer.name, config.rollout
+    if config.algorithm.turn_credit != "turn":
+        return
+    if rollout.episode is None and not is_served(rollout, config.environment):
+        raise ConfigError(
+            "algorithm.turn_credit=turn, but samples have one turn. Name what takes the others: "
+            "rollout.episode or environment.name; or set algorithm.turn_credit=episode."
+        )
+    instead = {
+        "remax": "the greedy answer of ReMax has a score as a whole, and no turns to compare with",
+        "distillation": "a student learns what a teacher thinks of tokens, and not from rewards",
+    }
+    if name in instead:
+        raise ConfigError(
+            f"algorithm.turn_credit=turn with trainer.name={name}: {instead[name]}. Use "
+            "algorithm=grpo or algorithm=ppo, or set algorithm.turn_credit=episode."
+        )
+
+
+def _check_steps(config: Config) -> None:
+    """Refuses rewards of steps where nothing reads them."""
+    algorithm, name = config.algorithm, config.trainer.name
+    if config.reward.model_steps is not None and algorithm.step_credit is None:
+        raise ConfigError(
+            f"reward.model_steps={config.reward.model_steps!r} has the reward model score steps, "
+            "and nothing gives them credit. Set algorithm.step_credit=sum (or min)."
+        )
+    if config.cost is not None and config.cost.model_steps is not None:
+        raise ConfigError(
+            f"cost.model_steps={config.cost.model_steps!r}: only rewards come step by step. Leave "
+            "it out."
+        )
+    if algorithm.step_credit is None:
+        return
+    if is_served(config.rollout, config.environment) or algorithm.turn_credit == "turn":
+        raise ConfigError(
+            f"algorithm.step_credit={algorithm.step_credit}: samples of an environment, or of "
+            "turns that have credit of their own (algorithm.turn_credit=turn), are not cut into "
+            "steps. Leave it out."
+        )
+    if _is_own(name):
+        return
+    if name not in WITH_STEPS:
+        raise ConfigError(
+            f"algorithm.step_credit={algorithm.step_credit}: trainer.name={name} knows one score a "
+            f"sample. Use algorithm=grpo or algorithm=ppo, or leave it out."
+        )
+    if name == "grpo" and algorithm.advantage not in ESTIMATORS_OF_STEPS:
+        raise ConfigError(
+            f"algorithm.step_credit={algorithm.step_credit}: algorithm.advantage="
+            f"{algorithm.advantage} compares whole samples. Use one of "
+            f"{', '.join(ESTIMATORS_OF_STEPS)}, or leave it out."
+        )
+
+
+def _check_shaping(config: Config) -> None:
+    """Refuses to shape rewards where nothing shapes them."""
+    reward, name = config.reward, config.trainer.name
+    found = {"reward.shorter": reward.shorter, "reward.normalise_by": reward.normalise_by}
+    for setting, value in found.items():
+        if value and name not in WITH_SHAPING and not _is_own(name):
+            raise ConfigError(
+                f"{setting}={value}: trainer.name={name} learns from scores as they are. It is for "
+                f"{', '.join(WITH_SHAPING)}; leave it out."
+            )
+    if config.cost is not None and (config.cost.shorter or config.cost.normalise_by):
+        raise ConfigError(
+            "cost.shorter and cost.normalise_by would move the limit of the cost. Leave them out."
+        )
+    algorithm = config.algorithm
+    by_parts = {"turn_credit=turn": algorithm.turn_credit == "turn"}
+    by_parts[f"step_credit={algorithm.step_credit}"] = algorithm.step_credit is not None
+    for setting in (one for one, is_set in by_parts.items() if is_set and reward.normalise_by):
+        raise ConfigError(
+            f"reward.normalise_by={reward.normalise_by} with algorithm.{setting}: scores would "
+            "have another scale than the rewards of their parts. Leave one of them out."
+        )
+    if reward.shorter and config.rollout.samples_per_prompt == 1 and name in WITH_SHAPING:
+        raise ConfigError(
+            f"reward.shorter={reward.shorter} compares the samples of a prompt, and "
+            "rollout.samples_per_prompt=1. Draw 2 or more."
         )
 
 
@@ -205,7 +312,7 @@ def _check_samples(config: Config) -> None:
     from hybridrl.algorithms.registry import weighs_by_ratio
 
     algorithm, rollout = config.algorithm, config.rollout
-    if _is_own(config.trainer.name):
+    if _is_own(config.trainer.name) or config.trainer.name in SAMPLES_AS_DATA:
         return
     for name, value, whole in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
         if value != whole:
@@ -223,6 +330,7 @@ def _check_samples(config: Config) -> None:
         found = {
             "placement.staleness": flow.staleness,
             "placement.in_flight": flow.in_flight,
+            "algorithm.replay_share": algorithm.replay_share,
             "rollout.weight_sync": rollout.weight_sync,
         }
         name = next(name for name, value in found.items() if value)

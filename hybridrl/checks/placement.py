@@ -25,9 +25,17 @@ if TYPE_CHECKING:
 Roles = Mapping[str, RoleSpec] | Sequence[str]
 
 
-def check_placement(config: Config, cluster: Cluster, roles: Roles | None = None) -> Placement:
+def check_placement(
+    config: Config,
+    cluster: Cluster,
+    roles: Roles | None = None,
+    chosen: Placement | None = None,
+) -> Placement:
     """Where these roles (None: those of the trainer) live on the cluster, all models cut as their
     places say.
+
+    Args:
+        chosen: A placement to be checked; None: as the settings say.
 
     Raises:
         ConfigError: naming the setting and what would fit.
@@ -41,8 +49,8 @@ def check_placement(config: Config, cluster: Cluster, roles: Roles | None = None
                 f"{', '.join(specs)}.{nearest(name, specs)}"
             )
     _check_generates(config, specs)
-    placed = _placed(config, specs)
-    placement = place(placed, cluster, config.placement)
+    placed = placed_roles(config, specs)
+    placement = place(placed, cluster, config.placement, chosen)
     _check_flow(config, placement)
     for name, where in placement.roles.items():
         role = next((role for role in placed if role.name == name), None)
@@ -96,7 +104,7 @@ def _check_generates(config: Config, roles: Mapping[str, RoleSpec]) -> None:
         )
 
 
-def _placed(config: Config, roles: Mapping[str, RoleSpec]) -> list[Role]:
+def placed_roles(config: Config, roles: Mapping[str, RoleSpec]) -> list[Role]:
     """What a placement has to know of these roles."""
     generation = ParallelConfig(tp=config.rollout.parallel.tp, pp=config.rollout.parallel.pp)
     players = dict.fromkeys(played_by(roles, name, config) for name in roles)
@@ -238,7 +246,7 @@ def _check_flow(config: Config, placement: Placement) -> None:
             "placement.in_flight=true means that samples under way go on with newer weights: set "
             "placement.staleness=1 and leave placement.transport=auto."
         )
-    if placement.is_separated:
+    if placement.is_separated or settings.strategy == "auto":  # which may choose to be
         return
     for name in ("staleness", "in_flight", "generation_devices"):
         if value := getattr(settings, name):

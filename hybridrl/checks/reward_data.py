@@ -6,14 +6,26 @@ ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.config.schema import Config, RewardConfig
+import numpy as np
+
+from hybridrl.config.schema import Config, DataConfig, RewardConfig, is_served
 from hybridrl.core.batch import is_of_data
+from hybridrl.data.mixture import COLUMN as SOURCE
+from hybridrl.data.mixture import rewards_of, source_names, sources_of
 from hybridrl.errors import ConfigError, DataError, RewardError
-from hybridrl.rewards import RewardPool, function_list
-from hybridrl.rewards.loading import check_fit, is_builtin, load_function, said_of, short_names
+from hybridrl.rewards import RewardPool
+from hybridrl.rewards.by_source import settings_by_source
+from hybridrl.rewards.loading import (
+    check_fit,
+    functions_of,
+    is_builtin,
+    load_function,
+    said_of,
+    short_names,
+)
 from hybridrl.rewards.options import options_of
 from hybridrl.trainers import load_roles
 
@@ -53,39 +65,68 @@ def check_rewards(config: Config, prompts: Batch, held_out: Batch | None = None)
     if "prompt" not in prompts.columns:
         return []
     kinds = {spec.worker for spec in load_roles(config).values()}
+    plays = config.rollout.episode or is_served(config.rollout, config.environment)
     remarks: list[str] = []
     for kind in sorted(kinds & {"reward", "cost"}):
         settings = getattr(config, kind)
         if settings is not None:
+            own = rewards_of(config.data) if kind == "reward" else {}
+            names = source_names(config.data)
             with said_of(kind):
-                _check_compares(config, settings)
-                remarks += _check(settings, prompts, tries=config.rollout.episode is None)
-                if held_out is not None:
-                    _check_answers(settings, held_out)
+                for name, one in settings_by_source(settings, own, names).items():
+                    mine = [_of_source(rows, name, own) for rows in (prompts, held_out)]
+                    _check_compares(_data_of(config, name, own), one)
+                    remarks += _of_settings(one, *mine, tries=not plays)
     return list(dict.fromkeys(remarks))
 
 
-def _check(settings: RewardConfig, prompts: Batch, *, tries: bool) -> list[str]:
-    """Remarks of the functions of one role.
+def _of_source(rows: Batch | None, name: str | None, own: Collection[str]) -> Batch | None:
+    """The rows of a source that has functions of its own, or of all that have none."""
+    if rows is None or not own or SOURCE not in rows.columns:
+        return rows
+    chosen = [source == name if name else source not in own for source in rows[SOURCE]]
+    return rows.take(np.flatnonzero(chosen))
+
+
+def _data_of(config: Config, name: str | None, own: Collection[str]) -> list[DataConfig]:
+    """Settings of the data that is scored by the functions of a source, or of `reward.function`."""
+    found = sources_of(config.data)
+    return [s.data for s in found if (s.name == name if name else s.name not in own)] or [
+        config.data
+    ]
+
+
+def _of_settings(
+    settings: RewardConfig, prompts: Batch | None, held_out: Batch | None, *, tries: bool
+) -> list[str]:
+    assert prompts is not None
+    remarks = check_scoring(settings, prompts, tries=tries)
+    if held_out is not None:
+        _check_answers(settings, held_out)
+    return remarks
+
+
+def check_scoring(settings: RewardConfig, prompts: Batch, *, tries: bool) -> list[str]:
+    """Remarks of the functions of these settings on these prompts; see `check_rewards`.
 
     Args:
         tries: Call the user's functions on a row.
     """
-    functions = function_list(settings.function)
+    functions, _ = functions_of(settings)
     check_fit(functions, settings.options, filter(is_of_data, prompts.columns))
-    _check_options(functions, settings)
+    row = prompts.slice(0, 1).rows_for_users()[0] if len(prompts) else None
+    _check_options(functions, settings, row or {})
     _check_answers(settings, prompts)
     if all(map(is_builtin, functions)):
         return []
-    tries = tries and settings.on_error == "fail" and len(prompts) > 0
-    row = prompts.slice(0, 1).rows_for_users()[0] if tries else None
-    return _try(functions, settings, row)
+    return _try(functions, settings, row if tries and settings.on_error == "fail" else None)
 
 
-def _check_compares(config: Config, settings: RewardConfig) -> None:
+def _check_compares(sources: Sequence[DataConfig], settings: RewardConfig) -> None:
     """Refuses to compare with answers that there are none of: an empty response would be right."""
-    names = [name for name in function_list(settings.function) if name in TO_ANSWERS]
-    if names and config.data.task is None and config.data.answer_column is None:
+    names = [name for name in functions_of(settings)[0] if name in TO_ANSWERS]
+    without = any(data.task is None and data.answer_column is None for data in sources)
+    if names and without:
         raise ConfigError(
             f"reward.function={names[0]} compares responses with answers, and "
             "data.answer_column=null says that there are none. Name their column, or another "
@@ -93,14 +134,22 @@ def _check_compares(config: Config, settings: RewardConfig) -> None:
         )
 
 
-def _check_options(functions: Sequence[Any], settings: RewardConfig) -> None:
-    """Calls built-in functions once with their options, whose types nobody else knows."""
+def _check_options(
+    functions: Sequence[Any], settings: RewardConfig, row: Mapping[str, Any]
+) -> None:
+    """Calls built-in functions once with their options, whose types nobody else knows.
+
+    Args:
+        row: One of the data.
+    """
+    trial = {**row, "prompt": "1", "response": "1", "answer": "1"}
     names = short_names(functions)
     for name, given in zip(functions, options_of(names, settings.options), strict=True):
         if not is_builtin(name) or not given:
             continue
         try:
-            load_function(name)(prompt="1", response="1", answer="1", **given)
+            beside = {given["column"]: 1} if "column" in given else {"target": 1}
+            load_function(name)(**trial | beside | given)
         except (TypeError, ValueError) as error:
             shown = ", ".join(
                 f"reward.options.{name}.{key}={value}" for key, value in given.items()
@@ -110,7 +159,7 @@ def _check_options(functions: Sequence[Any], settings: RewardConfig) -> None:
 
 def _check_answers(settings: RewardConfig, prompts: Batch) -> None:
     """Refuses answers that nothing can be compared with, where that would end the job."""
-    names = [name for name in function_list(settings.function) if name in COMPARE]
+    names = [name for name in functions_of(settings)[0] if name in COMPARE]
     for name in names if settings.on_error == "fail" else ():
         function = load_function(name)
         for answer, prompt in zip(prompts["answer"], prompts["prompt"], strict=True):
@@ -126,7 +175,7 @@ def _check_answers(settings: RewardConfig, prompts: Batch) -> None:
 
 def _try(functions: Sequence[Any], settings: RewardConfig, row: dict[str, Any] | None) -> list[str]:
     limits = {"timeout_s": settings.timeout_s, "on_error": "drop"}
-    with RewardPool(functions, settings.weights, settings.options, **limits) as pool:
+    with RewardPool(functions, None, settings.options, **limits) as pool:
         pool.start(LONGEST_IMPORT_S)
         if row is None:
             return pool.remarks

@@ -100,17 +100,8 @@ def _check_episode(config: Config) -> None:
     from hybridrl.rollout.episode_class import check_episode
 
     rollout = config.rollout
-    if rollout.episode is None:
-        return
-    check_episode(rollout.episode)
-    if rollout.parallel.ranks > 1:
-        axis = "pp" if rollout.parallel.pp > 1 else "tp"
-        raise ConfigError(
-            f"rollout.parallel.{axis}={rollout.parallel.ranks} with rollout.episode="
-            f"{rollout.episode}: the devices that share a model must generate the same tokens at "
-            "the same time, but each would see the tools answer at another moment. Set "
-            f"rollout.parallel.{axis}=1."
-        )
+    if rollout.episode is not None:
+        check_episode(rollout.episode)
 
 
 def _check_replay(config: Config) -> None:
@@ -122,8 +113,9 @@ def _check_replay(config: Config) -> None:
             f"rollout.routing_replay=true with rollout={rollout.engine}: only vLLM says which "
             "experts took a token. Set rollout=vllm, or rollout.routing_replay=false."
         )
-    if rollout.episode is not None:
+    if rollout.episode is not None or rollout.serve:
+        setting = "serve=true" if rollout.serve else f"episode={rollout.episode}"
         raise ConfigError(
-            f"rollout.routing_replay=true with rollout.episode={rollout.episode}: of samples of "
-            "several turns experts are not kept yet. Set rollout.routing_replay=false."
+            f"rollout.routing_replay=true with rollout.{setting}: of samples of several turns "
+            "experts are not kept yet. Set rollout.routing_replay=false."
         )

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from hybridrl.checks.algorithm import check_algorithm
 from hybridrl.checks.checkpoints import check_checkpoints
+from hybridrl.checks.environment import check_environment
+from hybridrl.checks.evaluation import check_evaluation
 from hybridrl.checks.model_folder import check_generator
 from hybridrl.checks.placement import check_placement
 from hybridrl.checks.roles import check_models, check_roles
 from hybridrl.checks.rollout import check_rollout
 from hybridrl.checks.training import check_training
-from hybridrl.config.schema import Config
+from hybridrl.config.schema import Config, DataConfig, is_served
 from hybridrl.config.values import with_defaults, wrong_values
 from hybridrl.core.cluster import Cluster, choose_devices
 from hybridrl.errors import ConfigError, MissingPackageError, Problems
@@ -45,7 +47,7 @@ def check(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
     config = with_defaults(config, wrong)  # so that what is wrong besides is found, too
     for check_part in (
         *(_check_names, _check_data, _check_devices_asked, check_training, check_rollout),
-        *(check_algorithm, _check_rewards, _check_packages),
+        *(check_algorithm, check_evaluation, _check_rewards, _check_packages, check_environment),
     ):
         with problems.noted(besides=wrong):
             check_part(config)
@@ -63,8 +65,8 @@ def check(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
 
 def _check_names(config: Config) -> None:
     from hybridrl.algorithms.registry import policy_loss
+    from hybridrl.data.samplers import BUILT_IN, check_sampler
     from hybridrl.trainers import load_trainer
-    from hybridrl.trainers.feed import check_sampler
 
     if config.model.dtype == "float16" and load_trainer(config.trainer.name).TRAINS:
         raise ConfigError(
@@ -72,12 +74,25 @@ def _check_names(config: Config) -> None:
             "there are, because nothing scales the loss. Set model.dtype=bfloat16, or float32."
         )
     check_sampler(config)
+    sampler, learns = config.data.sampler, load_trainer(config.trainer.name).DATA
+    if sampler in BUILT_IN and learns != "prompts":
+        raise ConfigError(
+            f"data.sampler={sampler} goes by what samples score, and trainer.name="
+            f"{config.trainer.name} learns from {learns}, which have no scores. Leave it out."
+        )
     policy_loss(config.algorithm.policy_loss)
 
 
 def _check_data(config: Config) -> None:
+    from hybridrl.data.mixture import sources_of
+
     data = config.data
-    if data.task is None and not data.path:
+    if data.sources and (data.task is not None or data.path is not None):
+        raise ConfigError(
+            f"data.sources={', '.join(data.sources)} and data.{_place(data)} are set. Write "
+            "data=mixture, and put what is to be learned into the sources."
+        )
+    if data.task is None and not data.path and not data.sources:
         raise ConfigError(
             "There are no prompts: set data=jsonl data.path=<file, folder or data set>, or "
             "data=arithmetic."
@@ -87,16 +102,21 @@ def _check_data(config: Config) -> None:
             f"Both data.task={data.task} and data.path={data.path} are set. Write data=jsonl to "
             "read the file, or leave data.path out."
         )
-    if config.warmup.steps and data.task is None:
+    tasks = [source.data.task for source in sources_of(data)] or [data.task]
+    if config.warmup.steps and not any(tasks):
         raise ConfigError(
             f"warmup.steps={config.warmup.steps}, but supervised warm-up needs a built-in task "
             "(data.task), whose answers are known. Set warmup.steps=0."
         )
-    if data.task is None and config.model.path is None:
+    if None in tasks and config.model.path is None and config.environment.name is None:
         raise ConfigError(
             "model.path is not set. The tiny model that is made without it knows only the "
             "characters of a built-in task; set model.path=<folder or hub name>."
         )
+
+
+def _place(data: DataConfig) -> str:
+    return f"path={data.path}" if data.path is not None else f"task={data.task}"
 
 
 def _check_devices_asked(config: Config) -> None:
@@ -108,8 +128,10 @@ def _check_devices_asked(config: Config) -> None:
 
 
 def _check_rewards(config: Config) -> None:
+    from hybridrl.data.mixture import rewards_of, source_names
     from hybridrl.rewards import RewardPool, function_list
-    from hybridrl.rewards.loading import said_of
+    from hybridrl.rewards.by_source import settings_by_source
+    from hybridrl.rewards.loading import functions_of, said_of
     from hybridrl.trainers import load_roles
 
     kinds = [spec.worker for spec in load_roles(config).values()]
@@ -117,8 +139,6 @@ def _check_rewards(config: Config) -> None:
         settings = getattr(config, kind)
         if kind not in kinds or settings is None:  # a cost that is missing `check_algorithm` misses
             continue
-        with said_of(kind):
-            functions = function_list(settings.function)
         judge = settings.judge
         if judge.path:
             check_generator(judge.path, f"{kind}.judge.path")
@@ -129,10 +149,16 @@ def _check_rewards(config: Config) -> None:
                 f"{kind}.judge.context={judge.context} leaves no room beside "
                 f"{kind}.judge.max_tokens={judge.max_tokens}."
             )
-        # A model, a judge or an episode may give all the reward there is.
-        if functions or not (settings.model or judge.path or config.rollout.episode):
-            with said_of(kind):
-                RewardPool.check(functions, settings.weights, settings.options)
+        # A model, a judge, an episode or an environment may give all the reward there is.
+        played = config.rollout.episode or is_served(config.rollout, config.environment)
+        played = played or config.data.task == "environment"  # whose name is missed elsewhere
+        own = rewards_of(config.data) if kind == "reward" else {}
+        with said_of(kind):
+            for one in settings_by_source(settings, own, source_names(config.data)).values():
+                every, weights = functions_of(one)
+                rewarded = function_list(one.function)
+                if every or not (settings.model or judge.path or played):
+                    RewardPool.check(every, weights, one.options, len(every) - len(rewarded))
 
 
 def _check_packages(config: Config) -> None:

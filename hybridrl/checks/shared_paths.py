@@ -27,6 +27,8 @@ def paths_of_workers(config: Config, run_directory: Path) -> dict[str, Path]:
             models |= {f"{kind}.model": scores.model, f"{kind}.judge.path": scores.judge.path}
             named = scores.function
             code[f"{kind}.function"] = named if isinstance(named, list) else [named]
+            watched = scores.check
+            code[f"{kind}.check"] = watched if isinstance(watched, list) else [watched]
     models["rollout.plan"] = config.rollout.plan
     for setting, path in models.items():
         if path and Path(path).expanduser().exists():

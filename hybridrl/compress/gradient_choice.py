@@ -178,8 +178,12 @@ def seconds_of(buckets: Sequence[Bucket], ways: Sequence[Way], overlap: Overlap)
         ways: Of each bucket.
     """
     backward = summed = before = lost = 0.0
+    taken: dict[tuple[int, float], tuple[float, float]] = {}  # most buckets are alike
     for bucket, way in zip(buckets, ways, strict=True):
-        codec, link = way.codec(bucket.values), way.link(bucket.values)
+        key = id(way), bucket.values
+        if key not in taken:
+            taken[key] = way.codec(bucket.values), way.link(bucket.values)
+        codec, link = taken[key]
         backward += bucket.ready - before + lost
         before = bucket.ready
         if overlap.beside:

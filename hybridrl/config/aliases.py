@@ -85,6 +85,14 @@ ALIASES: dict[str, Alias] = {
     "lambd": _is("algorithm.lam"),
     "gae_lambda": _is("algorithm.lam"),
     "norm_adv_by_std_in_grpo": _is("algorithm.advantage_scale", note="none instead of false."),
+    "importance_sampling_level": _is(
+        "algorithm.policy_loss", note="gspo (algorithm=gspo) instead of sequence."
+    ),
+    "mask_truncated_completions": Alias(
+        note="There is none; algorithm.overlong_buffer lowers the score of what nears the limit."
+    ),
+    "sync_ref_model": Alias(note="There is none: the reference is the model as it began."),
+    "rpo_alpha": _is("preference.nll_coefficient"),
     "scale_rewards": _is("algorithm.advantage_scale", note="none instead of false."),
     "filter_groups": _is("algorithm.dynamic_sampling"),
     "filter_groups.enable": _is("algorithm.dynamic_sampling"),
@@ -116,6 +124,9 @@ ALIASES: dict[str, Alias] = {
     "max_num_seqs": _is("rollout.max_sequences"),
     "max_num_batched_tokens": _is("rollout.engine_options.max_num_batched_tokens"),
     "enforce_eager": _is("rollout.cuda_graphs", note="The other way round: false."),
+    "vllm_mode": _is(
+        "placement", note="flattening instead of colocate, separation instead of server."
+    ),
     "use_vllm": _is("rollout", note="rollout=vllm or rollout=transformers."),
     "do_sample": Alias(note="Samples are always drawn in training; evaluation is greedy."),
     "repetition_penalty": Alias(
@@ -134,6 +145,8 @@ ALIASES: dict[str, Alias] = {
     "ppo_micro_batch_size_per_gpu": _is("actor.tokens_per_microbatch", note=_TOKENS),
     "micro_train_batch_size": _is("actor.tokens_per_microbatch", note=_TOKENS),
     "ppo_max_token_len_per_gpu": _is("actor.tokens_per_microbatch"),
+    "generation_batch_size": _is("data.prompts_per_step", note=_PROMPTS),
+    "steps_per_generation": _is("actor.updates_per_step"),
     "ppo_mini_batch_size": _is("actor.updates_per_step", note=_UPDATES),
     "num_mini_batches": _is("actor.updates_per_step"),
     "train_global_batch_size": _is("actor.updates_per_step", note=_UPDATES),
@@ -190,6 +203,11 @@ ALIASES: dict[str, Alias] = {
     "custom_reward_function": _is("reward.function", note="path/to/file.py:name."),
     "custom_reward_function.path": _is("reward.function", note="path/to/file.py:name."),
     "reward_weights": _is("reward.weights"),
+    "teacher_model_name_or_path": _is("models.teacher.path", note="With algorithm=distillation."),
+    "lmbda": Alias(
+        note="algorithm=distillation learns from the student's samples (1), and "
+        "algorithm=offline_distillation from given responses (0)."
+    ),
     "reward_pretrain": _is("reward.model"),
     "reward_model_path": _is("reward.model"),
     "reward_model.model.path": _is("reward.model"),
@@ -225,6 +243,7 @@ ALIASES: dict[str, Alias] = {
     "exp_name": _is("run.name"),
     "project_name": _is("run.name", note="There is no project; wandb reads WANDB_PROJECT."),
     "wandb_project": Alias(note="There is none; wandb reads the variable WANDB_PROJECT."),
+    "log_completions": _is("observe.show_every", "observe.samples_every"),
     "logging_steps": Alias(note="The figures of every step are written."),
     "seed": _is("run.seed"),
     "n_gpus_per_node": _is("num_devices", note="Of all nodes together."),

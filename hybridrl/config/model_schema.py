@@ -27,12 +27,12 @@ TINY = With("model.path=null")
 VALUES = With("trainer.name=ppo", "trainer.name=safe_rlhf")
 VLLM = With("rollout.engine=vllm")
 STAGES = With("rollout.engine=pipeline")
+SERVED = With("rollout.serve", "environment.name")
 EPISODES = With("rollout.episode")
+TURNS = With("rollout.episode", "rollout.serve", "environment.name")
 ANNEALED = With("actor.optimizer.schedule=linear", "actor.optimizer.schedule=cosine")
 LORA = With("actor.lora.rank")
-APART = With(
-    "placement.strategy=separation", "placement.strategy=explicit", "placement.strategy=file"
-)
+APART = With(*(f"placement.strategy={name}" for name in ("separation", "explicit", "file", "auto")))
 LOSSY_SYNC = ("int8", "int4_delta")
 """Ways of `rollout.weight_sync` by which the generator's weights are not quite the trainer's."""
 ROUGH = With(*(f"rollout.weight_sync={name}" for name in LOSSY_SYNC))
@@ -252,11 +252,20 @@ class RolloutConfig:
     together, `stop` texts end a turn, and `reward.function=[]` leaves rewards to the episode."""
     max_turns: Annotated[PositiveInt, EPISODES] = 8
     """Most turns of the model in an episode."""
-    max_turn_tokens: Annotated[PositiveInt | None, EPISODES] = None
+    max_turn_tokens: Annotated[PositiveInt | None, TURNS] = None
     """Longest of these turns; null: as long as `max_tokens` allows. A turn that is cut short ends
-    its episode."""
+    its episode, but for one that an environment plays."""
     tool_timeout_s: Annotated[Seconds, EPISODES] = 30.0
     """Longest time for one call of the episode's code; then that episode is over."""
+    serve: Annotated[bool, SERVED] = False
+    """Open an HTTP endpoint on each replica that speaks as OpenAI's does, for programs that are not
+    started by the job: rows of the data wait for them. With `environment.name` there is one
+    anyway. See docs/environments.md."""
+    serve_host: Annotated[Name, SERVED] = "127.0.0.1"
+    """The address that it listens at. Any other than this machine's own is open to the network,
+    for those who have its token."""
+    serve_port: Annotated[int, Range(least=0, most=65535), SERVED] = 0
+    """Of the first replica, the others have those that follow; 0: any that are free."""
     parallel: RolloutParallelConfig = field(default_factory=RolloutParallelConfig)
     max_sequences: PositiveInt = 256
     """Samples generated at a time on one replica."""

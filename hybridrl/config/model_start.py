@@ -1,4 +1,5 @@
-"""Models of earlier runs: the folder of a run, or of one of its steps, stands for a model in it."""
+"""Models of earlier runs: the folder of a run, or of one of its steps, stands for a model in it;
+and so it does for what evaluations are compared with."""
 
 from __future__ import annotations
 
@@ -26,6 +27,9 @@ def with_model_folders(config: Config) -> Config:
     model, cost = config.model, config.cost
     tokenizer = model_folder(model.tokenizer, "model.tokenizer", ACTOR)
     model = replace(model, path=model_folder(model.path, "model.path", ACTOR), tokenizer=tokenizer)
+    baseline = config.eval.baseline
+    if baseline is not None and not NotLonger().refusal(baseline):
+        config = replace(config, eval=replace(config.eval, baseline=_of_now(baseline)))
     return replace(
         config,
         model=model,

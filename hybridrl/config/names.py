@@ -16,10 +16,11 @@ from hybridrl.errors import ConfigError, nearest
 
 OPEN = (
     *("reward.options", "cost.options", "algorithm.loss_options", "placement.roles", "models"),
-    "rollout.engine_options",
+    *("rollout.engine_options", "environment.options", "eval.sets"),
+    *("data.task_options", "data.sampler_options", "data.sources"),
 )
-"""Settings below which any name may stand: the user's, those of a loss, roles, or vLLM's; checked
-with them."""
+"""Settings below which any name may stand: the user's, those of a loss, roles, tasks, vLLM's or an
+environment's; checked with them."""
 _NAME = re.compile(r"[^\W\d][\w-]*")
 
 

@@ -1,4 +1,4 @@
-"""Settings of what is learned: the data, what is rewarded, and the objective."""
+"""Settings of what is learned: what is rewarded, and the objective."""
 
 from __future__ import annotations
 
@@ -21,73 +21,20 @@ from hybridrl.config.bounds import (
     With,
 )
 
-SUPERVISED = With("trainer.name=sft")
-RESPONSES = With("trainer.name=sft", "trainer.name=dpo", "trainer.name=reward_model")
-PAIRS = With("trainer.name=dpo", "trainer.name=reward_model")
-DPO = With("trainer.name=dpo")
+DPO = With("trainer.name=dpo", "trainer.name=online_dpo")
 DISCOUNTED = With(
     *("trainer.name=ppo", "trainer.name=safe_rlhf", "trainer.name=remax"),
-    "algorithm.advantage=reinforce_plus_plus",
+    *("algorithm.advantage=reinforce_plus_plus", "algorithm.turn_credit=turn"),
 )
 VALUES = With("trainer.name=ppo", "trainer.name=safe_rlhf")
-FROM_FILES = With("data.path")
 JUDGED = With(".path")
 CORRECTED = With(
     *("algorithm.correction=truncate", "algorithm.correction=mask"),
     *("rollout.quantization=int8", "rollout.quantization=fp8", "rollout.plan"),
 )
+TURNS = With("rollout.episode", "rollout.serve", "environment.name")
 WITH_KL = With("algorithm.kl_coefficient")
-
-
-@dataclass
-class DataConfig:
-    """The prompts, examples or preference pairs."""
-
-    task: Name | None = None
-    """A built-in task, or null to read `path`."""
-    path: Name | None = None
-    """JSONL or Parquet file, folder or glob; or the name of a data set on the hub."""
-    split: Annotated[Name | None, FROM_FILES] = None
-    """Of a data set on the hub, or of a folder with files for several splits; null: `train`."""
-    eval_path: Annotated[Name | None, FROM_FILES] = None
-    """Held-out prompts; null: those of `path` in another split if it is a folder with files of
-    several, else `eval.prompts` of its rows, drawn by `run.seed`."""
-    eval_split: Annotated[Name | None, FROM_FILES] = None
-    """Of `eval_path`, as `split` is of `path`."""
-    prompt_column: Annotated[Name | None, FROM_FILES] = "prompt"
-    """Text, or a list of chat messages; null for preference pairs whose answers are conversations
-    that hold the prompt."""
-    answer_column: Annotated[Name | None, FROM_FILES] = "answer"
-    """Passed to the reward function; null if there is none."""
-    response_column: Annotated[Name, SUPERVISED] = "response"
-    """Supervised fine-tuning: what to answer, text or chat messages."""
-    messages_column: Annotated[Name | None, SUPERVISED] = None
-    """Supervised fine-tuning: whole conversations, of which the assistant's turns are learned; null
-    reads `prompt_column` and `response_column`."""
-    chosen_column: Annotated[Name, PAIRS] = "chosen"
-    """Preference pairs: the better answer, text or chat messages that end with it."""
-    rejected_column: Annotated[Name, PAIRS] = "rejected"
-    """Preference pairs: the worse answer."""
-    margin_column: Annotated[Name | None, PAIRS] = None
-    """Preference pairs: how much better the chosen answer is; null: 0 for all."""
-    chat: Annotated[bool | None, FROM_FILES] = None
-    """Whether prompts go through the chat template; null: when they are chat messages."""
-    system_prompt: Annotated[str | None, FROM_FILES] = None
-    """What the chat template puts before each prompt; null: what the template itself has."""
-    max_prompt_tokens: PositiveInt = 1024
-    """Longest prompt; see `too_long`."""
-    max_response_tokens: Annotated[PositiveInt | None, RESPONSES] = None
-    """Longest response of the data, its end included (supervised fine-tuning, preference pairs);
-    null: any."""
-    too_long: Annotated[str, OneOf("error", "drop"), FROM_FILES] = "error"
-    """What to do with longer rows: `error` or `drop`."""
-    prompts_per_step: PositiveInt = 64
-    """Prompts, examples or pairs that a step learns from."""
-    shuffle: bool = True
-    """Another order in each epoch; false: that of the file."""
-    sampler: Name | None = None
-    """`path/to/file.py:Name`: a class that chooses the rows of each step by what their samples
-    scored; see `hybridrl.trainers.feed.Sampler`."""
+REPLAYED = With("algorithm.replay_share")
 
 
 @dataclass
@@ -99,8 +46,17 @@ class JudgeConfig:
     template: Annotated[Name | None, JUDGED] = None
     """A text file in which `{prompt}`, `{response}`, `{answer}` and any other column of the data
     stand for their values; null: a general one."""
-    pattern: Annotated[str, Regex(), JUDGED] = r"[Ss]core:\s*(-?[0-9.]+)"
-    """Where the grade stands in what the judge writes: the regex's group, at its last match."""
+    mode: Annotated[str, OneOf("grade", "rank"), JUDGED] = "grade"
+    """`grade`: each answer by itself; `rank`: all answers to a prompt are put in order in one
+    request, in a random order, and score from 1, the best, to 0."""
+    rubric: Annotated[Name | None, JUDGED] = None
+    """A file (JSON or YAML) with a list of criteria, each a text or `{criterion, weight}`. The
+    judge grades each of them, and the score is the weighted share that is met."""
+    rubric_column: Annotated[Name | None, JUDGED] = None
+    """A column of the data with such a list for each row, in place of a file."""
+    pattern: Annotated[str | None, Regex(), JUDGED] = None
+    """Where the grade, or the ranking, stands in what the judge writes: the regex's group, at its
+    last match; null: behind `Score:`, or `Ranking:`."""
     scale: Annotated[PositiveFloat, JUDGED] = 10.0
     """The best grade; grades are divided by it."""
     max_tokens: Annotated[PositiveInt, JUDGED] = 256
@@ -118,8 +74,8 @@ class RewardConfig:
     """What is reinforced."""
 
     function: Annotated[Any, TextOrTexts()] = "exact"
-    """A built-in one (`exact`, `numeric`, `contains`, `boxed`, `math`, `format`, `length`),
-    `path/to/file.py:name`, `package.module:name`; or a list."""
+    """A built-in one (`exact`, `numeric`, `contains`, `boxed`, `math`, `format`, `length`,
+    `target_length`), `path/to/file.py:name`, `package.module:name`; or a list."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the functions, by their names:
     `reward.options.format.pattern='<think>.*</think>.*'`."""
@@ -129,6 +85,18 @@ class RewardConfig:
     """A reward model (a sequence-classification folder or hub name), beside the functions."""
     model_weight: Annotated[float, With(".model")] = 1.0
     """Of the reward model's score among the functions'."""
+    model_steps: Annotated[str | None, With(".model")] = None
+    """Have the reward model score each step of a response, as this text parts them (such as a blank
+    line), for `algorithm.step_credit`; null: the whole response at its end."""
+    shorter: Annotated[NonNegativeFloat, With(".shorter")] = 0.0
+    """Weight of a reward for right answers that are shorter than others to their prompt (Kimi
+    k1.5), and a penalty for longer ones; 0: length does not matter."""
+    normalise_by: Annotated[Name | None, With(".normalise_by")] = None
+    """A column of the data, such as `source`: scores are learned from minus the mean, and over the
+    standard deviation, of all scores so far of the same value. null: as they are."""
+    check: Annotated[Any, TextOrTexts(), With(".check")] = None
+    """A function, or a list: measured on all samples as `check/<name>` and never rewarded, so that
+    `guard.tripwires` can see a reward rise that means nothing."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     processes: Annotated[int, Range(least=1, most=1024)] = 1
     """Processes per device that run the functions."""
@@ -168,6 +136,13 @@ class AlgorithmConfig:
     `path/to/file.py:name`."""
     advantage_scale: Annotated[str, OneOf("std", "batch", "none")] = "std"
     """`std`, `batch` or `none`, of the estimators that know it."""
+    turn_credit: Annotated[str, OneOf("episode", "turn"), TURNS] = "episode"
+    """Of samples of several turns: `episode`, each token has the credit of the whole; `turn`, that
+    of its turn: the rewards from then on, compared with those of the same turn of the group."""
+    step_credit: Annotated[str | None, OneOf("sum", "min"), With("algorithm.step_credit")] = None
+    """Where rewards come step by step (`steps` of a reward function, `reward.model_steps`): `sum`,
+    a step has the credit of all rewards from it on; `min`, of the worst of them (PURE); in `grpo`
+    compared with the same step of the group. null: only the sum of a sample's steps counts."""
     gamma: Annotated[Probability, DISCOUNTED] = 1.0
     """Discount of later rewards."""
     lam: Annotated[Probability, VALUES] = 1.0
@@ -222,6 +197,11 @@ class AlgorithmConfig:
     """Replace prompts whose samples all score alike, which teach nothing, by others (DAPO)."""
     max_refills: Annotated[NonNegativeInt, With("algorithm.dynamic_sampling")] = 4
     """Generations that a step may add to its first for that."""
+    replay_share: Annotated[float, Range(least=0, most=0.9), REPLAYED] = 0.0
+    """For `grpo`: of what a step learns from, at most this share is of prompts of earlier steps,
+    with the samples that they had then. It comes on top of the step's own. 0: no replay."""
+    replay_age: Annotated[PositiveInt, REPLAYED] = 8
+    """Such samples are at most so many updates of the policy old."""
     overlong_buffer: NonNegativeInt = 0
     """Tokens before `rollout.max_tokens` over which a penalty grows (DAPO); 0: no penalty."""
     overlong_factor: Annotated[NonNegativeFloat, With("algorithm.overlong_buffer")] = 1.0
@@ -233,7 +213,8 @@ class AlgorithmConfig:
 
 @dataclass
 class DistillationConfig:
-    """Learning what teachers think of the student's samples: trainer `distillation`."""
+    """Learning what teachers think: of the student's samples (trainer `distillation`), of given
+    responses (`offline_distillation`)."""
 
     loss: Annotated[str, OneOf("sampled", "reverse", "forward")] = "reverse"
     """`reverse`, KL(student, teacher), by the teacher's likeliest tokens; `forward`, KL(teacher,
@@ -243,23 +224,50 @@ class DistillationConfig:
     ] = 64
     """So many of the teacher's likeliest tokens; all others count as one. As many as the vocabulary
     has: nothing is left out."""
+    teacher: Annotated[str, OneOf("model", "self")] = "model"
+    """`model`: `models.teacher.path`; `self`: the policy as it began, which reads
+    `teacher_prompt`."""
+    teacher_prompt: Name | None = None
+    """A text file in which `{prompt}`, `{answer}` and any other column of the data stand for their
+    values: what teachers read in place of the prompt, such as the right answer beside it. null: the
+    prompt."""
+    refresh_every: Annotated[NonNegativeInt, With("distillation.teacher=self")] = 0
+    """Steps after which the teacher takes weights of the policy, which are saved for it; 0: it
+    stays as it began."""
+    refresh_share: Annotated[float, Range(above=0, most=1), With("distillation.refresh_every")] = (
+        1.0
+    )
+    """1: it becomes the policy; less: it moves this share of the way there (a moving average)."""
     by: Name | None = None
     """A column of the data whose value says which teacher a row has, `models.teacher_<value>`; rows
     of other values have `models.teacher`."""
 
 
 @dataclass
+class ExpertConfig:
+    """Which of its own answers a policy learns: trainer `expert_iteration`."""
+
+    choose: Annotated[str, OneOf("right", "best")] = "right"
+    """`right`: each different answer that scores `reward.correct_at` or more, once; `best`: the
+    best-scored answer to each prompt."""
+    most_per_prompt: Annotated[PositiveInt | None, With("expert.choose=right")] = None
+    """So many right answers to a prompt at most, in a step; null: any number."""
+    steps_kept: PositiveInt = 4
+    """A step learns from the answers of so many steps, the last ones."""
+
+
+@dataclass
 class PreferenceConfig:
-    """Learning from pairs: trainers `dpo` and `reward_model`."""
+    """Learning from pairs: trainers `dpo`, `online_dpo` and `reward_model`."""
 
     loss: Annotated[str, OneOf("sigmoid", "ipo"), DPO] = "sigmoid"
-    """Of `dpo`: `sigmoid` or `ipo`."""
+    """Of `dpo` and `online_dpo`: `sigmoid` or `ipo`."""
     beta: Annotated[PositiveFloat, DPO] = 0.1
-    """Of `dpo`: how hard the policy is held to the reference."""
+    """Of `dpo` and `online_dpo`: how hard the policy is held to the reference."""
     length_normalised: Annotated[bool, DPO] = False
-    """Of `dpo`: mean instead of sum over the tokens of an answer."""
+    """Of `dpo` and `online_dpo`: mean instead of sum over the tokens of an answer."""
     nll_coefficient: Annotated[NonNegativeFloat, DPO] = 0.0
-    """Of `dpo`: weight of the chosen answer's negative log-likelihood, which keeps it from becoming
-    less likely together with the rejected one; 1 is usual."""
+    """Of `dpo` and `online_dpo`: weight of the chosen answer's negative log-likelihood, which keeps
+    it from becoming less likely together with the rejected one; 1 is usual."""
     centre: Annotated[NonNegativeFloat, With("trainer.name=reward_model")] = 0.0
     """Of `reward_model`: weight of the square of a pair's scores, which keeps them around 0."""

@@ -1,7 +1,9 @@
 """Every setting of a job, typed, with its default and its unit. One place per fact.
 
-What is learned stands in `objective_schema`, the models in `model_schema`, all else here, where the
-whole is put together and imported from. Beside a type stands what its values may be (`bounds`).
+What is learned stands in `objective_schema`, the data in `data_schema`, the models in
+`model_schema`, evaluations in `eval_schema`, environments in `environment_schema`, all else here,
+where the whole is put together and imported from. Beside a type
+stands what its values may be (`bounds`).
 
 A *prompt* is a question, a *sample* is one answer to it, a *token* is a token. What can be derived
 (samples per step, context length, devices) is derived, and printed at the start.
@@ -25,6 +27,9 @@ from hybridrl.config.bounds import (
     Seconds,
     With,
 )
+from hybridrl.config.data_schema import DataConfig
+from hybridrl.config.environment_schema import EnvironmentConfig, is_served
+from hybridrl.config.eval_schema import EvalConfig, EvalSetConfig, EvalStopConfig
 from hybridrl.config.model_schema import (
     APART,
     CHECKPOINTING,
@@ -42,8 +47,8 @@ from hybridrl.config.model_schema import (
 from hybridrl.config.objective_schema import (
     AlgorithmConfig,
     CostConfig,
-    DataConfig,
     DistillationConfig,
+    ExpertConfig,
     JudgeConfig,
     PreferenceConfig,
     RewardConfig,
@@ -61,7 +66,11 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "DistillationConfig",
+    "EnvironmentConfig",
     "EvalConfig",
+    "EvalSetConfig",
+    "EvalStopConfig",
+    "ExpertConfig",
     "GuardConfig",
     "JudgeConfig",
     "LoraSettings",
@@ -80,10 +89,11 @@ __all__ = [
     "TinyModelConfig",
     "TrainerConfig",
     "WarmupConfig",
+    "is_served",
 ]
 
 PLACED = With("placement.strategy=explicit", "placement.strategy=interleaving")
-PAIRS = With("trainer.name=dpo", "trainer.name=reward_model")
+PAIRS = With("trainer.name=dpo", "trainer.name=online_dpo", "trainer.name=reward_model")
 SAVED = With("checkpoint.every", "checkpoint.every_minutes", "checkpoint.best")
 RAY = With("executor=ray")
 
@@ -137,7 +147,8 @@ class PlacementConfig:
     what is learned, but for `staleness`."""
 
     strategy: Name = "flattening"
-    """`flattening`, `interleaving`, `separation`, `explicit`, `file`, or a function of yours:
+    """`flattening`, `interleaving`, `separation`, `auto` (what a search finds to be quickest here),
+    `explicit`, `file`, or a function of yours:
     `path/to/file.py:name`; see `hybridrl.placement`."""
     path: Annotated[Name | None, With("placement.strategy=file")] = None
     """For `file`: a placement.json, as every run leaves one."""
@@ -170,20 +181,6 @@ class WarmupConfig:
     """Prompts with their answers that an update learns from."""
     learning_rate: Rate = 1e-3
     """In place of `actor.optimizer.learning_rate`."""
-
-
-@dataclass
-class EvalConfig:
-    """Greedy answers to held-out prompts."""
-
-    every: NonNegativeInt = 20
-    """Steps between evaluations; 0: only before the first step and after the last."""
-    prompts: PositiveInt = 256
-    """Most held-out prompts."""
-    samples: PositiveInt = 1
-    """k of mean@k and pass@k, measured besides when it is more than 1."""
-    by_column: Annotated[Name | None, With("data.path")] = None
-    """A column of the data, such as `source`: accuracy is also shown for each of its values."""
 
 
 @dataclass
@@ -268,6 +265,15 @@ class GuardConfig:
     fewer bits or `models.actor.precision`, and no limit where `rollout.weight_sync` brings weights
     roughly."""
 
+    tripwires: Annotated[NonNegativeInt | None, With("guard.tripwires", "reward.check")] = None
+    """Watch for a reward that rises while measures that are not rewarded fall (evaluations,
+    `reward.check`), and for a policy that repeats itself: windows of so many steps are compared. 0:
+    do not; null: 20 with `reward.check`, else 0."""
+    on_tripwire: Annotated[str, OneOf("warn", "stop"), With("guard.tripwires", "reward.check")] = (
+        "warn"
+    )
+    """`warn`: tell of it; `stop`: the job ends, with its model saved."""
+
 
 @dataclass
 class ObserveConfig:
@@ -308,12 +314,18 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     preference: Annotated[PreferenceConfig | None, PAIRS] = None
-    """Set by `algorithm=dpo` and `algorithm=reward_model`."""
-    distillation: Annotated[DistillationConfig | None, With("trainer.name=distillation")] = None
-    """Set by `algorithm=distillation`."""
+    """Set by `algorithm=dpo`, `algorithm=online_dpo` and `algorithm=reward_model`."""
+    expert: Annotated[ExpertConfig | None, With("trainer.name=expert_iteration")] = None
+    """Set by `algorithm=expert_iteration`."""
+    distillation: Annotated[
+        DistillationConfig | None,
+        With("trainer.name=distillation", "trainer.name=offline_distillation"),
+    ] = None
+    """Set by `algorithm=distillation` and `algorithm=offline_distillation`."""
     cost: Annotated[CostConfig | None, With("trainer.name=safe_rlhf")] = None
     """Set by `algorithm=safe_rlhf`."""
     warmup: WarmupConfig = field(default_factory=WarmupConfig)

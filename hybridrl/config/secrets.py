@@ -28,7 +28,9 @@ _NAME = re.compile(
     re.I,
 )
 _OF_TEXT = re.compile(r"(?:.*_)?(bos|eos|pad|unk|sep|cls|mask|stop|start|end)_tokens?", re.I)
-_FREE = re.compile(r"(reward\.options|cost\.options|rollout\.engine_options)\b")
+_FREE = re.compile(
+    r"(?:(?:eval\.sets\.[\w-]+\.)?reward\.options|cost\.options|rollout\.engine_options)\b"
+)
 _ENTRY = re.compile(r"(\b(\w+)\s*:\s*)(?!\s*['\"]?\$)([^,{}]+)")
 _PASSWORD = re.compile(r"(?<=://)([^/@\s:]*:)(?!\$\{)([^/\s]+)(?=@)")
 """The user, and the password, of a URL."""

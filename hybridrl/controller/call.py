@@ -105,6 +105,7 @@ class Call:
         hosts: Where each rank runs, in rank order.
         parts: What is each rank's own.
         step: The step that the call belongs to; see `Executor`.
+        reads: The numbers of the calls whose results it was given.
         since: When it was made, seconds of the monotonic clock.
         replies: Of each rank; None: not yet known.
     """
@@ -115,6 +116,7 @@ class Call:
     hosts: Sequence[int]
     parts: Sequence[Any]
     step: int = 0
+    reads: tuple[int, ...] = ()
     since: float = field(default_factory=time.monotonic)
     replies: list[Reply | None] = field(default_factory=list)
 

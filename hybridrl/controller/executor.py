@@ -119,7 +119,7 @@ class Executor(ABC):
             case Apply(function):
                 role, method = "driver", name_of(function)
         self._made += 1
-        call = Call(self._made, role, method, hosts, parts, self.step)
+        call = Call(self._made, role, method, hosts, parts, self.step, _reads(request))
         self._pending[call.number] = call
         try:
             return call, self._send(call, request, returns_batch)
@@ -194,7 +194,25 @@ class Executor(ABC):
         """Takes a call whose ranks have all replied off the table."""
         if self._pending.pop(call.number, None) is None:
             return
-        self._records.extend((call.step, reply.record) for reply in call.replies)
+        for host, reply in zip(call.hosts, call.replies, strict=True):
+            record = reply.record
+            record.call, record.host, record.reads = call.number, host, call.reads
+            self._records.append((call.step, record))
+
+
+def _reads(request: Request) -> tuple[int, ...]:
+    """The numbers of the calls whose results a request is about."""
+    match request:
+        case Invoke():
+            given = [*request.arguments, *request.keywords.values()]
+            tables = [each.node for each in given if isinstance(each, BatchRef)]
+        case Apply():
+            tables = [request.table.node]
+        case _:
+            return ()
+    results = [shards for table in tables for shards in table.shards()]
+    calls = [result.call for result in results if isinstance(result, Result)]
+    return tuple(sorted({call.number for call in calls if call is not None}))
 
 
 def warn_of_unfinished(pending: Mapping[int, Call]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hybridrl.controller.batch_ref import BatchRef
@@ -124,11 +125,22 @@ class WorkerGroup:
             parts = [part._replace(answers=rank == 0) for rank, part in enumerate(parts)]
         columns = transfer.columns(self.keywords)
         results = []
-        for some in _by_parts(arguments) if transfer.streams else [arguments]:
+        for some in _by_parts(arguments) if self._streams(transfer) else [arguments]:
             request = Invoke(self.role, method, some, keywords)
             call, data = self._executor.submit(request, self.devices, parts, returns_batch=True)
             results.append(Result(self._executor, call, data, columns, rows))
         return BatchRef(Table(tuple(results), streamed=len(results) > 1), self._executor)
+
+    @property
+    def run_directory(self) -> Path | None:
+        """Folder of the run; None when it keeps no files."""
+        return self._executor.run_directory
+
+    def _streams(self, transfer: Transfer) -> bool:
+        """Whether a method may be called for each part of a table as soon as that is there: it
+        looks at rows by themselves."""
+        together = transfer.copies_together
+        return transfer.streams and not (together is not None and together(self.keywords))
 
     def _spread(self, method: str, protocol: Protocol) -> list[RankPart]:
         """What is each rank's own in a call. Worked out once."""

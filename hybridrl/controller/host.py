@@ -120,8 +120,7 @@ class Host:
             raise DataError(f"No group called `{request.role}` lives on this device.")
         method = getattr(worker, request.method)
         transfer: Transfer = method.__transfer__
-        protocol = transfer.protocol
-        part = Part(mine.index, mine.parts, protocol.balance, protocol.rows_together)
+        built = self._keywords[request.role]
         rows, total, first = None, None, None
 
         def read(argument: Any) -> Any:
@@ -129,6 +128,7 @@ class Host:
             nonlocal rows, first
             if not isinstance(argument, BatchRef):
                 return argument
+            part = transfer.part(built, mine.index, mine.parts, argument.node.copies)
             if first is None:
                 first = argument
                 rows = argument.rows_of(part) if transfer.rows is None else transfer.rows(worker)
@@ -162,7 +162,7 @@ class Host:
         record.tokens += count_tokens(value)
         name = f"`{record.role}.{record.method}`"
         if mine.answers:
-            _check_columns(name, value, transfer.columns(self._keywords[request.role]))
+            _check_columns(name, value, transfer.columns(built))
         return (value, None, ShardInfo.of(value, rows, total)) if mine.answers else (None,) * 3
 
     def _make_room(self, worker: Worker | None) -> None:

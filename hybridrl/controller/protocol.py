@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
+from hybridrl.controller.choices import Part
 from hybridrl.controller.columns import UNKNOWN, Columns, Wanted
 from hybridrl.controller.shards import Rows
 from hybridrl.core.batch import Batch
@@ -116,6 +117,7 @@ class Transfer:
     makes: Names | None = None
     may_make: Names = ()
     rows: Callable[[Any], Rows] | None = None
+    copies_together: Callable[[Mapping[str, Any]], bool] | None = None
 
     def wanted(self, keywords: Mapping[str, Any]) -> Wanted | None:
         """The columns that the method reads in workers that were built with these keywords; None:
@@ -127,6 +129,17 @@ class Transfer:
             known = frozenset(others)
             others = known.__contains__ if known else None
         return Wanted(frozenset(_names(self.reads, keywords)), others)
+
+    def part(self, keywords: Mapping[str, Any], index: int, parts: int, copies: int) -> Part:
+        """Which rows of a batch are part `index` of `parts`.
+
+        Args:
+            copies: So many neighbouring rows of the batch are copies of one.
+        """
+        together = self.protocol.rows_together
+        if self.copies_together is not None and self.copies_together(keywords):
+            together = copies
+        return Part(index, parts, self.protocol.balance, together)
 
     def columns(self, keywords: Mapping[str, Any]) -> Columns:
         """The columns that it makes."""
@@ -145,6 +158,7 @@ def transfer(
     may_make: Names = (),
     streams: bool = False,
     rows: Callable[[Any], Rows] | None = None,
+    copies_together: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> Callable[[Function], Function]:
     """Marks a worker method as callable from the driver.
 
@@ -158,6 +172,8 @@ def transfer(
             that is there. For methods that look at each row by itself.
         rows: Given the worker, the numbers of the rows that its rank reads, whatever others read;
             None: the protocol says which.
+        copies_together: Given the keywords that the workers were built with, whether the copies of
+            a row that `BatchRef.repeat` made go to the same rank; None: they need not.
 
     The method must say what it returns: `-> Batch` gives the driver a `BatchRef` with as many rows
     as went in; anything else gives a `Handle`.
@@ -175,7 +191,8 @@ def transfer(
                 )
         returns_batch = _returns_batch(method)
         method.__transfer__ = Transfer(  # type: ignore[attr-defined]
-            protocol, returns_batch, streams, reads, may_read, makes, may_make, rows
+            *(protocol, returns_batch, streams, reads, may_read, makes, may_make, rows),
+            copies_together,
         )
         return method
 

@@ -38,6 +38,11 @@ class Node(ABC):
     def known_rows(self) -> int | None:
         """The number of rows, if it is known beforehand."""
 
+    @property
+    def copies(self) -> int:
+        """So many neighbouring rows are copies of one, because they were made by `repeat`."""
+        return 1
+
     @abstractmethod
     def num_rows(self) -> int:
         """The number of rows; waits until it is known."""
@@ -171,6 +176,10 @@ class Join(Node):
         left, right = self.left.known_rows, self.right.known_rows
         return right if left is None else left
 
+    @property
+    def copies(self) -> int:
+        return max(self.left.copies, self.right.copies)
+
     def num_rows(self) -> int:
         return self._checked_rows() if (known := self.known_rows) is None else known
 
@@ -277,6 +286,10 @@ class Choose(Node):
     @property
     def known_rows(self) -> int | None:
         return self.choice.known_rows(self.table)
+
+    @property
+    def copies(self) -> int:
+        return self.choice.times * self.table.copies if isinstance(self.choice, Repeat) else 1
 
     @cached_property
     def _rows(self) -> Rows:

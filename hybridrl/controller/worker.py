@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridrl.core.mesh import Coordinate
-from hybridrl.core.record import Record
+from hybridrl.core.record import Record, Span
+from hybridrl.core.waits import seconds_waited
 from hybridrl.observe.memory import PeakMemory
 
 
@@ -90,13 +91,15 @@ class Worker:
         """Times a part of the current call, for the share of the step shown to the user, and
         takes the memory of its fullest moment."""
         memory = PeakMemory(self.context.device_kind)
-        begin = time.perf_counter()
+        begin, start, waited = time.perf_counter(), time.time(), seconds_waited()
         before, self.record.phase = self.record.phase, name
         try:
             yield
         finally:
             self.record.phase = before
-            self.record.phases[name] += time.perf_counter() - begin
+            seconds = time.perf_counter() - begin
+            self.record.phases[name] += seconds
+            self.record.add_span(Span(name, start, start + seconds, seconds_waited() - waited))
             self.record.peaks[name] = max(self.record.peaks.get(name, 0), memory.bytes())
 
     def progress(self) -> None:

@@ -7,6 +7,7 @@ between them.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -24,6 +25,15 @@ def sample_cost(tokens: int, linear: float, quadratic: float) -> float:
     tokens, attention with its square.
     """
     return linear * tokens + quadratic * tokens * tokens
+
+
+def blocks_of_runs(values: Sequence[int], parts: int) -> list[range]:
+    """The rows of each of so many consecutive blocks that hold about equally many runs of equal
+    neighbours, and no part of a run."""
+    begins = [row for row in range(len(values)) if row == 0 or values[row] != values[row - 1]]
+    runs = len(begins)
+    cuts = [[*begins, len(values)][runs * part // parts] for part in range(parts + 1)]
+    return [range(start, stop) for start, stop in itertools.pairwise(cuts)]
 
 
 def partition(costs: Sequence[float], parts: int, equal_count: bool = False) -> list[list[int]]:

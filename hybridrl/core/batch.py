@@ -33,15 +33,22 @@ LIBRARY_COLUMNS = frozenset(
         *("prompt_ids", "response_ids", "response_mask", "token_versions", ROUTES),
         *("rollout_log_probs", "log_probs", "ref_log_probs", "entropy", "values", "cost_values"),
         *("returns", "cost_returns", "advantages", "loss_weights"),
-        *(TEACHER_IDS, TEACHER_LOG_PROBS),
+        *(TEACHER_IDS, TEACHER_LOG_PROBS, "turn"),
         # of samples
         *("group_id", "policy_version", "scores", "costs", "greedy_scores", "response"),
+        *("episode", "branch", "branches"),
+        *("branch_prompt_ids", "branch_prompt_lengths", "branch_response_lengths"),
+        *("branch_response_ids", "branch_response_mask", "branch_rollout_log_probs"),
+        *("branch_turn", "branch_token_versions"),
+        *("outcomes", "step_ends", "step_rewards"),
     }
 )
 """The columns that the library makes and reads under these names: the user's functions do not get
 them among their row, and a column of the data should not be called so."""
-LIBRARY_PREFIXES = ("reward/", "cost/")
-"""How further columns of the library's begin: one for each function, and its further numbers."""
+LIBRARY_PREFIXES = ("reward/", "cost/", "check/", "environment/")
+"""How further columns of the library's begin: one for each function, and its further numbers; those
+of functions that are only looked at begin with `check/`, those of an environment with
+`environment/`."""
 
 
 def is_of_data(column: str) -> bool:

@@ -67,9 +67,23 @@ def multiplies_into_float32(kind: str) -> bool:
 
 @cache
 def packs_int8(kind: str) -> bool:
-    """Whether such a device multiplies integers of 8 bits with oneDNN's kernels."""
+    """Whether such a device multiplies integers of 8 bits with oneDNN's kernels, and rightly: on
+    x86 CPUs without VNNI they add pairs of products in 16 bits, which large values overflow."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    return kind == "cpu" and is_x86 and torch._C._has_mkldnn
+    return kind == "cpu" and is_x86 and torch._C._has_mkldnn and _adds_products_in_32_bits()
+
+
+def _adds_products_in_32_bits() -> bool:
+    size, of_cpu = 64, torch.device("cpu")  # others may have set other defaults
+    largest = torch.full((1, size), 127, dtype=torch.int8, device=of_cpu)
+    weights = torch.ops.onednn.qlinear_prepack(largest.expand(size, -1).contiguous(), None)
+    ones = torch.ones(size, dtype=torch.float32, device=of_cpu)
+    zeros = torch.zeros(size, dtype=torch.int64, device=of_cpu)
+    found = torch.ops.onednn.qlinear_pointwise(
+        *(largest, 1.0, 0, weights, ones, zeros),
+        *(None, 1.0, 0, torch.float32, "none", [], ""),
+    )
+    return bool((found == size * 127 * 127).all())
 
 
 def takes_any_int8(kind: str) -> bool:

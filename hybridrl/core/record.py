@@ -24,6 +24,24 @@ class Fault(NamedTuple):
     where: str
 
 
+class Span(NamedTuple):
+    """A phase inside a call, for as long as it went on without a break.
+
+    Attributes:
+        start, end: Seconds since the epoch, by the clock of the rank's host.
+        waited: Of these seconds, those in which it waited for other ranks.
+    """
+
+    phase: str
+    start: float
+    end: float
+    waited: float = 0.0
+
+
+BREAK_SECONDS = 1e-3
+"""A phase that comes again sooner than that has not been left."""
+
+
 @dataclass
 class Record:
     """A call as one rank saw it.
@@ -31,6 +49,7 @@ class Record:
     Attributes:
         start, end: Seconds since the epoch; a call starts when its inputs are there.
         phases: Seconds by phase name; the known ones are `generate`, `score`, `train`, `sync`.
+        spans: When each of them was, in the order of their ends.
         peaks: By phase name, bytes of the device in use at its fullest moment.
         phase: The one that it is in now.
         progress: When a part of the work was last seen done, of the monotonic clock; 0: not yet.
@@ -43,6 +62,9 @@ class Record:
         choices: What it decided by measuring, for people.
         metrics: Figures that the worker reported; they add up over ranks and calls, but of those
             named `*_max` the largest counts.
+        call, host, reads: The number of the call, in the order in which the driver made them, the
+            number of the device that it ran on, and the calls whose results it was given; the
+            driver adds them.
     """
 
     role: str
@@ -51,6 +73,7 @@ class Record:
     start: float = 0.0
     end: float = 0.0
     phases: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    spans: list[Span] = field(default_factory=list)
     peaks: dict[str, int] = field(default_factory=dict)
     phase: str = ""
     progress: float = 0.0
@@ -61,3 +84,16 @@ class Record:
     notices: list[str] = field(default_factory=list)
     choices: list[str] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    call: int = 0
+    host: int = -1
+    reads: tuple[int, ...] = ()
+
+    def add_span(self, span: Span) -> None:
+        """Notes a phase that has just ended."""
+        if self.spans:
+            last = self.spans[-1]
+            if last.phase == span.phase and 0 <= span.start - last.end < BREAK_SECONDS:
+                waited = last.waited + span.waited
+                self.spans[-1] = Span(last.phase, last.start, span.end, waited)
+                return
+        self.spans.append(span)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from itertools import pairwise
 
 import numpy as np
@@ -15,8 +14,6 @@ LARGEST_SHARE = 0.2
 """Of the rows, held out of data that has no others to evaluate on."""
 _STREAM = 1
 """Beside the seed, so that these draws are not those of other purposes."""
-
-_log = logging.getLogger(__name__)
 
 
 def hold_out(rows: Batch, number: int, seed: int) -> tuple[Batch, Batch | None]:
@@ -49,37 +46,16 @@ def hold_out(rows: Batch, number: int, seed: int) -> tuple[Batch, Batch | None]:
 
 def draw(rows: pa.Table, number: int, seed: int) -> pa.Table:
     """So many of the rows, in their order, or all if there are fewer."""
-    chosen = np.random.default_rng([_STREAM, seed]).permutation(rows.num_rows)[:number]
-    return rows.take(pa.array(np.sort(chosen)))
+    return rows.take(pa.array(_drawn(rows.num_rows, number, seed)))
 
 
-def tell_of_overlap(training: Batch, held_out: Batch) -> None:
-    """A log message if prompts to evaluate on are also learned from."""
-    learned = set(_keys(training))
-    both = sum(key in learned for key in _keys(held_out))
-    if both:
-        _log.warning(
-            "%d of the %d held-out prompts are also learned from, so the evaluation says too much. "
-            "Leave them out of one of the files.",
-            both,
-            len(held_out),
-        )
+def draw_rows(rows: Batch, number: int, seed: int) -> Batch:
+    """As `draw`."""
+    return rows if len(rows) <= number else rows.take(_drawn(len(rows), number, seed))
 
 
-def tell_of_repeats(prompts: Batch) -> None:
-    """A log message if prompts are there more than once, and another if their answers differ."""
-    numbers = _prompt_numbers(prompts)
-    repeats = len(prompts) - len(np.bincount(numbers))
-    if not repeats:
-        return
-    answers = len(set(zip(numbers.tolist(), prompts["answer"], strict=True)))
-    differ = answers + repeats - len(prompts)
-    _log.warning(
-        "%d of the %d prompts repeat earlier ones%s.",
-        repeats,
-        len(prompts),
-        f", {differ} of them with another answer" if differ else "",
-    )
+def _drawn(rows: int, number: int, seed: int) -> npt.NDArray[np.int64]:
+    return np.sort(np.random.default_rng([_STREAM, seed]).permutation(rows)[:number])
 
 
 def _prompt_numbers(rows: Batch) -> npt.NDArray[np.int64]:

@@ -49,9 +49,9 @@ class PromptLoader(Iterator[Batch]):
     def __next__(self) -> Batch:
         return self._prompts.take(self.deal())
 
-    def deal(self) -> npt.NDArray[np.int64]:
-        """As `next`: the numbers of the rows."""
-        end = self._position + self._prompts_per_step
+    def deal(self, number: int | None = None) -> npt.NDArray[np.int64]:
+        """As `next`: the numbers of the rows; of so many, if that is said."""
+        end = self._position + (self._prompts_per_step if number is None else number)
         parts = []
         position = self._position
         while position < end:

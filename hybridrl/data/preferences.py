@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,8 @@ from hybridrl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant): ?")
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +63,8 @@ def tokenize_pairs(
 
     An answer is a string, or a list of chat messages that ends with the assistant's. Such a list
     may hold the prompt too, as data sets of the hub often do; then `prompt_column` may be None or
-    absent, and if it is there it must say the same. `chat` and `system_prompt` mean what they mean
+    absent, and if it is there it must say the same. With None, so may a transcript
+    (`messages_of_transcript`). `chat` and `system_prompt` mean what they mean
     in `tokenize_prompts`; the answers to a chat go through the chat template as well.
 
     Args:
@@ -168,6 +172,9 @@ def _pair_of(
     system_prompt: str | None,
 ) -> _Pair:
     prompt, chosen, rejected = cells
+    if columns.prompt is None:
+        chosen, rejected = messages_of_transcript(chosen), messages_of_transcript(rejected)
+        cells = (prompt, chosen, rejected)
     check_cell(number, chosen, columns.chosen, "data.chosen_column", may_be_empty=True)
     check_cell(number, rejected, columns.rejected, "data.rejected_column", may_be_empty=True)
     if type(chosen) is not type(rejected):
@@ -198,6 +205,21 @@ def _pair_of(
         for answer in (better[-1], worse[-1])
     ]
     return _Pair(texts[0][0], texts[0][1], texts[1][1], is_chat=True)
+
+
+def messages_of_transcript(cell: Any) -> Any:
+    """The messages of a text in which each begins with `Human: ` or `Assistant: ` after an empty
+    line, as in Anthropic's HH-RLHF; anything else as it is."""
+    if not isinstance(cell, str):
+        return cell
+    before, *said = _SPEAKER.split(cell)
+    if before.strip() or not said:
+        return cell
+    speakers = {"Human": "user", "Assistant": "assistant"}
+    return [
+        {"role": speakers[who], "content": text.strip()}
+        for who, text in zip(said[::2], said[1::2], strict=True)
+    ]
 
 
 def _prompt_of(

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from hybridrl.core.batch import Batch, is_of_data
 from hybridrl.data.chat import (
+    Message,
     check_cell,
     check_chat,
     check_system_prompt,
@@ -27,6 +28,8 @@ from hybridrl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MESSAGES = "prompt_messages"
+"""The prompts that were chats as they were, for reward functions that take messages."""
 MOST_EXACT = 2**53
 """Whole numbers below it are exact as floats."""
 
@@ -34,10 +37,12 @@ _log = logging.getLogger(__name__)
 
 
 class RenderedPrompts(NamedTuple):
-    """The prompts as the model sees them: their text, and their token ids, one array per row."""
+    """The prompts as the model sees them: their text, and their token ids, one array per row; and
+    those that came as chats, as lists of messages without the system prompt."""
 
     texts: list[str]
     token_ids: list[TokenIds]
+    chats: list[list[dict[str, str]] | None]
 
 
 def tokenize_prompts(
@@ -64,7 +69,8 @@ def tokenize_prompts(
 
     Returns:
         A batch with the columns `prompt_ids` (token-level), `prompt` (the text as the model sees
-        it), `answer` (text; empty without `answer_column`), and every further column of `rows`
+        it), `prompt_messages` (where prompts are chats), `answer` (text; empty without
+        `answer_column`), and every further column of `rows`
         unchanged, for reward functions to read, but for those with the names of columns that the
         library makes itself. A log message names these, and counts rows dropped as too long.
 
@@ -90,6 +96,8 @@ def tokenize_prompts(
         "prompt": pa.array(prompts.texts, pa.large_string()),
         "answer": pa.array(answers, pa.large_string()),
     }
+    if any(prompts.chats):
+        columns[MESSAGES] = prompts.chats
     inner = {name for name in (prompt_column, answer_column) if name and "." in name}
     names = [name for name in rows.column_names if name not in columns and name not in inner]
     further = {name: rows.column(name) for name in names}
@@ -117,18 +125,26 @@ def render_prompts(
         raise DataError("There is nothing to tokenize: the data set has no rows.")
     texts: list[str] = []
     is_chat: list[bool] = []
+    chats: list[list[dict[str, str]] | None] = []
     for number, prompt in enumerate(prompts, start=1):
         check_cell(number, prompt, prompt_column, "data.prompt_column")
         is_chat.append(isinstance(prompt, list) or chat is True)
         if is_chat[-1]:
             check_chat(number, prompt, tokenizer, prompt_column, chat)
-            messages = open_with(system_prompt, question_of(number, prompt, prompt_column))
+            question = question_of(number, prompt, prompt_column)
+            messages = open_with(system_prompt, question)
             texts.append(render(number, messages, tokenizer, ask=True))
         else:
             check_text(number, prompt, prompt_column, "data.prompt_column")
             texts.append(prompt)
+        chats.append(_plain(question) if isinstance(prompt, list) else None)
     check_system_prompt(system_prompt, is_chat)
-    return RenderedPrompts(texts, encode_prompts(texts, is_chat, tokenizer))
+    return RenderedPrompts(texts, encode_prompts(texts, is_chat, tokenizer), chats)
+
+
+def _plain(messages: list[Message]) -> list[dict[str, str]]:
+    """Role and text of each message, as every library writes them."""
+    return [{"role": str(m["role"]), "content": str(m.get("content") or "")} for m in messages]
 
 
 def _answers(rows: pa.Table, answer_column: str | None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -11,11 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from hybridrl.config.schema import DataConfig
 from hybridrl.core.batch import Batch
+from hybridrl.data.answer_formats import with_answers
 from hybridrl.data.files import TRAIN, read_rows, splits_of
-from hybridrl.data.held_out import draw, hold_out, tell_of_overlap, tell_of_repeats
+from hybridrl.data.held_out import draw, draw_rows, hold_out
 from hybridrl.data.preferences import tokenize_pairs
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.supervised import tokenize_conversations, tokenize_examples, tokenize_turns
@@ -24,6 +27,11 @@ from hybridrl.errors import ConfigError, DataError, HybridRLError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+OF_TASKS = ("tasks", "task_options", "rows")
+"""Settings that a task's functions get, if they have parameters of these names."""
+NO_ANSWER = "(no single answer)"
+"""In place of the answer of a problem that many answers solve, which a verifier tells apart."""
 
 _log = logging.getLogger(__name__)
 
@@ -81,13 +89,30 @@ def load_prompts(
             too_long=config.too_long,  # type: ignore[arg-type]
         )
 
-    split = _load(config, "problems", required, tokenized, held_out, seed)
+    split = _load(config, "problems", required, tokenized, held_out, seed, _with_answers)
     examples = None
-    if not task:
-        tell_of_repeats(split.training)
-    if task:
+    if task and any(answer != NO_ANSWER for answer in split.training["answer"]):
         examples = load_examples(config, tokenizer, held_out=held_out, seed=seed).training
     return Prompts(split.training, split.held_out, examples)
+
+
+def load_prompts_to_evaluate(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, number: int, seed: int
+) -> Batch:
+    """Prompts of a place that nothing is learned from: of a built-in task those that it holds out,
+    of a folder with files of several splits those of a split to evaluate on, else all.
+
+    Args:
+        number: The most; of more there are drawn so many.
+        seed: Of the draw, and of a built-in task's problems.
+
+    Raises:
+        DataError, ConfigError: as `load_prompts` does.
+    """
+    holds_out = config.task is not None or _evaluated(config)[0] is not None
+    found = load_prompts(config, tokenizer, held_out=number if holds_out else 0, seed=seed)
+    rows = found.training if found.held_out is None else found.held_out
+    return draw_rows(rows, number, seed)
 
 
 def load_examples(
@@ -132,7 +157,7 @@ def load_examples(
                 **_limits(config),
             )
 
-    return _load(config, "problems", required, tokenized, held_out, seed)
+    return _load(config, "problems", required, tokenized, held_out, seed, _answered)
 
 
 def load_pairs(
@@ -176,22 +201,26 @@ def _load(
     tokenized: Callable[[pa.Table], Batch],
     held_out: int,
     seed: int,
+    prepared: Callable[[pa.Table], pa.Table] = lambda rows: rows,
 ) -> Split:
-    """Rows of the task's function `of_task` or of files, tokenized."""
+    """Rows of the task's function `of_task`, which are first `prepared`, or of files, tokenized."""
     _check_places(config)
     if config.task is not None:
-        training, kept = _rows_of_task(config.task, of_task, held_out, seed)
+        training, kept = map(prepared, _rows_of_task(config, of_task, held_out, seed))
         return Split(tokenized(training), tokenized(kept) if len(kept) else None)
     path, (eval_path, eval_split) = str(config.path), _evaluated(config)
     texts = [name for setting, name in required.items() if setting == "data.answer_column"]
-    batch = tokenized(read_rows(path, config.split, required=required, texts=texts))
+
+    def read(path: str, split: str | None) -> pa.Table:
+        rows = read_rows(path, split, required=required, texts=texts)
+        return with_answers(rows, config.answer_format, required.get("data.answer_column"))
+
+    batch = tokenized(read(path, config.split))
     if eval_path is None:
         return Split(*hold_out(batch, held_out, seed))
     with _said_of_eval_path() if config.eval_path is not None else nullcontext():
-        others = read_rows(eval_path, eval_split, required=required, texts=texts)
+        others = read(eval_path, eval_split)
         kept = tokenized(draw(others, held_out, seed)) if held_out else None
-    if kept is not None:
-        tell_of_overlap(batch, kept)
     return Split(batch, kept)
 
 
@@ -258,11 +287,14 @@ def _evaluated(config: DataConfig) -> tuple[str | None, str | None]:
     return config.path, others[0]
 
 
-def _rows_of_task(name: str, function: str, held_out: int, seed: int) -> list[pa.Table]:
+def _rows_of_task(config: DataConfig, function: str, held_out: int, seed: int) -> list[pa.Table]:
     """What a task's function gives: rows to learn from, and rows to evaluate on."""
+    name = str(config.task)
     make = _function_of_task(name, function)
+    named = inspect.signature(make).parameters
+    offered = {name: getattr(config, name) for name in OF_TASKS if name in named}
     try:
-        training, kept = make(count_held_out=held_out, seed=seed)
+        training, kept = make(count_held_out=held_out, seed=seed, **offered)
         return [pa.Table.from_pylist(list(part)) for part in (training, kept)]
     except HybridRLError:
         raise
@@ -272,6 +304,32 @@ def _rows_of_task(name: str, function: str, held_out: int, seed: int) -> list[pa
             "return two lists of dictionaries, rows to learn from and rows to evaluate on: "
             f"{type(error).__name__}: {error}."
         ) from error
+
+
+def _with_answers(rows: pa.Table) -> pa.Table:
+    """Problems of a task, with something in place of answers that there are not."""
+    if "answer" not in rows.column_names or not rows.column("answer").null_count:
+        return rows
+    place = rows.column_names.index("answer")
+    texts = rows.column("answer").cast(pa.string())
+    return rows.set_column(place, "answer", texts.fill_null(NO_ANSWER))
+
+
+def _answered(rows: pa.Table) -> pa.Table:
+    """Problems of a task that have an answer.
+
+    Raises:
+        ConfigError: if none has.
+    """
+    if "answer" not in rows.column_names or not rows.column("answer").null_count:
+        return rows
+    found = rows.filter(pc.is_valid(rows.column("answer")))
+    if rows.num_rows and not found.num_rows:
+        raise ConfigError(
+            "The problems of these tasks have no single right answer (a verifier tells which are "
+            "right), so there is nothing to learn by imitation. Name other tasks."
+        )
+    return found
 
 
 def _function_of_task(name: str, function: str) -> Callable[..., Any]:

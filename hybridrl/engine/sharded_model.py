@@ -184,12 +184,22 @@ class ShardedModel:
             if self.mesh.is_first:
                 inner.save_pretrained(folder, state_dict=state, max_shard_size=file_bytes)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, share: float = 1.0) -> None:
         """Takes the weights that a Hugging Face folder and this model have in common; see
-        `load_weights`. Every rank reads what it holds."""
+        `load_weights`. Every rank reads what it holds.
+
+        Args:
+            share: Below 1: weights become this share of the folder's and the rest of their own.
+        """
         self._drop_gathered()
         self.gather_anew()
+        own = [p.detach().clone() for p in self.model.parameters()] if share < 1.0 else None
         load_weights(self.model.inner, folder, self.cuts, self.mesh.index("tp"))
+        with torch.no_grad():
+            for parameter, before in zip(
+                self.model.parameters(), own or (), strict=own is not None
+            ):
+                parameter.mul_(share).add_(before, alpha=1.0 - share)
         if self.scoring is not None:
             self.scoring.forget()
 

@@ -57,23 +57,30 @@ def metric_of(best: str) -> str:
 
 
 def check_best(best: str, figures: Mapping[str, float]) -> None:
+    """As `check_figure`, of `checkpoint.best`."""
+    check_figure("checkpoint.best", best, figures)
+
+
+def check_figure(setting: str, named: str, figures: Mapping[str, float]) -> None:
     """Refuses a metric that no evaluation gives.
 
     Args:
+        setting: That names it.
+        named: Its value, `-` before the name where less is better.
         figures: Of an evaluation of this run.
 
     Raises:
         ConfigError: names those that there are.
     """
-    name = metric_of(best)
+    name = metric_of(named)
     if name in figures:
         return
     if not figures:
         raise ConfigError(
-            f"checkpoint.best={best}: this run evaluates nothing, so no step is the best. Leave "
-            "checkpoint.best out, or give held-out data (data.eval_path)."
+            f"{setting}={named}: this run evaluates nothing, so no step is the best. Leave "
+            f"{setting} out, or give held-out data (data.eval_path)."
         )
     raise ConfigError(
-        f"checkpoint.best={best}: no evaluation of this run gives `{name}`; there are "
+        f"{setting}={named}: no evaluation of this run gives `{name}`; there are "
         f"{', '.join(sorted(figures))}.{nearest(name, figures)}"
     )

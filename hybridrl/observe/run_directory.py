@@ -3,12 +3,15 @@
 runs/2026-03-01_09-30-00-addition/
     config.yaml      the resolved settings
     metrics.jsonl    one line per step
-    samples/         step-000012.parquet: prompts, answers, rewards
+    samples/         step-000012.parquet: prompts, answers, rewards;
+                     eval-math-step-000020.parquet: those of an evaluation, by its set
+    evaluations.json what was evaluated, how, and how sure it is; see `evaluations`
     tokens/          step-000012.parquet: of some samples, each token
     bad-steps/       what steps learned from whose numbers were not finite
     logs/            one file per rank
     model/           the trained model
     placement.json   which role lives on which devices; `placement=file` reads it
+    data-report.json which prompts are there twice, or nearly, also among those to evaluate on
     checkpoints/     whole steps to go on from; see `step_folders`
     lock.json        which job has the folder, while it runs; see `run_lock`
     status.json      what has become of the run; see `run_state`
@@ -31,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.resume import LATEST
 from hybridrl.errors import ConfigError, StorageError
+from hybridrl.observe.evaluations import EvaluationsFile
 from hybridrl.observe.metrics_history import length_up_to
 from hybridrl.observe.run_lock import LOCK
 from hybridrl.observe.storage import (
@@ -168,6 +172,11 @@ class RunDirectory:
         with replacing(self.path / "placement.json") as part:
             _write_durably(part, text + "\n")
 
+    def write_data_report(self, figures: Mapping[str, Any]) -> None:
+        """Writes what the data repeats as JSON."""
+        with replacing(self.path / "data-report.json") as part:
+            _write_durably(part, to_json(figures, indent=2) + "\n")
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes the run's outcome as JSON; NaN and infinity become null."""
         with replacing(self.summary_file) as part:
@@ -188,6 +197,11 @@ class RunDirectory:
                 self.tokens.mkdir(exist_ok=True)
             _write_table(self.tokens / f"step-{step:06d}.parquet", tokens)
         return _write_table(self.samples / f"step-{step:06d}.parquet", table)
+
+    def write_evaluated(self, name: str, step: int, table: pyarrow.Table) -> Path:
+        """Writes the samples of the evaluation of a set to
+        `samples/eval-<name>-step-<6 digits>.parquet`; returns it."""
+        return _write_table(self.samples / f"eval-{name}-step-{step:06d}.parquet", table)
 
     def write_bad_step(self, step: int, table: pyarrow.Table, found: Mapping[str, Any]) -> Path:
         """Writes what a step learned from whose numbers were not finite to
@@ -210,10 +224,11 @@ class RunDirectory:
             if self.metrics_file.is_file():
                 os.truncate(self.metrics_file, length_up_to(self.metrics_file, step))
             folders = (self.samples, self.tokens, self.path / "timelines")
-            for path in (path for folder in folders for path in folder.glob("step-*")):
-                number = re.match(r"step-(\d+)", path.name)
+            for path in (path for folder in folders for path in folder.glob("*step-*")):
+                number = re.match(r"(?:eval-[\w-]+-)?step-(\d+)", path.name)
                 if number and int(number[1]) > step:
                     path.unlink()
+        EvaluationsFile(self.path).forget_after(step)
 
     def _refuse_results(self) -> None:
         """Two runs in one folder would mix their metrics and samples."""

@@ -77,4 +77,6 @@ def _gain(label: str, key: str, summary: Mapping[str, Any]) -> str:
     first, last = summary.get(f"{key}_first"), summary.get(f"{key}_last")
     if last is None:
         return ""
+    if summary.get("steps") == 0:  # nothing has gained anything
+        first = None
     return f"{label} {last:.2f}" if first is None else f"{label} {first:.2f} -> {last:.2f}"

@@ -163,8 +163,7 @@ def _draw(bars: Sequence[Bar], path: Path, title: str) -> None:
 
 
 def _draw_bar(panel: Axes, bar: Bar, row: int, whole: float) -> None:
-    """A call; its phases take their shares of it, in the usual order. (Records say how long each
-    phase took, not when it began.)"""
+    """A call; its phases take their shares of it, in the usual order."""
     low, tall, length = row - 0.38, 0.76, bar.end - bar.start
     seconds = {name: bar.phases.get(name, 0.0) for name in ("sync", "generate", "score", "train")}
     scale = min(1.0, length / total) if (total := sum(seconds.values())) else 1.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -84,6 +85,15 @@ def enter(name: str) -> None:
     _leave()
     _set(_worlds[name], _counts[name])
     _current = name
+
+
+def peers(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """That of these groups of ranks which has this rank; None if it is alone. Collective over the
+    world that this host is in."""
+    if all(len(ranks) == 1 for ranks in groups):
+        return None
+    mine, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
+    return mine
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:

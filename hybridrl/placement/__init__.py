@@ -38,12 +38,19 @@ STRATEGIES: dict[str, Strategy] = {
     "separation": separation.place,
     "explicit": explicit.place,
     "file": explicit.place_from_file,
+    "auto": flattening.place,
 }
-"""By the name that `placement=` takes."""
+"""By the name that `placement=` takes. `auto` is flattening until devices and models are known and
+the planner has chosen (`hybridrl.planner.auto`)."""
 
 
-def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) -> Placement:
-    """The placement that the settings ask for, checked.
+def place(
+    roles: Sequence[Role],
+    cluster: Cluster,
+    settings: PlacementConfig,
+    chosen: Placement | None = None,
+) -> Placement:
+    """The placement that the settings ask for, or one that was chosen, checked.
 
     Raises:
         ConfigError: for an unknown strategy, or a placement that does not fit roles and devices.
@@ -51,11 +58,12 @@ def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) ->
     for name in settings.roles:
         settings_of(settings, name)
     strategy = user_code.named("placement.strategy", settings.strategy, STRATEGIES)
-    placement = (
-        strategy(roles, cluster, settings)
-        if settings.strategy in STRATEGIES
-        else _by_users(strategy, roles, cluster, settings)
-    )
+    if chosen is not None:
+        placement = chosen
+    elif settings.strategy in STRATEGIES:
+        placement = strategy(roles, cluster, settings)
+    else:
+        placement = _by_users(strategy, roles, cluster, settings)
     _check(placement, roles, len(cluster.devices))
     return placement
 

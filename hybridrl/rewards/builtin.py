@@ -11,9 +11,20 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from hybridrl.rewards.mathematics import math
-from hybridrl.rewards.shape import format, length
+from hybridrl.rewards.procedural import reasoning_gym
+from hybridrl.rewards.shape import format, length, target_length
 
-__all__ = ["boxed", "contains", "exact", "format", "length", "math", "numeric"]
+__all__ = [
+    "boxed",
+    "contains",
+    "exact",
+    "format",
+    "length",
+    "math",
+    "numeric",
+    "reasoning_gym",
+    "target_length",
+]
 
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # with escapes, so that `\{` is passed over
 _NUMBER = re.compile(

@@ -2,10 +2,10 @@
 
 It reads messages from its standard input and writes messages to its standard output; see `wire`.
 First comes a `Setup`, answered by `("ready", modes, remarks)` or `("error", kind, message)`. Then
-come lists of `(task, function, row)`, and each task is answered by `(task, kind, value, extras)`
-the moment it is done, so that a task that hangs or kills the process takes no finished one with it.
-The kind is `score`, `failure` (the value is then a text), `timeout`, or `machine` (a text, too: why
-no row can be scored on this machine).
+come lists of `(task, function, row)`, and each task is answered by `(task, kind, value)` when it
+is done, so that a task that hangs or kills the process takes no finished one with it. The kind is
+`score` (the value is then an `Answer` for each row of the task), `failure` (a text), `timeout`, or
+`machine` (a text, too: why no row can be scored on this machine).
 
 Synchronous functions run one row after the other, in order; the pool kills the process when a row
 takes too long. Asynchronous ones run concurrently, in one event loop for all rows, and time out by
@@ -17,8 +17,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
-import math
-import numbers
 import os
 import signal
 import sys
@@ -27,17 +25,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hybridrl.errors import HybridRLError, MachineError, RewardError
+from hybridrl.rewards.answers import read_answer, read_answers
 from hybridrl.rewards.loading import ByValue, RewardFunction, load_function, short_names
 from hybridrl.rewards.options import check_options, parameters_of
-from hybridrl.rewards.signature import as_verls, check_signature, is_verls, takes_batch
+from hybridrl.rewards.signature import arguments_of, asked_of, called_for, check_signature
 from hybridrl.rewards.wire import Unpacker, pack
 
 _READ_SIZE = 1 << 16
 _PR_SET_PDEATHSIG = 1
-_LARGEST = 3.4028234e38
-"""Scores become float32, in which anything larger is infinite."""
 
-Outcome = tuple[str, Any, dict[str, float]]  # kind, value, further columns
+Outcome = tuple[str, Any]  # kind, value
 
 
 class Setup(NamedTuple):
@@ -60,25 +57,25 @@ class Function:
             target if inspect.isroutine(target) else type(target).__call__
         )
         parameters = parameters_of(function)
-        self.takes_batch = takes_batch(parameters)
-        self._is_verls = is_verls(parameters)
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self._accepted = None if takes_all else {p.name for p in parameters}
+        self.called_for = called_for(parameters)
+        self.asks_for = asked_of(parameters)
+        self._parameters = parameters
 
     def arguments(self, row: dict[str, Any]) -> dict[str, Any]:
         """The entries of the row that the function takes, all of them if it has a `**row`, and its
         options, which win."""
-        if self._is_verls:
-            row = as_verls(row)
-        if self._accepted is not None:
-            row = {name: value for name, value in row.items() if name in self._accepted}
-        return row | self._options
+        return arguments_of(self._parameters, row) | self._options
 
-    def outcome(self, returned: Any, arguments: dict[str, Any]) -> Outcome:
+    def outcome(self, returned: Any, row: dict[str, Any]) -> Outcome:
         """What is answered for what the function returned."""
-        if not self.takes_batch:
-            return _outcome(returned)
-        return _outcome_of_batch(returned, len(arguments["completions"]))
+        if self.called_for == "row":
+            answer = read_answer(returned, row["response"])
+            found = answer if isinstance(answer, str) else [answer]
+        else:
+            found = read_answers(returned, row["responses"])
+        if isinstance(found, str):
+            return "failure", f"The function returned {found}."
+        return "score", found
 
 
 def main() -> None:
@@ -105,7 +102,8 @@ def main() -> None:
     except HybridRLError as error:
         send(("error", type(error).__name__, str(error)))
         return
-    send(("ready", [(f.is_async, f.takes_batch) for f in functions], remarks))
+    asked = set().union(*(function.asks_for for function in functions))
+    send(("ready", [(f.is_async, f.called_for) for f in functions], remarks, asked))
     if any(function.is_async for function in functions):
         import asyncio
 
@@ -191,9 +189,9 @@ def _score(function: Function, row: dict[str, Any]) -> Outcome:
     try:
         return function.outcome(function.call(**function.arguments(row)), row)
     except MachineError as error:
-        return "machine", str(error), {}
+        return "machine", str(error)
     except BaseException as error:  # sys.exit() in a reward function ends the row, not the process
-        return "failure", _traceback(error), {}
+        return "failure", _traceback(error)
 
 
 async def _serve_concurrently(
@@ -214,11 +212,11 @@ async def _serve_concurrently(
                 outcome = function.outcome(await function.call(**function.arguments(row)), row)
         except BaseException as error:
             if isinstance(error, TimeoutError) and limit.expired():
-                outcome = "timeout", None, {}
+                outcome = "timeout", None
             elif isinstance(error, MachineError):
-                outcome = "machine", str(error), {}
+                outcome = "machine", str(error)
             else:
-                outcome = "failure", _traceback(error), {}
+                outcome = "failure", _traceback(error)
         send((task, *outcome))
 
     def receive() -> None:
@@ -235,65 +233,6 @@ async def _serve_concurrently(
     loop = asyncio.get_running_loop()
     loop.add_reader(source, receive)
     await loop.create_future()  # forever
-
-
-def _outcome(returned: Any) -> Outcome:
-    """Checks what a reward function returned."""
-    entries = returned if isinstance(returned, dict) else {"score": returned}
-    if "score" not in entries:
-        keys = ", ".join(repr(key) for key in entries)
-        return _wrong(f"a dictionary without the key 'score'; its keys are: {keys or 'none'}")
-    score = _number(entries["score"])
-    if score is None:
-        what = "a dictionary whose 'score' is " if isinstance(returned, dict) else ""
-        hint = ", which is no number"
-        if inspect.iscoroutine(returned):
-            returned.close()
-            hint = "; a function that returns a coroutine must be declared `async def`"
-        return _wrong(f"{what}{_shown(entries['score'])}{hint}")
-    if not abs(score) <= _LARGEST:
-        return _wrong(f"{score}, and a score must be a finite number of 32 bits")
-    for key in map(str, entries):
-        if not key or key.split("/")[-1] == "std":
-            return _wrong(
-                f"a dictionary with the key {key!r}, and each number has a metric of its name, "
-                "beside which `/std` is its standard deviation: call it otherwise"
-            )
-    numbers_beside = {str(key): _number(v) for key, v in entries.items() if key != "score"}
-    return "score", score, {key: v for key, v in numbers_beside.items() if v is not None}
-
-
-def _outcome_of_batch(returned: Any, rows: int) -> Outcome:
-    """Checks what a function of TRL's shape returned: a number for each row, None for a row that
-    is to be dropped. The scores are then a list."""
-    if hasattr(returned, "tolist"):  # an array or a tensor
-        returned = returned.tolist()
-    if not isinstance(returned, list | tuple):
-        return _wrong(f"{_shown(returned)}, and one of TRL's shape returns a list of numbers")
-    if len(returned) != rows:
-        return _wrong(f"{len(returned)} scores for {rows} completions")
-    scores = [math.nan if value is None else _number(value) for value in returned]
-    for row, (score, value) in enumerate(zip(scores, returned, strict=True)):
-        if score is None or (value is not None and not abs(score) <= _LARGEST):
-            return _wrong(
-                f"{_shown(value)} for completion {row + 1}, expected a finite number of 32 bits"
-            )
-    return "score", scores, {}
-
-
-def _wrong(what: str) -> Outcome:
-    return "failure", f"The function returned {what}.", {}
-
-
-def _number(value: Any) -> float | None:
-    if not isinstance(value, numbers.Real) and getattr(value, "ndim", None) == 0:
-        value = value.item()  # an array or tensor of one number
-    return float(value) if isinstance(value, numbers.Real) else None
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"
 
 
 def _traceback(error: BaseException) -> str:

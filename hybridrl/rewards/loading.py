@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +18,13 @@ from hybridrl.core import user_code
 from hybridrl.errors import ConfigError, RewardError, nearest
 from hybridrl.rewards.options import check_options, options_of, parameters_of
 from hybridrl.rewards.shape import check_pattern
-from hybridrl.rewards.signature import check_columns, check_signature
+from hybridrl.rewards.signature import called_for, check_columns, check_signature
 
 SETTING = "reward.function"
 _FIRST = ["prompt", "response"]  # parameters, by which a reward function is told from its helpers
 _OF_REWARD = re.compile(
     r"(?<![\w/.])reward\."
-    r"(?=(?:function|options|weights|on_error|error_value|timeout_s|processes|judge)\b)"
+    r"(?=(?:function|check|options|weights|on_error|error_value|timeout_s|processes|judge)\b)"
 )
 RewardFunction = Callable[..., Any]
 
@@ -118,6 +119,10 @@ def check_function(spec: str) -> None:
         from hybridrl.rewards.mathematics import check_installed
 
         check_installed()
+    elif name == "reasoning_gym":
+        from hybridrl.rewards import procedural
+
+        procedural.check_installed()
 
 
 def known_parameters(function: str | RewardFunction) -> list[inspect.Parameter] | None:
@@ -137,8 +142,12 @@ def check_functions(
     functions: Sequence[str | RewardFunction],
     weights: Sequence[float] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
+    watched: int = 0,
 ) -> None:
     """Finds what is wrong with these settings without importing anything of the user's.
+
+    Args:
+        watched: So many of the functions, the last ones, are only looked at.
 
     Raises:
         ConfigError: if a file, module or function does not exist, the numbers differ, or there
@@ -164,14 +173,15 @@ def check_functions(
             _check_call(function, name, parameters, given)
         if function == "format":
             check_pattern(given["pattern"])
+    rewarded = len(functions) - watched
     if weights is not None and len(weights) != len(functions):
         raise ConfigError(
-            f"`reward.weights` has {len(weights)} entries and `reward.function` has "
-            f"{len(functions)}; give one weight per function."
+            f"`reward.weights` has {len(weights) - watched} entries and `reward.function` has "
+            f"{rewarded}; give one weight per function."
         )
     if weights is not None and not all(math.isfinite(weight) for weight in weights):
         raise ConfigError(f"`reward.weights` is {list(weights)}, expected finite numbers.")
-    if weights is not None and not any(weights):
+    if weights is not None and rewarded and not any(weights):
         raise ConfigError(
             f"`reward.weights` is {list(weights)}, so every response would score 0. Weigh one of "
             "the functions."
@@ -262,6 +272,46 @@ def said_of(group: str) -> Iterator[None]:
 def in_words_of(group: str, text: str) -> str:
     """What is said of `reward`, said of the settings of this group."""
     return _OF_REWARD.sub(f"{group}.", text)
+
+
+@contextmanager
+def found_in(setting: str) -> Iterator[None]:
+    """Inside, what is said of functions names the setting that they come from."""
+    try:
+        yield
+    except ConfigError as error:
+        said = str(error).replace("`reward.function`", f"`{setting}`")
+        raise ConfigError(said) from error
+
+
+def functions_of(settings: Any) -> tuple[list[str | RewardFunction], list[float]]:
+    """The functions of a group of settings and their weights: those that are rewarded, and those
+    that are only looked at (`check`), which weigh 0.
+
+    Args:
+        settings: `RewardConfig`.
+    """
+    rewarded, watched = function_list(settings.function), function_list(settings.check)
+    weights = [1.0] * len(rewarded) if settings.weights is None else list(settings.weights)
+    return [*rewarded, *watched], [*weights, *[0.0] * len(watched)]
+
+
+def looks_at_groups(settings: Any) -> bool:
+    """Whether a function may be one that is called for the samples of a prompt, as far as can be
+    told without importing anything of the user's."""
+    return any(map(_looks_at_groups, functions_of(settings)[0]))
+
+
+def _looks_at_groups(function: str | RewardFunction) -> bool:
+    if isinstance(function, str):
+        return _named_looks_at_groups(function)
+    return called_for(parameters_of(function)) == "group"
+
+
+@cache
+def _named_looks_at_groups(spec: str) -> bool:
+    parameters = known_parameters(spec)
+    return parameters is None or called_for(parameters) == "group"
 
 
 def function_list(setting: Any) -> list[str | RewardFunction]:

@@ -52,6 +52,7 @@ class RewardPool:
         on_error: what a failed call does: `fail` raises, `drop` scores the row NaN, `value` takes
             `error_value` for the function's score.
         error_value: see `on_error`.
+        watched: so many of the functions, the last ones, are only looked at; their weights are 0.
 
     Attributes:
         remarks: what the functions' modules have to say to the user, by `check_reward`; known
@@ -70,10 +71,11 @@ class RewardPool:
         timeout_s: float = 30.0,
         on_error: Literal["fail", "drop", "value"] = "fail",
         error_value: float = 0.0,
+        watched: int = 0,
     ) -> None:
         functions = list(functions)
         self._weights = [1.0] * len(functions) if weights is None else list(weights)
-        self.check(functions, self._weights, options)
+        self.check(functions, self._weights, options, watched)
         if processes < 1:
             raise ConfigError(f"`reward.processes` is {processes}, expected 1 or more.")
         if not timeout_s > 0:
@@ -83,22 +85,29 @@ class RewardPool:
                 f"`reward.on_error` is `{on_error}`, expected `fail`, `drop` or `value`."
             )
         self._names = short_names(functions)
+        self._watched = watched
         self._timeout_s = self._limit_s = timeout_s
         self._import_s = max(_IMPORT_S, timeout_s)
         self._on_error = on_error
         self._error_value = error_value
         specs = [f if isinstance(f, str) else ByValue.of(f) for f in functions]
         self._setup = (specs, sys.path, timeout_s, options_of(self._names, options))
-        # Of each function, whether it is asynchronous and whether it is called once for all rows;
+        # Of each function, whether it is asynchronous and what it is called for (see `called_for`);
         # known when a process is ready.
-        self._modes: list[tuple[bool, bool]] = []
+        self._modes: list[tuple[bool, str]] = []
         self.remarks: list[str] = []
+        self._asked: set[str] = set()
         self._seconds_per_row = math.inf
         self._lock = threading.Lock()
         self._children = [ChildProcess(self._setup) for _ in range(processes)]
         self._finalizer = weakref.finalize(self, _close_all, self._children, os.getpid())
 
     check = staticmethod(check_functions)
+
+    def asks_for(self, entry: str) -> bool:
+        """Whether a function asks for a further entry of rows (see `signature.asked_of`). Known
+        after `start`."""
+        return entry in self._asked
 
     def start(self, within_s: float = _IMPORT_S) -> None:
         """Waits until every process has imported the functions and checked that they can work here.
@@ -122,6 +131,7 @@ class RewardPool:
         rows: Sequence[dict[str, Any]],
         progress: Callable[[], None] = lambda: None,
         within_s: float = math.inf,
+        groups: Sequence[int] | None = None,
     ) -> RewardResult:
         """Calls every function on every row, with the row's entries as keyword arguments.
 
@@ -129,6 +139,8 @@ class RewardPool:
             rows: Hold `prompt`, `response`, `answer` and anything else that pickles.
             progress: Called when rows have been answered, or given up.
             within_s: Seconds that a call may take, if fewer than `timeout_s`.
+            groups: The prompt of each row, the rows of one next to each other; None: each row has
+                its own.
 
         Raises:
             RewardError: if a call failed and `on_error` is `fail`, or the pool is closed.
@@ -140,7 +152,8 @@ class RewardPool:
             self._receive(None, wait=False)  # replaces processes that died since the last round
             while not any(child.ready for child in self._children):
                 self._receive(None)
-            work = Round(rows, self._names, self._modes, self._on_error, self._error_value)
+            settings = (self._on_error, self._error_value, groups, self._watched)
+            work = Round(rows, self._names, self._modes, *settings)
             try:
                 while not work.is_done:
                     self._dispatch(work)
@@ -238,7 +251,7 @@ class RewardPool:
                 self.close()
                 raise _ERRORS.get(rest[0], RewardError)(rest[1])
             child.ready = True
-            self._modes, self.remarks = rest
+            self._modes, self.remarks, self._asked = rest
         if not messages or work is None:
             return
         now = time.monotonic()
@@ -247,10 +260,10 @@ class RewardPool:
             known = math.isfinite(self._seconds_per_row)
             self._seconds_per_row = (self._seconds_per_row + seconds) / 2 if known else seconds
         child.last_answer = now
-        for task, kind, value, further in messages:
+        for task, kind, value in messages:
             del child.in_flight[task]
             if kind == "score":
-                work.score(task, value, further)
+                work.score(task, value)
             elif kind == "machine":
                 raise MachineError(value)
             else:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from hybridrl.errors import RewardError
-from hybridrl.rewards.signature import columns_of
+from hybridrl.rewards.answers import Answer, Steps
+from hybridrl.rewards.signature import rows_of_all, rows_of_group
 
 
 @dataclass(frozen=True)
@@ -17,12 +19,16 @@ class RewardResult:
     """The scores of a round.
 
     Attributes:
-        scores: the weighted sum of the functions' scores, one per row; NaN for a dropped row.
+        scores: the weighted sum of the functions' scores, one per row; NaN for a dropped row, and
+            for one of which no function has anything to say.
         columns: `reward/<function>` for each function, and `reward/<function>/<key>` for each
-            further number it returned (NaN where it did not), one value per row.
+            further number it returned (NaN where it did not), one value per row; `check/...` for
+            those that are only looked at.
         failures: calls that raised, returned something unusable, died or timed out.
         timeouts: the failures that were time-outs.
         first_failure: the first failure with its traceback, or None.
+        outcomes: the scores without the rewards of steps, unless a function gave nothing else.
+        steps: of each row, where its steps end (characters) and their weighted rewards, in order.
     """
 
     scores: list[float]
@@ -30,29 +36,45 @@ class RewardResult:
     failures: int
     timeouts: int
     first_failure: str | None
+    outcomes: list[float] = field(default_factory=list)
+    steps: list[Steps] = field(default_factory=list)
 
 
 class Round:
     """A task is one function on one row; its number is `row * functions + function`. Of a function
-    that is called once for all rows there is the task on the first row only."""
+    that is called once for all rows, or for the samples of a prompt, there is the task on the first
+    of them only."""
 
     def __init__(
         self,
         rows: Sequence[dict[str, Any]],
         names: Sequence[str],
-        modes: Sequence[tuple[bool, bool]],
+        modes: Sequence[tuple[bool, str]],
         on_error: str,
         error_value: float,
+        groups: Sequence[int] | None = None,
+        watched: int = 0,
     ) -> None:
         self._rows = rows
         self._names = names
+        rewarded = len(names) - watched
+        self._prefixes = {n: "reward" if i < rewarded else "check" for i, n in enumerate(names)}
         self._on_error = on_error
         self._failed_value = error_value if on_error == "value" else math.nan
-        self._takes_batch = [takes_batch for _, takes_batch in modes]
+        self._called_for = [kind for _, kind in modes]
+        self._together = {
+            "row": {row: [row] for row in range(len(rows))},
+            "group": {
+                members[0]: members
+                for members in neighbours(range(len(rows)) if groups is None else groups)
+            },
+            "rows": {0: list(range(len(rows)))} if rows else {},
+        }
         tasks = [
-            task
-            for task in range(len(rows) * len(names))
-            if task < len(names) or not self._takes_batch[task % len(names)]
+            row * len(names) + function
+            for row in range(len(rows))
+            for function, kind in enumerate(self._called_for)
+            if row in self._together[kind]
         ]
         # What waits, by whether the function is asynchronous; a process runs one kind at a time.
         self.waiting = {
@@ -64,7 +86,8 @@ class Round:
         self.suspects: deque[int] = deque()
         self._tried_again: set[int] = set()
         self.unanswered = len(tasks)
-        self._scores = [[math.nan] * len(rows) for _ in names]
+        nothing = Answer(math.nan, math.nan)
+        self._answers = [[nothing] * len(rows) for _ in names]
         self._further: dict[str, list[float]] = {}
         self._failures = self._timeouts = 0
         self._first_failure: str | None = None
@@ -76,31 +99,29 @@ class Round:
 
     def message(self, tasks: Sequence[int]) -> list[tuple[int, int, dict[str, Any]]]:
         """The tasks as a child reads them: number, function, row."""
-        functions = len(self._names)
-        return [
-            (
-                task,
-                task % functions,
-                columns_of(self._rows)
-                if self._takes_batch[task % functions]
-                else self._rows[task // functions],
-            )
-            for task in tasks
-        ]
+        return [(task, task % len(self._names), self._given(task)) for task in tasks]
 
-    def score(self, task: int, score: Any, further: dict[str, float]) -> None:
-        """Records what the function returned: a number, or a list of them for all rows."""
+    def _given(self, task: int) -> dict[str, Any]:
         row, function = divmod(task, len(self._names))
+        kind = self._called_for[function]
+        if kind == "row":
+            return self._rows[row]
+        together = [self._rows[number] for number in self._together[kind][row]]
+        return rows_of_all(together) if kind == "rows" else rows_of_group(together)
+
+    def score(self, task: int, answers: Sequence[Answer]) -> None:
+        """Records what the function says of each row of the task."""
+        first, function = divmod(task, len(self._names))
         self.unanswered -= 1
-        if self._takes_batch[function]:
-            self._scores[function] = score
-            return
-        self._scores[function][row] = score
-        for key, value in further.items():
-            column = f"reward/{self._names[function]}/{key}"
-            if column not in self._further:
-                self._further[column] = [math.nan] * len(self._rows)
-            self._further[column][row] = value
+        rows = self._together[self._called_for[function]][first]
+        for row, answer in zip(rows, answers, strict=True):
+            self._answers[function][row] = answer
+            for key, value in (answer.further or {}).items():
+                name = self._names[function]
+                column = f"{self._prefixes[name]}/{name}/{key}"
+                if column not in self._further:
+                    self._further[column] = [math.nan] * len(self._rows)
+                self._further[column][row] = value
 
     def may_try_again(self, task: int) -> bool:
         """Of a task whose process was killed: whether it was for the first time, when nobody knows
@@ -120,9 +141,8 @@ class Round:
         self.unanswered -= 1
         self._failures += 1
         self._timeouts += is_timeout
-        rows = range(len(self._rows)) if self._takes_batch[function] else (row,)
-        for failed in rows:
-            self._scores[function][failed] = self._failed_value
+        for failed in self._together[self._called_for[function]][row]:
+            self._answers[function][failed] = Answer(self._failed_value, self._failed_value)
         if self._first_failure is None:
             self._first_failure = self._describe(row, function, reason)
         if self._on_error == "fail":
@@ -135,12 +155,22 @@ class Round:
     def result(self, weights: Sequence[float]) -> RewardResult:
         """The sums and columns, once every task has an outcome."""
         columns = {
-            f"reward/{name}": scores for name, scores in zip(self._names, self._scores, strict=True)
+            f"{self._prefixes[name]}/{name}": [
+                math.nan if a.score is None else a.score for a in answers
+            ]
+            for name, answers in zip(self._names, self._answers, strict=True)
         }
+        by_row = list(zip(*self._answers, strict=True))
         return RewardResult(
-            scores=[
-                sum(weight * score for weight, score in zip(weights, row, strict=True))
-                for row in zip(*self._scores, strict=True)
+            scores=[_sum(weights, [answer.score for answer in row]) for row in by_row],
+            outcomes=[_sum(weights, [answer.outcome for answer in row]) for row in by_row],
+            steps=[
+                sorted(
+                    (end, weight * reward)
+                    for weight, answer in zip(weights, row, strict=True)
+                    for end, reward in (answer.steps if weight else ())
+                )
+                for row in by_row
             ],
             columns=columns | self._further,
             failures=self._failures,
@@ -155,6 +185,22 @@ class Round:
             f"{len(self._rows)}.\nprompt: {_excerpt(prompt)}\nresponse: {_excerpt(response)}\n"
             f"{reason}"
         )
+
+
+def _sum(weights: Sequence[float], scores: Sequence[float | None]) -> float:
+    """Of what has been said; NaN if nothing has. A weight of 0 is for looking only."""
+    if not any(weights):
+        return 0.0
+    said = [(w, score) for w, score in zip(weights, scores, strict=True) if score is not None]
+    counted = [weight * score for weight, score in said if weight]
+    return sum(counted) if counted else math.nan
+
+
+def neighbours(groups: Iterable[int]) -> list[list[int]]:
+    """Rows next to each other that are of one group."""
+    return [
+        [row for row, _ in members] for _, members in groupby(enumerate(groups), lambda at: at[1])
+    ]
 
 
 def _excerpt(text: Any, length: int = 200) -> str:

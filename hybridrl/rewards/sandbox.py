@@ -52,8 +52,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hybridrl.core.memory_group import memory_group
 from hybridrl.errors import ConfigError, MachineError, RewardError
-from hybridrl.rewards.memory_group import memory_group
 from hybridrl.rewards.supervisor import Supervisor
 
 __all__ = ["Confinement", "Limits", "Outcome", "confinement", "run_python"]
@@ -226,7 +226,7 @@ def _execute(level: str, source: str, stdin: str, limits: Limits) -> tuple[Outco
             run.finish()
         finally:
             run.close()
-        is_full = group is not None and group.was_full()
+        is_full = group is not None and group.kills() > 0
     if not run.report:
         raise RewardError(
             "The process that watches over a sandboxed program died. If the machine is out of "

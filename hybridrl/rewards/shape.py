@@ -1,8 +1,10 @@
-"""The reward functions `format` and `length`: how a response is written, not what it says."""
+"""The reward functions `format`, `length` and `target_length`: how a response is written, not what
+it says."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from hybridrl.errors import ConfigError
@@ -39,3 +41,28 @@ def length(prompt: str, response: str, *, limit: int, ramp: int = 0, **row: Any)
     """
     over = len(response) - limit
     return -min(1.0, over / ramp if ramp > 0 else 1.0) if over > 0 else 0.0
+
+
+def target_length(
+    prompt: str,
+    response: str,
+    response_token_ids: Sequence[int] = (),
+    *,
+    column: str = "target",
+    factor: float = 0.0003,
+    **row: Any,
+) -> float:
+    """Minus `factor` times the tokens by which a response misses the number that the data asks for;
+    beside a function that says whether it is right. L1-Exact, Aggarwal and Welleck 2025,
+    arXiv:2503.04697, equation 1. The prompt should tell the number, too.
+
+    Args:
+        column: Of the data, with the number of tokens.
+    """
+    target = row.get(column)
+    if isinstance(target, bool) or not isinstance(target, int | float):
+        raise ValueError(
+            f"The row has {target!r} in the column `{column}` "
+            "(reward.options.target_length.column), and `target_length` needs a number of tokens."
+        )
+    return -factor * abs(target - len(response_token_ids))

@@ -1,16 +1,32 @@
-"""How a reward function is called: for each row, or once for a rank's whole batch, as TRL does."""
+"""How a reward function is called: for each row, once for all samples of a prompt, or once for a
+rank's whole batch, as TRL does."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 from hybridrl.errors import ConfigError, nearest
 
 OF_A_ROW = ("prompt", "response", "answer")
+MESSAGES = "prompt_messages"
+"""A column of the data: the prompts of chats as messages, before the chat template."""
+TOKENS, UPDATES = "response_token_ids", "updates"
+"""Entries of a row that only a function gets that names them, one of TRL's shape under its names:
+the tokens of the response, and how many updates the policy had had."""
+_PRIVATE = (MESSAGES, TOKENS, UPDATES)
+_OF_TOKENS = {"completion_ids", "completions_ids"}
+_LOGGERS = {"log_metric", "log_extra"}
+_OF_TRL = ("completion_ids", "completions_ids", "trainer_state", "log_metric", "log_extra")
 VERL = ("data_source", "solution_str", "ground_truth")
 """First parameters of a function of verl's shape."""
+_GIVEN = {
+    "row": ("prompt", "response"),
+    "group": ("prompt", "responses"),
+    "rows": ("prompts", "completions"),
+}
 _CALLED = {"solution_str": "response", "ground_truth": "answer"}
 """What verl calls them, and what they are called here."""
 _MEANT = {
@@ -32,17 +48,78 @@ _CURE = (
 )
 
 
-def takes_batch(parameters: Sequence[inspect.Parameter]) -> bool:
-    """Whether a function is of TRL's shape: its first parameters are `completions`, or `prompts`
-    and `completions`."""
-    names = [parameter.name for parameter in parameters]
-    return names[:1] == ["completions"] or names[:2] == ["prompts", "completions"]
+def called_for(parameters: Sequence[inspect.Parameter]) -> Literal["row", "group", "rows"]:
+    """What a function is called for: `rows`, all of a rank, if it is of TRL's shape and names
+    `completions` or their tokens; `group`, the samples of a prompt, if it names `responses`; else
+    each row."""
+    names = {parameter.name for parameter in parameters}
+    if names & {"completions", *_OF_TOKENS}:
+        return "rows"
+    return "group" if "responses" in names else "row"
 
 
 def is_verls(parameters: Sequence[inspect.Parameter]) -> bool:
     """Whether a function is of verl's shape, `score(data_source, solution_str, ground_truth, ...)`,
     which is called for each row with the response and the answer under those names."""
     return tuple(parameter.name for parameter in parameters[:3]) == VERL
+
+
+def asked_of(parameters: Sequence[inspect.Parameter]) -> set[str]:
+    """The entries of rows that a function asks for and most have no use for."""
+    names = {parameter.name for parameter in parameters}
+    tokens = {TOKENS} if names & _OF_TOKENS else set()
+    return tokens | ({UPDATES} if "trainer_state" in names else set()) | (names & {TOKENS, UPDATES})
+
+
+def arguments_of(parameters: Sequence[inspect.Parameter], row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a function is given of a row, or of what `rows_of_all` and `rows_of_group` make of
+    several: what it names, or all of it if it has a `**row`."""
+    kind, names = called_for(parameters), {parameter.name for parameter in parameters}
+    given = dict(row)
+    if kind == "rows":
+        given |= _as_trls(given, names)
+    elif is_verls(parameters):
+        given = as_verls(given)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        hidden = {*_PRIVATE, *(["responses"] if kind == "rows" else [])} - names
+        return {name: value for name, value in given.items() if name not in hidden}
+    return {name: value for name, value in given.items() if name in names}
+
+
+def rows_of_all(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a function of TRL's shape is called with: a list of each column."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    renamed = {"prompt": "prompts", "response": "responses"}
+    return {renamed.get(name, name): [row.get(name) for row in rows] for name in names}
+
+
+def rows_of_group(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a function is called with that is called for the samples of a prompt: their `responses`,
+    and once what belongs to the prompt."""
+    first = {name: value for name, value in rows[0].items() if name != "response"}
+    return {**first, "responses": [row["response"] for row in rows]}
+
+
+def _as_trls(columns: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Under the names that TRL has: chats as lists of messages, if the prompts are chats, and what
+    its trainer tells a function besides."""
+    responses, chats = columns["responses"], columns.get(MESSAGES)
+    found: dict[str, Any] = {"completions": responses}
+    if chats is not None and any(chat is not None for chat in chats):
+        found["prompts"] = chats
+        found["completions"] = [[{"role": "assistant", "content": text}] for text in responses]
+    for name in _OF_TOKENS & set(names):
+        found[name] = columns.get(TOKENS, [[] for _ in responses])
+    if "trainer_state" in names:
+        updates = [number for number in columns.get(UPDATES, ()) if number is not None]
+        found["trainer_state"] = SimpleNamespace(global_step=max(updates, default=0))
+    for name in _LOGGERS & set(names):
+        found[name] = _log_nothing
+    return found
+
+
+def _log_nothing(*arguments: Any, **keywords: Any) -> None:
+    """Stands for TRL's `log_metric` and `log_extra`."""
 
 
 def as_verls(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,7 +142,7 @@ def check_signature(name: str, parameters: Sequence[inspect.Parameter]) -> None:
             )
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     sees = "response" in [parameter.name for parameter in parameters]
-    if not (takes_all or sees or takes_batch(parameters) or is_verls(parameters)):
+    if not (takes_all or sees or called_for(parameters) != "row" or is_verls(parameters)):
         raise ConfigError(
             f"The reward function `{name}{shown}` has no parameter for the response"
             f"{_meant(parameters, ('response',))}. {_CURE}"
@@ -87,10 +164,15 @@ def check_columns(
     Raises:
         ConfigError: names the parameter and everything that there is.
     """
-    batch = takes_batch(parameters)
-    given = ["prompts", "completions"] if batch else ["prompt", "response"]
-    given += [column for column in columns if column != "prompt"]
-    known = {*given, *options, *(as_verls(dict.fromkeys(given)) if is_verls(parameters) else ())}
+    given = list(_GIVEN[called_for(parameters)])
+    given += [column for column in columns if column not in ("prompt", *_PRIVATE)]
+    beside = _OF_TRL if called_for(parameters) == "rows" else (TOKENS,)
+    known = {
+        *given,
+        *beside,
+        *options,
+        *(as_verls(dict.fromkeys(given)) if is_verls(parameters) else ()),
+    }
     for parameter in parameters:
         by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if by_name and parameter.default is parameter.empty and parameter.name not in known:
@@ -107,14 +189,6 @@ def check_columns(
                 f"`{parameter.name}`{meant}, and a row has {', '.join([*given, *options])}.{hint} "
                 f"{cure}"
             )
-
-
-def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The keyword arguments of a function of TRL's shape: `prompts`, `completions`, and every
-    further column of the rows, a list each."""
-    renamed = {"prompt": "prompts", "response": "completions"}
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {renamed.get(name, name): [row.get(name) for row in rows] for name in names}
 
 
 def _meant(parameters: Sequence[inspect.Parameter], there: Collection[str]) -> str:

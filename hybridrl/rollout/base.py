@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,10 +24,11 @@ class Sampling:
 
     Attributes:
         max_tokens: Longest response.
-        min_tokens: The end-of-sequence token is not chosen before this many.
+        min_tokens: No token that ends a response is chosen before this many.
         temperature: 0 is greedy.
         top_p, top_k: Nucleus and top-k; 1.0 and 0 switch them off.
         stop: Texts that end a response; the text itself stays in it.
+        stop_token_ids: Tokens that end a response besides the model's own; they stay in it, too.
     """
 
     max_tokens: int
@@ -36,6 +37,7 @@ class Sampling:
     top_k: int = 0
     stop: tuple[str, ...] = field(default=())
     min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
 
     def greedy(self) -> Sampling:
         """The same limits, always the likeliest token."""
@@ -124,6 +126,16 @@ class RolloutEngine(ABC):
     def progress(self) -> dict[int, int]:
         """How many tokens each sample under way has, by key."""
         return {request.key: 0 for request in self._waiting}
+
+    def partial(self) -> dict[int, list[int]]:
+        """The tokens so far of samples under way, by key, for those who want to see them as they
+        come; none of an engine that cannot say."""
+        return {}
+
+    def abort(self, keys: Iterable[int]) -> None:
+        """Drops these samples if they are under way: `poll` will not give them."""
+        dropped = set(keys)
+        self._waiting = [request for request in self._waiting if request.key not in dropped]
 
     def cancel(self) -> None:
         """Drops all requests under way."""

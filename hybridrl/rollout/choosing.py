@@ -26,7 +26,7 @@ class Chooser:
     """Chooses tokens as `sampling` says.
 
     Args:
-        eos_token_ids: That end a sample.
+        eos_token_ids: That end a sample, besides those of `sampling`.
         tokenizer: For texts that end one.
     """
 
@@ -34,7 +34,8 @@ class Chooser:
         self, sampling: Sampling, eos_token_ids: Tensor, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         self._sampling = sampling
-        self._eos = eos_token_ids
+        further = eos_token_ids.new_tensor(sampling.stop_token_ids)
+        self._eos = torch.cat([eos_token_ids, further])
         self._tokenizer = tokenizer
         self._warpers = _warpers(sampling)
 

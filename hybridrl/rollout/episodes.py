@@ -1,37 +1,31 @@
 """EpisodeRollout: samples of several turns, with an environment or tools of the user's in between.
 
-It stands around any rollout engine. While a tool runs, the engine goes on with other samples if it
-can; otherwise all samples take their turns together. A response is everything after the first
-prompt: sampled tokens, and those that the environment gave.
+It stands around any rollout engine, in the process of it. While a tool runs, the engine goes on
+with other samples if it can; otherwise all samples take their turns together. A response is
+everything after the first prompt: sampled tokens, and those that the environment gave.
 """
 
 from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.turn import Episode, Turn
 from hybridrl.rollout import tool_loop
-from hybridrl.rollout.base import (
-    Finished,
-    Request,
-    RolloutEngine,
-    Sampling,
-    ragged,
-    responses,
-    row_seeds,
-)
+from hybridrl.rollout.base import Finished, Request, RolloutEngine, Sampling
+from hybridrl.rollout.episode_columns import EpisodeSample, episode_batch
+from hybridrl.rollout.playing import Playing, PlaysEpisodes
+from hybridrl.rollout.token_versions import TokenVersions
 from hybridrl.rollout.tool_loop import Outcome, ToolLoop
 from hybridrl.rollout.transcript import Transcript
-from hybridrl.rollout.weights import Pieces, WeightWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +34,7 @@ _log = logging.getLogger(__name__)
 _OURS = (__file__, tool_loop.__file__)
 
 
-class EpisodeRollout(RolloutEngine):
+class EpisodeRollout(PlaysEpisodes):
     """Plays an episode for each row.
 
     Args:
@@ -61,8 +55,7 @@ class EpisodeRollout(RolloutEngine):
         max_turn_tokens: int | None,
         tool_timeout_s: float,
     ) -> None:
-        super().__init__()
-        self._engine = engine
+        super().__init__(engine)
         self.episode = episode
         self.tokenizer = tokenizer
         self.max_turns = max_turns
@@ -70,73 +63,16 @@ class EpisodeRollout(RolloutEngine):
         self.tools = ToolLoop(tool_timeout_s)
         self._logged: set[str] = set()
 
-    def generate(self, batch: Batch, sampling: Sampling, seed: int | Sequence[int]) -> Batch:
-        """Plays the episodes of all rows; the columns of the data go to their `reset`.
+    def begin(
+        self, batch: Batch, sampling: Sampling, seeds: Sequence[int], version: int
+    ) -> Playing:
+        """Begins the episodes of all rows; the columns of the data go to their `reset`.
 
         `sampling.max_tokens` is the limit of the whole response, what the environment says
-        included; `sampling.min_tokens` counts sampled tokens.
-
-        Returns:
-            Besides `response_ids`, `rollout_log_probs` (0.0 where nothing was sampled) and
-            `finish_reason`: `response_mask` (1 where a token was sampled), `turns` (of the model),
-            `turn_rewards` (one for each of them) and `episode_rewards` (their sum). A
-            `finish_reason` is `stop` (the environment said `done`), `length`, `max_turns`,
-            `tool_timeout` or `tool_error`.
+        included; `sampling.min_tokens` counts sampled tokens. A `finish_reason` is `stop` (the
+        environment said `done`), `length`, `max_turns`, `tool_timeout` or `tool_error`.
         """
-        seeds = row_seeds(seed, len(batch))
-        playing = _Episodes(self, self._engine, sampling, seeds)
-        try:
-            samples = playing.play(batch)
-        finally:
-            self._engine.cancel()
-            self.tools.forget()
-        transcripts = [sample.transcript for sample in samples]
-        rewards = [sample.rewards for sample in samples]
-        return responses(
-            [transcript.response_ids for transcript in transcripts],
-            [transcript.log_probs for transcript in transcripts],
-            [str(sample.finish_reason) for sample in samples],
-        ).with_columns(
-            {
-                "response_mask": ragged([t.mask for t in transcripts], torch.uint8),
-                "turns": torch.tensor([len(row) for row in rewards], dtype=torch.int64),
-                "turn_rewards": ragged(rewards, torch.float32),
-                "episode_rewards": torch.tensor([sum(r) for r in rewards], dtype=torch.float32),
-            }
-        )
-
-    def counts(self) -> dict[str, int]:
-        return self._engine.counts()
-
-    def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        self._engine.load(weights)
-
-    def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> Pieces | None:
-        return self._engine.pieces(shapes)
-
-    def writer(self) -> WeightWriter:
-        return self._engine.writer()
-
-    def differences(self, weights: Iterator[tuple[str, Tensor]]) -> list[str]:
-        return self._engine.differences(weights)
-
-    def wake(self) -> None:
-        self._engine.wake()
-
-    def sleep(self) -> None:
-        self._engine.sleep()
-
-    @property
-    def awaits_weights(self) -> bool:
-        return self._engine.awaits_weights
-
-    @property
-    def keeps_weights(self) -> bool:
-        return self._engine.keeps_weights
-
-    @property
-    def takes_adapters(self) -> bool:
-        return self._engine.takes_adapters
+        return _Episodes(self, self._engine, batch, sampling, seeds, version)
 
     def close(self) -> None:
         self.tools.close()
@@ -167,37 +103,61 @@ class _Sample:
     finish_reason: str | None = None
 
 
-class _Episodes:
-    """The episodes of one call of `generate`. All of it runs in the caller's thread, except for
-    the coroutines of the user's."""
+class _Episodes(Playing):
+    """The episodes of one generation. All of it runs in the caller's thread, except for the
+    coroutines of the user's."""
 
     def __init__(
-        self, rollout: EpisodeRollout, engine: RolloutEngine, sampling: Sampling, seeds: list[int]
+        self,
+        rollout: EpisodeRollout,
+        engine: RolloutEngine,
+        batch: Batch,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        version: int,
     ) -> None:
         self._rollout = rollout
         self._tools = rollout.tools
         self._engine = engine
         self._sampling = sampling
         self._seeds = seeds
-        self._samples: list[_Sample] = []
+        self._versions = TokenVersions(version)
         self._generating = 0
-
-    def play(self, batch: Batch) -> list[_Sample]:
-        """Plays to the end of every episode."""
+        self._ended: list[int] = []  # since the last `take`
         prompts = batch.ragged("prompt_ids").rows()
         self._samples = [
             _Sample(Transcript(ids.tolist()), row)
             for ids, row in zip(prompts, batch.rows_for_users(), strict=True)
         ]
+        self._left = len(self._samples)
         for key, sample in enumerate(self._samples):
             self._tools.submit(partial(self._reset, sample), partial(self._answered, key))
+
+    def take(
+        self, least: int, refresh: Callable[[], int] | None = None
+    ) -> tuple[Batch, npt.NDArray[np.int64]]:
         while self._tools.pending or self._generating:
+            if self._left and len(self._ended) >= least:
+                break  # at the end, what closes episodes is waited for as well
+            if refresh is not None:
+                self._versions.change(refresh(), self._engine.progress)
             together = not self._engine.continuous and self._tools.pending > 0
             self._tools.deliver(wait=together or not self._generating)
             if self._generating and (self._engine.continuous or not self._tools.pending):
                 for finished in self._engine.poll():
                     self._generated(finished)
-        return self._samples
+        rows, self._ended = self._ended, []
+        samples = [
+            EpisodeSample(
+                [sample.transcript], sample.rewards, sum(sample.rewards), str(sample.finish_reason)
+            )
+            for sample in map(self._samples.__getitem__, rows)
+        ]
+        return episode_batch(samples, [], branching=False), np.array(rows, dtype=np.int64)
+
+    def close(self) -> None:
+        self._engine.cancel()
+        self._tools.forget()
 
     async def _reset(self, sample: _Sample) -> Turn:
         sample.episode = self._rollout.episode()
@@ -212,10 +172,13 @@ class _Episodes:
         """The model has ended a turn: the environment answers, unless the turn was cut short."""
         self._generating -= 1
         sample = self._samples[finished.key]
-        sample.transcript.add_sampled(finished.prompt_ids, finished.token_ids, finished.log_probs)
+        versions = self._versions.end(finished.key, len(finished.token_ids))
+        sample.transcript.add_sampled(
+            finished.prompt_ids, finished.token_ids, finished.log_probs, versions
+        )
         sample.rewards.append(0.0)
         if finished.finish_reason == "length":
-            self._end(sample, "length")
+            self._end(finished.key, "length")
             return
         text = self._rollout.tokenizer.decode(finished.token_ids, skip_special_tokens=True)
         step = partial(self._step, sample, text, finished.token_ids)
@@ -225,21 +188,21 @@ class _Episodes:
         """The environment has answered: the model goes on, unless the episode is over."""
         sample = self._samples[key]
         if outcome.timed_out:
-            self._end(sample, "tool_timeout")
+            self._end(key, "tool_timeout")
             return
         if outcome.error is not None:
             self._rollout.log_once(outcome.error)
-            self._end(sample, "tool_error")
+            self._end(key, "tool_error")
             return
         turn: Turn = outcome.value
         if sample.rewards:  # otherwise it was the reset
             sample.rewards[-1] = float(turn.reward)
             if turn.done or len(sample.rewards) == self._rollout.max_turns:
-                self._end(sample, "stop" if turn.done else "max_turns")
+                self._end(key, "stop" if turn.done else "max_turns")
                 return
         given = self._token_ids(turn)
         if len(sample.transcript) + len(given) >= self._sampling.max_tokens:
-            self._end(sample, "length")
+            self._end(key, "length")
             return
         sample.transcript.add_given(given)
         self._generate(key)
@@ -252,6 +215,7 @@ class _Episodes:
         sampling = replace(self._sampling, max_tokens=limit, min_tokens=least)
         seed = hash((self._seeds[key], turn)) % 2**63
         self._engine.start(Request(key, transcript.token_ids, sampling, seed))
+        self._versions.begin([key])
         self._generating += 1
 
     def _token_ids(self, turn: Turn) -> list[int]:
@@ -262,8 +226,11 @@ class _Episodes:
             return []
         return list(self._rollout.tokenizer(turn.text, add_special_tokens=False)["input_ids"])
 
-    def _end(self, sample: _Sample, reason: str) -> None:
+    def _end(self, key: int, reason: str) -> None:
+        sample = self._samples[key]
         sample.finish_reason = reason
+        self._ended.append(key)
+        self._left -= 1
         close = getattr(sample.episode, "close", None)
         if close is not None:
             self._tools.submit(close, self._closed)

@@ -17,6 +17,7 @@ import torch
 
 from hybridrl.core.batch import Batch
 from hybridrl.rollout.base import Finished, Request, RolloutEngine, Sampling, ragged, responses
+from hybridrl.rollout.token_versions import TokenVersions
 
 
 class Share(NamedTuple):
@@ -59,8 +60,7 @@ class SampleStream:
         self._sampling = sampling
         self._seed = seed
         self._at_a_time = at_a_time
-        self._version = version
-        self._versions: dict[int, list[tuple[int, int]]] = {}  # by row: from which token on
+        self._versions = TokenVersions(version)
         self._running = 0
         self._requests = self._shared_out(prompts, share)
         self._next: Request | None = next(self._requests, None)
@@ -83,12 +83,11 @@ class SampleStream:
         while len(done) < least and (self._running or self._next is not None):
             self._fill()
             if refresh is not None:
-                self._note_version(refresh())
+                self._versions.change(refresh(), self._engine.progress)
             for finished in self._engine.poll():
                 self._running -= 1
                 done.append(finished)
-                segments = self._versions.pop(finished.key)
-                versions.append(_spread(segments, len(finished.token_ids)))
+                versions.append(self._versions.end(finished.key, len(finished.token_ids)))
         samples = responses(
             [finished.token_ids for finished in done],
             [finished.log_probs for finished in done],
@@ -105,16 +104,8 @@ class SampleStream:
                 return
             self._engine.start(request)
             self._running += request.samples
-            for row in range(request.key, request.key + request.samples):
-                self._versions[row] = [(0, self._version)]
+            self._versions.begin(range(request.key, request.key + request.samples))
             self._next = next(self._requests, None)
-
-    def _note_version(self, version: int) -> None:
-        if version == self._version:
-            return
-        self._version = version
-        for row, tokens in self._engine.progress().items():
-            self._versions[row].append((tokens, version))
 
     def _shared_out(self, prompts: list[list[int]], share: Share) -> Iterator[Request]:
         """This replica's requests, in the order in which they begin."""
@@ -133,13 +124,3 @@ class SampleStream:
             return
         while (number := first + share.claim()) < len(requests):
             yield requests[number]
-
-
-def _spread(segments: list[tuple[int, int]], length: int) -> list[int]:
-    """The version of each token, from the places at which versions began."""
-    starts = [start for start, _ in segments[1:]] + [length]
-    return [
-        version
-        for (start, version), end in zip(segments, starts, strict=True)
-        for _ in range(start, min(end, length))
-    ]

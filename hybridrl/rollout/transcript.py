@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hybridrl.errors import RolloutError
 
@@ -18,6 +19,10 @@ class Transcript:
         response_ids: Everything after the prompt: sampled tokens, and those given to the model.
         mask: For each of them 1 if it was sampled, 0 if it was given.
         log_probs: Of the sampled tokens; 0.0 for the others.
+        turns: For each of them the turn of the model that it belongs to, from 0; a given token
+            belongs to the turn before it.
+        versions: For each of them the policy version that sampled it; 0 if it was given.
+        sampled_turns: How many turns of the model it has.
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
@@ -25,6 +30,10 @@ class Transcript:
         self.response_ids: list[int] = []
         self.mask: list[int] = []
         self.log_probs: list[float] = []
+        self.turns: list[int] = []
+        self.versions: list[int] = []
+        self.sampled_turns = 0
+        self._turn = -1
 
     def __len__(self) -> int:
         """Tokens of the response so far."""
@@ -41,15 +50,23 @@ class Transcript:
         return sum(self.mask)
 
     def add_sampled(
-        self, continued_ids: Sequence[int], token_ids: Sequence[int], log_probs: Sequence[float]
+        self,
+        continued_ids: Sequence[int],
+        token_ids: Sequence[int],
+        log_probs: Sequence[float],
+        versions: Sequence[int] | None = None,
+        turn: int | None = None,
     ) -> None:
         """Appends a turn of the model.
 
         Args:
             continued_ids: The tokens that the engine says it continued.
+            versions: Of the policy, for each token; None: 0.
+            turn: Its number in the episode, where that has other transcripts beside this one;
+                None: the one after the last of this one.
 
         Raises:
-            RolloutError: if these are not exactly the tokens so far.
+            RolloutError: if the tokens continued are not exactly those so far.
         """
         expected, found = self.token_ids, list(continued_ids)
         if found != expected:
@@ -62,13 +79,35 @@ class Transcript:
                 f"instead of {expected[first : first + 8]}. Earlier turns must be passed on as "
                 "token ids, never as text that is tokenized again."
             )
-        self._append(token_ids, 1, log_probs)
+        self._turn = self._turn + 1 if turn is None else turn
+        self.sampled_turns += 1
+        self._append(token_ids, 1, log_probs, versions or [0] * len(token_ids))
 
     def add_given(self, token_ids: Sequence[int]) -> None:
         """Appends a turn of the environment or tool."""
-        self._append(token_ids, 0, [0.0] * len(token_ids))
+        self._append(token_ids, 0, [0.0] * len(token_ids), [0] * len(token_ids))
 
-    def _append(self, token_ids: Sequence[int], mask: int, log_probs: Sequence[float]) -> None:
+    def mark(self) -> Mapping[str, Any]:
+        """How far it is, for `return_to`."""
+        return {n: len(v) if isinstance(v, list) else v for n, v in vars(self).items()}
+
+    def return_to(self, mark: Mapping[str, Any]) -> None:
+        """Takes back all that was appended since."""
+        for name, value in mark.items():
+            if isinstance(kept := getattr(self, name), list):
+                del kept[value:]
+            else:
+                setattr(self, name, value)
+
+    def _append(
+        self,
+        token_ids: Sequence[int],
+        mask: int,
+        log_probs: Sequence[float],
+        versions: Sequence[int],
+    ) -> None:
         self.response_ids += token_ids
         self.mask += [mask] * len(token_ids)
         self.log_probs += log_probs
+        self.turns += [max(0, self._turn)] * len(token_ids)
+        self.versions += versions

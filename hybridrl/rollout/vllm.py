@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -67,6 +67,7 @@ class VLLMRollout(RolloutEngine):
             brought again. One engine of a process can.
         adapters: It is given adapters of this kind alone, and keeps them beside its weights; None:
             all weights.
+        stop_texts: Any request may bring texts that end it, not only `rollout.stop`.
     """
 
     continuous = True
@@ -86,6 +87,7 @@ class VLLMRollout(RolloutEngine):
         coming: Mapping[str, tuple[int, ...]] | None = None,
         sleeps: bool = False,
         adapters: LoraSettings | None = None,
+        stop_texts: bool = False,
     ) -> None:
         super().__init__()
         self._adapters = None if adapters is None else Adapters(adapters)
@@ -99,6 +101,7 @@ class VLLMRollout(RolloutEngine):
         self._replays = config.routing_replay
         self._recorder: vllm_routes.RouteRecorder | None = None
         self._running: dict[str, int] = {}  # samples of each request
+        self._dropped: set[int] = set()  # of these, where others of the same request go on
         self._weights = 0  # how often they have changed
         self._pieces: Pieces = {}
         self._guesses = bool(config.engine_options.get(SPECULATIVE))
@@ -116,6 +119,7 @@ class VLLMRollout(RolloutEngine):
             job=job,
             coming=coming,
             sleeps=sleeps,
+            reads_text=stop_texts or bool(config.stop),
             further={} if self._adapters is None else self._adapters.options,
         )
         if self._replays:
@@ -190,24 +194,50 @@ class VLLMRollout(RolloutEngine):
                     )
                     for number, answer in enumerate(answers)
                 ]
+        if self._dropped:
+            kept = [finished for finished in found if finished.key not in self._dropped]
+            self._dropped.difference_update(finished.key for finished in found)
+            return kept
         return found
 
     def progress(self) -> dict[int, int]:
-        engine, found = self._llm.llm_engine, {}
+        return {key: request.num_output_tokens for key, request in self._under_way()}
+
+    def partial(self) -> dict[int, list[int]]:
+        return {key: list(request.output_token_ids) for key, request in self._under_way()}
+
+    def _under_way(self) -> Iterator[tuple[int, Any]]:
+        """What vLLM's scheduler has, by the key of the sample."""
+        engine = self._llm.llm_engine
         states = engine.output_processor.request_states
         for name, request in engine.engine_core.engine_core.scheduler.requests.items():
             parent, number = states[name].parent_req, 0
             key = states[name].external_req_id
             if parent is not None:  # the engine's own name of a sample begins with its number
                 key, number = parent.external_req_id, int(name.split("_", 1)[0])
-            found[int(key) + number] = request.num_output_tokens
-        return found
+            yield int(key) + number, request
+
+    def abort(self, keys: Iterable[int]) -> None:
+        keys = set(keys)
+        over = []
+        for name, samples in self._running.items():
+            own = set(range(int(name), int(name) + samples))
+            self._dropped |= own & keys
+            if own <= self._dropped:
+                over.append(name)
+                self._dropped -= own
+        self._end(over)
 
     def cancel(self) -> None:
-        self._llm.llm_engine.abort_request(list(self._running))
-        self._running.clear()
+        self._end(list(self._running))
+        self._dropped.clear()
+
+    def _end(self, names: list[str]) -> None:
+        self._llm.llm_engine.abort_request(names)
+        for name in names:
+            del self._running[name]
         if self._recorder is not None:
-            self._recorder.forget()
+            self._recorder.forget(names)
 
     def counts(self) -> dict[str, int]:
         if not self._guesses:
@@ -254,7 +284,7 @@ class VLLMRollout(RolloutEngine):
             min_tokens=sampling.min_tokens,
             stop=list(sampling.stop) or None,
             include_stop_str_in_output=True,
-            stop_token_ids=self._eos_token_ids,
+            stop_token_ids=[*self._eos_token_ids, *sampling.stop_token_ids],
             detokenize=bool(sampling.stop),
             logprobs=0,
             flat_logprobs=True,

@@ -67,11 +67,13 @@ def start_engine(
     job: str,
     coming: Mapping[str, tuple[int, ...]] | None,
     sleeps: bool,
+    reads_text: bool,
     further: Mapping[str, Any],
 ) -> LLM:
     """An engine on the process group that is the current one; for the arguments see `VLLMRollout`.
 
     Args:
+        reads_text: Texts may end a sample, so the engine needs the tokenizer.
         further: Options of what it is to do besides.
 
     Raises:
@@ -93,7 +95,7 @@ def start_engine(
             max_num_seqs=config.max_sequences,
             load_format=vllm_weights.LOAD_FORMAT,
             model_loader_extra_config={vllm_weights.COMING: coming or {}},
-            skip_tokenizer_init=not config.stop,  # only stop texts need text
+            skip_tokenizer_init=not reads_text,
             tensor_parallel_size=config.parallel.tp,
             distributed_executor_backend="external_launcher",
             # Those that vLLM calls processed are wrong for tokens that were guessed.

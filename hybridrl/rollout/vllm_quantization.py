@@ -35,6 +35,8 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.platforms import current_platform
 
+from hybridrl.core.device import packs_int8
+from hybridrl.models.int8_products import Int8Weight
 from hybridrl.models.rounded_rows import FP8, INT8, TYPES, Rows, quantise
 from hybridrl.rollout.vllm_layout import zero_twin
 
@@ -117,8 +119,10 @@ class QuantisedLinearMethod(UnquantizedLinearMethod):
         with torch.device("meta"):
             super().create_weights(layer, *args, **kwargs)
         outputs, inputs = layer.weight.shape
-        if self.kind == INT8:
-            self._kernel: Any = init_int8_linear_kernel(True, False, True, type(self).__name__)
+        if self.kind == INT8 and current_platform.is_cpu() and not packs_int8("cpu"):
+            self._kernel: Any = _ExactProducts()
+        elif self.kind == INT8:
+            self._kernel = init_int8_linear_kernel(True, False, True, type(self).__name__)
         else:
             self._kernel = init_fp8_linear_kernel(
                 kFp8DynamicTokenSym,
@@ -166,7 +170,9 @@ class QuantisedLinearMethod(UnquantizedLinearMethod):
         before = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)  # that of outputs, to the kernels of CPUs
         try:
-            if self.kind == INT8 and current_platform.is_cpu():
+            if isinstance(self._kernel, _ExactProducts):
+                self._kernel.process_weights_after_loading(taken)
+            elif self.kind == INT8 and current_platform.is_cpu():
                 # Where there is AMX, vLLM would take a kernel that is for outputs of 16 bits, and
                 # for a multiple of 32 of them; oneDNN's, which uses AMX too, is for all.
                 self._kernel.linear_method = self._kernel._apply_weights_onednn
@@ -190,6 +196,17 @@ class QuantisedLinearMethod(UnquantizedLinearMethod):
         scales = self._taken.weight_scale.data[:outputs]
         values = torch.cat(found).T.float() / scales
         return Rows((values.round() if self.kind == INT8 else values).to(TYPES[self.kind]), scales)
+
+
+class _ExactProducts:
+    """In place of vLLM's kernel on CPUs where oneDNN's sums of products overflow."""
+
+    def process_weights_after_loading(self, taken: nn.Module) -> None:
+        taken.products = Int8Weight(Rows(taken.weight.data, taken.weight_scale.data))
+
+    def apply_weights(self, taken: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        found = taken.products.multiply(x)
+        return found if bias is None else found + bias
 
 
 def lacking(kind: str) -> str:

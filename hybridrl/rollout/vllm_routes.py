@@ -6,6 +6,7 @@ the routers are watched, and what they chose in a step is put down to the reques
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -69,9 +70,11 @@ class RouteRecorder:
         """
         return np.concatenate(self._of_samples.pop((request, number)))[:tokens]
 
-    def forget(self) -> None:
-        """Of all samples: those under way are dropped."""
-        self._of_samples.clear()
+    def forget(self, requests: Collection[str]) -> None:
+        """Of all samples of these requests, by the names of their prompts: they are dropped."""
+        for request, number in list(self._of_samples):
+            if request in requests:
+                del self._of_samples[request, number]
 
     def _watched(self, scheduled: Any, *args: Any, **options: Any) -> Any:
         self._step.clear()

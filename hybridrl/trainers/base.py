@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-from hybridrl.config.schema import Config
+from hybridrl.config.schema import Config, is_served
 from hybridrl.controller import BatchRef, Handle, WorkerGroup
 from hybridrl.core.batch import Batch
+from hybridrl.evaluation.answers import Drawn
 from hybridrl.rollout import Sampling
 from hybridrl.trainers.adaptive_kl import notices_of_kl
 from hybridrl.trainers.evaluation import evaluate_answers
@@ -18,6 +19,7 @@ from hybridrl.trainers.objectives import policy_objective
 from hybridrl.trainers.precision import precision_notices
 from hybridrl.trainers.role_spec import ACTOR, RoleSpec, checked_roles
 from hybridrl.trainers.shaping import loss_weights
+from hybridrl.trainers.unfold import parts_of_episodes
 
 SAMPLE = ("prompt_ids", "response_ids")
 """What a model needs to score a sample."""
@@ -41,6 +43,7 @@ class Trainer(ABC):
         TRAINS: False for a program that only evaluates.
         figures: The program's own numbers of the last step, written with its metrics.
         notices: Sentences for the user, shown after the step.
+        drawn: Samples of the last evaluation, by the role that gave them; the run keeps them.
     """
 
     DATA: ClassVar[Literal["prompts", "examples", "pairs"]] = "prompts"
@@ -56,6 +59,7 @@ class Trainer(ABC):
         self.figures: dict[str, float] = {}
         self.notices = [*notices_of_kl(config), *precision_notices(config, groups)]
         self.scored: list[BatchRef] = []
+        self.drawn: dict[str, list[Drawn]] = {}
         self.prepare()
 
     @staticmethod
@@ -92,8 +96,10 @@ class Trainer(ABC):
         for role, spec in roles.items():
             if not spec.generates:
                 continue
+            drawn = self.drawn[role] = list[Drawn]()
             figures = evaluate_answers(
-                self.groups[role], self.groups["reward"], held_out, self.sampling, self.config
+                *(self.groups[role], self.groups["reward"], held_out, self.sampling, self.config),
+                drawn,
             )
             prefix = "" if role == ACTOR else f"{role}/"
             found |= {f"{prefix}{name}": value for name, value in figures.items()}
@@ -136,10 +142,15 @@ class Trainer(ABC):
 
     def mini_batches(self, batch: BatchRef) -> Iterator[BatchRef]:
         """The batch in `actor.updates_per_step` parts, each token with its weight in the loss of
-        its part."""
+        its part. No part has a part of an episode."""
         config = self.config
         weigh = partial(
             loss_weights, mode=config.algorithm.aggregation, longest=config.rollout.max_tokens
         )
-        for part in batch.split(config.actor.updates_per_step):
-            yield part | part.apply(weigh, ["response_mask"], makes=["loss_weights"])
+        parts, episode = config.actor.updates_per_step, []
+        if is_served(config.rollout, config.environment) and batch.columns.may_have("episode"):
+            cut, episode = parts_of_episodes(batch, parts), ["episode"]
+        else:
+            cut = batch.split(parts)
+        for part in cut:
+            yield part | part.apply(weigh, ["response_mask", *episode], makes=["loss_weights"])

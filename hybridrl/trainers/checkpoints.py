@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.config.resume import SETTINGS, steps_folder
 from hybridrl.core.locations import write_whole
 from hybridrl.errors import DataError, HybridRLError, LostError, WorkerError
-from hybridrl.observe.kept_steps import KeepRule, check_best
+from hybridrl.observe.kept_steps import KeepRule, check_best, metric_of
 from hybridrl.observe.step_folders import StepFolders
 from hybridrl.observe.storage import explain_write_errors
 from hybridrl.trainers.memory_copies import MemoryCopies
@@ -250,8 +250,10 @@ class Checkpoints:
                     "run.seed, which deals them out. Resume with the data, tokenizer and seed of "
                     "that run, or train on from its model in a new run."
                 )
-            if self._keep.best is not None and (figures := _evaluated(found)):
-                check_best(self._keep.best, figures)
+            best = self._keep.best
+            is_of_set = best is not None and metric_of(best).startswith("eval/")  # may come later
+            if best is not None and not is_of_set and (figures := _evaluated(found)):
+                check_best(best, figures)
             self.job.feed.load_state(state["feed"])
             self.trainer.load_state(state["trainer"])
             self.trainer.figures |= state["figures"]
@@ -282,7 +284,8 @@ class Checkpoints:
     def _state_of_driver(self, step: int) -> str:
         """What is to stand in `driver.json`."""
         config, feed, trainer = self.job.config, self.job.feed.state(), self.trainer.state()
-        check_plain(f"data.sampler={config.data.sampler}", feed.get("sampler"))
+        of_samplers = feed.get("sampler", feed.get("sources"))
+        check_plain(f"data.sampler={config.data.sampler}", of_samplers)
         check_plain(f"trainer.name={config.trainer.name}", trainer)
         state = {
             "step": step,

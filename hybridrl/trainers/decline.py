@@ -11,6 +11,13 @@ DEVIATIONS = 3.0
 """A fall of so many standard deviations is no chance."""
 
 
+def fell(before: float, now: float, prompts: int) -> bool:
+    """Whether an accuracy has fallen by more than chance explains."""
+    # As if they were other prompts each time: rather too much than too little.
+    variance = (before * (1 - before) + now * (1 - now)) / prompts
+    return before - now > DEVIATIONS * math.sqrt(variance)
+
+
 class Decline:
     """Compares evaluations with the first of the run; speaks once.
 
@@ -25,9 +32,7 @@ class Decline:
 
     def look(self, step: int, first: float, now: float) -> str:
         """What is to be said of the accuracies before the first step and now; empty: nothing."""
-        # As if they were other prompts each time: rather too much than too little.
-        variance = (first * (1 - first) + now * (1 - now)) / self._prompts
-        if self._told or first - now <= DEVIATIONS * math.sqrt(variance):
+        if self._told or not fell(first, now, self._prompts):
             return ""
         self._told = True
         return (

@@ -4,11 +4,18 @@ Agarwal et al. 2024, arXiv:2306.13649. With `distillation.loss=sampled` a token'
 much likelier the teacher finds it than the student that chose it, against the mean of all tokens:
 KL(student, teacher), estimated by the tokens that were sampled. Else the divergence itself is the
 loss, by the tokens that the teacher finds likeliest. Rewards are for evaluations and metrics only.
+
+A teacher may read more than the student (`distillation.teacher_prompt`), and may then be the policy
+itself, as it began or as an average of what it was since (`distillation.teacher=self`): Shenfeld et
+al. 2026 (SDFT), arXiv:2601.19897; SDPO, arXiv:2601.20802.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +28,11 @@ from hybridrl.trainers.base import LEARNED_FROM, SAMPLE, SAMPLED
 from hybridrl.trainers.objectives import policy_objective
 from hybridrl.trainers.policy import PolicyTrainer, joined
 from hybridrl.trainers.role_spec import RoleSpec, standard
+from hybridrl.trainers.teacher_prompt import TeacherPrompt
 
 TEACHER = "teacher"
+WEIGHTS = "teacher_weights"
+"""Folder of the run through which a teacher that is the policy takes its weights."""
 READ = ("ref_log_probs", "rollout_log_probs", "response_mask")
 
 
@@ -35,6 +45,10 @@ class Trainer(PolicyTrainer):
     def roles(cls, config: Config) -> Mapping[str, RoleSpec]:
         settings = config.distillation or DistillationConfig()
         top_k = 0 if settings.loss == "sampled" else settings.top_k
+        if settings.teacher == "self":
+            _check_self(config, settings)
+            own = {TEACHER: RoleSpec("reference", {"top_k": top_k})}
+            return {**standard("actor", "reward"), **own}
         names = [name for name in config.models if _is_teacher(name, settings.by)]
         if not names:
             raise ConfigError(
@@ -59,34 +73,92 @@ class Trainer(PolicyTrainer):
             policy_objective(config) if settings.loss == "sampled" else Distillation(settings.loss)
         )
 
+    def prepare(self) -> None:
+        super().prepare()
+        settings = self.config.distillation or DistillationConfig()
+        self.prompt = TeacherPrompt.read(settings.teacher_prompt)
+        self.since_refresh = 0
+
     def step(self) -> tuple[BatchRef, list[Handle]]:
         settings = self.config.distillation or DistillationConfig()
-        prompts = self.next_batch().repeat(self.config.rollout.samples_per_prompt)
-        samples = prompts | self.groups["actor"].generate_sequences(prompts, self.sampling)
-        batch = joined(samples, [*self.judge(samples), self._taught(prompts, samples)])
+        if settings.refresh_every and self.since_refresh >= settings.refresh_every:
+            self.refresh(settings.refresh_share)
+        self.since_refresh += 1
+        samples = self.samples()
+        rows, judged = self.unfold(samples, self.judge(samples))
+        batch = joined(rows, [*judged, self._taught(rows)])
         if settings.loss == "sampled":
             batch |= batch.apply(towards_teacher, list(READ), makes=["advantages"])
             return batch, self.learn(batch, "ref_log_probs")
         needed = (*LEARNED_FROM, *SAMPLED, TEACHER_IDS, TEACHER_LOG_PROBS)
         update = self.groups["actor"].update_actor
+        self.steps += 1
         return batch, [update(part.select(*needed)) for part in self.mini_batches(batch)]
 
-    def _taught(self, prompts: BatchRef, samples: BatchRef) -> BatchRef:
+    def refresh(self, share: float) -> None:
+        """Has the teacher take weights of the policy, through a folder."""
+        actor = self.groups["actor"]
+        folder = str(Path(actor.run_directory or tempfile.mkdtemp()).absolute() / WEIGHTS)
+        actor.save_model(folder, "float32").get()
+        self.groups[TEACHER].load_weights(folder, share).get()
+        self.since_refresh = 0
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "since_refresh": self.since_refresh}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
+        settings = self.config.distillation or DistillationConfig()
+        if settings.refresh_every and state["since_refresh"] < state["steps"]:
+            self.since_refresh = settings.refresh_every
+            self.notices.append(
+                "The teacher's weights are not part of a checkpoint: it goes on from those that "
+                "the policy has now (distillation.refresh_every)."
+            )
+
+    def _taught(self, samples: BatchRef) -> BatchRef:
         """What the teachers say, each of the samples that are its own."""
         settings = self.config.distillation or DistillationConfig()
         sampled = settings.loss == "sampled"
         method = "compute_ref_log_prob" if sampled else "compute_top_log_probs"
+        if self.prompt is not None and self.data is not None:  # a plan has no data
+            read = samples.collect(self.prompt.columns).to_pylist()
+            ids = [self.prompt.encoded(row, self.tokenizer) for row in read]
+            samples = samples | self.put(Batch.from_columns({"prompt_ids": ids}))
         tokens = samples.select(*SAMPLE)
         if settings.by is None:
             said: BatchRef = getattr(self.groups[TEACHER], method)(tokens)
             return said
-        values = prompts.collect([settings.by])[settings.by]
+        values = samples.collect([settings.by])[settings.by]
         rows = _rows_by_teacher(values, settings.by, list(self.groups))
+        if not rows:  # every episode has failed; any teacher says nothing of none
+            teacher = next(name for name in self.groups if _is_teacher(name, settings.by))
+            rows = {teacher: np.arange(0)}
         parts = [
             getattr(self.groups[name], method)(tokens.take(found)) for name, found in rows.items()
         ]
         order = np.concatenate(list(rows.values()))
         return BatchRef.concat(parts).take(np.argsort(order))
+
+
+def _check_self(config: Config, settings: DistillationConfig) -> None:
+    """Refuses a policy as its own teacher where it could teach nothing, or that of another."""
+    if settings.teacher_prompt is None:
+        raise ConfigError(
+            "distillation.teacher=self: a policy that reads what its student reads has nothing to "
+            "teach. Set distillation.teacher_prompt=<a file with {prompt} and more>."
+        )
+    if settings.by is not None or any(_is_teacher(name, settings.by) for name in config.models):
+        raise ConfigError(
+            "distillation.teacher=self: the policy is the teacher of all rows, so there are no "
+            "others. Leave distillation.by and the teachers' models out."
+        )
+    if config.actor.lora.rank is not None:
+        raise ConfigError(
+            f"distillation.teacher=self with actor.lora.rank={config.actor.lora.rank}: the teacher "
+            "is a model of its own. Set distillation.teacher=model models.teacher.path=<the folder "
+            "of model.path>."
+        )
 
 
 def towards_teacher(batch: Batch) -> Batch:

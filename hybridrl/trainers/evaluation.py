@@ -7,31 +7,44 @@ import torch
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, WorkerGroup
 from hybridrl.core.batch import Batch
+from hybridrl.data.mixture import COLUMN, source_names
+from hybridrl.evaluation.answers import Drawn, draw
 from hybridrl.rollout import Sampling
 
 
 def evaluate_answers(
-    actor: WorkerGroup, reward: WorkerGroup, prompts: BatchRef, sampling: Sampling, config: Config
+    actor: WorkerGroup,
+    reward: WorkerGroup,
+    prompts: BatchRef,
+    sampling: Sampling,
+    config: Config,
+    drawn: list[Drawn] | None = None,
 ) -> dict[str, float]:
     """`accuracy`: the share of greedy answers that score `reward.correct_at` or more.
 
     With `eval.samples` = k above 1 also `eval/mean@k` and `eval/pass@k`, of k samples drawn as in
     training: the share that is right, and the share of prompts with a right one. With
     `eval.by_column` the same figures for each value of that column, as `accuracy/<value>`.
+
+    Args:
+        drawn: Gets the samples.
     """
     by = [config.eval.by_column] if config.eval.by_column else []
+    if not by and source_names(config.data):
+        by = [COLUMN]
+    kept = [] if drawn is None else drawn
+    steps = ["outcomes"] if config.algorithm.step_credit else []
 
-    def correct(repeated: BatchRef, how: Sampling) -> tuple[torch.Tensor, list[str]]:
-        answers = repeated | actor.generate_sequences(repeated, how)
-        answers |= reward.compute_reward(answers)
-        found = answers.collect(["scores", *by])
+    def correct(how: Sampling, samples: int = 1) -> tuple[torch.Tensor, list[str]]:
+        kept.append(draw(actor, reward, prompts, how, samples))
+        found = kept[-1].rows.collect(["scores", *by, *steps])
         sources = [str(value) for value in found.table.column(by[0]).to_pylist()] if by else []
-        return found["scores"] >= config.reward.correct_at, sources
+        return found[steps[0] if steps else "scores"] >= config.reward.correct_at, sources
 
-    greedy, sources = correct(prompts, sampling.greedy())
+    greedy, sources = correct(sampling.greedy())
     figures = _means("accuracy", greedy, sources)
     if (k := config.eval.samples) > 1:
-        right, _ = correct(prompts.repeat(k), sampling)
+        right, _ = correct(sampling, k)
         right = right.view(-1, k)
         figures |= _means(f"eval/mean@{k}", right.float().mean(1), sources)
         figures |= _means(f"eval/pass@{k}", right.any(1), sources)

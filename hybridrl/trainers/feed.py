@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
-from hybridrl.core import user_code
 from hybridrl.core.batch import Batch
 from hybridrl.data.loader import PromptLoader
 from hybridrl.errors import ConfigError, DataError
+from hybridrl.trainers.dealing import deck_of
 from hybridrl.trainers.shaping import loss_weights
+from hybridrl.trainers.source_figures import SourceFigures
 
-SAMPLER = "data.sampler"
 DEALS = 256
 """So many batches back it is known which rows they had."""
 MOST_DRAWS = 1000
 """So often rows are asked for in the hope of some that are not left out."""
 Rows = npt.NDArray[np.int64]
-
-
-class Sampler(Protocol):
-    """Chooses the rows of each step: a class of the user's, `data.sampler=my.py:Class`, built with
-    those of `rows` (the tokenized data), `seed` and `config` that its `__init__` names. With
-    `state()` and `load_state(state)`, of plain data, it goes on where a run stopped."""
-
-    def draw(self, number: int) -> Any:
-        """The numbers of so many rows."""
-
-    def update(self, rows: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]) -> None:
-        """Learns how samples were scored, and of which row each is an answer. It is called when a
-        step has ended; with `placement.staleness`, later steps have been drawn by then."""
 
 
 class Feed:
@@ -49,8 +35,7 @@ class Feed:
         put: Hands a batch to the workers.
 
     Attributes:
-        loader: Deals out `data`, unless there is a sampler.
-        sampler: See `Sampler`; None without one.
+        deck: Says which rows of `data` come next.
     """
 
     def __init__(
@@ -66,8 +51,8 @@ class Feed:
         self.tokenizer = tokenizer
         self.examples = examples
         number, seed = config.data.prompts_per_step, config.run.seed
-        self.loader = PromptLoader(data, number, seed, config.data.shuffle)
-        self.sampler = _load_sampler(config, data)
+        self.deck = deck_of(config, data)
+        self._of_sources = SourceFigures(config, data)
         self._examples = None if examples is None else PromptLoader(examples, number, seed)
         self._numbered = 0
         self._row_of: dict[int, int] = {}  # by group, of prompts whose scores are not known yet
@@ -84,7 +69,7 @@ class Feed:
         groups = np.arange(self._numbered, self._numbered + len(batch))
         self._numbered += len(batch)
         self._deals.append((groups, rows))
-        if self.sampler is not None:
+        if self._learns:
             self._row_of.update(zip(groups.tolist(), rows.tolist(), strict=True))
         if self.kind == "pairs":
             return self.put(samples_of_pairs(batch))
@@ -102,17 +87,28 @@ class Feed:
         scaled = weights._replace(values=weights.values * coefficient)
         return self.put(batch.with_columns({"loss_weights": scaled}))
 
-    def learn_scores(self, scored: BatchRef) -> None:
-        """Tells the sampler how samples were scored; waits until they are."""
-        if self.sampler is None:
-            return
+    def learn_scores(self, scored: BatchRef) -> dict[str, float]:
+        """Tells the sampler how samples were scored; waits until they are.
+
+        Returns:
+            Figures of the sources of a mixture.
+        """
+        if not self._learns:
+            return {}
         known = scored.collect(["group_id", "scores"], partial=True)
         if {"group_id", "scores"} - set(known.columns):
-            return
-        groups = known["group_id"].numpy()
+            return {}
+        groups, scores = known["group_id"].numpy(), known["scores"].numpy()
         mine = np.asarray([group in self._row_of for group in groups.tolist()], bool)
-        rows = [self._row_of[group] for group in groups[mine].tolist()]
-        self.sampler.update(np.asarray(rows, np.int64), known["scores"].numpy()[mine])
+        groups, scores = groups[mine], scores[mine]
+        rows = np.asarray([self._row_of[group] for group in groups.tolist()], np.int64)
+        self.deck.learn(rows, scores)
+        return self._of_sources.of_groups(rows, groups, scores)
+
+    @property
+    def _learns(self) -> bool:
+        """Whether somebody asks how samples were scored."""
+        return self.config.data.sampler is not None or bool(self._of_sources)
 
     def forget_groups(self, before: int) -> None:
         """Drops what was kept of the rows of groups that no score will come of any more."""
@@ -133,11 +129,9 @@ class Feed:
 
     def state(self) -> dict[str, Any]:
         """Where it stands, as plain data."""
-        found: dict[str, Any] = {"loader": self.loader.state(), "numbered": self._numbered}
+        found: dict[str, Any] = {**self.deck.state(), "numbered": self._numbered}
         if self._examples is not None:
             found["examples"] = self._examples.state()
-        if hasattr(self.sampler, "state"):
-            found["sampler"] = self.sampler.state()
         if self._left_out:
             found["left_out"] = sorted(self._left_out)
         return found
@@ -148,19 +142,17 @@ class Feed:
         Raises:
             DataError: if the data or its order is another.
         """
-        self.loader.restore(state["loader"])
+        self.deck.load_state(state)
         self._deals.clear()
         self._numbered = int(state["numbered"])
         if self._examples is not None and "examples" in state:
             self._examples.restore(state["examples"])
-        if "sampler" in state and hasattr(self.sampler, "load_state"):
-            self.sampler.load_state(state["sampler"])
         self._left_out |= set(state.get("left_out", ()))  # also what was found since
 
     def _next_rows(self) -> Rows:
         """Of the next step, but for those that are left out; some are always left."""
         for _ in range(MOST_DRAWS):
-            rows = self.loader.deal() if self.sampler is None else self._draw()
+            rows = self.deck.deal(self.config.data.prompts_per_step)
             if len(rows := rows[~np.isin(rows, list(self._left_out))]):
                 return rows
         raise DataError(
@@ -168,47 +160,3 @@ class Feed:
             "steps that learned from them were not finite (guard.on_nan=rewind), and no others "
             "came. Look at bad-steps/ of the run: it is not the data's fault."
         )
-
-    def _draw(self) -> npt.NDArray[np.int64]:
-        """The rows that the sampler chooses."""
-        number = self.config.data.prompts_per_step
-        drawn = np.asarray(self.sampler.draw(number))
-        whole = drawn.ndim == 1 and (np.issubdtype(drawn.dtype, np.integer) or not len(drawn))
-        if not whole or len(drawn) != number:
-            raise ConfigError(
-                f"{SAMPLER}={self.config.data.sampler}: draw({number}) must return {number} row "
-                f"numbers, and it returned {drawn!r}."
-            )
-        if number and not (drawn.min() >= 0 and drawn.max() < len(self.data)):
-            raise ConfigError(
-                f"{SAMPLER}={self.config.data.sampler}: draw({number}) returned row numbers from "
-                f"{drawn.min()} to {drawn.max()}, but the data has rows 0 to {len(self.data) - 1}."
-            )
-        return drawn.astype(np.int64)
-
-
-def check_sampler(config: Config) -> None:
-    """Refuses a sampler that is none.
-
-    Raises:
-        ConfigError: naming what it lacks.
-    """
-    spec = config.data.sampler
-    if spec is None:
-        return
-    found = user_code.load(SAMPLER, spec)
-    for name in ("draw", "update"):
-        if not callable(getattr(found, name, None)):
-            raise ConfigError(
-                f"{SAMPLER}={spec} has no method `{name}`; a sampler has draw(number), which "
-                "returns row numbers, and update(rows, scores)."
-            )
-
-
-def _load_sampler(config: Config, rows: Batch) -> Any:
-    if config.data.sampler is None:
-        return None
-    made = user_code.load(SAMPLER, config.data.sampler)
-    offered = {"rows": rows, "seed": config.run.seed, "config": config}
-    named = inspect.signature(made).parameters
-    return made(**{name: value for name, value in offered.items() if name in named})

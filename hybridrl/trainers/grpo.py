@@ -8,14 +8,9 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
-import torch
-from torch import Tensor
-
-from hybridrl.algorithms import keep_informative
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.trainers.policy import PolicyTrainer, joined
+from hybridrl.trainers.replay import Replay, informative_rows
 from hybridrl.trainers.shaping import (
     ADVANTAGES,
     GROUP_COLUMNS,
@@ -27,6 +22,10 @@ from hybridrl.trainers.shaping import (
 class Trainer(PolicyTrainer):
     """The driver program of GRPO."""
 
+    def prepare(self) -> None:
+        super().prepare()
+        self.replay = Replay(self.config)
+
     def step(self) -> tuple[BatchRef, list[Handle]]:
         config, longest = self.config.algorithm, self.config.rollout.max_tokens
         # With one update the policy that sampled is the one updated.
@@ -35,20 +34,26 @@ class Trainer(PolicyTrainer):
             samples, judged = self._informative_samples(), []
         else:
             samples = self.samples()
-            judged = self.judge(samples)
-        batch = joined(samples, [*judged, *self.score(samples, log_probs=bool(old))])
+            judged = self.rewarded(samples)
+        # Behind the calls of this step: the samples of the one before may not be scored yet.
+        version = self.steps * self.config.actor.updates_per_step
+        replayed = self.replay.draw(version)
+        self.figures |= self.replay.figures
+        rows, judged = self.unfold(samples, judged)
+        batch = joined(rows, [*judged, *self.score(rows, log_probs=bool(old))])
         compare = partial(group_advantages, config=config, longest=longest)
         kl = ["log_probs", "ref_log_probs"] if config.kl_in_reward else []
         # The hosts of the actor share the prompts, if the samples of one are compared alone.
-        together = self.config.rollout.samples_per_prompt if splits_by_group(config) else None
+        per_prompt = self.config.rollout.samples_per_prompt
         batch |= batch.apply(
             compare,
-            [*GROUP_COLUMNS, *kl],
+            [*GROUP_COLUMNS, *self.credited, *kl],
             makes=ADVANTAGES,
             on=self.groups["actor"],
-            together=together,
+            together=per_prompt if splits_by_group(config) and rows is samples else None,
         )
-        return batch, self.learn(batch, *old)
+        self.replay.keep(batch, version)
+        return batch, self.learn(BatchRef.concat([batch, *replayed]), *old)
 
     def _informative_samples(self) -> BatchRef:
         """DAPO's dynamic sampling: samples of prompts whose scores differ, as many prompts as a
@@ -60,9 +65,11 @@ class Trainer(PolicyTrainer):
         count, prompts = 0, 0
         for _ in range(rounds):
             samples = self.samples()
-            batch = self.note_scores(joined(samples, self.judge(samples)))
+            batch = joined(samples, self.rewarded(samples))
+            if not self.shaping.changes:
+                self.note_scores(batch)
             known = batch.collect(["scores", "group_id"])  # two numbers a sample
-            rows = _informative_rows(known["scores"], known["group_id"])
+            rows = informative_rows(known["scores"], known["group_id"])
             prompts += len(known) // per_prompt
             if len(rows):
                 kept.append(batch.take(rows[: wanted - count]))
@@ -77,10 +84,3 @@ class Trainer(PolicyTrainer):
                 f"after {rounds} generations (algorithm.max_refills); the step learns from those."
             )
         return BatchRef.concat(kept) if kept else batch
-
-
-def _informative_rows(scores: Tensor, groups: Tensor) -> npt.NDArray[np.int64]:
-    """The rows of all prompts whose scores differ, those of dropped samples (NaN) aside."""
-    scored = ~torch.isnan(scores)
-    informative = keep_informative(scores[scored], groups[scored])
-    return np.flatnonzero(torch.isin(groups, groups[scored][informative]))

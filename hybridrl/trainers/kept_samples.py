@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 TEXTS = (
     *("group_id", "prompt", "answer", "response", "scores", "costs", "advantages"),
-    *("finish_reason", "policy_version"),
+    *("finish_reason", "policy_version", "episode", "branch", "turns", "turn_rewards"),
 )
 TOKENS = (
     *("group_id", "prompt_ids", "response_ids", "response_mask", "scores", "advantages"),
     *("rollout_log_probs", "log_probs", "ref_log_probs", "values", "returns"),
+    *("episode", "branch", "turn", "turn_rewards"),
 )
 SAMPLES_WITH_TOKENS = 64
 """Of a step: a table of all tokens would grow with the batch, and a person looks at a few."""
@@ -58,9 +59,10 @@ class KeptSamples:
 
     def _with_texts(self, batch: BatchRef, kept: tuple[str, ...]) -> Batch:
         """Those of these columns that there are, and the responses as texts, which a reward has
-        made of them if the program asked one."""
+        made of them if the program asked one; of episodes of several rows, the last only."""
         rows = batch.collect(kept, partial=True)
-        if "response" in rows or not batch.columns.may_have("response_ids"):
+        is_made = "response" in rows and "branch" not in rows
+        if is_made or not batch.columns.may_have("response_ids"):
             return rows
         ids = batch.collect(["response_ids"])["response_ids"].rows()
         texts = self._job.tokenizer.batch_decode(ids, skip_special_tokens=True)

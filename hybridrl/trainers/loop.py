@@ -6,15 +6,19 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.config.eval_sets import HELD_OUT
 from hybridrl.errors import HybridRLError, LostError, Preempted
+from hybridrl.observe.kept_steps import check_figure, metric_of
 from hybridrl.observe.step_view import StepView
 from hybridrl.observe.summary import accuracy_name, readable_seconds
 from hybridrl.trainers.checkpoints import Checkpoints
 from hybridrl.trainers.decline import Decline
+from hybridrl.trainers.early_stop import EarlyStop
+from hybridrl.trainers.evaluations import Evaluations
 from hybridrl.trainers.guard import Guard, Rewind
 from hybridrl.trainers.left import draw, save_models, write_summary
 from hybridrl.trainers.recovery import Recoveries
@@ -62,6 +66,9 @@ class Loop:
         self.summary |= {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
         self.checkpoints = Checkpoints(self.job, self.trainer, self.summary)
         self.steps = Steps(self.job, self.trainer, self.guard, self.view, self.summary)
+        unscored = self.steps.unscored
+        self.evaluations = Evaluations(self.job, self.trainer, self.view, unscored)
+        self._early = EarlyStop(self.config.eval.stop, self.summary)
 
     def run(self) -> dict[str, Any]:
         """Trains; goes on from the newest checkpoint when workers are lost. Ctrl-C saves what there
@@ -126,7 +133,7 @@ class Loop:
                 done = self._resume(found)
                 if found.folder is None:
                     self._warm_up()
-                    self.checkpoints.is_best(self._evaluate(0))  # refuses a metric not among them
+                    self._check_figures(self._evaluate(0, self.evaluations.due(0)))
                     if self.guard.rewinds:
                         self._checkpoint(0, {})
                 self._train(done, self.config.trainer.steps if self.trainer.TRAINS else 0)
@@ -208,30 +215,50 @@ class Loop:
         for choice in choices_of(self.job.executor.take_records()):
             self.view.message(choice)
 
-    def _evaluate(self, step: int) -> dict[str, float]:
-        """The figures of the held-out data; none where there is none."""
-        if self.job.held_out is None:
-            return {}
-        self.view.phase("evaluating")
-        self.job.publish()
-        figures = self.trainer.evaluate(self.job.put(self.job.held_out))
-        records = self.job.executor.take_records()
-        for notice in self.steps.unscored.look(f"evaluation at step {step}", records):
-            self.view.message(notice)
-        if not figures:
+    def _evaluate(self, step: int, names: Sequence[str]) -> dict[str, float]:
+        """The figures of these sets; none where there are none."""
+        if not names or not (figures := self.evaluations.run(step, names)):
             return {}
         for name, value in figures.items():
             note(self.summary, name.removeprefix("eval/"), value)
         self.job.write(step, figures)
         self.steps.evaluated = figures
         spoken = {"accuracy": accuracy_name(self.config.reward)}
-        shown = [f"{spoken.get(name, name)} {value:.3f}" for name, value in figures.items()]
+        shown = [
+            f"{spoken.get(name, name)} {value:.3f}"
+            for name, value in figures.items()
+            if not self.evaluations.is_part(name)
+        ]
         self.view.message(f"step {step}: {', '.join(shown)}")
         if "accuracy" in figures:
             first, now = self.summary["accuracy_first"], figures["accuracy"]
             if notice := self._decline.look(step, first, now):
                 self.view.message(notice)
+            self.steps.trip(self.steps.tripwires.evaluated(step, now))
+        if self._gives(self._early.metric, names):
+            self._early.look(step, figures)
         return figures
+
+    def _check_figures(self, figures: Mapping[str, float]) -> None:
+        """Refuses to look at figures that the first evaluation does not give; of sets that were not
+        due they may come."""
+        named = {
+            "checkpoint.best": self.config.checkpoint.best,
+            "eval.stop.metric": self.config.eval.stop.metric,
+        }
+        for setting, figure in named.items():
+            if figure is not None and self.evaluations.owner(metric_of(figure)) == HELD_OUT:
+                check_figure(setting, figure, figures)
+
+    def _is_best(self, figures: Mapping[str, float], names: Sequence[str]) -> bool:
+        """Whether a step is the best by what was evaluated of these sets."""
+        best = self.config.checkpoint.best
+        wanted = None if best is None else metric_of(best)
+        return self._gives(wanted, names) and self.checkpoints.is_best(figures)
+
+    def _gives(self, wanted: str | None, names: Sequence[str]) -> bool:
+        """Whether evaluations of these sets give a figure."""
+        return wanted is not None and self.evaluations.owner(wanted) in names
 
     def _checkpoint(self, step: int, figures: Mapping[str, float]) -> None:
         self._note_saved(self.checkpoints.finish())  # the one before
@@ -257,7 +284,10 @@ class Loop:
         """Makes the calls of a step while up to `placement.staleness` earlier ones are under way:
         its samples may be generated while theirs are learned from."""
         under_way: deque[Step] = deque()
-        every = self.config.eval.every
+        verdict = self._early.verdict()
+        if verdict and done < steps:
+            self._end_early(done, verdict)
+            return
         self.job.executor.step = done  # it numbers from 0 the step that is the first here
         for number in range(done + 1, steps + 1):
             if self._interrupted:
@@ -267,18 +297,32 @@ class Loop:
                 raise Preempted(self._preempted)
             under_way.append(self.steps.begin(number))
             self.checkpoints.ask()  # behind the calls of the step
-            evaluates = number == steps or (every and number % every == 0)
+            evaluated = self.evaluations.due(number, number == steps)
             saves = self.checkpoints.is_due(number, steps)
-            ahead = 0 if evaluates or saves else self.config.placement.staleness
+            ahead = 0 if evaluated or saves else self.config.placement.staleness
             while len(under_way) > (0 if self._preempted else ahead):
                 self._end(under_way.popleft())
-            figures = self._evaluate(number) if evaluates else {}
-            best = evaluates and self.checkpoints.is_best(figures)
+            figures = self._evaluate(number, evaluated)
+            verdict = self._early.verdict() if evaluated and number < steps else ""
+            if verdict:  # sets that are to be evaluated at the end are, now
+                last = self.evaluations.due(number, last=True, but=evaluated)
+                figures |= self._evaluate(number, last)
+                evaluated += last
+                saves = self.config.checkpoint.wanted
+            best = bool(evaluated) and self._is_best(figures, evaluated)
             if saves or best or (self._preempted and not under_way):
                 self._checkpoint(number, figures)
-                if number < steps and self.job.may_grow():
+                if not verdict and number < steps and self.job.may_grow():
                     self._note_saved(self.checkpoints.finish())
                     raise LostError("Devices that had been lost are there again.")
+
+            if verdict:
+                self._end_early(number, verdict)
+                return
+
+    def _end_early(self, step: int, verdict: str) -> None:
+        self.summary["ended_early"] = verdict
+        self.view.message(f"step {step}: the run ends here, for {verdict}.")
 
     def _end(self, step: Step) -> None:
         updates = self.steps.wait(step)
@@ -296,7 +340,10 @@ class Loop:
         until = math.inf if limit is None else time.monotonic() + limit
         self._note_saved(self.checkpoints.finish(limit))
         save_models(self.job, self.view, until)
+        if compared := self.evaluations.compared():
+            self.summary["against_baseline"] = compared
         write_summary(self.job, self.summary, error)
+        self.evaluations.show()
         try:
             draw(self.job)
         except Exception as fault:

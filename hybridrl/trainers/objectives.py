@@ -73,9 +73,9 @@ def _weighs(program: Any, config: Config) -> bool:
 
 def is_off_policy(config: Config) -> bool:
     """Whether samples may be of another policy than the one that begins to learn from them: of an
-    older one, or of one whose weights came to the generator roughly."""
-    flow = config.placement
-    return flow.staleness > 0 or flow.in_flight or syncs_roughly(config)
+    older one (also by replay), or of one whose weights came to the generator roughly."""
+    flow, replays = config.placement, config.algorithm.replay_share > 0
+    return flow.staleness > 0 or flow.in_flight or replays or syncs_roughly(config)
 
 
 def syncs_roughly(config: Config) -> bool:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from hybridrl.config.schema import Config
+from hybridrl.config.schema import Config, is_served
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.trainers import base
 from hybridrl.trainers.adaptive_kl import KLCoefficient
 from hybridrl.trainers.base import LEARNED_FROM, SAMPLE, SAMPLED
+from hybridrl.trainers.learned_samples import credit_columns
+from hybridrl.trainers.reward_shaping import RewardShaping
 from hybridrl.trainers.role_spec import RoleSpec, standard
+from hybridrl.trainers.unfold import unfold
 
 
 class PolicyTrainer(base.Trainer):
@@ -20,6 +23,8 @@ class PolicyTrainer(base.Trainer):
         ROLES: Those that it always has; with a KL there is a reference too.
         CRITICS: Roles that learn values, and the columns that they learn from.
         kl: The weight of the KL from step to step.
+        shaping: What becomes of scores before they are learned from.
+        credited: The columns that giving credit needs besides scores.
     """
 
     ROLES: ClassVar[Sequence[str]] = ("actor", "reward")
@@ -31,17 +36,43 @@ class PolicyTrainer(base.Trainer):
 
     def prepare(self) -> None:
         self.kl = KLCoefficient(self.config)
+        self.shaping = RewardShaping(self.config)
+        self.credited = credit_columns(self.config)
         self.steps = 0
+        self.episodes = 0
 
     def samples(self) -> BatchRef:
-        """Prompts of this step with their responses."""
+        """Prompts of this step with their responses; of episodes, a row for each."""
         prompts = self.next_batch().repeat(self.config.rollout.samples_per_prompt)
         return prompts | self.groups["actor"].generate_sequences(prompts, self.sampling)
+
+    def unfold(
+        self, samples: BatchRef, judged: Sequence[BatchRef]
+    ) -> tuple[BatchRef, list[BatchRef]]:
+        """The rows to learn from, and what was judged of each: the samples themselves, but for
+        episodes that may have several branches; then one for each, and this waits for them."""
+        if not is_served(self.config.rollout, self.config.environment):
+            return samples, list(judged)
+        if not self.scored:
+            self.note_scores(joined(samples, judged))
+        # Numbers of their own: with those of earlier steps they may be learned from together.
+        first, self.episodes = self.episodes, self.episodes + len(samples)
+        rows, of = unfold(samples, self.put, self.groups["actor"], first)
+        return rows, [of(one) for one in judged]
 
     def judge(self, samples: BatchRef) -> list[BatchRef]:
         """`scores`, and `costs` where the program has them."""
         judges = [self.groups[name] for name in ("reward", "cost") if name in self.groups]
         return [judge.compute_reward(samples) for judge in judges]
+
+    def rewarded(self, samples: BatchRef) -> list[BatchRef]:
+        """As `judge`, with the `scores` as they are to be learned from, behind them."""
+        judged = self.judge(samples)
+        if not self.shaping.changes:
+            return judged
+        scored = joined(samples, judged)
+        self.note_scores(scored)
+        return [*judged, self.shaping.shaped(scored)]
 
     def score(self, samples: BatchRef, *, log_probs: bool = True) -> list[BatchRef]:
         """What models say of samples before the step. As `judge` it asks for the samples alone, so
@@ -82,11 +113,13 @@ class PolicyTrainer(base.Trainer):
         return handles
 
     def state(self) -> dict[str, Any]:
-        return {"steps": self.steps, "kl": self.kl.state()}
+        found = {"steps": self.steps, "episodes": self.episodes, "kl": self.kl.state()}
+        return found | ({"shaping": self.shaping.state()} if self.shaping.changes else {})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.steps = state["steps"]
+        self.steps, self.episodes = state["steps"], state.get("episodes", 0)
         self.kl.load_state(state["kl"])
+        self.shaping.load_state(state.get("shaping", {}))
 
 
 def joined(batch: BatchRef, others: Iterable[BatchRef]) -> BatchRef:

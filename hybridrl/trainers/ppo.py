@@ -10,7 +10,11 @@ from typing import ClassVar
 
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.trainers.policy import PolicyTrainer, joined
-from hybridrl.trainers.shaping import ADVANTAGES, TOKEN_COLUMNS, critic_advantages
+from hybridrl.trainers.shaping import (
+    ADVANTAGES,
+    TOKEN_COLUMNS,
+    critic_advantages,
+)
 
 
 class Trainer(PolicyTrainer):
@@ -23,10 +27,11 @@ class Trainer(PolicyTrainer):
         config, longest = self.config.algorithm, self.config.rollout.max_tokens
         with_kl = ["ref_log_probs"] if "reference" in self.groups else []
         samples = self.samples()
-        batch = joined(samples, [*self.judge(samples), *self.score(samples)])
+        rows, judged = self.unfold(samples, self.rewarded(samples))
+        batch = joined(rows, [*judged, *self.score(rows)])
         coefficient = self.kl.update()
         credit = partial(critic_advantages, config=config, longest=longest, coefficient=coefficient)
-        shaped = [*TOKEN_COLUMNS, "values", "log_probs", *with_kl]
+        shaped = [*TOKEN_COLUMNS, *self.credited, "values", "log_probs", *with_kl]
         batch |= batch.apply(
             credit, shaped, makes=[*ADVANTAGES, "returns"], on=self.groups["actor"]
         )

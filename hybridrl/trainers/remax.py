@@ -25,14 +25,16 @@ class Trainer(PolicyTrainer):
         samples = prompts.repeat(per_prompt)
         samples |= actor.generate_sequences(samples, self.sampling)
         greedy = joined(greedy, self.judge(greedy))
-        batch = joined(samples, [*self.judge(samples), *self.score(samples)])
         penalised = partial(as_baseline, config=config, longest=longest)
         baseline = greedy.apply(penalised, TOKEN_COLUMNS, makes=["greedy_scores"], on=actor)
-        batch |= baseline.repeat(per_prompt)
+        judged = [*self.judge(samples), baseline.repeat(per_prompt)]
+        rows, judged = self.unfold(samples, judged)
+        batch = joined(rows, [*judged, *self.score(rows)])
         coefficient = self.kl.update()
         credit = partial(greedy_advantages, config=config, longest=longest, coefficient=coefficient)
-        shaped = [*TOKEN_COLUMNS, "greedy_scores", "log_probs", *with_kl]
-        # Rows do not depend on each other, so the hosts of the actor share them.
-        batch |= batch.apply(credit, shaped, makes=ADVANTAGES, on=actor, together=1)
+        shaped = [*TOKEN_COLUMNS, *self.credited, "greedy_scores", "log_probs", *with_kl]
+        # Samples do not depend on each other, so the hosts of the actor share them.
+        together = 1 if rows is samples else None
+        batch |= batch.apply(credit, shaped, makes=ADVANTAGES, on=actor, together=together)
         self.figures["policy/kl_coefficient"] = coefficient
         return batch, self.learn(batch, "log_probs")

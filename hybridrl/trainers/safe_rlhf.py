@@ -40,7 +40,8 @@ class Trainer(PolicyTrainer):
         self._learn_multiplier()
         samples = self.samples()
         judged = self.judge(samples)
-        batch = joined(samples, [*judged, *self.score(samples)])
+        rows, of_rows = self.unfold(samples, judged)
+        batch = joined(rows, [*of_rows, *self.score(rows)])
         credit = partial(
             constrained_advantages,
             config=config,
@@ -49,7 +50,8 @@ class Trainer(PolicyTrainer):
             multiplier=self.multiplier.value,
         )
         makes = [*ADVANTAGES, "returns", "cost_returns"]
-        batch |= batch.apply(credit, [*SHAPED, *with_kl], makes=makes, on=self.groups["actor"])
+        shaped = [*SHAPED, *self.credited, *with_kl]
+        batch |= batch.apply(credit, shaped, makes=makes, on=self.groups["actor"])
         self.last_costs = judged[-1]
         self.figures["cost/multiplier"] = self.multiplier.value
         return batch, self.learn(batch, "log_probs")

@@ -8,7 +8,7 @@ where they do not, any part of a batch gives its part of the result.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,19 +17,27 @@ from hybridrl.algorithms import (
     Segments,
     divide_by_std,
     gae,
-    kl,
-    overlong_penalty,
     remax,
-    shape_rewards,
     token_weights,
     whiten,
 )
-from hybridrl.algorithms.kl import IN_REWARD
 from hybridrl.algorithms.masking import on_mask
 from hybridrl.algorithms.registry import WITHIN_GROUPS, accepted, advantage_estimator, takes
 from hybridrl.config.schema import AlgorithmConfig
 from hybridrl.core.batch import Batch
 from hybridrl.errors import ConfigError
+from hybridrl.trainers.learned_samples import (
+    Samples,
+    by_turns,
+    edges,
+    firsts,
+    sample_scores,
+    samples_of,
+    token_kl,
+    token_rewards,
+    without,
+)
+from hybridrl.trainers.learned_steps import COMPARED, step_advantages
 
 GROUP_COLUMNS = ("scores", "group_id", "response_mask")
 TOKEN_COLUMNS = ("scores", "response_mask")
@@ -46,6 +54,7 @@ def loss_weights(batch: Batch, mode: str, longest: int | None = None) -> Batch:
         longest: Longest allowed response; None: the longest of these.
     """
     mask, cu_seqlens = batch.ragged("response_mask")
+    cu_seqlens = cu_seqlens[edges(batch)]
     segments = Segments.from_cu_seqlens(cu_seqlens)
     norm = longest or max([1, *cu_seqlens.diff().tolist()])
     weights = token_weights(mask.bool(), mode, length_norm=norm, segments=segments)
@@ -54,30 +63,40 @@ def loss_weights(batch: Batch, mode: str, longest: int | None = None) -> Batch:
 
 def group_advantages(batch: Batch, config: AlgorithmConfig, longest: int) -> Batch:
     """`advantages` from comparing the samples of a prompt, or of the batch, with each other, and
-    the `response_mask` without dropped samples. `splits_by_group` says which of both it is."""
-    samples = _kept(batch, config, longest)
-    scores = samples.scores
-    if config.kl_in_reward:  # for estimators that know one score a sample
-        scores = scores - config.kl_coefficient * samples.segments.sum(_kl(batch, samples, config))
-    kept = ~torch.isnan(batch["scores"])  # a dropped sample is compared with nothing
-    held = kept[samples.segments.row]
-    cu_seqlens = torch.nn.functional.pad(samples.lengths[kept].cumsum(0), (1, 0))
-    segments = Segments.from_cu_seqlens(cu_seqlens, samples.segments.mask[held])
+    the `response_mask` without dropped samples. `splits_by_group` says which of both it is.
+
+    With `algorithm.turn_credit=turn` what is compared are turns: the rewards from each on, with
+    those of the same turn of the other samples; see `by_turns`.
+    """
+    samples = samples_of(batch, config, longest)
+    mask, groups = samples.segments.mask, batch["group_id"][firsts(batch)]
+    tokens = {}
+    if takes(advantage_estimator(config.advantage), "rewards"):
+        tokens["rewards"] = token_rewards(batch, samples, config, config.kl_coefficient)
+    if config.turn_credit == "turn" and not tokens:
+        samples, groups = by_turns(batch, samples, groups, config)
+    elif config.kl_in_reward:  # for estimators that know one score a sample
+        taken = config.kl_coefficient * samples.segments.sum(token_kl(batch, mask, config))
+        samples = samples._replace(scores=samples.scores - taken)
+    if config.step_credit and config.advantage == COMPARED:
+        advantages = step_advantages(batch, config, samples.scores, samples.segments)
+        return _columns(batch, advantages=advantages, response_mask=mask)
+    held = samples.kept[samples.segments.row]  # a dropped sample is compared with nothing
+    lengths = samples.lengths[samples.kept]
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    segments = Segments.from_cu_seqlens(cu_seqlens, mask[held])
     offered = {
-        "scores": scores[kept],
-        "groups": batch["group_id"][kept],
+        "scores": samples.scores[samples.kept],
+        "groups": groups[samples.kept],
         "lengths": segments.lengths,
         "scale": config.advantage_scale,
         "gamma": config.gamma,
     }
-    tokens = {"mask": segments.mask}
-    if takes(advantage_estimator(config.advantage), "rewards"):
-        rewards = _token_rewards(batch, samples, samples.scores, config, config.kl_coefficient)
-        tokens["rewards"] = rewards[held]
+    tokens = {"mask": segments.mask, **{name: x[held] for name, x in tokens.items()}}
     advantages = torch.zeros(len(held))
-    if kept.any():
-        advantages[held] = _estimate(config, offered, tokens, segments, cu_seqlens.diff())
-    return _columns(batch, advantages=advantages, response_mask=samples.segments.mask)
+    if samples.kept.any():
+        advantages[held] = _estimate(config, offered, tokens, segments, lengths)
+    return _columns(batch, advantages=advantages, response_mask=mask)
 
 
 def splits_by_group(config: AlgorithmConfig) -> bool:
@@ -89,7 +108,7 @@ def splits_by_group(config: AlgorithmConfig) -> bool:
 def as_baseline(batch: Batch, config: AlgorithmConfig, longest: int) -> Batch:
     """`greedy_scores`: the scores of greedy answers, with the penalty that samples have too. Rows
     do not depend on each other."""
-    return Batch.from_columns({"greedy_scores": _scores(batch, config, longest)})
+    return Batch.from_columns({"greedy_scores": sample_scores(batch, config, longest)})
 
 
 def greedy_advantages(
@@ -97,9 +116,9 @@ def greedy_advantages(
 ) -> Batch:
     """ReMax's `advantages`, against the column `greedy_scores`. Rows do not depend on each
     other."""
-    samples = _kept(batch, config, longest)
-    rewards = _token_rewards(batch, samples, samples.scores, config, coefficient)
-    baseline = batch["greedy_scores"].nan_to_num()
+    samples = samples_of(batch, config, longest)
+    rewards = token_rewards(batch, samples, config, coefficient)
+    baseline = batch["greedy_scores"][firsts(batch)].nan_to_num()
     segments = samples.segments
     advantages, _ = remax(rewards, baseline, segments.mask, segments=segments)
     return _columns(batch, advantages=advantages, response_mask=segments.mask)
@@ -110,8 +129,8 @@ def critic_advantages(
 ) -> Batch:
     """PPO's whitened `advantages`, which depend on all rows, and the `returns` that the critic
     learns."""
-    samples = _kept(batch, config, longest)
-    rewards = _token_rewards(batch, samples, samples.scores, config, coefficient)
+    samples = samples_of(batch, config, longest)
+    rewards = token_rewards(batch, samples, config, coefficient)
     advantages, returns = _gae(batch, samples, rewards, "values", config)
     mask = samples.segments.mask
     return _columns(batch, advantages=whiten(advantages, mask), returns=returns, response_mask=mask)
@@ -127,12 +146,12 @@ def constrained_advantages(
     Both advantages are divided by their standard deviation, without taking out their mean: whether
     samples cost more or less than was expected is what the multiplier acts on.
     """
-    samples = _kept(batch, config, longest)
-    paid = ~torch.isnan(batch["costs"])
-    samples = samples._replace(segments=_without(samples.segments, ~paid))
-    costs = batch["costs"].nan_to_num()
-    rewards = _token_rewards(batch, samples, samples.scores, config, coefficient / 2)
-    dangers = _token_rewards(batch, samples, costs, config, -coefficient / 2)
+    samples = samples_of(batch, config, longest)
+    costs = batch["costs"][firsts(batch)]
+    samples = samples._replace(segments=without(samples.segments, torch.isnan(costs)))
+    rewards = token_rewards(batch, samples, config, coefficient / 2)
+    of_costs = samples._replace(scores=costs.nan_to_num(), has_parts=False)
+    dangers = token_rewards(batch, of_costs, config, -coefficient / 2)
     good, returns = _gae(batch, samples, rewards, "values", config)
     bad, cost_returns = _gae(batch, samples, dangers, "cost_values", config)
     mask = samples.segments.mask
@@ -146,65 +165,8 @@ def constrained_advantages(
     )
 
 
-class _Samples(NamedTuple):
-    """What there is to learn from: `scores` `[rows]`, 0 where the reward was dropped (NaN);
-    `lengths` `[rows]`, holes in the mask included; and the packed tokens, of which those of dropped
-    samples are off the mask."""
-
-    scores: Tensor
-    lengths: Tensor
-    segments: Segments
-
-
-def _kept(batch: Batch, config: AlgorithmConfig, longest: int) -> _Samples:
-    mask, cu_seqlens = batch.ragged("response_mask")
-    scores = _scores(batch, config, longest)
-    segments = _without(Segments.from_cu_seqlens(cu_seqlens, mask), torch.isnan(scores))
-    return _Samples(scores.nan_to_num(), cu_seqlens.diff(), segments)
-
-
-def _scores(batch: Batch, config: AlgorithmConfig, longest: int) -> Tensor:
-    """Scores with the overlong penalty; NaN where the reward was dropped."""
-    scores: Tensor = batch["scores"]
-    if not config.overlong_buffer:
-        return scores
-    lengths = batch.ragged("response_mask").lengths
-    return scores + overlong_penalty(
-        lengths, longest, config.overlong_buffer, config.overlong_factor
-    )
-
-
-def _without(segments: Segments, dropped: Tensor) -> Segments:
-    """These samples, of which those that are dropped, bool `[rows]`, have no tokens."""
-    return segments.within(~dropped[segments.row])
-
-
-def _kl(batch: Batch, samples: _Samples, config: AlgorithmConfig) -> Tensor:
-    """The KL that is taken off the reward, of each token."""
-    log_probs, reference = batch.ragged("log_probs"), batch.ragged("ref_log_probs")
-    estimator = config.kl_estimator or IN_REWARD
-    return kl(log_probs.values, reference.values, estimator, mask=samples.segments.mask)
-
-
-def _token_rewards(
-    batch: Batch, samples: _Samples, scores: Tensor, config: AlgorithmConfig, coefficient: float
-) -> Tensor:
-    """The score on the last token, minus the KL on each where that is part of the reward."""
-    segments = samples.segments
-    if config.kl_in_reward:
-        log_probs = batch.ragged("log_probs").values
-        reference = batch.ragged("ref_log_probs").values
-    else:
-        log_probs = reference = torch.zeros(segments.mask.shape)
-        coefficient = 0.0
-    estimator = config.kl_estimator or IN_REWARD
-    return shape_rewards(
-        *(scores, segments.mask, log_probs, reference, coefficient, estimator), segments=segments
-    )
-
-
 def _gae(
-    batch: Batch, samples: _Samples, rewards: Tensor, values: str, config: AlgorithmConfig
+    batch: Batch, samples: Samples, rewards: Tensor, values: str, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
     segments = samples.segments
     known = batch.ragged(values).values

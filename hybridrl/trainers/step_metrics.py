@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from hybridrl.core.batch import LIBRARY_PREFIXES
 from hybridrl.core.record import Record
+from hybridrl.core.turn import FAILURES
 from hybridrl.observe.step_clock import phase_shares
+from hybridrl.trainers.source_figures import scored_figures
 
 UPDATE = {
     "loss": "policy/loss",
@@ -64,7 +66,7 @@ def step_metrics(
         for name, value in record.metrics.items():
             total[name] = max(total[name], value) if name.endswith("_max") else total[name] + value
     metrics = _columns(total) | _scores("reward", total) | _scores("cost", total)
-    metrics |= _responses(total, seconds)
+    metrics |= _responses(total, seconds) | scored_figures(total)
     if "behind_rows" in total:
         metrics["staleness/mean"] = total["behind_sum"] / max(1.0, total["behind_rows"])
         metrics["staleness/max"] = total["behind_max"]
@@ -152,6 +154,12 @@ def _responses(total: Mapping[str, float], seconds: float) -> dict[str, float]:
     if "drafted_tokens" in total:
         drafted = total["drafted_tokens"]
         figures["response/accepted_drafts"] = total["accepted_tokens"] / max(1.0, drafted)
+    if "episode_turns" in total:  # an environment plays
+        figures["episode/turns"] = total["episode_turns"] / samples
+        figures["episode/branches"] = total["episode_branches"] / samples
+        figures |= {f"environment/{kind}": total[f"episode_{kind}"] for kind in FAILURES}
+    if "repeated" in total:
+        figures["response/repeated"] = total["repeated"] / samples
     if "turns" in total:
         figures["response/turns"] = total["turns"] / samples
         figures["tools/timeouts"] = total["tool_timeouts"]

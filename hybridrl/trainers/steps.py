@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.core.record import Record
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, TrainingError
 from hybridrl.observe.slow_ranks import SlowDevices
 from hybridrl.observe.step_view import StepView
 from hybridrl.observe.timeline import draw_timeline
@@ -16,6 +16,7 @@ from hybridrl.trainers.generator_check import check_generator
 from hybridrl.trainers.guard import Guard
 from hybridrl.trainers.kept_samples import KeptSamples
 from hybridrl.trainers.step_metrics import step_metrics
+from hybridrl.trainers.tripwires import Tripwires
 from hybridrl.trainers.unscored import Unscored
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Steps:
     Attributes:
         evaluated: Figures to be shown with the next step.
         unscored: Told of everything that is scored.
+        tripwires: Told of every step and of every evaluation.
         ended: When the last one ended, of `time.perf_counter`.
     """
 
@@ -63,6 +65,8 @@ class Steps:
         self.summary = summary
         self.evaluated: Mapping[str, float] = {}
         self.unscored = Unscored()
+        held_out = job.held_out
+        self.tripwires = Tripwires(job.config, 0 if held_out is None else len(held_out))
         self._samples = KeptSamples(job, view)
         self._compared = False
         self.ended = time.perf_counter()
@@ -110,20 +114,25 @@ class Steps:
 
         Raises:
             TrainingError, Rewind: see `Guard.act`.
-            TrainingError: if the generator is not the model that is trained.
+            TrainingError: if the generator is not the model that is trained, or for `trip`.
             RewardError: if none of its samples could be scored.
         """
         begin = max(step.begin, self.ended)  # before that, an earlier step was under way
         self.ended = time.perf_counter()
         records = self.job.executor.take_records(step.called_in)
+        of_sources: dict[str, float] = {}
         for scored in step.scored:
-            self.job.feed.learn_scores(scored)
+            of_sources |= self.job.feed.learn_scores(scored)
         self.job.feed.forget_groups(step.groups.stop)
-        metrics = step_metrics(records, updates, self.ended - begin) | step.figures | further
+        metrics = step_metrics(records, updates, self.ended - begin) | of_sources
+        metrics |= step.figures | further
         figures, slow = self._devices.look(records)
         metrics |= figures
         bad = self.guard.look(step.number, records, updates, metrics)
         metrics["guard/skipped"] = float(bad.skipped if bad else 0)
+        tripped = self.tripwires.look(step.number, metrics)
+        if self.tripwires.window:
+            metrics["guard/tripwires"] = float(self.tripwires.tripped)
         note_first_step(self.job, self.summary)
         for notice in [*step.notices, *slow]:
             self.view.message(f"step {step.number}: {notice}")
@@ -138,6 +147,18 @@ class Steps:
         if not self._compared and "mismatch/k3" in metrics:
             check_generator(self.job.config, metrics)
             self._compared = True
+        self.trip(tripped)
+
+    def trip(self, said: Sequence[str]) -> None:
+        """Tells of what a tripwire has found, if it has.
+
+        Raises:
+            TrainingError: if the run is to end for it.
+        """
+        for notice in said:
+            if self.job.config.guard.on_tripwire == "stop":
+                raise TrainingError(f"{notice} The run ends, as guard.on_tripwire=stop says.")
+            self.view.message(notice)
 
     def _keep(self, step: int, metrics: dict[str, float], batch: BatchRef) -> None:
         self.summary["steps"] = step

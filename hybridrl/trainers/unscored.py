@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridrl.core.record import Record
+from hybridrl.core.turn import FAILURES
 from hybridrl.errors import RewardError
 
 KINDS = ("reward", "cost")
@@ -31,6 +32,13 @@ class Unscored:
             dropped = sum(record.metrics.get(f"{kind}_dropped", 0) for record in records)
             if dropped and not scored:
                 first = next((said for record in records for said in record.notices), "")
+                failed = [f"episode_{name}" for name in FAILURES]
+                if dropped <= sum(r.metrics.get(name, 0) for r in records for name in failed):
+                    raise RewardError(
+                        f"{where}: none of the {dropped:g} episodes could be played, and all were "
+                        "dropped, as environment.on_error=drop says: nothing is left to learn "
+                        f"from. {first}".rstrip()
+                    )
                 why = (
                     f"could be scored, and all were dropped, as {kind}.on_error=drop says"
                     if first
@@ -47,8 +55,12 @@ class Unscored:
         if not record.notices or record.role in self._told:
             return []
         self._told.add(record.role)
-        kind = next((kind for kind in KINDS if f"{kind}_count" in record.metrics), "reward")
+        kind, counted = "reward", "`reward/failures` counts such rows"
+        if "episode_turns" in record.metrics:
+            kind, counted = "environment", "`environment/<kind>` counts such episodes"
+        elif "cost_count" in record.metrics:
+            kind, counted = "cost", "`cost/failures` counts such rows"
         return [
             f"{where}: {record.notices[0].rstrip()}\nThe run goes on, as {kind}.on_error says; "
-            f"`{kind}/failures` counts such rows, and this is said once."
+            f"{counted}, and this is said once."
         ]

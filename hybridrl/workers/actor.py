@@ -18,7 +18,12 @@ from hybridrl.algorithms import (
     TokenLoss,
     negative_log_likelihood,
 )
-from hybridrl.config.schema import ActorConfig, OptimizerConfig, RolloutConfig
+from hybridrl.config.schema import (
+    ActorConfig,
+    EnvironmentConfig,
+    OptimizerConfig,
+    RolloutConfig,
+)
 from hybridrl.controller import (
     FIRST,
     ONE_TO_ALL,
@@ -32,7 +37,7 @@ from hybridrl.controller import (
     transfer,
 )
 from hybridrl.controller.worker import Rendezvous
-from hybridrl.core.batch import ROUTES, Batch, is_of_data
+from hybridrl.core.batch import ROUTES, Batch
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.locations import location_of
 from hybridrl.core.mesh import Coordinate, Mesh
@@ -48,8 +53,10 @@ from hybridrl.workers.generation import (
     GENERATIONS,
     LEARNED,
     SAMPLE,
+    branches_of,
     first_seed,
     load_generations,
+    may_be_asked,
     may_be_generated,
     report_compression,
     report_engine,
@@ -77,6 +84,7 @@ class ActorWorker(TrainedModelWorker):
         seed: Of all sampling.
         job: A name that no other job on this machine has.
         generates: Whether a rollout engine is needed.
+        environment: What plays the samples; None, or without a name: nothing does.
     """
 
     def __init__(
@@ -90,6 +98,7 @@ class ActorWorker(TrainedModelWorker):
         seed: int,
         job: str,
         generates: bool = True,
+        environment: EnvironmentConfig | None = None,
     ) -> None:
         super().__init__(context, source)
         self._config = config
@@ -107,7 +116,13 @@ class ActorWorker(TrainedModelWorker):
         engine = None
         if generates:
             coming = trained_weights(source, train)
-            engine = build_rollout(source, rollout, train.device, seed, job, coming, sleeps=True)
+            engine = build_rollout(
+                *(source, rollout, train.device, seed, job, coming),
+                sleeps=True,
+                environment=environment,
+                context=context,
+                peers=process_group.peers(self._rollout_mesh.groups("rollout_tp")),
+            )
         self._engine = HybridEngine(
             train, engine, self.phase, source.dtype, verify=rollout.verify_weights
         )
@@ -125,14 +140,14 @@ class ActorWorker(TrainedModelWorker):
     @transfer(
         THREE_D_ALL_MICRO_DP,
         reads=("prompt_ids",),
-        may_read=is_of_data,
+        may_read=may_be_asked,
         makes=GENERATED,
         may_make=may_be_generated,
+        copies_together=branches_of,
     )
     def generate_sequences(self, batch: Batch, sampling: Sampling) -> Batch:
         """One response for each row: `response_ids`, `response_mask`, `rollout_log_probs`,
-        `finish_reason`, `policy_version`; of episodes also `turns`, `turn_rewards` and
-        `episode_rewards`."""
+        `finish_reason`, `policy_version`; of episodes also the columns of `episode_batch`."""
         seed = first_seed(self._seed, self._generations) + int(self.rows[0] if len(batch) else 0)
         self._generations += 1
         samples = self._engine.generate(batch, sampling, seed)

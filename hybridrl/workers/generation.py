@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hybridrl.compress.weight_message import METHODS
+from hybridrl.config.schema import is_served
 from hybridrl.controller import Worker
-from hybridrl.core.batch import ROUTES, Batch
+from hybridrl.core.balance import blocks_of_runs
+from hybridrl.core.batch import ROUTES, Batch, is_of_data
 from hybridrl.core.locations import Location
+from hybridrl.core.turn import FAILURES
 from hybridrl.engine.training_state import read_numbers, write_numbers
 from hybridrl.engine.weight_sync import SyncCost
+from hybridrl.rollout.playing import PlaysEpisodes
 
 if TYPE_CHECKING:
     from hybridrl.rollout import RolloutEngine
@@ -23,6 +30,12 @@ GENERATED = (
     *("response_ids", "response_mask", "rollout_log_probs", "finish_reason", "policy_version"),
 )
 """The columns that a generation makes."""
+OF_BRANCHES = (
+    *("branch_prompt_ids", "branch_response_ids", "branch_response_mask"),
+    *("branch_rollout_log_probs", "branch_turn"),
+    *("branch_prompt_lengths", "branch_response_lengths"),
+)
+"""The columns of what a sample has in branches before its last."""
 
 
 GENERATIONS = "generations.json"
@@ -33,22 +46,77 @@ actor generates or another group does for it, for a run may go on with another p
 def may_be_generated(keywords: Mapping[str, Any]) -> Sequence[str]:
     """The further columns that a generation makes in workers built with these keywords."""
     rollout, found = keywords["rollout"], []
-    if rollout.episode is not None:
-        found += ["turns", "turn_rewards", "episode_rewards"]
+    if branches_of(keywords):
+        found += ["prompt_ids", "branches", *OF_BRANCHES, "environment/*"]
+    if found or rollout.episode is not None:
+        found += ["turn", "turns", "turn_rewards", "episode_rewards"]
     if rollout.routing_replay:
         found.append(ROUTES)
-    return [*found, "token_versions"] if keywords.get("in_flight") else found
+    if not keywords.get("in_flight"):
+        return found
+    return [*found, "token_versions", *(["branch_token_versions"] if branches_of(keywords) else [])]
+
+
+def branches_of(keywords: Mapping[str, Any]) -> bool:
+    """Whether a sample of workers built with these keywords may have several branches. Then the
+    samples of a prompt are made on one replica, for they may be scored together."""
+    environment = keywords.get("environment")
+    return environment is not None and is_served(keywords["rollout"], environment)
+
+
+def may_be_asked(column: str) -> bool:
+    """The columns that a generation reads besides the prompt, where they are there: those of the
+    data, and which rows are samples of one prompt."""
+    return column == "group_id" or is_of_data(column)
+
+
+def block_of_groups(batch: Batch, index: int, blocks: int) -> range:
+    """The rows of block `index`; none has a part of the neighbouring rows that are samples of one
+    prompt (`group_id`)."""
+    groups = batch["group_id"].tolist() if "group_id" in batch else range(len(batch))
+    return blocks_of_runs(groups, blocks)[index]
+
+
+def oldest_versions(samples: Batch, version: int) -> list[int]:
+    """The oldest policy version that sampled a token of each row, from `token_versions`.
+
+    Args:
+        version: Of rows without any such token.
+    """
+    found = [version] * len(samples)
+    for prefix in ("", "branch_"):
+        if f"{prefix}token_versions" not in samples:
+            continue
+        tokens = samples.ragged(f"{prefix}token_versions").rows()
+        masks = [torch.ones_like(row) for row in tokens]
+        if f"{prefix}response_mask" in samples:
+            masks = samples.ragged(f"{prefix}response_mask").rows()
+        for row, (versions, mask) in enumerate(zip(tokens, masks, strict=True)):
+            if (sampled := versions[mask.bool()]).numel():
+                found[row] = min(found[row], int(sampled.min()))
+    return found
 
 
 def report_samples(worker: Worker, samples: Batch) -> None:
-    """Number, length and ends of the samples; of episodes also their turns."""
-    lengths, reasons = samples.lengths("response_ids"), samples["finish_reason"]
+    """Number, length and ends of the samples; of episodes also their turns, and of those that an
+    environment played, branches, failures and the environment's own numbers."""
+    reasons = samples["finish_reason"]
+    served = "branches" in samples
+    tokens = ["response_ids", *(["branch_response_ids"] if served else [])]
     worker.report(
         samples=len(samples),
-        response_tokens=int(lengths.sum()),
+        response_tokens=sum(int(samples.lengths(name).sum()) for name in tokens),
         truncated=reasons.count("length"),
     )
-    if "turns" in samples:
+    if served:
+        worker.report(
+            episode_turns=int(samples["turns"].sum()),
+            episode_branches=int(samples["branches"].sum()),
+            **{f"episode_{kind}": reasons.count(kind) for kind in FAILURES},
+        )
+        names = [name for name in samples.columns if name.startswith("environment/")]
+        report_numbers(worker, {name: samples[name].tolist() for name in names})
+    elif "turns" in samples:
         worker.report(
             turns=int(samples["turns"].sum()),
             tool_timeouts=reasons.count("tool_timeout"),
@@ -56,9 +124,25 @@ def report_samples(worker: Worker, samples: Batch) -> None:
         )
 
 
+def report_numbers(worker: Worker, columns: Mapping[str, Sequence[float]]) -> None:
+    """For mean and spread of each of these columns, over the samples that have a number there."""
+    for name, column in columns.items():
+        known = [value for value in map(float, column) if not math.isnan(value)]
+        worker.report(
+            **{
+                f"{name}_sum": sum(known),
+                f"{name}_square_sum": sum(value * value for value in known),
+                f"{name}_count": len(known),
+            }
+        )
+
+
 def report_engine(worker: Worker, engine: RolloutEngine) -> None:
-    """What the engine counted since it was asked last; see `RolloutEngine.counts`."""
+    """What the engine counted since it was asked last (see `RolloutEngine.counts`), and what there
+    is to be said of its episodes."""
     worker.report(**engine.counts())
+    if isinstance(engine, PlaysEpisodes):
+        worker.record.notices += engine.notices()
 
 
 def report_sync(worker: Worker, cost: SyncCost | None) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridrl.config.schema import RolloutConfig
+from hybridrl.config.schema import EnvironmentConfig, RolloutConfig
 from hybridrl.controller import (
     ONE_TO_ALL,
     THREE_D_ALL_MICRO_DP,
@@ -19,7 +19,7 @@ from hybridrl.controller import (
     transfer,
 )
 from hybridrl.controller.worker import Rendezvous
-from hybridrl.core.batch import Batch, is_of_data
+from hybridrl.core.batch import Batch
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.locations import location_of
 from hybridrl.core.mesh import Coordinate, Mesh
@@ -27,13 +27,17 @@ from hybridrl.engine.hybrid import with_mask
 from hybridrl.engine.weight_channel import WeightChannel
 from hybridrl.parallel import process_group
 from hybridrl.rollout import Sampling
+from hybridrl.rollout.playing import Playing, PlaysEpisodes, without_versions
 from hybridrl.rollout.stream import SampleStream, Share
 from hybridrl.workers.engines import ModelSource
 from hybridrl.workers.generation import (
     GENERATED,
+    block_of_groups,
     first_seed,
     load_generations,
+    may_be_asked,
     may_be_generated,
+    oldest_versions,
     report_engine,
     report_samples,
     report_sync,
@@ -52,6 +56,7 @@ class GeneratorWorker(ModelWorker):
     Args:
         source: The model.
         rollout: Generation.
+        environment: What plays the samples; with no name, nothing does.
         seed: Of all sampling.
         job: A name that no other job on this machine has.
         in_flight: Take new weights between two tokens, when they come.
@@ -62,6 +67,7 @@ class GeneratorWorker(ModelWorker):
         context: Context,
         source: ModelSource,
         rollout: RolloutConfig,
+        environment: EnvironmentConfig,
         seed: int,
         job: str,
         in_flight: bool = False,
@@ -73,14 +79,18 @@ class GeneratorWorker(ModelWorker):
         self._in_flight = in_flight
         self._generations = 0
         self._version = 0
+        self._samples: SampleStream | Playing
         share = rollout.parallel.ranks
         self._mesh = Mesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
         self._device = process_group.join(context)
         self._world = dist.group.WORLD
-        self._peers: dist.ProcessGroup | None = None
-        if share > 1:
-            self._peers, _ = dist.new_subgroups_by_enumeration(self._mesh.groups("rollout_tp"))
-        self._engine: RolloutEngine = build_rollout(source, rollout, self._device, seed, job)
+        self._peers = process_group.peers(self._mesh.groups("rollout_tp"))
+        self._engine: RolloutEngine = build_rollout(
+            *(source, rollout, self._device, seed, job),
+            environment=environment,
+            context=context,
+            peers=self._peers,
+        )
 
     def coordinates(self) -> Mapping[str, Coordinate]:
         return self._mesh.coordinates(self.context.rank)
@@ -144,39 +154,44 @@ class GeneratorWorker(ModelWorker):
                 self._channel.complete(parcels)
             report_sync(self, self._channel.cost)
 
-    @transfer(ONE_TO_ALL, reads=("prompt_ids",), may_read=is_of_data)
+    @transfer(ONE_TO_ALL, reads=("prompt_ids",), may_read=may_be_asked)
     def start_sequences(self, batch: Batch, sampling: Sampling) -> None:
         """Begins to generate a response for each row; `take_sequences` gives them."""
-        self._batch, self._sampling = batch, sampling
-        self._first_seed = first_seed(self._seed, self._generations)
+        place = self.coordinates()["rollout_dp"]
+        seed = first_seed(self._seed, self._generations)
+        self._total = len(batch)
         self._generations += 1
-        self._stream = None
-        if self._config.episode is None:
-            place = self.coordinates()["rollout_dp"]
-            self._stream = SampleStream(
-                self._engine,
-                [row.tolist() for row in batch["prompt_ids"].rows()],
-                sampling,
-                self._first_seed,
-                Share(place.index, place.size, partial(self._claim, self._generations)),
-                self._config.max_sequences,
-                self._version,
+        if isinstance(self._engine, PlaysEpisodes):
+            rows = block_of_groups(batch, place.index, place.size)
+            self._offset = rows.start
+            self._samples = self._engine.begin(
+                batch.take(rows), sampling, [seed + row for row in rows], self._version
             )
+            return
+        self._offset = 0
+        self._samples = SampleStream(
+            self._engine,
+            [row.tolist() for row in batch["prompt_ids"].rows()],
+            sampling,
+            seed,
+            Share(place.index, place.size, partial(self._claim, self._generations)),
+            self._config.max_sequences,
+            self._version,
+        )
 
     @transfer(THREE_D_ALL_MICRO_DP, makes=GENERATED, may_make=may_be_generated)
     def take_sequences(self, part: int, parts: int) -> Batch:
         """The samples that have finished since the last time: about one of `parts` of them all;
         the columns are those of `ActorWorker.generate_sequences`."""
         with self.phase("generate"):
-            if self._stream is None:
-                samples, rows = self._episodes(part)
-            else:
-                samples, rows = self._finished(part, parts)
+            samples, rows = self._finished(part, parts)
+        if part == parts - 1 and isinstance(self._samples, Playing):
+            self._samples.close()
         samples = with_mask(samples)
         if self.coordinates()["rollout_tp"].index == 0:
             report_samples(self, samples)
             report_engine(self, self._engine)
-        return PartialTable(samples, rows, len(self._batch))
+        return PartialTable(samples, rows, self._total)
 
     @transfer(ONE_TO_ALL)
     def save_state(self, folder: str) -> None:
@@ -194,27 +209,13 @@ class GeneratorWorker(ModelWorker):
 
     def _finished(self, part: int, parts: int) -> tuple[Batch, np.ndarray]:
         place = self.coordinates()["rollout_dp"]
-        share = -(-len(self._batch) // (place.size * parts))
-        least = share if part < parts - 1 else len(self._batch)
+        share = -(-self._total // (place.size * parts))
+        least = share if part < parts - 1 else self._total
         refresh = self._refresh if self._in_flight else None
-        samples, rows = self._stream.take(least, refresh)
-        tokens = samples.ragged("token_versions")
-        oldest = [int(row.min()) if len(row) else self._version for row in tokens.rows()]
+        samples, rows = self._samples.take(least, refresh)
+        oldest = oldest_versions(samples, self._version)
         samples = samples.with_columns({"policy_version": torch.tensor(oldest, dtype=torch.int64)})
-        if not self._in_flight:
-            samples = samples.select([n for n in samples.columns if n != "token_versions"])
-        return samples, rows
-
-    def _episodes(self, part: int) -> tuple[Batch, np.ndarray]:
-        """A block of rows, all with the first part: the turns of episodes are not streamed."""
-        place = self.coordinates()["rollout_dp"]
-        start, stop = (len(self._batch) * (place.index + i) // place.size for i in (0, 1))
-        rows = np.arange(start, stop if part == 0 else start)
-        samples = self._engine.generate(
-            self._batch.take(rows), self._sampling, self._first_seed + start
-        )
-        versions = torch.full((len(rows),), self._version)
-        return samples.with_columns({"policy_version": versions}), rows
+        return samples if self._in_flight else without_versions(samples), rows + self._offset
 
     def _refresh(self) -> int:
         """Takes new weights if there are any; the version that generates now."""

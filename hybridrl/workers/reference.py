@@ -41,9 +41,10 @@ class ReferenceWorker(ModelWorker):
         return self._engine
 
     @transfer(ONE_TO_ALL)
-    def load_weights(self, folder: str) -> None:
-        """Takes the weights of a model folder, those that this model has too."""
-        self._engine.load(Path(folder))
+    def load_weights(self, folder: str, share: float = 1.0) -> None:
+        """Takes the weights of a model folder, those that this model has too; or with a `share`
+        below 1 moves its own towards them, as a moving average does."""
+        self._engine.load(Path(folder), share)
 
     @transfer(THREE_D, reads=SAMPLE, makes=("ref_log_probs",), streams=True)
     def compute_ref_log_prob(self, batch: Batch) -> Batch:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from hybridrl.checkpoint.reading import TensorFiles
-from hybridrl.config.schema import RolloutConfig
+from hybridrl.config.schema import EnvironmentConfig, RolloutConfig, is_served
+from hybridrl.controller import Context
 from hybridrl.core.generation_plan import GenerationPlan, equal_plan, read_plan
 from hybridrl.engine.train import TrainEngine
 from hybridrl.models import load_config, load_tokenizer
@@ -16,6 +19,10 @@ from hybridrl.models.decoder_stage import check_stages
 from hybridrl.models.stored_names import stored_form
 from hybridrl.rollout import RolloutEngine
 from hybridrl.workers.engines import ModelSource
+
+if TYPE_CHECKING:
+    from hybridrl.core.turn import Episode
+    from hybridrl.rollout.playing import PlaysEpisodes
 
 
 def trained_weights(
@@ -39,22 +46,66 @@ def build_rollout(
     job: str,
     coming: Mapping[str, tuple[int, ...]] | None = None,
     sleeps: bool = False,
+    *,
+    environment: EnvironmentConfig | None,
+    context: Context,
+    peers: dist.ProcessGroup | None = None,
 ) -> RolloutEngine:
-    """What generates, with episodes of tools around it if there are any.
+    """What generates, with episodes around it if there are any.
 
     Args:
         coming, sleeps: See `VLLMRollout`.
+        environment: What plays the samples; None, or without a name: nothing does.
+        peers: The ranks that share this rank's engine; None: it has one of its own.
     """
-    if config.episode is None:
+    served = environment is not None and is_served(config, environment)
+    if config.episode is None and not served:
         return build_generator(source, config, device, seed, job, coming, sleeps)
     from hybridrl.rollout.episode_class import load_episode
+    from hybridrl.rollout.lockstep import FollowingRollout, LeadingEngine, LeadingRollout
+
+    episode = None if served else load_episode(config.episode)  # first: it is what may be wrong
+    engine = build_generator(source, config, device, seed, job, coming, sleeps)
+    if peers is None:
+        return _player(engine, episode, source, config, environment, context)
+    if dist.get_rank(peers) > 0:
+        return FollowingRollout(engine, peers)
+    leading = LeadingEngine(engine, peers)
+    return LeadingRollout(_player(leading, episode, source, config, environment, context), leading)
+
+
+def _player(
+    engine: RolloutEngine,
+    episode: Callable[[], Episode] | None,
+    source: ModelSource,
+    config: RolloutConfig,
+    environment: EnvironmentConfig | None,
+    context: Context,
+) -> PlaysEpisodes:
+    """What plays episodes around an engine: of this class, or with None those of an environment."""
+    tokenizer = load_tokenizer(source.tokenizer)
+    if episode is None:
+        from hybridrl.serving.agents import agent_rollout
+
+        replica = context.rank // config.parallel.ranks
+        folder = Path(context.run_directory) if config.serve and context.run_directory else None
+        return agent_rollout(
+            engine,
+            tokenizer,
+            rollout=config,
+            environment=environment,
+            model=source.path,
+            vocabulary=load_config(source.path).get_text_config().vocab_size,
+            context_length=source.context_length,
+            replica=replica,
+            announced_at=folder and folder / f"endpoint-{replica}.json",
+        )
     from hybridrl.rollout.episodes import EpisodeRollout
 
-    episode = load_episode(config.episode)  # first: it is what may be wrong
     return EpisodeRollout(
-        build_generator(source, config, device, seed, job, coming, sleeps),
+        engine,
         episode,
-        load_tokenizer(source.tokenizer),
+        tokenizer,
         max_turns=config.max_turns,
         max_turn_tokens=config.max_turn_tokens,
         tool_timeout_s=config.tool_timeout_s,

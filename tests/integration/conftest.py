@@ -17,16 +17,6 @@ import pytest
 from confined_callers import caller, callers_folder, shared_caller  # noqa: F401 (fixtures)
 from victims import in_shared_memory_of
 
-TINY = ["model.tiny.hidden_size=64", "model.tiny.layers=2", "model.tiny.heads=2"]
-"""A model on which a step takes a tenth of a second."""
-SHORT = [*TINY, "warmup.steps=3", "trainer.steps=2", "eval.prompts=16", "data.prompts_per_step=8"]
-"""A job of seconds."""
-LEARNS = [
-    *("reward.function=length", "reward.options.length.limit=4", "reward.options.length.ramp=3"),
-    "actor.optimizer.learning_rate=1e-2",
-]
-"""Short answers are better: learned from nothing in eight steps of a `SHORT` job."""
-
 
 @pytest.fixture(scope="session")
 def ray():

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import SHORT
 from safetensors.torch import load_file
+from settings import SHORT
 
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.data.tasks.character_tokenizer import build_tokenizer

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import SHORT
 from engine_cases import CPU, DEALS, deal, make_batch, make_engine, update
 from ranks import run_ranks
+from settings import SHORT
 
 from hybridrl.compress.gradient_choice import FULL, NOTHING, Curve, Part
 from hybridrl.config.schema import ParallelConfig

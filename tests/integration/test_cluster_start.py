@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SHORT
 from netlab import RAY_ENVIRONMENT, ray_nodes
+from settings import SHORT
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 QUIET = {"capture_output": True, "text": True, "timeout": 240, "check": False}

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import LEARNS, SHORT
 from engine_cases import CPU, TEMPERATURE, deal, make_batch
 from parallel_cases import assemble, assert_close, make_engine, make_model
 from ranks import run_ranks
+from settings import LEARNS, SHORT
 
 from hybridrl.algorithms import Distillation
 from hybridrl.config.schema import ParallelConfig

@@ -480,7 +480,6 @@ SETTINGS = ["executor=inline", "rollout=transformers"]
         (["rollout.tool_timeout_s=0"], r"rollout.tool_timeout_s=0.0: must be more than 0"),
         (["rollout.max_turn_tokens=0"], "rollout.max_turn_tokens=0: must be 1 or more, or null"),
         (["reward.function=[]", "rollout.episode=null"], "`reward.function` is empty"),
-        (["rollout.engine=vllm", "rollout.parallel.tp=2"], "another moment"),
     ],
 )
 def test_wrong_settings_are_sentences(overrides, words):

@@ -9,8 +9,8 @@ import os
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import SHORT
 from ranks import run_ranks
+from settings import SHORT
 
 TOOL = """
 import asyncio

@@ -52,11 +52,6 @@ def samples(job, step=1):
     return pq.read_table(job.directory.path / "samples" / f"step-{step:06d}.parquet").to_pydict()
 
 
-def is_one(prompt, response, **row):
-    """A reward that a random model earns often: the answer begins with a one."""
-    return float(response.startswith("1"))
-
-
 def digits(response):
     """As many digits as there are in the answer, of three."""
     return sum(character.isdigit() for character in response) / 3
@@ -84,50 +79,6 @@ def test_samples_of_a_program_that_asks_no_reward_are_shown_as_texts(start):
     assert len(rows["response"]) == 32 and all(isinstance(text, str) for text in rows["response"])
 
 
-def test_online_dpo_learns_what_scores_best(start):
-    job = start(
-        *("trainer.name=online_dpo.py:OnlineDPO", "algorithm=dpo", "trainer.steps=10"),
-        *("data.prompts_per_step=32", "rollout.samples_per_prompt=8"),
-        reward=is_one,
-    )
-    steps = run(job)
-    assert steps[0]["pairs/prompts"] > 0
-    assert steps[-1]["reward/mean"] > 2 * steps[0]["reward/mean"]
-
-
-def nothing(response):
-    return 0.0
-
-
-def test_online_dpo_of_samples_that_score_alike_has_no_pairs(start):
-    steps = run(start("trainer.name=online_dpo.py:OnlineDPO", "algorithm=dpo", reward=nothing))
-    assert all(row["pairs/prompts"] == 0 for row in steps)
-
-
-def test_expert_iteration_learns_from_each_right_answer_once(start):
-    job = start(
-        *("trainer.name=expert_iteration.py:ExpertIteration", "trainer.steps=6"),
-        *("data.prompts_per_step=16", "rollout.samples_per_prompt=32", "rollout.max_tokens=1"),
-        reward=is_one,
-    )
-    steps = run(job)
-    rows = samples(job)
-    right = [
-        (prompt, response)
-        for prompt, response, score in zip(
-            rows["prompt"], rows["response"], rows["scores"], strict=True
-        )
-        if score == 1
-    ]
-    assert steps[0]["expert/distinct"] == len(set(right)) < len(right)
-    assert steps[-1]["reward/mean"] > 2 * steps[0]["reward/mean"]
-
-
-def test_expert_iteration_without_a_right_answer_goes_on(start):
-    steps = run(start("trainer.name=expert_iteration.py:ExpertIteration", reward=nothing))
-    assert [row["expert/distinct"] for row in steps] == [0, 0, 0]
-
-
 def test_self_play_asks_sums_and_keeps_both_models(start):
     job = start("trainer.name=self_play.py:SelfPlay")
     steps = run(job)
@@ -146,7 +97,7 @@ def test_self_play_asks_sums_and_keeps_both_models(start):
 def test_the_curriculum_asks_what_is_right_half_of_the_time(start):
     job = start("data.sampler=curriculum.py:PassRate", "data.prompts_per_step=64", reward=digits)
     run(job)
-    sampler = job.feed.sampler
+    sampler = job.feed.deck.sampler
     asked = np.flatnonzero(sampler.rates != 0.5)
     assert 0 < len(asked) <= 3 * 64
     # Then all but a tenth of the rows turn out never to be right.
@@ -163,6 +114,6 @@ def test_the_curriculum_asks_what_is_right_half_of_the_time(start):
 
 
 def test_the_curriculum_leaves_out_dropped_scores(start):
-    sampler = start("data.sampler=curriculum.py:PassRate").feed.sampler
+    sampler = start("data.sampler=curriculum.py:PassRate").feed.deck.sampler
     sampler.update(np.array([0, 0, 1]), np.array([1.0, np.nan, np.nan], np.float32))
     assert sampler.rates[0] > 0.5 and sampler.rates[1] == 0.5

@@ -7,8 +7,8 @@ import os
 
 import pytest
 import torch
-from conftest import LEARNS, SHORT
 from ranks import run_ranks
+from settings import LEARNS, SHORT
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from hybridrl.config.schema import RolloutConfig

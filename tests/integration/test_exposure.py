@@ -5,7 +5,7 @@ import os
 
 import psutil
 import pytest
-from conftest import SHORT
+from settings import SHORT
 from victims import Victim
 
 

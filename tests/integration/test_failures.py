@@ -9,7 +9,7 @@ import signal
 import time
 
 import pytest
-from conftest import SHORT
+from settings import SHORT
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(150)]
 LONG = [*SHORT, "trainer.steps=100000", "rollout=transformers"]

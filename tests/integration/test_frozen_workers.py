@@ -6,8 +6,8 @@ import json
 import re
 
 import pytest
-from conftest import SHORT
 from safetensors.torch import load_file
+from settings import SHORT
 from test_resume import rows_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from conftest import LEARNS, SHORT
+from settings import LEARNS, SHORT
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.data.tasks import load_task

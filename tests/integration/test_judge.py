@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import SHORT
+from settings import SHORT
 from transformers import AutoModelForCausalLM
 
 from hybridrl.data.tasks.character_tokenizer import CHARACTERS, build_tokenizer

@@ -9,8 +9,8 @@ import signal
 import netlab
 import pytest
 from chaos import Chaos, Plan, main
-from conftest import SHORT
 from safetensors.torch import load_file
+from settings import SHORT
 from test_resume import rows_of
 from victims import Victim
 

@@ -7,7 +7,8 @@ import json
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import SHORT, Command
+from conftest import Command
+from settings import SHORT
 
 from hybridrl.data.tasks.arithmetic import problems
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import netlab
 import pytest
-from conftest import SHORT
+from settings import SHORT
 from victims import Victim
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from hybridrl.rewards import memory_group
+from hybridrl.core import memory_group
 from hybridrl.rewards.sandbox import Limits, confinement, run_python
 
 

@@ -240,7 +240,7 @@ def test_a_second_actor_is_warmed_trained_evaluated_and_saved(start, own):
 def test_a_sampler_draws_and_learns_scores(start, own):
     job = start(f"data.sampler={own('Hardest')}")
     run(job)
-    sampler = job.feed.sampler
+    sampler = job.feed.deck.sampler
     assert len(sampler.drawn) == len(sampler.told) == 2
     for drawn, (rows, scores) in zip(sampler.drawn, sampler.told, strict=True):
         assert rows == [row for row in drawn for _ in range(2)] and len(scores) == 8
@@ -256,8 +256,8 @@ def test_a_sampler_learns_of_prompts_that_dynamic_sampling_leaves_out(start, own
         "trainer.steps=1",
     )
     run(job)
-    told = [row for rows, _ in job.feed.sampler.told for row in rows]
-    assert set(told) == {row for rows in job.feed.sampler.drawn for row in rows}
+    told = [row for rows, _ in job.feed.deck.sampler.told for row in rows]
+    assert set(told) == {row for rows in job.feed.deck.sampler.drawn for row in rows}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import SHORT
+from settings import SHORT
 
 from hybridrl import load_config
 from hybridrl.config.schema import ParallelConfig

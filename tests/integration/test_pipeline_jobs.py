@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import LEARNS, SHORT
+from settings import LEARNS, SHORT
 
 from hybridrl.core.generation_plan import GenerationPlan, Stage, to_json
 

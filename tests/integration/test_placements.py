@@ -1,13 +1,18 @@
 """Where models live never changes what is learned: PPO with four models under every placement."""
 
 import json
+import time
 from collections import deque
 from dataclasses import replace
 
 import pytest
-from conftest import TINY
+from settings import TINY
 
 from hybridrl import load_config
+from hybridrl.core.cluster import Cluster
+from hybridrl.planner import cluster_probe
+from hybridrl.planner.recorded_graph import graph_of
+from hybridrl.planner.replay import replay
 from hybridrl.trainers import ppo
 from hybridrl.trainers.objectives import policy_objective
 
@@ -29,7 +34,12 @@ PLACEMENTS = {
     "interleaving": ["placement=interleaving"],
     "explicit": EXPLICIT,
     "separation": ["placement=separation"],
+    "auto": ["placement=auto"],
 }
+PROBED = """{"devices": [{"kind": "cpu", "node": "localhost", "model": "CPU slot", "count": 2}],
+"models": {"CPU slot": {"memory": 4e9, "flops": {"float32": 2e10, "bfloat16": 2e10},
+    "bandwidth": 1e10, "small_op": 7e-6, "measured": true}},
+"hosts": {"localhost": {"inside": {"bandwidth": 1e8}, "network": {"bandwidth": 1e8}}}}"""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +48,9 @@ def on_policy(hosts, tmp_path_factory):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_every_placement_learns_the_same(placement, on_policy, hosts, tmp_path):
+def test_every_placement_learns_the_same(placement, on_policy, hosts, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cluster_probe.keep(Cluster.from_json(PROBED))  # so that `auto` need not measure
     found, versions = run(hosts, tmp_path, *PLACEMENTS[placement])
     assert found == pytest.approx(on_policy[0], abs=1e-5)
     assert versions == on_policy[1]
@@ -77,6 +89,10 @@ def run(hosts, folder, *overrides, ahead=None):
             trainer.next_batch = trainer.groups["actor"].next_batch
         if config.placement.strategy == "explicit":
             place_is_what_was_written(job)
+        if config.placement.strategy == "auto":
+            all_was_chosen_and_kept(job)
+        job.executor.take_records()  # of what was built
+        begin = time.time()
         steps = [trainer.step() for _ in range(STEPS)]
         losses = [
             update[name]
@@ -85,6 +101,9 @@ def run(hosts, folder, *overrides, ahead=None):
             for name in ("loss", "critic_loss")
             if name in update
         ]
+        records, end = job.executor.take_records(), time.time()
+        if ahead is None:  # else the first samples were called for before
+            is_replayed(records, begin, end)
         versions = [batch.collect(["policy_version"])["policy_version"] for batch, _ in steps]
     assert len(losses) == 2 * 2 * STEPS and len(set(losses)) > STEPS
     return losses, [v.tolist() for v in versions]
@@ -97,6 +116,29 @@ def place_is_what_was_written(job):
         "parallel": {},
         "co_residents": ["actor", "reward"],
     }
+
+
+def all_was_chosen_and_kept(job):
+    """Roles on devices, and no probe but the one that was kept. Who resumes searches again."""
+    written = json.loads((job.directory.path / "placement.json").read_text())
+    assert written["strategy"] == "auto" and written["settings"] == {}
+    assert written["roles"].keys() == {"actor", "critic", "reference", "reward"} == set(job.groups)
+    assert job.placement_notice.startswith("placement=auto chose")
+    assert "strategy: auto" in (job.directory.path / "config.yaml").read_text()
+    assert job.plan.fits() and job.plan.times.step > 0
+
+
+def is_replayed(records, begin, end):
+    """What each call read and where it ran is known, so steps can be replayed of which some
+    overlap."""
+    assert replay(graph_of(records, begin, end)).makespan > 0
+    calls = {record.call: record for record in records}
+    trained = [record for record in records if record.method == "update_actor"]
+    assert trained and all(
+        {"generate_sequences", "take_sequences"} & {calls[n].method for n in one.reads}
+        for one in trained
+    )
+    assert all([span.phase for span in one.spans] == ["train"] for one in trained)
 
 
 class OneStepOff:

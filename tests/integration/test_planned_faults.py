@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from conftest import SHORT
+from settings import SHORT
 from victims import Victim
 
 from hybridrl.observe.run_state import state_of

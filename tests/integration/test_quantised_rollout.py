@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import SHORT
+from settings import SHORT
 from torch import nn
 
 from hybridrl.models.rounded_rows import quantise

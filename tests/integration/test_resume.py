@@ -209,9 +209,10 @@ def test_what_a_later_step_left_is_gone_when_an_earlier_one_is_resumed(run):
     run.resume(f"resume={folder}/checkpoints/step-000002", "trainer.steps=3")
     assert steps_of(folder) == ["step-000002", "step-000003"]
     assert [row["step"] for row in rows_of(folder)] == [0, 1, 2, 3, 3]
-    for kept in ("samples", "tokens"):
-        files = sorted(path.name for path in (folder / kept).iterdir())
-        assert files == [f"step-{step:06d}.parquet" for step in (1, 2, 3)]
+    of_steps = [f"step-{step:06d}.parquet" for step in (1, 2, 3)]
+    evaluated = [f"eval-held_out-step-{step:06d}.parquet" for step in (0, 3)]
+    for kept, wanted in {"samples": evaluated + of_steps, "tokens": of_steps}.items():
+        assert sorted(path.name for path in (folder / kept).iterdir()) == wanted
 
 
 def test_a_damaged_step_is_named_and_the_one_before_it_taken(run):

@@ -4,8 +4,8 @@ import signal
 
 import psutil
 import pytest
-from conftest import LEARNS, SHORT
 from safetensors.torch import load_file
+from settings import LEARNS, SHORT
 from test_resume import rows_of
 
 from hybridrl.trainers.loop import Loop

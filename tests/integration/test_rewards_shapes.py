@@ -35,6 +35,27 @@ def one(prompt, response, answer, **row):
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(solution_str == ground_truth) + data_source
+
+def rank(prompt, responses, level, **row):
+    assert isinstance(prompt, str) and isinstance(level, int) and "answer" in row
+    order = sorted(responses, key=len)
+    return [{"score": order.index(text), "seen": len(responses)} for text in responses]
+
+async def alone(responses):
+    return [float(len(responses))] * len(responses)
+
+def steps(response, **row):
+    return {"score": 1.0, "steps": [(len(response), 0.5)]}
+
+def of_trl(prompts, completions, completion_ids, trainer_state, log_metric, level, **kwargs):
+    log_metric("mean", 1.0)
+    assert "responses" not in kwargs and "prompt_messages" not in kwargs
+    said = completions[0][0]
+    assert (prompts[0][-1]["content"], said["role"], said["content"]) == ("q", "assistant", "a")
+    return [len(completion_ids[0]) + trainer_state.global_step + level[0]]
+
+def keywords(**kwargs):
+    return float(sorted(kwargs) == ["answer", "level", "prompt", "response"])
 """
 ROWS = [
     {"prompt": "p", "response": "aa", "answer": "aa", "level": 1},
@@ -65,7 +86,9 @@ def test_functions_in_the_shape_of_trl_get_all_rows_at_once(make_pool):
     assert found.columns["reward/lengths"] == [2.0, 4.0, 1.0]
     assert found.columns["reward/both"] == pytest.approx([3.0, math.nan, 0.0], nan_ok=True)
     assert found.columns["reward/later"] == [0.25] * 3 and found.columns["reward/one"] == [2.0] * 3
-    assert found.scores == pytest.approx([7.25, math.nan, 3.25], nan_ok=True)
+    # As in TRL, a function that says None of a row leaves it to the others.
+    assert found.scores == pytest.approx([7.25, 6.25, 3.25], nan_ok=True)
+    assert make_pool("both").score(ROWS).scores == pytest.approx([1.0, math.nan, 0.0], nan_ok=True)
     assert found.failures == 0
     assert pool.score([]).scores == []
     assert pool.score(ROWS[:1]).scores == [7.25]
@@ -76,9 +99,56 @@ def test_functions_in_the_shape_of_verl_get_its_names(make_pool):
     assert make_pool("compute_score").score(rows).scores == [2.0, 2.0, 3.0]
 
 
+def test_functions_that_name_responses_get_the_samples_of_a_prompt(make_pool):
+    pool = make_pool("rank", "alone", "one", processes=2)
+    rows = [{**ROWS[0], "response": text} for text in ("ccc", "a", "bb")] + ROWS[1:]
+    found = pool.score(rows, groups=[7, 7, 7, 3, 4])
+    assert found.columns["reward/rank"] == [2.0, 0.0, 1.0, 0.0, 0.0]
+    assert found.columns["reward/rank/seen"] == [3.0, 3.0, 3.0, 1.0, 1.0]
+    assert found.columns["reward/alone"] == [3.0, 3.0, 3.0, 1.0, 1.0]
+    assert found.columns["reward/one"] == [2.0] * 5
+    assert pool.score(rows).columns["reward/alone"] == [1.0] * 5
+    assert pool.score([], groups=[]).scores == []
+
+
+def test_a_group_that_fails_is_dropped_alone(make_pool):
+    def careful(responses):
+        assert "bad" not in responses
+        return [1.0] * len(responses)
+
+    rows = [{**ROWS[0], "response": text} for text in ("a", "bad", "b", "c")]
+    found = make_pool(careful, on_error="drop").score(rows, groups=[0, 0, 1, 1])
+    assert found.scores == pytest.approx([math.nan, math.nan, 1.0, 1.0], nan_ok=True)
+    assert found.failures == 1
+
+
+def test_steps_are_weighed_with_their_function(make_pool):
+    found = make_pool("steps", "one", weights=[2.0, 1.0]).score(ROWS)
+    assert found.scores == [5.0] * 3 and found.outcomes == [4.0] * 3
+    assert found.steps == [[(2, 1.0)], [(4, 1.0)], [(1, 1.0)]]
+
+
+def test_what_is_only_looked_at_counts_for_nothing(make_pool):
+    found = make_pool("one", "both", weights=[1.0, 0.0], watched=1).score(ROWS)
+    assert found.scores == [2.0] * 3
+    assert found.columns["check/both"] == pytest.approx([1.0, math.nan, 0.0], nan_ok=True)
+    assert make_pool("one", weights=[0.0], watched=1).score(ROWS).scores == [0.0] * 3
+
+
+def test_a_function_of_trl_gets_chats_tokens_and_the_state_of_its_trainer(make_pool):
+    chat = [{"role": "user", "content": "q"}]
+    row = {"prompt": "<q>", "response": "a", "answer": "", "level": 10}
+    beside = {"prompt_messages": chat, "response_token_ids": [1, 2], "updates": 100}
+    pool = make_pool("of_trl", "keywords")
+    found = pool.score([{**row, **beside}])
+    assert found.columns == {"reward/of_trl": [112.0], "reward/keywords": [1.0]}
+    assert pool.asks_for("response_token_ids") and pool.asks_for("updates")
+    assert not make_pool("lengths").asks_for("updates")
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("short", "returned 1 scores for 3 completions"), ("text", "'many' .*returns a list of num")],
+    [("short", "returned 1 scores for 3 completions"), ("text", "'many' .*returns a list")],
 )
 def test_what_is_no_list_of_scores_is_a_failure(make_pool, name, words):
     with pytest.raises(RewardError, match=words):
@@ -169,3 +239,15 @@ def test_a_function_that_cannot_be_pickled_is_a_sentence():
             return lock
 
         RewardPool([score])
+
+
+def test_a_response_is_held_against_the_length_that_the_data_asks_for():
+    row = {"prompt": "p", "response": "abc", "answer": "", "tokens": 5}
+    options = {"target_length": {"column": "tokens", "factor": 0.1}}
+    with RewardPool(["target_length"], options=options) as pool:
+        pool.start()
+        assert pool.asks_for("response_token_ids")
+        rows = [{**row, "response_token_ids": [1] * n} for n in (5, 8, 0)]
+        assert pool.score(rows).scores == pytest.approx([0.0, -0.3, -0.5])
+        with pytest.raises(RewardError, match="needs a number of tokens"):
+            pool.score([{**row, "tokens": None}])

@@ -5,8 +5,8 @@ import json
 
 import pytest
 import torch
-from conftest import LEARNS, SHORT
 from safetensors.torch import load_file
+from settings import LEARNS, SHORT
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 

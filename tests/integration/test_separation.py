@@ -4,7 +4,7 @@ import json
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import LEARNS, SHORT, TINY
+from settings import LEARNS, SHORT, TINY
 
 from hybridrl import load_config
 

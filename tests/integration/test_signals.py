@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from conftest import SHORT
+from settings import SHORT
 from victims import Victim
 
 from hybridrl.observe.run_state import state_of

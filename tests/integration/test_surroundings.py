@@ -7,7 +7,7 @@ import shutil
 import stat
 
 import pytest
-from conftest import SHORT
+from settings import SHORT
 from victims import Victim
 
 from hybridrl.observe.run_state import state_of

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from conftest import LEARNS, SHORT
 from netlab import ray_nodes
+from settings import LEARNS, SHORT
 from test_separation import steps_of
 from test_two_hosts import Driver
 

@@ -182,6 +182,18 @@ WRONG = [
     (["algorithm=ppo", "critic.value_clip=0"], "critic.value_clip=0", "null"),
     (["model.tiny.experts=1"], "model.tiny.experts=1", "2 or more"),
     (["actor.parallel.tp=0"], "actor.parallel.tp=0", "1 or more"),
+    # Programs from outside play, and take as many turns as they like.
+    (["rollout.serve=true", "algorithm=sft"], "rollout.serve=true, but", "samples nothing"),
+    (["rollout.serve=true", "algorithm.overlong_buffer=4"], "rollout.serve=true with", "=0"),
+    # Scores on one scale, their parts on another.
+    (
+        ["reward.normalise_by=answer", "algorithm.step_credit=sum"],
+        "reward.normalise_by=answer with algorithm.step_credit=sum",
+        "another scale",
+    ),
+    (["algorithm.replay_share=0.001"], "algorithm.replay_share=0.001 of a step", "or more"),
+    (["data.sampler=pass_rate", "algorithm=sft"], "data.sampler=pass_rate", "learns from examples"),
+    (["reward.check=exakt"], "`reward.check` holds `exakt`", "Did you mean"),
     # Samples that are not the policy's own.
     (["rollout.top_p=0.9"], "rollout.top_p=0.9", "rollout.top_p=1.0"),
     (["algorithm=ppo", "rollout.top_k=5"], "rollout.top_k=5", "rollout.top_k=0"),
@@ -304,7 +316,7 @@ def test_a_model_that_goes_on_to_reinforcement_is_not_annealed():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_passes(name):
-    teacher = ["models.teacher.path=teacher"] if name == "distillation" else []
+    teacher = ["models.teacher.path=teacher"] if "distillation" in name else []
     config = configured([*HERE, f"algorithm={name}", *teacher])
     check(config)
     text = (FOLDER / "algorithm" / f"{name}.yaml").read_text()
@@ -334,7 +346,10 @@ WITHOUT_PRESET = [
     ("cost={limit: 3}", r"^cost\.limit=3: `cost` is set by algorithm=safe_rlhf"),
     ("cost.limt=3", r"^There is no setting `cost\.limt`\. Did you mean `cost\.limit`\?$"),
     ("cost.nothing_like_it=3", r"^There is no setting `cost\.nothing_like_it`\."),
-    ("preference.beta=1", r"`preference` is set by algorithm=dpo or algorithm=reward_model"),
+    (
+        "preference.beta=1",
+        r"`preference` is set by algorithm=dpo or algorithm=online_dpo or algorithm=r",
+    ),
     ("preference.bta=1", r"Did you mean `preference\.beta`\?$"),
 ]
 

@@ -23,6 +23,7 @@ from hybridrl.errors import ConfigError
 
 ANY_NUMBER = {
     *("algorithm.entropy_coefficient", "reward.error_value", "reward.correct_at", "reward.weights"),
+    *("environment.error_value", "eval.stop.target"),
     *("reward.model_weight", "reward.judge.weight", "cost.error_value", "cost.correct_at"),
     *("cost.weights", "cost.model_weight", "cost.judge.weight", "cost.limit"),
 }

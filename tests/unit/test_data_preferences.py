@@ -97,6 +97,16 @@ def test_a_longer_chat_with_a_system_prompt(chat_tokenizer):
     assert shown(batch, chat_tokenizer) == [(prompt, "1<eos>", "2<eos>")]
 
 
+def test_a_transcript_is_a_chat(chat_tokenizer):
+    before = "\n\nHuman: hello\n\nAssistant: yes\n\nHuman: one, two=\n\nAssistant: "
+    row = {"chosen": f"{before}good", "rejected": f"{before}\n\nbad\n\nover two lines"}
+    (found,) = shown(pairs([row], chat_tokenizer, None), chat_tokenizer)
+    asked = "u-hello<eos> a-yes<eos> u-one, two=<eos> a-"
+    assert found[:2] == (asked, "good<eos>") and found[2].startswith("bad")
+    with pytest.raises(DataError, match="do not tell where the prompt ends"):
+        pairs([{"chosen": "no Human: here", "rejected": "b"}], chat_tokenizer, None)
+
+
 def test_margins_and_pairs_of_equals(tokenizer, caplog):
     rows = [
         {"prompt": "a", "chosen": "b", "rejected": "c", "by": 2},

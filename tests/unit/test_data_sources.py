@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.config.schema import DataConfig
+from hybridrl.data.report import report_on
 from hybridrl.data.sources import check_apart, load_examples, load_pairs, load_prompts
 from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError, DataError
@@ -96,7 +97,8 @@ def test_a_prompt_is_on_one_side_only(tokenizer, tmp_path, caplog):
         sides = [set(part["prompt"]) for part in loaded[:2]]
         assert not sides[0] & sides[1] and len(sides[0] | sides[1]) == 7
         assert len(loaded.training) + len(loaded.held_out) == 70 and len(loaded.held_out) == 10
-    assert "repeat earlier ones" in caplog.text and "with another answer" in caplog.text
+    (said,) = report_on(loaded[0], {"held_out": loaded[1]}, tokenizer).remarks
+    assert "54 of the 60 prompts repeat earlier ones, 54 of them with another answer" in said
 
 
 def test_rows_to_evaluate_on_are_drawn_and_compared(tokenizer, tmp_path, caplog):
@@ -106,7 +108,8 @@ def test_rows_to_evaluate_on_are_drawn_and_compared(tokenizer, tmp_path, caplog)
     other = replace(config, eval_path=str(tmp_path / "other.jsonl"))
     loaded = load(load_prompts, other, tokenizer, held_out=3)
     assert len(loaded.held_out) == 3 and len(loaded.training) == 10
-    assert "3 of the 3 held-out prompts are also learned from" in caplog.text
+    (said,) = report_on(loaded[0], {"held_out": loaded[1]}, tokenizer).remarks
+    assert "3 of the 3 held-out prompts are also learned from" in said
     with pytest.raises(ConfigError, match=r"data.eval_path=.* is data.path.*another file\."):
         check_apart(replace(config, eval_path=config.path))
 

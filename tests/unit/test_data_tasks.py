@@ -61,7 +61,7 @@ def test_arithmetic_pairs_reject_what_a_policy_finds():
 def test_unknown_task_names_the_nearest():
     with pytest.raises(ConfigError, match=r"`arithmetics`.*Did you mean `arithmetic`"):
         load_task("arithmetics")
-    assert task_names() == ["arithmetic", "calculator"]
+    assert task_names() == ["arithmetic", "calculator", "reasoning_gym"]
 
 
 def test_a_task_may_be_any_importable_module(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ def test_the_tables_are_those_of_the_workers():
 
 def test_columns_follow_what_workers_were_built_with():
     found = tables.tables()
-    assert "| `compute_reward(batch)` | `response_ids`" in found
+    assert "| `compute_reward(batch, verifier)` | `response_ids`" in found
     assert "`costs`, `response`; maybe `cost/*`" in found
     assert "`scores`, `response`" not in found and "`response`, `scores`; maybe `reward/*`" in found
     assert "| `compute_values(batch)` | `prompt_ids`, `response_ids` | `cost_values` |" in found
@@ -41,7 +41,7 @@ def test_every_worker_that_a_role_may_have_is_on_the_page():
 
 def test_the_page_leads_to_every_program_of_a_page():
     page = tables.PAGE.read_text()
-    for name in ("distill", "online_dpo", "expert_iteration", "self_play", "curriculum"):
+    for name in ("distill", "self_play", "curriculum"):
         program = ROOT / "examples" / f"{name}.py"
         assert f"(../examples/{name}.py)" in page
         assert len(program.read_text().splitlines()) <= 50

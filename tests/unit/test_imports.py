@@ -12,14 +12,14 @@ import hybridrl
 
 ROOT = Path(hybridrl.__file__).parent
 EVERYBODY = {"errors", "config.schema", "config.role_models", "config.resume"}
-EVERYBODY |= {"config.resumed_settings"}
+EVERYBODY |= {"config.resumed_settings", "config.eval_sets"}
 EVERYTHING = {"*"}
 # A room is a package directly under hybridrl. It may import itself, `EVERYBODY`, and what stands
 # here: a room with all that is in it, or `=` and one module.
 MAY_IMPORT = {
     "core": set(),
     "algorithms": {"core"},
-    "data": {"core"},
+    "data": {"core", "environments", "=rewards.procedural"},
     "rewards": {"core"},
     "observe": {"core"},
     "models": {"core", "checkpoint", "compress"},
@@ -31,22 +31,30 @@ MAY_IMPORT = {
     "compress": {"core"},
     "parallel": {"core", "compress", "models", "=controller", "=controller.worker"},
     "rollout": {"core", "models"},
+    "environments": {"core"},
+    "serving": {"core", "environments", "rollout"},
     "engine": {
         *("core", "algorithms", "checkpoint", "compress", "models", "parallel", "reshard"),
         "rollout",
     },
     "workers": {
         *("core", "algorithms", "models", "parallel", "engine", "rollout", "rewards", "data"),
-        *("controller", "checkpoint", "compress"),
+        *("controller", "checkpoint", "compress", "environments", "serving"),
+    },
+    "evaluation": {
+        *("core", "controller", "data", "observe", "rewards"),
+        *("=rollout", "=rollout.base", "=config.bounds"),
     },
     "trainers": {
-        *("core", "algorithms", "controller", "data", "observe"),
-        *("=rollout", "=rollout.base"),
+        *("core", "algorithms", "controller", "data", "evaluation", "observe"),
+        *("=rollout", "=rollout.base", "=rewards", "=config.load"),
     },
     "config": {"=core", "=core.locations"},
     "checks": {
         *("core", "algorithms", "models", "parallel", "placement", "rewards", "trainers"),
-        *("=rollout.episode_class", "=rollout.vllm_options", "=config.values"),
+        *("evaluation", "=rollout.episode_class", "=rollout.vllm_options", "=config.values"),
+        "=environments.names",
+        *("=data.samplers", "=data.mixture"),
     },
     "planner": {
         *("core", "controller", "models", "placement", "trainers"),
@@ -61,9 +69,10 @@ MAY_IMPORT = {
     "devices": EVERYTHING,
     "groups": EVERYTHING,
     "interrupts": EVERYTHING,
-    "commands": {"core", "checkpoint", "observe"},
+    "commands": {"core", "checkpoint", "observe", "planner"},
     "job": EVERYTHING,
     "plan_precision": EVERYTHING,
+    "plan_search": EVERYTHING,
     "inputs": EVERYTHING,
     "preflight": EVERYTHING,
     "roles": EVERYTHING,

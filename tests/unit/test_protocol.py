@@ -14,6 +14,7 @@ from hybridrl.controller import (
     THREE_D_ALL_MICRO_DP,
     THREE_D_PP_ONLY,
     UPDATE,
+    InlineExecutor,
     Protocol,
     transfer,
 )
@@ -191,3 +192,21 @@ def test_transfer_wants_to_know_what_a_method_returns():
     assert not unknown.__transfer__.returns_batch
     assert not other.__transfer__.returns_batch
     assert other.__transfer__.protocol is UPDATE
+
+
+def test_copies_of_a_row_stay_on_one_rank_where_a_method_asks_for_it():
+    executor = InlineExecutor("cpu")
+    prompts = executor.put(Batch.from_columns({"x": [0, 1, 2]}))
+    repeated = prompts.repeat(4) | executor.put(Batch.from_columns({"y": list(range(12))}))
+    assert (prompts.node.copies, repeated.node.copies, repeated.repeat(2).node.copies) == (1, 4, 8)
+    assert repeated.take(range(12)).node.copies == 1
+
+    @transfer(THREE_D_ALL_MICRO_DP, copies_together=lambda built: built["together"])
+    def generate(self, batch: Batch) -> Batch: ...
+
+    def rows(together, index):
+        part = generate.__transfer__.part({"together": together}, index, 2, repeated.node.copies)
+        return part.rows(repeated.node).tolist()
+
+    assert [len(rows(True, index)) for index in (0, 1)] == [4, 8]
+    assert [len(rows(False, index)) for index in (0, 1)] == [6, 6]

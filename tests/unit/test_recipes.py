@@ -31,10 +31,10 @@ def test_a_recipe_for_many_devices_is_planned_without_the_hub(recipe):
     config = load_config(
         [f"recipe={recipe}/config.yaml", f"model.path={recipe}/model", "run.dry=true"]
     )
-    machines = named(recipe.name.rpartition("_")[2])
+    cluster = named(recipe.name.rpartition("_")[2])
     check(config)
-    assert config.num_devices == len(machines.cluster.devices)
-    assert make_plan(config, machines).fits()
+    assert config.num_devices == len(cluster.devices)
+    assert make_plan(config, cluster).fits()
     page = (recipe / "README.md").read_text()
     assert _plans().written(page, recipe) == page, (
         f"The plan in recipes/{recipe.name}/README.md is out of date: python docs/generate_plans.py"

@@ -11,7 +11,7 @@ from hybridrl.controller import Context, Worker
 from hybridrl.core.record import Record
 from hybridrl.engine.weight_sync import SyncCost
 from hybridrl.trainers.step_metrics import step_metrics
-from hybridrl.workers.generation import report_compression, report_sync
+from hybridrl.workers.generation import report_compression, report_numbers, report_sync
 from hybridrl.workers.generator import GeneratorWorker
 from hybridrl.workers.reward import RewardWorker
 
@@ -62,7 +62,7 @@ def reported(rank, columns):
     worker = RewardWorker.__new__(RewardWorker)
     worker._kind, worker._config = "reward", RewardConfig()
     worker.context, worker.record = Context("reward", rank, 2), Record("reward", rank, "m")
-    worker._report_columns(columns)
+    report_numbers(worker, columns)
     return worker.record
 
 

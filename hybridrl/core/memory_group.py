@@ -3,8 +3,8 @@
 It lies in the control group of this process, wherever the machine lets this process make one that
 counts memory: of version 1 usually as root. Of version 2 the kernel wants a group that holds groups
 to hold no processes, so there it may also lie beside this process's own, if that one has no limit
-that would be escaped so. Elsewhere, in most containers, there is none, and only the program's
-address space is bounded.
+that would be escaped so. Elsewhere, in most containers, there is none, and whoever runs the program
+has to bound it otherwise.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import os
 import subprocess
 import sys
+import time
 from itertools import count
 from pathlib import Path
 
@@ -25,6 +26,8 @@ _LIMITS = {  # what is written where, by version: the limit, and the same of wha
 _ROOT = Path("/sys/fs/cgroup")
 _ENTER = "import os, sys; os.write(int(sys.argv[1]), b'0')"
 _numbers = count()
+_ENDING_S = 2
+"""What a killed process may need to give back its memory."""
 
 
 class MemoryGroup:
@@ -49,16 +52,20 @@ class MemoryGroup:
             raise
         self._events = "memory.events" if version == 2 else "memory.oom_control"
 
-    def was_full(self) -> bool:
-        """Whether the kernel ended a process because the group had no memory left."""
+    def kills(self) -> int:
+        """How many processes the kernel has ended because the group had no memory left."""
         lines = (self._folder / self._events).read_text().splitlines()
-        return any(name == "oom_kill" and int(n) > 0 for name, n in map(str.split, lines))
+        return sum(int(n) for name, n in map(str.split, lines) if name == "oom_kill")
 
     def close(self) -> None:
-        """Removes the group, in which no process may be left."""
+        """Removes the group, in which only processes may be left that are just ending."""
         os.close(self.entrance)
-        with contextlib.suppress(OSError):
-            self._folder.rmdir()
+        for _ in range(_ENDING_S * 100):
+            try:
+                self._folder.rmdir()
+                return
+            except OSError:
+                time.sleep(0.01)
 
 
 def memory_group(limit: int) -> MemoryGroup | None:

@@ -1,0 +1,87 @@
+"""Settings of the data: where it comes from, what its columns are, and which rows a step has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from hybridrl.config.bounds import Name, OneOf, PositiveInt, With
+
+SUPERVISED = With("trainer.name=sft", "trainer.name=offline_distillation")
+RESPONSES = With(
+    *("trainer.name=sft", "trainer.name=offline_distillation"),
+    *("trainer.name=dpo", "trainer.name=reward_model"),
+)
+PAIRS = With("trainer.name=dpo", "trainer.name=reward_model")
+FROM_FILES = With("data.path")
+FORMATS = ("gsm8k", "boxed", "mbpp", "humaneval", "apps")
+REASONING_GYM = With("data.task=reasoning_gym")
+
+
+@dataclass
+class DataConfig:
+    """The prompts, examples or preference pairs."""
+
+    task: Name | None = None
+    """A built-in task, or null to read `path`."""
+    tasks: Annotated[list[str], REASONING_GYM] = field(default_factory=list)
+    """Of reasoning-gym: the names of its tasks, as many rows of each."""
+    task_options: Annotated[dict[str, Any], REASONING_GYM] = field(default_factory=dict)
+    """Of reasoning-gym: the parameters of its tasks,
+    `data.task_options.chain_sum.max_terms=4`."""
+    rows: Annotated[PositiveInt, REASONING_GYM] = 2000
+    """Of reasoning-gym: how many problems to learn from, of all tasks together."""
+    path: Name | None = None
+    """JSONL or Parquet file, folder or glob; or the name of a data set on the hub."""
+    sources: Annotated[dict[str, Any], With("data.sources")] = field(default_factory=dict)
+    """A mixture, by names of yours: each source has a `path` or a `task`, any other setting of
+    `data` that is about columns, and `weight`, `reward` and `eval_prompts`. See docs/data.md."""
+    split: Annotated[Name | None, FROM_FILES] = None
+    """Of a data set on the hub, or of a folder with files for several splits; null: `train`."""
+    eval_path: Annotated[Name | None, FROM_FILES] = None
+    """Held-out prompts; null: those of `path` in another split if it is a folder with files of
+    several, else `eval.prompts` of its rows, drawn by `run.seed`."""
+    eval_split: Annotated[Name | None, FROM_FILES] = None
+    """Of `eval_path`, as `split` is of `path`."""
+    prompt_column: Annotated[Name | None, FROM_FILES] = "prompt"
+    """Text, or a list of chat messages; null for preference pairs whose answers are conversations
+    that hold the prompt."""
+    answer_column: Annotated[Name | None, FROM_FILES] = "answer"
+    """Passed to the reward function; null if there is none."""
+    answer_format: Annotated[
+        str, OneOf("plain", *FORMATS), With(*(f"data.answer_format={one}" for one in FORMATS))
+    ] = "plain"
+    """How rows say what is right: `plain`, the whole column; `gsm8k`, what follows its last `####`;
+    `boxed`, what stands in its last `\\boxed{}`; or programs' tests as the columns of these sets
+    hold them, for `hybridrl.rewards.code:passes_tests`."""
+    response_column: Annotated[Name, SUPERVISED] = "response"
+    """Supervised fine-tuning: what to answer, text or chat messages."""
+    messages_column: Annotated[Name | None, SUPERVISED] = None
+    """Supervised fine-tuning: whole conversations, of which the assistant's turns are learned; null
+    reads `prompt_column` and `response_column`."""
+    chosen_column: Annotated[Name, PAIRS] = "chosen"
+    """Preference pairs: the better answer, text or chat messages that end with it."""
+    rejected_column: Annotated[Name, PAIRS] = "rejected"
+    """Preference pairs: the worse answer."""
+    margin_column: Annotated[Name | None, PAIRS] = None
+    """Preference pairs: how much better the chosen answer is; null: 0 for all."""
+    chat: Annotated[bool | None, FROM_FILES] = None
+    """Whether prompts go through the chat template; null: when they are chat messages."""
+    system_prompt: Annotated[str | None, FROM_FILES] = None
+    """What the chat template puts before each prompt; null: what the template itself has."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Longest prompt; see `too_long`."""
+    max_response_tokens: Annotated[PositiveInt | None, RESPONSES] = None
+    """Longest response of the data, its end included (supervised fine-tuning, preference pairs);
+    null: any."""
+    too_long: Annotated[str, OneOf("error", "drop"), FROM_FILES] = "error"
+    """What to do with longer rows: `error` or `drop`."""
+    prompts_per_step: PositiveInt = 64
+    """Prompts, examples or pairs that a step learns from."""
+    shuffle: Annotated[bool, With("data.sampler=null")] = True
+    """Another order in each epoch; false: that of the file."""
+    sampler: Name | None = None
+    """Chooses the rows of each step by what their samples scored: `pass_rate`, `difficulty`, or a
+    class of yours, `path/to/file.py:Name`; null: each row once in an epoch. See docs/data.md."""
+    sampler_options: Annotated[dict[str, Any], With("data.sampler")] = field(default_factory=dict)
+    """Keyword arguments of the sampler."""

@@ -1,0 +1,49 @@
+"""Settings of environments: programs that talk with the model, and say what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+from hybridrl.config.bounds import Name, OneOf, PositiveFloat, PositiveInt, Seconds, With
+
+if TYPE_CHECKING:
+    from hybridrl.config.model_schema import RolloutConfig
+
+NAMED = With("environment.name")
+SERVED = With("environment.name", "rollout.serve")
+
+
+@dataclass
+class EnvironmentConfig:
+    """What plays each row of the data with the model, in processes of its own."""
+
+    name: Annotated[Name | None, NAMED] = None
+    """A built-in adapter (`verifiers`, `gymnasium`, `openenv`, `mcp`, `command`), or a function of
+    yours, `path/to/file.py:name`; null: none. See docs/environments.md."""
+    options: Annotated[dict[str, Any], NAMED] = field(default_factory=dict)
+    """Keyword arguments of the adapter or function."""
+    python: Annotated[Name | None, NAMED] = None
+    """The Python that runs it: that of a virtual environment with the packages that it needs; null:
+    the one that runs the job."""
+    processes: Annotated[PositiveInt, NAMED] = 1
+    """Processes per device."""
+    episodes: Annotated[PositiveInt, NAMED] = 64
+    """Episodes that a process plays at a time."""
+    tasks: Annotated[PositiveInt, NAMED] = 1024
+    """With `data=environment`: most of the environment's own tasks."""
+    timeout_s: Annotated[Seconds, SERVED] = 300.0
+    """Longest time for one episode."""
+    memory_gib: Annotated[PositiveFloat, NAMED] = 4.0
+    """Most memory of one process, with what it starts."""
+    on_error: Annotated[str, OneOf("fail", "drop", "value"), SERVED] = "drop"
+    """An episode that raises, hangs, or takes its process with it: `drop` leaves it out of the
+    update, `value` scores it `error_value`, `fail` ends the job."""
+    error_value: Annotated[float, With("environment.on_error=value")] = 0.0
+    """The score of such an episode."""
+
+
+def is_served(rollout: RolloutConfig, environment: EnvironmentConfig) -> bool:
+    """Whether samples are made by programs that ask an endpoint for the model's turns. Then a
+    sample may have several branches, with prompts of their own."""
+    return environment.name is not None or rollout.serve

@@ -1,0 +1,100 @@
+"""Settings of evaluations: what is measured while nothing is learned, and what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from hybridrl.config.bounds import (
+    Name,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Range,
+    TextOrTexts,
+    With,
+)
+
+SETS = With("eval.sets")
+STOPS = With(".metric")
+
+
+@dataclass
+class EvalSetConfig:
+    """What differs in one set of `eval.sets`, by its name: `eval.sets.math.data.path=math.jsonl`
+    (docs/evaluation.md)."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    """Where its prompts come from, by the names of `data`: `data.path`, `data.split`, `data.task`;
+    columns and chat settings are the job's where nothing is said. Nothing at all: the job's own
+    held-out prompts."""
+    reward: dict[str, Any] = field(default_factory=dict)
+    """How its answers are scored, by the names of `reward`: `reward.function`, `reward.options`,
+    `reward.weights`, `reward.correct_at`; null: as the job's."""
+    function: Name | None = None
+    """An evaluation of yours in place of the set's own, `path/to/file.py:name`."""
+    prompts: PositiveInt | None = None
+    """Most prompts, drawn by `run.seed`; null: `eval.prompts`."""
+    every: NonNegativeInt | None = None
+    """Steps between two evaluations; 0: none between start and end; null: `eval.every`."""
+    at_start: bool = True
+    """Evaluate before the first step."""
+    at_end: bool = True
+    """Evaluate after the last step."""
+    samples: PositiveInt = 1
+    """Answers to each prompt."""
+    temperature: NonNegativeFloat | None = None
+    """0 is greedy; null: greedy where `samples` is 1, else `rollout.temperature`."""
+    top_p: Annotated[float, Range(above=0, most=1)] | None = None
+    """Null: `rollout.top_p`."""
+    top_k: NonNegativeInt | None = None
+    """Null: `rollout.top_k`."""
+    max_tokens: PositiveInt | None = None
+    """Longest answer; null: `rollout.max_tokens`."""
+    metrics: Annotated[Any, TextOrTexts()] = None
+    """A list of `accuracy` (of greedy answers), `mean@k`, `pass@k`, `maj@k` (a number for k, or k
+    itself for `samples`), `score`, `length` and `truncated`; null: those that its samples give."""
+    extract: Name | None = None
+    """What of a response is the answer, for `maj@k`: `boxed`, `number`, `text`, or a regular
+    expression with a group; null: what the reward function compares, else `text`."""
+    by_column: Name | None = None
+    """A column of the set's data: each metric is also shown for each of its values."""
+
+
+@dataclass
+class EvalStopConfig:
+    """When a run ends before `trainer.steps`, in good order, for what was evaluated."""
+
+    metric: Annotated[Name | None, With("eval.stop.metric")] = None
+    """A figure of the evaluations, such as `accuracy` or `eval/math/pass@8`, or `-eval/loss` where
+    less is better; null: it does not."""
+    patience: Annotated[PositiveInt | None, STOPS] = None
+    """After so many evaluations in a row that were not better than the best; null: not for that."""
+    least: Annotated[NonNegativeFloat, STOPS] = 0.0
+    """What is better by no more than this is not better."""
+    target: Annotated[float | None, STOPS] = None
+    """When the figure is as good as this; null: not for that."""
+
+
+@dataclass
+class EvalConfig:
+    """Greedy answers to held-out prompts, and further sets."""
+
+    every: NonNegativeInt = 20
+    """Steps between evaluations; 0: only before the first step and after the last."""
+    prompts: PositiveInt = 256
+    """Most held-out prompts."""
+    samples: PositiveInt = 1
+    """k of mean@k and pass@k, measured besides when it is more than 1."""
+    by_column: Annotated[Name | None, With("data.path")] = None
+    """A column of the data, such as `source`: accuracy is also shown for each of its values."""
+    held_out: Annotated[bool | None, SETS] = None
+    """Whether the job's own held-out rows are evaluated beside the sets; null: where something is
+    trained."""
+    sets: Annotated[dict[str, Any], SETS] = field(default_factory=dict)
+    """Further sets by their names, each with data, sampling, interval, metrics and reward of its
+    own."""
+    baseline: Annotated[Name | None, With("eval.baseline")] = None
+    """What is compared with: the `evaluations.json` of another run, or the run's folder; null: the
+    run's own evaluation before its first step."""
+    stop: EvalStopConfig = field(default_factory=EvalStopConfig)

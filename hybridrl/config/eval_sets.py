@@ -1,0 +1,224 @@
+"""What the settings say of the sets of `eval.sets`: each with all that it leaves out filled in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from hybridrl.config.eval_schema import EvalSetConfig
+from hybridrl.config.role_models import check_names, typed
+from hybridrl.config.schema import Config, DataConfig, RewardConfig
+from hybridrl.errors import ConfigError, Problems, nearest
+
+HELD_OUT = "held_out"
+"""What the job's own held-out rows are called among the sets."""
+TAKEN = (HELD_OUT, "loss", "pair_accuracy", "pair_margin")
+"""Names that figures of evaluations have already."""
+OF_ANSWERS = ("accuracy", "score", "length", "truncated")
+AT_K = ("mean", "pass", "maj")
+INHERITED = (
+    *("prompt_column", "answer_column", "chat", "system_prompt", "max_prompt_tokens"),
+    "too_long",
+)
+"""Settings of `data` that a set has from the job where it says nothing."""
+_OF_TRAINING = (
+    *("eval_path", "eval_split", "response_column", "messages_column", "chosen_column"),
+    *("rejected_column", "margin_column", "max_response_tokens", "prompts_per_step", "shuffle"),
+    *("sampler", "sampler_options", "sources"),
+)
+"""Settings of `data` that say nothing of prompts to evaluate on."""
+SCORED_BY = (
+    *("function", "options", "weights", "processes", "timeout_s", "on_error", "error_value"),
+    "correct_at",
+)
+"""Settings of `reward` that a set may have."""
+_OF_JOB = ("processes", "timeout_s", "on_error", "error_value", "correct_at")
+
+
+class Metric(NamedTuple):
+    """One of `OF_ANSWERS`, or one of `AT_K` with its k."""
+
+    kind: str
+    k: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}@{self.k}" if self.k else self.kind
+
+
+@dataclass(frozen=True)
+class SetSettings:
+    """A set, as it is evaluated.
+
+    Attributes:
+        own: What the settings say of it.
+        data: Where its prompts come from; None: they are the job's held-out ones.
+        reward: How it is scored.
+        is_verified: Whether functions of its own score it, in place of all that scores for the job.
+        metrics: What is measured of its answers.
+        prompts, every: As the job says where the set says nothing.
+    """
+
+    name: str
+    own: EvalSetConfig
+    data: DataConfig | None
+    reward: RewardConfig
+    is_verified: bool
+    metrics: tuple[Metric, ...]
+    prompts: int
+    every: int
+
+    @property
+    def setting(self) -> str:
+        """Its dotted name."""
+        return f"eval.sets.{self.name}"
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether its samples are greedy answers, of which one is enough."""
+        return self.own.samples == 1 and not self.own.temperature
+
+    def is_due(self, step: int, last: bool) -> bool:
+        """Whether it is evaluated after this step, 0 being before the first.
+
+        Args:
+            last: It is the last step.
+        """
+        return (
+            self.own.at_start if step == 0 else bool(self.every and step % self.every == 0)
+        ) or (last and self.own.at_end)
+
+
+def eval_sets(config: Config) -> dict[str, SetSettings]:
+    """All sets by their names.
+
+    Raises:
+        ConfigError: for a name or a value that is none.
+    """
+    found, problems = {}, Problems()
+    for name, read in config.eval.sets.items():
+        if read is not None:
+            with problems.noted():
+                found[name] = _set(config, name, read)
+    problems.raise_if_any()
+    return found
+
+
+def evaluates_held_out(config: Config, trains: bool) -> bool:
+    """Whether the job's own held-out rows are evaluated.
+
+    Args:
+        trains: Something is trained.
+    """
+    wanted = config.eval.held_out
+    return (trains or not config.eval.sets) if wanted is None else wanted
+
+
+def _set(config: Config, name: str, read: Any) -> SetSettings:
+    setting = f"eval.sets.{name}"
+    if not re.fullmatch(r"[\w-]+", str(name)) or name in TAKEN:
+        raise ConfigError(
+            f"{setting}: a set may not be called so. Its name is part of those of its figures and "
+            f"files: take letters, digits, `_` and `-`, and none of {', '.join(TAKEN)}."
+        )
+    own = typed(setting, EvalSetConfig(), read)
+    reward = _reward(config, setting, own.reward)
+    is_verified = own.reward.get("function") is not None
+    return SetSettings(
+        name,
+        own,
+        _data(config, setting, own.data),
+        reward,
+        is_verified,
+        () if own.function else _metrics(setting, own),
+        own.prompts or config.eval.prompts,
+        config.eval.every if own.every is None else own.every,
+    )
+
+
+def _data(config: Config, setting: str, read: Mapping[str, Any]) -> DataConfig | None:
+    if not read:
+        return None
+    known = [f.name for f in fields(DataConfig) if f.name not in _OF_TRAINING]
+    check_names(f"{setting}.data", read, known)
+    if not set(read) - set(INHERITED):
+        raise ConfigError(
+            f"{setting}.data says how prompts are read, but not where they are. Set "
+            f"{setting}.data.path=<file>, or {setting}.data.task=<task>; or leave {setting}.data "
+            "out, and the set has the job's held-out prompts."
+        )
+    inherited = {name: getattr(config.data, name) for name in INHERITED}
+    data = typed(f"{setting}.data", replace(DataConfig(), **inherited), read)
+    if data.task is not None and data.path is not None:
+        raise ConfigError(
+            f"Both {setting}.data.task={data.task} and {setting}.data.path={data.path} are set. "
+            "Leave one of them out."
+        )
+    return data
+
+
+def _reward(config: Config, setting: str, read: Mapping[str, Any]) -> RewardConfig:
+    for model in ("model", "judge", "model_weight"):
+        if model in read:
+            raise ConfigError(
+                f"{setting}.reward.{model}: a set is scored by functions of its own, or as the "
+                f"job is. Set {setting}.reward.function, or leave {setting}.reward out."
+            )
+    check_names(f"{setting}.reward", read, SCORED_BY)
+    if not read.get("function") and (alone := set(read) - {"function", "correct_at"}):
+        raise ConfigError(
+            f"{setting}.reward.{min(alone)} is about functions of the set's own, and there are "
+            f"none: set {setting}.reward.function, too."
+        )
+    if read.get("function") is None:
+        job = replace(config.reward, function="exact")  # it may hold functions
+        own = {key: value for key, value in read.items() if key != "function"}
+        correct_at = typed(f"{setting}.reward", job, own).correct_at
+        return replace(config.reward, correct_at=correct_at)
+    of_job = {name: getattr(config.reward, name) for name in _OF_JOB}
+    return typed(f"{setting}.reward", replace(RewardConfig(), **of_job), read)
+
+
+def _metrics(setting: str, own: EvalSetConfig) -> tuple[Metric, ...]:
+    """What is measured; see `EvalSetConfig.metrics`.
+
+    Raises:
+        ConfigError: for a metric that is not known, or that the set's samples cannot give.
+    """
+    k = own.samples
+    if k > 1 and own.temperature == 0:
+        raise ConfigError(
+            f"{setting}.temperature=0 with {setting}.samples={k}: all {k} answers to a prompt "
+            f"would be the same. Set a temperature above 0, or {setting}.samples=1."
+        )
+    if own.metrics is None:
+        at_k = (Metric("mean", k), Metric("pass", k)) if k > 1 else (Metric("mean", 1),)
+        first = at_k if k > 1 or own.temperature else (Metric("accuracy"),)
+        return (*first, Metric("score"), Metric("length"))
+    listed = [own.metrics] if isinstance(own.metrics, str) else list(own.metrics)
+    if not listed:
+        raise ConfigError(
+            f"{setting}.metrics=[]: nothing would be measured. Name a metric, such as accuracy, or "
+            f"leave {setting}.metrics out."
+        )
+    return tuple(dict.fromkeys(_metric(setting, str(name), k) for name in listed))
+
+
+def _metric(setting: str, name: str, samples: int) -> Metric:
+    if name in OF_ANSWERS:
+        return Metric(name)
+    kind, _, number = name.partition("@")
+    if kind not in AT_K or not (number == "k" or (number.isdecimal() and int(number))):
+        known = [*OF_ANSWERS, *(f"{kind}@k" for kind in AT_K)]
+        raise ConfigError(
+            f"{setting}.metrics has `{name}`; there are {', '.join(known)}, with a number for k."
+            f"{nearest(name, known)}"
+        )
+    k = samples if number == "k" else int(number)
+    if k > samples:
+        raise ConfigError(
+            f"{setting}.metrics has `{name}`, which needs {k} answers to each prompt, and "
+            f"{setting}.samples={samples}. Set {setting}.samples={k} or more."
+        )
+    return Metric(kind, k)

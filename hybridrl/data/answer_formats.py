@@ -1,0 +1,119 @@
+"""How rows of public data sets say what is right: `data.answer_format`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from hybridrl.data.columns import column_of
+from hybridrl.data.encoding import shortened
+from hybridrl.errors import DataError
+
+TESTS = "tests"
+"""The column that `hybridrl.rewards.code:passes_tests` reads."""
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # with escapes, so that `\{` is passed over
+_BOXES = ("\\boxed{", "\\fbox{")
+
+
+def with_answers(rows: pa.Table, answer_format: str, answer_column: str | None) -> pa.Table:
+    """The rows, with the final answer alone in the column of answers, or with the column `tests`.
+
+    Raises:
+        DataError: if a column is missing, or a row's is not of this format; names the row.
+    """
+    if answer_format in _OF_TESTS:
+        columns, make = _OF_TESTS[answer_format]
+        cells = [column_of(rows, name, "data.answer_format").to_pylist() for name in columns]
+        of_rows = enumerate(zip(*cells, strict=True), start=1)
+        tests = [_read(make, number, *row) for number, row in of_rows]
+        texts = pa.array([json.dumps(test) for test in tests], pa.large_string())
+        if TESTS in rows.column_names:
+            return rows.set_column(rows.column_names.index(TESTS), TESTS, texts)
+        return rows.append_column(TESTS, texts)
+    if answer_format == "plain" or answer_column is None:
+        return rows
+    find = _after_marks if answer_format == "gsm8k" else _in_box
+    cells = column_of(rows, answer_column, "data.answer_column").to_pylist()
+    found = [_read(find, number, cell) for number, cell in enumerate(cells, start=1)]
+    if answer_column not in rows.column_names:  # dots lead into an object
+        return rows.append_column(answer_column, pa.array(found, pa.large_string()))
+    place = rows.column_names.index(answer_column)
+    return rows.set_column(place, answer_column, pa.array(found, pa.large_string()))
+
+
+def _read(make: Callable[..., Any], number: int, *cells: Any) -> Any:
+    try:
+        return make(*cells)
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"Row {number} of the data is not as data.answer_format says: {error}. Mend the row "
+            "or leave it out, or name another format."
+        ) from error
+
+
+def _after_marks(text: Any) -> str:
+    """What follows the last `####`, without the commas of thousands, as GSM8K writes answers."""
+    _, marks, answer = str(text).rpartition("####")
+    if not marks or not answer.strip():
+        raise ValueError(f"the answer {shortened(text)} has nothing behind a `####`")
+    return re.sub(r"(?<=\d),(?=\d{3})", "", answer.strip())
+
+
+def _in_box(text: Any) -> str:
+    r"""What stands in the last `\boxed{...}`, as MATH writes solutions."""
+    text = str(text)
+    start, mark = max((text.rfind(mark), mark) for mark in _BOXES)
+    depth = 0
+    for brace in _BRACE.finditer(text, start) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+        if depth == 0 and brace.group() == "}":
+            if found := text[start + len(mark) : brace.start()].strip():
+                return found
+            break
+    raise ValueError(f"the answer {shortened(text)} has no `\\boxed{{}}` with something in it")
+
+
+def _mbpp(tests: Any) -> list[str]:
+    if not isinstance(tests, Sequence) or isinstance(tests, str) or not tests:
+        raise ValueError(f"`test_list` is {shortened(tests)}, expected a list of asserts")
+    return [str(test) for test in tests]
+
+
+def _humaneval(test: Any, entry_point: Any) -> list[str]:
+    if not isinstance(test, str) or not isinstance(entry_point, str) or not entry_point:
+        raise ValueError("`test` and `entry_point` must be texts")
+    return [f"{test}\n\ncheck({entry_point})\n"]
+
+
+def _apps(text: Any) -> list[Any]:
+    said = json.loads(text) if isinstance(text, str) else text
+    if not isinstance(said, Mapping) or not said.get("inputs"):
+        raise ValueError(f"`input_output` is {shortened(text)}, expected `inputs` and `outputs`")
+    pairs = list(zip(said["inputs"], said["outputs"], strict=True))
+    if (name := said.get("fn_name")) is None:
+        return [{"input": _lines(given), "output": _lines(wanted)} for given, wanted in pairs]
+    return [_call(str(name), given, wanted) for given, wanted in pairs]
+
+
+def _lines(value: Any) -> str:
+    return value if isinstance(value, str) else "\n".join(map(str, value))
+
+
+def _call(name: str, given: Sequence[Any], wanted: Any) -> str:
+    """A call by its arguments. A list of one stands for itself, or for what is in it."""
+    call = f"{name}({', '.join(map(repr, given))})"
+    if isinstance(wanted, list) and len(wanted) == 1:
+        return f"assert {call} in ({wanted!r}, {wanted[0]!r})"
+    return f"assert {call} == {wanted!r}"
+
+
+_OF_TESTS: Mapping[str, tuple[tuple[str, ...], Callable[..., list[Any]]]] = {
+    "mbpp": (("test_list",), _mbpp),
+    "humaneval": (("test", "entry_point"), _humaneval),
+    "apps": (("input_output",), _apps),
+}
+"""The columns that a set has its tests in, and what makes a list of tests of them."""

@@ -1,0 +1,59 @@
+"""The tasks of an environment as prompts: `data=environment`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from hybridrl.config.schema import DataConfig, EnvironmentConfig
+from hybridrl.core.batch import Batch
+from hybridrl.data.prompts import tokenize_prompts
+from hybridrl.data.sources import Prompts
+from hybridrl.environments.rows import load_rows
+from hybridrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ENVIRONMENT = "environment"
+"""The value of `data.task` that stands for them."""
+
+
+def load_environment_tasks(
+    config: DataConfig,
+    environment: EnvironmentConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    held_out: int,
+    seed: int,
+) -> Prompts:
+    """Asks the environment for its tasks, and tokenizes their prompts.
+
+    The tokens are those of the prompt's text alone; what a model reads in an episode, its program
+    says.
+
+    Raises:
+        ConfigError: if the environment has no tasks.
+        DataError: if a prompt is too long.
+    """
+    training, kept = load_rows(environment, held_out, seed)
+
+    def tokenized(rows: Sequence[dict[str, Any]]) -> Batch:
+        try:
+            table = pa.Table.from_pylist(list(rows))
+        except (pa.ArrowException, OverflowError, UnicodeError) as error:
+            raise ConfigError(
+                f"environment.name={environment.name} gave tasks whose columns are not of one kind "
+                f"each: {error}"
+            ) from error
+        return tokenize_prompts(
+            table,
+            tokenizer,
+            prompt_column="prompt",
+            answer_column="answer" if "answer" in table.column_names else None,
+            max_prompt_tokens=config.max_prompt_tokens,
+        )
+
+    return Prompts(tokenized(training), tokenized(kept) if kept else None, None)

@@ -1,0 +1,210 @@
+"""Mixtures: several sources of rows, `data.sources.<name>`, that steps draw from by weight."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from hybridrl.config.role_models import check_names, typed
+from hybridrl.config.schema import DataConfig
+from hybridrl.core.batch import Batch
+from hybridrl.data.tasks import load_task
+from hybridrl.errors import ConfigError, DataError
+
+COLUMN = "source"
+"""The column of the source of a row."""
+OF_MIXTURE = ("sources", "prompts_per_step", "shuffle", "sampler", "sampler_options")
+"""Settings of the data that no source has for itself."""
+OF_SOURCE = ("weight", "reward", "eval_prompts")
+REASONING_GYM = "reasoning_gym"
+"""A task, and the reward function of its rows."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Attributes:
+    data: Where its rows come from, and what its columns are.
+    weight: Its rows in a step, against those of other sources.
+    reward: Functions that score its rows in place of `reward.function`; None: that.
+    eval_prompts: How many of its rows are held out; None: its share of `eval.prompts`.
+    """
+
+    name: str
+    data: DataConfig
+    weight: float = 1.0
+    reward: list[str] | None = None
+    eval_prompts: int | None = None
+
+
+class Loaded(NamedTuple):
+    """Rows to learn from, to evaluate on, and with right responses, of all sources."""
+
+    training: Batch
+    held_out: Batch | None
+    examples: Batch | None
+
+
+def sources_of(config: DataConfig) -> list[Source]:
+    """The sources of a mixture; none where there is no mixture. What `data` says besides holds for
+    each source that does not say otherwise.
+
+    Raises:
+        ConfigError: for a setting or a value that is none.
+    """
+    return [_source(config, name, said) for name, said in config.sources.items()]
+
+
+def source_names(config: DataConfig) -> list[str]:
+    """Values of the column `source` that figures are told apart by; none where rows are of one
+    kind."""
+    if config.sources:
+        return list(config.sources)
+    tasks = list(config.tasks) if config.task == REASONING_GYM else []
+    return tasks if len(tasks) > 1 else []
+
+
+def rewards_of(config: DataConfig) -> dict[str, list[str]]:
+    """The reward functions of sources that have their own."""
+    return {s.name: s.reward for s in sources_of(config) if s.reward is not None}
+
+
+def load_sources(
+    config: DataConfig, load: Callable[[DataConfig, int], Sequence[Batch | None]], held_out: int
+) -> Loaded:
+    """The rows of all sources, one source after the other, with the column `source`.
+
+    Args:
+        load: Reads the rows of a source, so many of them held out: to learn from, to evaluate on,
+            and with right responses where there are some.
+        held_out: `eval.prompts`.
+
+    Raises:
+        ConfigError, DataError: what `load` raises, with the name of the source.
+    """
+    sources = sources_of(config)
+    whole = sum(source.weight for source in sources)
+    parts: list[list[Batch]] = [[], [], []]
+    for source in sources:
+        number = source.eval_prompts
+        if number is None:
+            number = max(1, round(held_out * source.weight / whole)) if held_out else 0
+        try:
+            found = load(source.data, number)
+        except (ConfigError, DataError) as error:
+            said = re.sub(r"\bdata\.(?=[a-z])", f"data.sources.{source.name}.", str(error))
+            raise type(error)(f"Source `{source.name}`: {said}") from error
+        for part, rows in zip(parts, found, strict=False):
+            if rows is not None:
+                part.append(rows.with_columns({COLUMN: [source.name] * len(rows)}))
+    training, kept, examples = (_together(part) for part in parts)
+    assert training is not None
+    return Loaded(training, kept, examples)
+
+
+def characters_of(config: DataConfig) -> str:
+    """What prompts and answers of built-in tasks are written in, all of them together.
+
+    Raises:
+        ConfigError: if one is no task.
+    """
+    tasks = [source.data.task for source in sources_of(config)] or [config.task]
+    found = [load_task(task).CHARACTERS for task in tasks if task is not None]
+    return "".join(dict.fromkeys("".join(found)))
+
+
+class Proportions:
+    """How many rows of each source come next, so that the shares of all that were drawn are those
+    of the weights, to within a row or two, at any time.
+
+    Args:
+        weights: More than 0 each.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._shares = [weight / sum(weights) for weight in weights]
+        self._drawn = [0] * len(weights)
+
+    def next(self, number: int) -> list[int]:
+        """The source, by its place, of each of so many rows: always the one that is furthest
+        behind its share."""
+        found = []
+        for total in range(sum(self._drawn) + 1, sum(self._drawn) + number + 1):
+            behind = [s * total - d for s, d in zip(self._shares, self._drawn, strict=True)]
+            place = max(range(len(behind)), key=behind.__getitem__)
+            self._drawn[place] += 1
+            found.append(place)
+        return found
+
+    def state(self) -> dict[str, Any]:
+        return {"shares": self._shares, "drawn": self._drawn}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on; with other weights than before, counts from here."""
+        if state["shares"] == self._shares:
+            self._drawn = [int(number) for number in state["drawn"]]
+
+
+def _source(config: DataConfig, name: str, said: Any) -> Source:
+    setting = f"data.sources.{name}"
+    own = [f.name for f in fields(DataConfig) if f.name not in OF_MIXTURE]
+    check_names(setting, said, [*OF_SOURCE, *own])
+    given = {key: value for key, value in said.items() if key in own}
+    defaults = replace(config, task=None, path=None, tasks=[], task_options={}, sources={})
+    data = typed(setting, defaults, given)
+    if (data.task is None) == (data.path is None):
+        raise ConfigError(
+            f"{setting} must have either a path (a file, folder or data set) or a task (a built-in "
+            f"one), and has {'neither' if data.path is None else 'both'}."
+        )
+    weight, number = said.get("weight", 1.0), said.get("eval_prompts")
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not (is_number and 0 < weight < math.inf):
+        raise ConfigError(f"{setting}.weight={weight}: must be a number, more than 0.")
+    if number is not None and not (type(number) is int and number >= 0):
+        raise ConfigError(f"{setting}.eval_prompts={number}: must be a whole number, 0 or more.")
+    reward = said.get("reward", REASONING_GYM if data.task == REASONING_GYM else None)
+    functions = [reward] if isinstance(reward, str) else reward
+    if functions is not None and not (
+        isinstance(functions, Sequence) and functions and all(map(_is_name, functions))
+    ):
+        raise ConfigError(
+            f"{setting}.reward={reward}: must be a reward function or a list of them."
+        )
+    return Source(name, data, float(weight), None if functions is None else list(functions), number)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _together(parts: Sequence[Batch]) -> Batch | None:
+    """One batch after the other; what a source does not have is empty in its rows, and a column
+    that is of several types is left out, with a word in the log."""
+    if not parts:
+        return None
+    names = dict.fromkeys(name for part in parts for name in part.columns)
+    mixed = [name for name in names if not _fits([p.array(name) for p in parts if name in p])]
+    if mixed:
+        _log.warning(
+            "The data's %s left out: sources have values of different types there.",
+            f"column `{mixed[0]}` is" if len(mixed) == 1 else f"columns {', '.join(mixed)} are",
+        )
+    kept = [part.select([name for name in part.columns if name not in mixed]) for part in parts]
+    return Batch.concat(kept, fill_missing=True)
+
+
+def _fits(arrays: Sequence[pa.Array]) -> bool:
+    try:
+        schemas = [pa.schema([("column", array.type)]) for array in arrays]
+        pa.unify_schemas(schemas, promote_options="permissive")
+    except pa.ArrowException:
+        return False
+    return True

@@ -1,0 +1,101 @@
+"""Samplers: which rows a step has, chosen by what their samples scored.
+
+A sampler is built with those of `rows` (the training data, tokenized), `seed` and `config` that its
+`__init__` names, and with `data.sampler_options`. It has `draw(number)`, which returns so many row
+numbers, and `update(rows, scores)`, which learns the scores of samples (NaN: dropped), and of which
+row each is an answer; and, to go on where a run stopped, `state()` and `load_state(state)`, of
+plain data. In a mixture each source has a sampler of its own, with its own rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridrl.config.schema import Config
+from hybridrl.core import user_code
+from hybridrl.core.batch import Batch
+from hybridrl.data.samplers.difficulty import Difficulty
+from hybridrl.data.samplers.pass_rate import PassRate
+from hybridrl.errors import ConfigError, nearest
+
+SETTING = "data.sampler"
+BUILT_IN: Mapping[str, Callable[..., Any]] = {"pass_rate": PassRate, "difficulty": Difficulty}
+OFFERED = ("rows", "seed", "config")
+Rows = npt.NDArray[np.int64]
+
+
+def check_sampler(config: Config) -> None:
+    """Refuses a sampler that is none, and options that it does not have.
+
+    Raises:
+        ConfigError: naming what it lacks.
+    """
+    spec = config.data.sampler
+    if spec is None:
+        return
+    found = user_code.named(SETTING, spec, BUILT_IN)
+    for name in ("draw", "update"):
+        if not callable(getattr(found, name, None)):
+            raise ConfigError(
+                f"{SETTING}={spec} has no method `{name}`; a sampler has draw(number), which "
+                "returns row numbers, and update(rows, scores)."
+            )
+    parameters = inspect.signature(found).parameters
+    known = [name for name in parameters if name not in OFFERED]
+    is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in config.data.sampler_options:
+        if name not in known and not is_open:
+            raise ConfigError(
+                f"data.sampler_options.{name}: {SETTING}={spec} has no such option; it has "
+                f"{', '.join(known) or 'none'}.{nearest(str(name), known)}"
+            )
+
+
+def make_sampler(config: Config, rows: Batch) -> Any:
+    """The sampler of these rows; None where each row comes once in an epoch.
+
+    Raises:
+        ConfigError: if an option, or the data, will not do.
+    """
+    spec = config.data.sampler
+    if spec is None:
+        return None
+    made = user_code.named(SETTING, spec, BUILT_IN)
+    offered = {"rows": rows, "seed": config.run.seed, "config": config}
+    named = inspect.signature(made).parameters
+    given = {name: value for name, value in offered.items() if name in named}
+    try:
+        return made(**given, **config.data.sampler_options)
+    except TypeError as error:
+        if spec not in BUILT_IN:  # one of the user's: its own traceback says more
+            raise
+        shown = ", ".join(f"{name}={value}" for name, value in config.data.sampler_options.items())
+        raise ConfigError(
+            f"data.sampler_options has {shown}: {SETTING}={spec} cannot work with that ({error})."
+        ) from error
+
+
+def draw(sampler: Any, number: int, most: int, config: Config) -> Rows:
+    """So many rows of the `most` that there are, which the sampler chooses.
+
+    Raises:
+        ConfigError: if it gives something else.
+    """
+    drawn, spec = np.asarray(sampler.draw(number)), config.data.sampler
+    whole = drawn.ndim == 1 and (np.issubdtype(drawn.dtype, np.integer) or not len(drawn))
+    if not whole or len(drawn) != number:
+        raise ConfigError(
+            f"{SETTING}={spec}: draw({number}) must return {number} row numbers, and it returned "
+            f"{drawn!r}."
+        )
+    if number and not (drawn.min() >= 0 and drawn.max() < most):
+        raise ConfigError(
+            f"{SETTING}={spec}: draw({number}) returned row numbers from {drawn.min()} to "
+            f"{drawn.max()}, but the data has rows 0 to {most - 1}."
+        )
+    return drawn.astype(np.int64)

@@ -1,0 +1,180 @@
+"""Any of the tasks of reasoning-gym: problems made by rule, with a verifier each.
+
+Stojanovski et al. 2025, arXiv:2505.24760. Questions are English sentences, so a tiny model knows
+printable ASCII; what else a task writes (emoji, box drawing) is unknown to it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from hybridrl.data.tasks.character_tokenizer import TEXT
+from hybridrl.errors import ConfigError, nearest
+from hybridrl.rewards.procedural import check_installed, dataset
+
+CHARACTERS = TEXT
+DIFFICULTY = "difficulty_"
+"""How columns of a problem's difficulty begin; NaN for problems of tasks without that parameter."""
+LARGEST_SHARE = 0.2
+"""Of the problems of a task, held out where it has few different ones."""
+_TRIES = 4
+"""Problems that are made for each one that is wanted, for some repeat others."""
+_NO_TASKS = ("composite",)
+
+_log = logging.getLogger(__name__)
+Row = dict[str, Any]
+
+
+def problems(
+    count_held_out: int = 256,
+    seed: int = 0,
+    *,
+    tasks: Sequence[str] = (),
+    task_options: Mapping[str, Any] | None = None,
+    rows: int = 2000,
+) -> tuple[list[Row], list[Row]]:
+    """Problems to learn from and to evaluate on, no question twice, about as many of each task.
+
+    A row has the columns `prompt`; `answer`, None where many are right; `entry`, the problem with
+    its metadata and the task's parameters, as JSON, for the reward function `reasoning_gym`;
+    `task`, and `source`, which is the same; and a column `difficulty_<parameter>` for each number
+    that says how hard it is.
+
+    Args:
+        count_held_out: Most to evaluate on; of a task with few different problems a fifth.
+        tasks: Names of reasoning-gym's tasks.
+        task_options: Parameters, by task.
+        rows: How many to learn from.
+
+    Raises:
+        MissingPackageError: if reasoning-gym is not installed.
+        ConfigError: for a task or a parameter that there is not.
+    """
+    check_installed()
+    options = _checked(tasks, task_options or {})
+    training: list[Row] = []
+    held_out: list[Row] = []
+    for number, task in enumerate(tasks):
+        learned = _share(rows, number, len(tasks))
+        kept = _share(count_held_out, number, len(tasks))
+        text = json.dumps(options.get(task, {}) | {"seed": seed, "size": _TRIES * (learned + kept)})
+        found = _different(task, text, learned + kept)
+        if len(found) < learned + kept:
+            kept = min(kept, int(LARGEST_SHARE * len(found)))
+            _log.warning(
+                "%s has %d different problems with these parameters, fewer than the %d that "
+                "data.rows and eval.prompts ask for.",
+                task,
+                len(found),
+                learned + _share(count_held_out, number, len(tasks)),
+            )
+        held_out += found[:kept]
+        training += found[kept : kept + learned]
+    names = sorted({name for row in (*training, *held_out) for name in row})
+    return tuple(
+        [{n: row.get(n, _missing(n)) for n in names} for row in part]  # type: ignore[return-value]
+        for part in (training, held_out)
+    )
+
+
+def _missing(name: str) -> Any:
+    return math.nan if name.startswith(DIFFICULTY) else None
+
+
+def _share(number: int, place: int, parts: int) -> int:
+    """Of so many, what the part at this place has: parts differ by one at most."""
+    return number // parts + (place < number % parts)
+
+
+@lru_cache(maxsize=64)  # rows to sample from and rows to warm up with are the same
+def _different(task: str, options: str, number: int) -> list[Row]:
+    """So many rows with different questions, or as many as there are."""
+    made = dataset(task, options)
+    given = {k: v for k, v in json.loads(options).items() if k not in ("seed", "size")}
+    found: dict[str, Row] = {}
+    for place in range(_TRIES * number):
+        if len(found) == number:
+            break
+        entry = made[place]
+        found.setdefault(entry["question"], _row(task, given, entry))
+    return list(found.values())
+
+
+def _row(task: str, options: Mapping[str, Any], entry: Mapping[str, Any]) -> Row:
+    metadata = entry["metadata"]
+    kept = {name: entry[name] for name in ("question", "answer", "metadata")}
+    return {
+        "prompt": entry["question"],
+        "answer": entry["answer"],
+        "entry": json.dumps({"task": task, "options": options, **kept}, default=str),
+        "task": task,
+        "source": task,
+        **_difficulty(metadata),
+    }
+
+
+def _difficulty(metadata: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers by which a problem is hard. A parameter that is a range says nothing of the
+    problem, unless the metadata has the number that was drawn from it."""
+    said = metadata.get("difficulty")
+    said = said if isinstance(said, Mapping) else {"level": said}
+    found = {name: metadata.get(name, value) for name, value in said.items()}
+    return {
+        f"{DIFFICULTY}{name}": float(value)
+        for name, value in found.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def _checked(tasks: Sequence[str], options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The parameters of each task, of which each is one."""
+    from reasoning_gym.factory import DATASETS
+
+    known = sorted(set(DATASETS) - set(_NO_TASKS))
+    if not tasks:
+        raise ConfigError(
+            "data.tasks is empty: name tasks of reasoning-gym, as in data.tasks=[chain_sum, gcd]. "
+            f"There are {', '.join(known)}."
+        )
+    for task in tasks:
+        if task not in known:
+            raise ConfigError(
+                f"data.tasks names `{task}`, which is no task of reasoning-gym "
+                f"({len(known)} are there).{nearest(task, known)}"
+            )
+    if len(set(tasks)) < len(tasks):
+        raise ConfigError(f"data.tasks={list(tasks)} names a task twice. Leave one out.")
+    for task, given in options.items():
+        setting = f"data.task_options.{task}"
+        if task not in tasks:
+            raise ConfigError(
+                f"{setting} is set, but data.tasks has {', '.join(tasks)}.{nearest(task, tasks)}"
+            )
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{setting}={given}: must be parameters, {setting}.<name>=<value>.")
+        _check_parameters(task, setting, given, DATASETS[task][1])
+    return {task: dict(given) for task, given in options.items()}
+
+
+def _check_parameters(task: str, setting: str, given: Mapping[str, Any], config: Any) -> None:
+    names = [name for name in inspect.signature(config).parameters if name not in ("seed", "size")]
+    for name in given:
+        if name not in names:
+            raise ConfigError(
+                f"{setting}.{name}: `{task}` has no such parameter; it has {', '.join(names)}."
+                + nearest(str(name), names)
+            )
+    try:
+        made = config(**given)
+        if hasattr(made, "validate"):
+            made.validate()
+    except Exception as error:  # theirs are assertions, as a rule
+        raise ConfigError(
+            f"{setting}={dict(given)}: reasoning-gym refuses that: {error or type(error).__name__}."
+        ) from error

@@ -1,0 +1,6 @@
+"""Adapters: each makes one kind of environment play episodes with the model.
+
+They are loaded by `shim` in the Python of the environment, where HybridRL need not be installed, so
+they import only each other and what such an environment brings. An adapter is a file with a class
+`Adapter`, whose methods are those of `episode.BaseAdapter`.
+"""

@@ -1,0 +1,158 @@
+"""What an adapter is given, and what it gives back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+MODEL = "policy"
+"""The name by which programs ask for the model, if they name one; the endpoint knows no other."""
+
+
+@dataclass
+class Episode:
+    """One episode to play.
+
+    Attributes:
+        row: Of the data.
+        url: Where the model answers, as OpenAI's API does: ends in `/v1`, and belongs to this
+            episode.
+        token: Of the header `Authorization: Bearer`.
+        session: Identifies the episode. What has other conversations with the model may name them
+            in the header `X-Session-ID`: this, a dot, and anything.
+        greedy: The model answers greedily, for this is an evaluation.
+        is_left_running: To be set by an adapter that cannot stop what it has started: its process
+            gets no further episodes.
+    """
+
+    row: dict[str, Any]
+    url: str
+    token: str
+    session: str
+    greedy: bool = False
+    is_left_running: bool = False
+
+
+@dataclass
+class Score:
+    """What came of an episode.
+
+    Attributes:
+        reward: None: the program has told the endpoint itself.
+        turn_rewards: One for each turn of the model, if known.
+        metrics: Further numbers.
+        sessions: The conversations to learn from and their rewards, where an episode has several;
+            None: all that there was.
+    """
+
+    reward: float | None
+    turn_rewards: list[float] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    sessions: dict[str, float] | None = None
+
+
+class EpisodeError(Exception):
+    """An episode failed in a way that is known: the message says all, without a traceback.
+
+    Args:
+        kind: `error`, `crash`, `timeout`, `memory` or `output`.
+    """
+
+    def __init__(self, message: str, kind: str = "error") -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class SetupError(Exception):
+    """An environment cannot be made with these settings: the message says all."""
+
+
+Returned = Union[float, "dict[str, Any]", Score, None]
+
+
+class BaseAdapter:
+    """Plays episodes of one kind of environment.
+
+    Args:
+        options: `environment.options`.
+        name: Of the user's function, `path/to/file.py:name`; of other adapters their own.
+    """
+
+    def __init__(self, options: dict[str, Any], name: str) -> None:
+        self.options = options
+        self.name = name
+
+    async def start(self) -> None:
+        """Called once, before anything else, in the loop that plays the episodes."""
+
+    async def play(self, episode: Episode) -> Returned:
+        """Plays an episode. It is cancelled when it takes too long.
+
+        Raises:
+            EpisodeError: if it failed; any other error is shown with its traceback.
+        """
+        raise NotImplementedError
+
+    async def rows(self, count: int) -> list[dict[str, Any]]:
+        """The environment's own tasks, at most so many, each with a `prompt`."""
+        raise SetupError(
+            f"data=environment: environment.name={self.name} has no tasks of its own. Name rows by "
+            "data=jsonl data.path=<file>."
+        )
+
+    async def close(self) -> None:
+        """Called at the end, unless the process is killed."""
+
+    def take(self, known: dict[str, Any]) -> dict[str, Any]:
+        """The options, with these defaults.
+
+        Raises:
+            SetupError: if there are others.
+        """
+        unknown = [key for key in self.options if key not in known]
+        if unknown:
+            raise SetupError(
+                f"environment.options.{unknown[0]}: environment.name={self.name} has no such "
+                f"option; it has {', '.join(known) or 'none'}."
+            )
+        return {**known, **self.options}
+
+
+def scored(returned: Returned) -> Score:
+    """What an episode returned, as a `Score`.
+
+    Raises:
+        EpisodeError: if it is neither a number nor a dictionary with a `reward`, or has a number
+            that nothing can be learned from.
+    """
+    score = _score(returned)
+    for name, values in (("reward", [score.reward]), ("turn_rewards", score.turn_rewards or [])):
+        for value in values:
+            if value is not None and not math.isfinite(value):
+                raise EpisodeError(f"An episode returned {name} of {value}: nothing to learn from.")
+    return score
+
+
+def _score(returned: Returned) -> Score:
+    if isinstance(returned, Score):
+        return returned
+    if returned is None or isinstance(returned, int | float):
+        return Score(None if returned is None else float(returned))
+    if isinstance(returned, dict) and set(returned) <= {"reward", "turn_rewards", "metrics"}:
+        try:
+            reward, turns = returned.get("reward"), returned.get("turn_rewards")
+            return Score(
+                None if reward is None else float(reward),
+                None if turns is None else [float(turn) for turn in turns],
+                {str(name): float(value) for name, value in returned.get("metrics", {}).items()},
+            )
+        except (TypeError, ValueError, AttributeError):
+            pass
+    if hasattr(returned, "item"):  # a number of numpy's or torch's
+        return Score(float(returned.item()))
+    raise EpisodeError(
+        f"An episode returned {str(returned)[:200]!r} ({type(returned).__name__}), expected a "
+        "number, or a dictionary with `reward`, and `turn_rewards` (a list) and `metrics` (a "
+        "dictionary) if there are any."
+    )

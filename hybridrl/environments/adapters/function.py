@@ -1,0 +1,98 @@
+"""The user's own function: `play(row, model)` plays an episode and returns its reward."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from .client import AsyncModel, Model
+from .episode import BaseAdapter, Episode, Returned, SetupError
+
+
+class Adapter(BaseAdapter):
+    """`async def play(row, model)`, or a plain function, which gets a thread for each episode.
+
+    It returns a number, or a dictionary with `reward`, `turn_rewards` and `metrics`, or None where
+    the program has told the endpoint its reward. The options are further keyword arguments. A
+    function `rows(count)` beside it gives tasks of its own.
+    """
+
+    def __init__(self, options: dict[str, Any], name: str) -> None:
+        super().__init__(options, name)
+        place, _, attribute = name.rpartition(":")
+        self._module = _load(place)
+        self._play = getattr(self._module, attribute, None)
+        if not callable(self._play):
+            known = [one for one in vars(self._module) if not one.startswith("_")]
+            raise SetupError(
+                f"environment.name={name}: {place} defines no function `{attribute}`; it defines "
+                f"{', '.join(known) or 'nothing'}."
+            )
+        try:
+            inspect.signature(self._play).bind({}, None, **options)
+        except TypeError as error:
+            shown = "".join(f", {key}={value!r}" for key, value in options.items())
+            raise SetupError(
+                f"environment.name={name} cannot be called as {attribute}(row, model{shown}): "
+                f"{error}."
+            ) from error
+
+    async def play(self, episode: Episode) -> Returned:
+        inner = self._play if inspect.isroutine(self._play) else type(self._play).__call__
+        if inspect.iscoroutinefunction(inner):
+            return await self._play(episode.row, AsyncModel(episode), **self.options)
+        return await self._in_thread(episode)
+
+    async def _in_thread(self, episode: Episode) -> Returned:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Returned] = loop.create_future()
+
+        def finish(setter: Any, value: Any) -> None:
+            if not done.done():
+                setter(value)
+
+        def run() -> None:
+            try:
+                returned = self._play(episode.row, Model(episode), **self.options)
+            except BaseException as error:
+                if isinstance(error, StopIteration):  # a future cannot hold one
+                    error = RuntimeError(f"StopIteration: {error}")
+                loop.call_soon_threadsafe(finish, done.set_exception, error)
+            else:
+                loop.call_soon_threadsafe(finish, done.set_result, returned)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        try:
+            return await done
+        finally:
+            episode.is_left_running = not done.done() or done.cancelled()
+
+    async def rows(self, count: int) -> list[dict[str, Any]]:
+        own = getattr(self._module, "rows", None)
+        if own is None:
+            return await super().rows(count)
+        found = own(count)
+        return list(await found if inspect.isawaitable(found) else found)
+
+
+def _load(place: str) -> Any:
+    """The module at a path, or of a dotted name."""
+    if not (place.endswith(".py") or "/" in place):
+        return importlib.import_module(place)
+    file = Path(place).expanduser().resolve()
+    if not file.is_file():
+        raise SetupError(f"environment.name: there is no file {file}.")
+    sys.path.append(str(file.parent))  # like a script, it may import its neighbours
+    found = importlib.util.spec_from_file_location(f"environment_of_{file.stem}", file)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module
+    found.loader.exec_module(module)
+    return module

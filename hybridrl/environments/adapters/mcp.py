@@ -1,0 +1,77 @@
+"""A conversation with the tools of MCP servers: the reward functions of the job score its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .client import AsyncModel, ModelError
+from .episode import BaseAdapter, Episode, EpisodeError, Returned, Score, SetupError
+from .tool_servers import ToolServers
+
+
+class Adapter(BaseAdapter):
+    """Options:
+
+    * `servers`: by name, `{command: [python, server.py]}` or `{url: http://...}`;
+    * `column`: of the rows: the names of the servers that a row has, a list or a text with commas
+      between them; without it, all of them;
+    * `system`: a message before the prompt; `max_turns`: most turns of the model;
+    * `request`: further fields of each request, such as `max_tokens`.
+
+    A row's `prompt` is a text, or a list of messages in the column `messages`.
+    """
+
+    def __init__(self, options: dict[str, Any], name: str) -> None:
+        super().__init__(options, name)
+        known = {"servers": {}, "column": None, "system": None, "max_turns": 16, "request": {}}
+        self._own = self.take(known)
+        if not self._own["servers"]:
+            raise SetupError(
+                "environment.name=mcp needs environment.options.servers, such as "
+                "{files: {command: [python, server.py]}}."
+            )
+        for server, how in self._own["servers"].items():
+            if not isinstance(how, dict) or len({"command", "url"} & set(how)) != 1:
+                raise SetupError(
+                    f"environment.options.servers.{server}={how}: must have a `command`, which is "
+                    "a list, or a `url`."
+                )
+
+    async def play(self, episode: Episode) -> Returned:
+        own, model, row = self._own, AsyncModel(episode), episode.row
+        messages = list(row.get("messages") or [{"role": "user", "content": str(row["prompt"])}])
+        if own["system"]:
+            messages.insert(0, {"role": "system", "content": own["system"]})
+        turns = calls = 0
+        async with ToolServers(self._servers_of(row)) as tools:
+            described = {"tools": tools.described} if tools.described else {}
+            while turns < own["max_turns"]:
+                try:
+                    message = await model.chat(messages, **described, **own["request"])
+                except ModelError as error:
+                    if error.is_too_long:
+                        break
+                    raise
+                turns += 1
+                messages.append(message)
+                wanted = message.get("tool_calls") or []
+                if not wanted:
+                    break
+                calls += len(wanted)
+                messages += await tools.call(wanted)
+        return Score(0.0, None, {"turns": float(turns), "tool_calls": float(calls)})
+
+    def _servers_of(self, row: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        servers, column = self._own["servers"], self._own["column"]
+        if column is None:
+            return dict(servers)
+        wanted = row.get(column) or []
+        if isinstance(wanted, str):
+            wanted = [name.strip() for name in wanted.split(",") if name.strip()]
+        for name in wanted:
+            if name not in servers:
+                raise EpisodeError(
+                    f"The row's column `{column}` names the server `{name}`, but "
+                    f"environment.options.servers has {', '.join(servers)}."
+                )
+        return {name: servers[name] for name in wanted}

@@ -1,0 +1,95 @@
+"""Tools of MCP servers, for a conversation in the form of OpenAI's API."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+
+class ToolServers:
+    """Connections to MCP servers; an asynchronous context manager.
+
+    Args:
+        servers: By name: `url`, or `command` (a list), with `env` and `cwd` if wanted.
+
+    Attributes:
+        described: The tools, as a chat completion request lists them. Where two servers have tools
+            of one name, the later one's begins with the server's name.
+    """
+
+    def __init__(self, servers: dict[str, dict[str, Any]]) -> None:
+        self._servers = servers
+        self._stack = contextlib.AsyncExitStack()
+        self._tools: dict[str, tuple[Any, str]] = {}
+        self.described: list[dict[str, Any]] = []
+
+    async def __aenter__(self) -> ToolServers:
+        try:
+            for name, server in self._servers.items():
+                await self._connect(name, server)
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def _connect(self, name: str, server: dict[str, Any]) -> None:
+        from mcp import ClientSession, StdioServerParameters, stdio_client
+
+        if "url" in server:
+            try:
+                from mcp.client.streamable_http import streamable_http_client as connect
+            except ImportError:  # of mcp 1
+                from mcp.client.streamable_http import streamablehttp_client as connect
+            streams = await self._stack.enter_async_context(connect(server["url"]))
+        else:
+            program, *arguments = server["command"]
+            wanted = {"command": program, "args": arguments}
+            wanted |= {key: server[key] for key in ("env", "cwd") if key in server}
+            streams = await self._stack.enter_async_context(
+                stdio_client(StdioServerParameters(**wanted))
+            )
+        session = await self._stack.enter_async_context(ClientSession(streams[0], streams[1]))
+        await session.initialize()
+        for tool in (await session.list_tools()).tools:
+            shown = f"{name}_{tool.name}" if tool.name in self._tools else tool.name
+            self._tools[shown] = session, tool.name
+            schema = getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", None)
+            function = {
+                "name": shown,
+                "description": tool.description or "",
+                "parameters": schema or {"type": "object", "properties": {}},
+            }
+            self.described.append({"type": "function", "function": function})
+
+    async def call(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages that answer a model's tool calls. What is wrong with a call, the model is
+        told."""
+        return [
+            {
+                "role": "tool",
+                "tool_call_id": call.get("id", ""),
+                "content": await self._answer(call),
+            }
+            for call in calls
+        ]
+
+    async def _answer(self, call: dict[str, Any]) -> str:
+        name, given = call["function"]["name"], call["function"].get("arguments") or "{}"
+        if name not in self._tools:
+            return f"Error: there is no tool `{name}`; there is {', '.join(self._tools) or 'none'}."
+        try:
+            arguments = json.loads(given) if isinstance(given, str) else given
+        except ValueError as error:
+            return f"Error: the arguments are no JSON: {error}"
+        if not isinstance(arguments, dict):
+            return "Error: the arguments must be a JSON object."
+        session, tool = self._tools[name]
+        try:
+            result = await session.call_tool(tool, arguments)
+        except Exception as error:
+            return f"Error: {error}"
+        return "\n".join(part.text for part in result.content if getattr(part, "text", None))

@@ -1,0 +1,51 @@
+"""What the pool is given to play, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Play(NamedTuple):
+    """An episode to play.
+
+    Attributes:
+        key: Comes back with what came of it.
+        row: Of the data.
+        url: Where the model answers this episode: `http://127.0.0.1:PORT/session/<session>/v1`.
+        token: Of the endpoint.
+        session: Of the endpoint, in `url`.
+        greedy: For an evaluation.
+    """
+
+    key: int
+    row: Mapping[str, Any]
+    url: str
+    token: str
+    session: str
+    greedy: bool
+
+
+class Played(NamedTuple):
+    """What came of an episode.
+
+    Attributes:
+        key: As given.
+        reward: NaN after a failure; and where the program was to tell the endpoint itself. What the
+            endpoint was told goes before this, and before a failure of kind `error`.
+        turn_rewards: One for each turn of the model, if the environment says.
+        metrics: Further numbers of the environment.
+        failure: What went wrong, for people; None: nothing.
+        kind: `ok`, `error`, `crash`, `timeout`, `memory` or `output`.
+        sessions: The conversations that count, with their rewards; None: `session` and all that
+            begin with it and a dot. Others of the episode were given up, when its process was lost
+            and it was played again, say.
+    """
+
+    key: int
+    reward: float
+    turn_rewards: list[float] | None
+    metrics: dict[str, float]
+    failure: str | None
+    kind: str
+    sessions: dict[str, float] | None = None

@@ -1,0 +1,65 @@
+"""Rows of an environment's own tasks, and whether an environment can be loaded at all."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from hybridrl.config.schema import EnvironmentConfig
+from hybridrl.environments.pool import EnvironmentPool
+from hybridrl.errors import ConfigError
+
+_LARGEST_SHARE = 0.2
+"""Of the tasks, held out of few."""
+
+
+def load_rows(
+    config: EnvironmentConfig, count_held_out: int, seed: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Asks the environment for its tasks.
+
+    Args:
+        count_held_out: How many to evaluate on; fewer if the environment has few.
+        seed: Of their draw.
+
+    Returns:
+        Rows to learn from, at most `environment.tasks`, and rows to evaluate on. Each has a
+        `prompt`, a text, and what the environment needs to play it.
+
+    Raises:
+        ConfigError: if there are none, or they are no rows.
+    """
+    pool = EnvironmentPool(config)
+    try:
+        rows = pool.rows(config.tasks + count_held_out)
+    finally:
+        pool.close()
+    wrong = next((row for row in rows if not isinstance(row, dict)), None)
+    if wrong is not None or not rows:
+        shown = f"a task that is {wrong!r:.100}" if rows else "no tasks"
+        raise ConfigError(
+            f"environment.name={config.name} gave {shown}, expected dictionaries, one for each "
+            "episode."
+        )
+    number = min(count_held_out, int(_LARGEST_SHARE * len(rows)))
+    if len(rows) == config.tasks + count_held_out:
+        number = count_held_out
+    held_out = set(random.Random(seed).sample(range(len(rows)), number))
+    # A prompt of no characters has no tokens; programs that open a conversation themselves may
+    # have none.
+    rows = [row | {"prompt": str(row.get("prompt") or "\n")} for row in rows]
+    kept = [row for number, row in enumerate(rows) if number in held_out]
+    return [row for number, row in enumerate(rows) if number not in held_out], kept
+
+
+def probe(config: EnvironmentConfig) -> None:
+    """Loads the environment once.
+
+    Raises:
+        ConfigError: if that fails; says why.
+    """
+    pool = EnvironmentPool(config)
+    try:
+        pool.load()
+    finally:
+        pool.close()

@@ -1,0 +1,59 @@
+"""Chat: from messages to tokens, and from tokens to messages.
+
+Tokens of earlier turns are never made again from their text: what a model sampled need not be what
+its tokenizer makes of that, and a policy trained on other tokens than it sampled learns from
+log-probabilities that were never its own. So of a conversation that goes on, only what is new is
+tokenized.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from hybridrl.errors import HybridRLError
+from hybridrl.serving.messages import Message, Said, Tool
+from hybridrl.serving.session import Known
+
+
+class ChatError(HybridRLError):
+    """The chat template refuses a conversation, or there is none. Says what it said."""
+
+
+class Chat(ABC):
+    """Of one model.
+
+    Attributes:
+        stop_token_ids: Tokens that end a turn, besides the model's own.
+    """
+
+    stop_token_ids: tuple[int, ...] = ()
+
+    @abstractmethod
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        """A conversation that the model is to go on with.
+
+        Raises:
+            ChatError: if the template refuses it.
+        """
+
+    @abstractmethod
+    def continuation(
+        self, messages: Sequence[Message], tools: Sequence[Tool], at: int, known: Known
+    ) -> list[int] | None:
+        """The same, with the tokens of an earlier turn as they are.
+
+        Args:
+            at: The message that is this turn; only others than the assistant's follow.
+            known: The turn.
+
+        Returns:
+            All tokens of the turn, then what is new; None if the template does not keep what it
+            wrote before, as those do that leave out what was thought in earlier turns.
+        """
+
+    @abstractmethod
+    def said(
+        self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[Tool]
+    ) -> Said:
+        """What a turn of the model says."""

@@ -1,0 +1,206 @@
+"""Endpoint: a server of one replica, in a thread of its own, for whoever has its token."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from hybridrl.errors import ConfigError
+from hybridrl.rollout.base import Sampling
+from hybridrl.serving.chat import Chat
+from hybridrl.serving.exchange import Exchange
+from hybridrl.serving.fields import RefusedError
+from hybridrl.serving.outside import OutsidePrograms
+from hybridrl.serving.routes import Routes
+from hybridrl.serving.session import Session
+from hybridrl.serving.sessions import Sessions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
+
+MOST_BYTES = 64 << 20
+"""Of a request."""
+MOST_WAITING = 4096
+"""Requests that wait for a generation."""
+PATIENCE_S = 300.0
+"""So long they wait."""
+_GONE = 499
+CLOSE_S = 0.2
+"""For what is under way when it closes."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Endpoint:
+    """Listens from the beginning; what it is asked waits in `exchange` for the engine's thread.
+
+    Args:
+        host, port: Where; port 0: any that is free.
+        outside: Gives episodes to programs that ask for them; None: nothing does.
+        patience_s: So long requests wait while no generation is under way.
+        most_bytes: Of a request.
+
+    Attributes:
+        url: Its address, without a path.
+        token: What programs have to bring, as `Authorization: Bearer <token>`.
+
+    Raises:
+        ConfigError: if it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat: Chat | None,
+        *,
+        model: str,
+        vocabulary: int,
+        context_length: int,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        outside: OutsidePrograms | None = None,
+        patience_s: float = PATIENCE_S,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        self.model = model
+        self.token = secrets.token_urlsafe(32)
+        self.exchange = Exchange(MOST_WAITING)
+        self._sessions = Sessions(context_length)
+        self._routes = Routes(
+            tokenizer,
+            chat,
+            self._sessions,
+            self.exchange,
+            outside,
+            model=model,
+            vocabulary=vocabulary,
+            context_length=context_length,
+            patience_s=patience_s,
+        )
+        self._most_bytes = most_bytes
+        self._address: tuple[str, int] | OSError = (host, port)
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="endpoint", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+        if isinstance(self._address, OSError):
+            raise ConfigError(
+                f"The endpoint cannot listen at rollout.serve_host={host}, port {port} "
+                f"(rollout.serve_port and those after it, one for each replica): {self._address}. "
+                "Choose others; port 0 takes any that is free."
+            )
+        shown = f"[{self._address[0]}]" if ":" in self._address[0] else self._address[0]
+        self.url = f"http://{shown}:{self._address[1]}"
+
+    def open_session(self, name: str, sampling: Sampling, seed: int) -> Session:
+        """An episode begins: requests may name it. Its name has no dot."""
+        return self._sessions.open(name, sampling, seed)
+
+    def close_session(self, session: Session) -> None:
+        """An episode is over: its name is unknown from now on, and what it still asked for is
+        not answered."""
+        self._sessions.close(session.name)
+        if under_way := list(session.under_way):
+            self.exchange.refuse(under_way, f"The session `{session.name}` is over.")
+
+    def session_url(self, session: Session) -> str:
+        """What a program of this session takes for the address of OpenAI's API."""
+        return f"{self.url}/session/{session.name}/v1"
+
+    def announce(self, path: Path) -> None:
+        """Writes address and token to a file that only this user can read."""
+        new = path.with_name(f"{path.name}.new")
+        new.unlink(missing_ok=True)
+        content = {"url": self.url, "token": self.token, "model": self.model}
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(content, file)
+        new.replace(path)
+
+    def close(self) -> None:
+        """Listens no more; what is under way is dropped."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        app = web.Application(
+            client_max_size=self._most_bytes, middlewares=[_tell_errors, self._check_token]
+        )
+        self._routes.add_to(app)
+        # A program that goes away ends what it asked for.
+        runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S
+        )
+        try:
+            self._loop.run_until_complete(self._listen(runner))
+        except OSError as error:
+            self._address = error
+        self._ready.set()
+        if not isinstance(self._address, OSError):
+            self._loop.run_forever()
+        self._loop.run_until_complete(runner.cleanup())
+        self._loop.close()
+
+    async def _listen(self, runner: web.AppRunner) -> None:
+        assert not isinstance(self._address, OSError)
+        await runner.setup()
+        await web.TCPSite(runner, *self._address, backlog=1024).start()
+        self._address = runner.addresses[0][:2]
+
+    @web.middleware
+    async def _check_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path != "/health":
+            kind, _, token = request.headers.get("Authorization", "").partition(" ")
+            known = hmac.compare_digest(_bytes(token.strip()), _bytes(self.token))
+            if kind.lower() != "bearer" or not known:
+                raise RefusedError(
+                    401,
+                    "The endpoint wants `Authorization: Bearer <token>`, with the token of this "
+                    "job: `api_key` of OpenAI's clients.",
+                    code="invalid_api_key",
+                )
+        return await handler(request)
+
+
+@web.middleware
+async def _tell_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Errors in OpenAI's shape."""
+    try:
+        return await handler(request)
+    except RefusedError as error:
+        refused = error
+    except web.HTTPRequestEntityTooLarge:
+        refused = RefusedError(413, "The request is too large.", code="request_too_large")
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        what = f"{request.method} {request.path}"
+        refused = RefusedError(error.status, f"{what}: {error.reason}.", code="unknown_url")
+    except asyncio.CancelledError:
+        raise
+    except ConnectionError:  # nobody is there to read an answer
+        return web.Response(status=_GONE)
+    except Exception:
+        _log.exception("The endpoint failed to answer %s %s.", request.method, request.path)
+        refused = RefusedError(500, "The endpoint failed; its log says why.")
+    headers = {"Retry-After": "5"} if refused.status in (429, 503) else None
+    return web.json_response(refused.body, status=refused.status, headers=headers)
+
+
+def _bytes(header: str) -> bytes:
+    """A header as it came, whatever was in it."""
+    return header.encode(errors="surrogateescape")

@@ -1,0 +1,129 @@
+"""Messages as programs send them, as chat templates read them, and as the model answered them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+Message = dict[str, Any]
+Tool = dict[str, Any]
+
+
+class Call(NamedTuple):
+    """A tool that the model calls.
+
+    Attributes:
+        arguments: JSON, as text.
+    """
+
+    name: str
+    arguments: str
+
+
+class Said(NamedTuple):
+    """What the model said in a turn.
+
+    Attributes:
+        reasoning: What it thought before, where the model's format tells that apart.
+    """
+
+    content: str
+    calls: tuple[Call, ...] = ()
+    reasoning: str | None = None
+
+    def cut_at(self, stops: Sequence[str]) -> Said:
+        """Without the first of these texts in the content, and all behind it."""
+        places = [place for stop in stops if (place := self.content.find(stop)) >= 0]
+        return self._replace(content=self.content[: min(places)]) if places else self
+
+    def after(self, before: Said) -> Said:
+        """What is new in it, where this one goes on."""
+        reasoning, known = self.reasoning or "", before.reasoning or ""
+        return Said(
+            self.content[len(before.content) :] if self.content.startswith(before.content) else "",
+            self.calls,
+            reasoning[len(known) :] if reasoning.startswith(known) else None,
+        )
+
+    def held_back(self, stops: Sequence[str]) -> Said:
+        """Without an end that may turn out to be something else: half a character, or the
+        beginning of one of these texts."""
+        content = self.content.rstrip("\ufffd")
+        ends = (
+            length
+            for stop in stops
+            for length in range(min(len(stop) - 1, len(content)), 0, -1)
+            if content.endswith(stop[:length])
+        )
+        return self._replace(content=content[: len(content) - max(ends, default=0)])
+
+    def message(self, call_ids: Sequence[str]) -> Message:
+        """As OpenAI's API writes it.
+
+        Args:
+            call_ids: One for each call.
+        """
+        message: Message = {"role": "assistant", "content": self.content}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["content"] = self.content or None
+            message["tool_calls"] = [
+                {"id": call_id, "type": "function", "function": call._asdict()}
+                for call_id, call in zip(call_ids, self.calls, strict=True)
+            ]
+        return message
+
+
+def call_ids(seed: int, count: int) -> list[str]:
+    """Ids for the calls of a turn: the same whenever it is sampled, and of the nine letters and
+    digits that some templates insist on."""
+    digests = (hashlib.sha256(f"{seed} {number}".encode()).hexdigest() for number in range(count))
+    return [digest[:9] for digest in digests]
+
+
+def for_templates(messages: Sequence[Message]) -> list[Message]:
+    """As templates expect them: no empty fields, and the arguments of calls as objects."""
+    found = []
+    for message in messages:
+        message = {name: value for name, value in message.items() if value is not None}
+        message.setdefault("content", "")
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [
+                call | {"function": call["function"] | {"arguments": _parsed(call)}}
+                for call in calls
+            ]
+        found.append(message)
+    return found
+
+
+def prefix_keys(messages: Sequence[Message], tools: Sequence[Tool]) -> Iterator[str]:
+    """Names of the conversations that consist of the first message, of the first two, and so on.
+
+    Conversations with the same name mean the same: ids of calls, what was thought, and how JSON is
+    written make no difference, for programs lose or rewrite these.
+    """
+    digest = hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode())
+    for message in messages:
+        meaning: list[Any] = [message["role"], message.get("content") or ""]
+        for call in message.get("tool_calls") or []:
+            meaning.append([call["function"]["name"], _parsed(call)])
+        if message["role"] == "tool":
+            meaning.append([message.get("name"), message.get("tool_call_id")])
+        digest.update(json.dumps(meaning, sort_keys=True).encode())
+        yield digest.hexdigest()
+
+
+def as_json(arguments: Any) -> str:
+    """The arguments of a call as text, which they may be already."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _parsed(call: Message) -> Any:
+    arguments = call["function"]["arguments"]
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments

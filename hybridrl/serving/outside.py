@@ -1,0 +1,129 @@
+"""OutsidePrograms: episodes for programs that the job did not start. They ask for a row, play it,
+and report a reward, in their own time; one that does not is given up after a while."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from hybridrl.environments.play import Play, Played
+
+_log = logging.getLogger(__name__)
+
+REMIND_S = 60.0
+"""So often the log says that rows wait for programs."""
+
+
+class Programs(Protocol):
+    """What plays episodes: `environments.pool.EnvironmentPool`, or programs from outside."""
+
+    def start(self, group: Sequence[Play]) -> None:
+        """Begins these, samples of one prompt. Never waits."""
+
+    def poll(self, wait_s: float = 0.0) -> list[Played]:
+        """Those that have ended since."""
+
+    def cancel(self) -> None:
+        """Forgets all under way."""
+
+    def close(self) -> None:
+        """Ends the programs."""
+
+
+class OutsidePrograms:
+    """Rows that wait for programs, and those that are being played.
+
+    Args:
+        timeout_s: Longest time from asking for a row to its reward.
+
+    Attributes:
+        notify: Called when `poll` has something to give.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.notify: Callable[[], None] = lambda: None
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._asking: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._waiting: deque[Play] = deque()
+        self._played: dict[str, tuple[Play, float]] = {}  # by session, and when it is given up
+        self._done: list[Played] = []
+        self._reminded = time.monotonic()
+
+    def start(self, group: Sequence[Play]) -> None:
+        """Rows for whoever asks next."""
+        with self._lock:
+            self._waiting.extend(group)
+            self._reminded = time.monotonic()
+            asking, self._asking = self._asking, []
+        for loop, event in asking:
+            loop.call_soon_threadsafe(event.set)
+
+    async def next(self, wait_s: float) -> Play | None:
+        """The next row; None if there is none for so long."""
+        loop, until = asyncio.get_running_loop(), time.monotonic() + wait_s
+        while True:
+            event = asyncio.Event()
+            with self._lock:
+                if self._waiting:
+                    play = self._waiting.popleft()
+                    self._played[play.session] = play, time.monotonic() + self._timeout_s
+                    return play
+                self._asking.append((loop, event))
+            try:
+                await asyncio.wait_for(event.wait(), until - time.monotonic())
+            except TimeoutError:
+                return None
+
+    def return_row(self, play: Play) -> None:
+        """The program that asked for it has not got it: it is for the next one."""
+        with self._lock:
+            if self._played.pop(play.session, None) is None:
+                return
+        self.start([play])
+
+    def reported(self, session: str) -> None:
+        """The program of this session has told its reward: the episode is over."""
+        with self._lock:
+            found = self._played.pop(session, None)
+            if found is not None:
+                self._done.append(Played(found[0].key, math.nan, None, {}, None, "ok"))
+        self.notify()
+
+    def poll(self, wait_s: float = 0.0) -> list[Played]:
+        """The episodes that have ended since. Never waits."""
+        now = time.monotonic()
+        with self._lock:
+            late = [name for name, (_, end) in self._played.items() if end < now]
+            for play, _ in map(self._played.pop, late):
+                said = (
+                    f"Its program did not report a reward within `environment.timeout_s` "
+                    f"({self._timeout_s:g} s) after it had asked for the row."
+                )
+                self._done.append(Played(play.key, math.nan, None, {}, said, "timeout"))
+            done, self._done = self._done, []
+            if self._waiting and not self._played and now - self._reminded > REMIND_S:
+                self._reminded = now
+                _log.warning(
+                    "%d rows wait for programs that ask for them at %s/episodes/next.",
+                    len(self._waiting),
+                    self._waiting[0].url.partition("/session/")[0],
+                )
+        return done
+
+    def cancel(self) -> None:
+        """Forgets all episodes under way."""
+        with self._lock:
+            self._waiting.clear()
+            self._played.clear()
+            self._done.clear()
+
+    def close(self) -> None:
+        """As `cancel`: the programs are not ours to end."""
+        self.cancel()

@@ -1,0 +1,278 @@
+"""Routes: what is answered at which address. All of it runs in the endpoint's asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from hybridrl.serving.asking import Asking, Place, sampling_of
+from hybridrl.serving.chat import Chat, ChatError
+from hybridrl.serving.exchange import Exchange, Growth
+from hybridrl.serving.fields import RefusedError, json_object, wrong
+from hybridrl.serving.messages import call_ids, prefix_keys
+from hybridrl.serving.outside import OutsidePrograms
+from hybridrl.serving.session import Report
+from hybridrl.serving.sessions import Sessions
+from hybridrl.serving.shapes import ChatShape, CompletionShape, GenerateShape, Shape
+from hybridrl.serving.streaming import EventStream, Stream, refused
+from hybridrl.serving.wire import (
+    ChatRequest,
+    chat_request,
+    completion_request,
+    generate_request,
+    report_of,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SESSION = "X-Session-ID"
+LONG_POLL_S = 30.0
+"""So long a program waits for an episode before it has to ask again."""
+
+
+class Routes:
+    """Of one model.
+
+    Args:
+        model: Its name.
+        vocabulary: Token ids are less than this.
+        context_length: Longest prompt and answer together, in tokens.
+        chat: None: there is no chat template.
+        patience_s: So long a request waits for a generation to begin.
+        outside: Gives episodes to programs that ask for them; None: nothing does.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat: Chat | None,
+        sessions: Sessions,
+        exchange: Exchange,
+        outside: OutsidePrograms | None,
+        *,
+        model: str,
+        vocabulary: int,
+        context_length: int,
+        patience_s: float,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._sessions = sessions
+        self._exchange = exchange
+        self._outside = outside
+        self._model = model
+        self._vocabulary = vocabulary
+        self._context_length = context_length
+        self._patience_s = patience_s
+
+    def add_to(self, app: web.Application) -> None:
+        """Adds all addresses, those with a session's name too."""
+        for root in ("", "/session/{session}"):
+            app.router.add_get(f"{root}/v1/models", self.models)
+            app.router.add_post(f"{root}/v1/chat/completions", self.chat_completions)
+            app.router.add_post(f"{root}/v1/completions", self.completions)
+            app.router.add_post(f"{root}/inference/v1/generate", self.generate)
+        app.router.add_post("/session/{session}/reward", self.reward)
+        app.router.add_get("/episodes/next", self.next_episode)
+        app.router.add_get("/health", self.health)
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        """That the endpoint lives, and whether the policy answers just now."""
+        return web.json_response({"status": "ok", "generating": self._exchange.is_attended})
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """The one model that there is."""
+        card = {"id": self._model, "object": "model", "owned_by": "hybridrl", "created": 0}
+        card["max_model_len"] = self._context_length
+        card["root"] = self._tokenizer.name_or_path  # clients that send token ids load it
+        return web.json_response({"object": "list", "data": [card]})
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        """An answer to messages."""
+        asked = chat_request(json_object(await request.read()))
+        self._check_model(asked.model)
+        if self._chat is None:
+            raise RefusedError(
+                400,
+                f"The tokenizer of `{self._model}` has no chat template; use `/v1/completions`, or "
+                "give it a template.",
+            )
+        place = self._place(request, asked.wishes.seed)
+        try:
+            prompt_ids = self._chat_prompt(self._chat, asked, place)
+        except ChatError as error:
+            raise RefusedError(400, str(error), param="messages") from error
+        shape = ChatShape(self._model, asked, self._tokenizer, self._chat)
+        ends = self._chat.stop_token_ids
+        return await self._answer(request, place, [prompt_ids], shape, ends)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """What follows texts or tokens."""
+        asked = completion_request(json_object(await request.read()))
+        self._check_model(asked.model)
+        prompts = [
+            one if isinstance(one, list) else list(self._tokenizer(one)["input_ids"])
+            for one in asked.prompts
+        ]
+        shape = CompletionShape(self._model, asked.wishes, self._tokenizer)
+        return await self._answer(request, self._place(request, asked.wishes.seed), prompts, shape)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """What follows tokens, as tokens."""
+        asked = generate_request(json_object(await request.read()))
+        self._check_model(asked.model)
+        shape = GenerateShape(self._model, asked.wishes, self._tokenizer)
+        place = self._place(request, asked.wishes.seed)
+        return await self._answer(request, place, [asked.token_ids], shape)
+
+    async def reward(self, request: web.Request) -> web.StreamResponse:
+        """A program says what its episode was worth."""
+        report = Report(*report_of(json_object(await request.read())))
+        place = self._place(request, None)
+        place.session.report = report
+        if self._outside is not None:
+            self._outside.reported(place.session.name)
+        return web.json_response({"session": place.session.name, "reward": report.reward})
+
+    async def next_episode(self, request: web.Request) -> web.StreamResponse:
+        """A row for a program that the job did not start; an answer without a body if there is none
+        for now."""
+        if self._outside is None:
+            raise RefusedError(
+                404,
+                "The job plays its episodes itself (environment.name); no program need ask for "
+                "them.",
+            )
+        play = await self._outside.next(LONG_POLL_S)
+        if play is None:
+            return web.Response(status=204)
+        row = {"session": play.session, "url": play.url, "row": dict(play.row)}
+        try:
+            return await _sent(request, row | {"greedy": play.greedy})
+        except BaseException:  # among them that the program has gone away
+            self._outside.return_row(play)
+            raise
+
+    async def _answer(
+        self,
+        request: web.Request,
+        place: Place,
+        prompts: Sequence[list[int]],
+        shape: Shape,
+        stop_token_ids: Sequence[int] = (),
+    ) -> web.StreamResponse:
+        """Has all prompts answered, and sends the answers. What was sampled is kept as soon as it
+        is all there, and forgotten if the program has gone away."""
+        wishes = shape.wishes
+        if max(wishes.stop_token_ids, default=0) >= self._vocabulary:
+            raise wrong(
+                "stop_token_ids", f"has a token that the model has not; it knows {self._vocabulary}"
+            )
+        grown: Growth | None = asyncio.Queue() if wishes.streams else None
+        events = EventStream(request)
+        try:
+            with Asking(self._exchange, place, self._patience_s, grown) as asking:
+                for prompt_ids in prompts:
+                    room = self._room(prompt_ids)
+                    sampling = sampling_of(wishes, place.session, room, stop_token_ids)
+                    asking.ask(prompt_ids, sampling, wishes.samples)
+                stream = Stream(events, asking, grown, shape) if grown is not None else None
+                if stream is not None:
+                    await stream.follow(self._patience_s)
+                turns = await asking.turns()
+                await _look_at(request)
+                ends = []
+                for reply, turn in zip(asking.replies, turns, strict=True):
+                    said = shape.said(turn.token_ids, turn.prompt_ids)
+                    ids = call_ids(reply.request.seed, len(said.calls))
+                    asking.record(turn, shape.key(said, ids))
+                    ends.append((turn, said, ids))
+                if stream is not None:
+                    await stream.finish(ends, prompts)
+                    return await events.end()
+                choices = [shape.choice(index, *end) for index, end in enumerate(ends)]
+                return await _sent(request, shape.whole(choices, turns, prompts))
+        except RefusedError as error:
+            if events.has_begun:
+                return await refused(events, error)
+            raise
+
+    def _chat_prompt(self, chat: Chat, asked: ChatRequest, place: Place) -> list[int]:
+        """The tokens of a conversation. Where it goes on after a turn of this session, that turn
+        has the tokens that were sampled."""
+        messages, tools = asked.messages, asked.tools
+        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        if turns and (at := turns[-1]) < len(messages) - 1:
+            *_, key = prefix_keys(messages[: at + 1], tools)
+            if (known := place.session.known(key)) is not None:
+                found = chat.continuation(messages, tools, at, known)
+                if found is not None:
+                    return found
+        return chat.prompt(messages, tools)
+
+    def _room(self, prompt_ids: Sequence[int]) -> int:
+        """How many tokens may follow."""
+        if not prompt_ids:
+            raise RefusedError(400, "The prompt is empty.")
+        if max(prompt_ids) >= self._vocabulary:
+            raise RefusedError(
+                400,
+                f"The prompt has the token {max(prompt_ids)}; the model knows {self._vocabulary}, "
+                "from 0 on.",
+            )
+        room = self._context_length - len(prompt_ids)
+        if room < 1:
+            raise RefusedError(
+                400,
+                f"This model's maximum context length is {self._context_length} tokens. However, "
+                f"your messages resulted in {len(prompt_ids)} tokens. Please reduce the length of "
+                "the messages.",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        return room
+
+    def _place(self, request: web.Request, seed: int | None) -> Place:
+        """The session that a request names in its address or header; one of its own otherwise."""
+        part: Any = request.match_info.get("session") or request.headers.get(SESSION)
+        if not part:
+            session = self._sessions.untrained(seed)
+            return Place(session, session.name)
+        session = self._sessions.find(part)
+        if session is None:
+            raise RefusedError(
+                404,
+                f"There is no session `{part}`, or it is over.",
+                code="session_not_found",
+            )
+        return Place(session, part)
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._model:
+            raise RefusedError(
+                404,
+                f"The model `{name}` does not exist; this is `{self._model}`.",
+                code="model_not_found",
+                param="model",
+            )
+
+
+async def _look_at(request: web.Request) -> None:
+    """Lets the loop read what has come of the program: if that has gone away, its request ends
+    here, before anything is kept of it."""
+    for _ in range(2):  # what is ready to be read is read after what waits now
+        await asyncio.sleep(0)
+    if request.transport is None or request.transport.is_closing():
+        raise ConnectionResetError("The program has gone away.")
+
+
+async def _sent(request: web.Request, body: Any) -> web.StreamResponse:
+    """Sends an answer now, so that one learns here whether anybody took it."""
+    response = web.json_response(body)
+    await response.prepare(request)
+    await response.write_eof()
+    return response

@@ -1,0 +1,110 @@
+"""TemplateChat: any model with a chat template."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hybridrl.serving.chat import Chat, ChatError
+from hybridrl.serving.messages import Call, Message, Said, Tool, as_json, for_templates
+from hybridrl.serving.session import Known
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MARK = "hybridrl5e27answer"
+"""Stands for what the model said while its surroundings are looked at."""
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class TemplateChat(Chat):
+    """By the tokenizer's own chat template, whatever it is. The calls of tools are looked for as
+    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as many models write them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        return self._tokens(self._text(messages, tools, ask=True))
+
+    def continuation(
+        self, messages: Sequence[Message], tools: Sequence[Tool], at: int, known: Known
+    ) -> list[int] | None:
+        before, answer, after = messages[:at], messages[at], messages[at + 1 :]
+        opened = self._text(before, tools, ask=True)
+        whole = self._text(messages, tools, ask=True)
+        if not whole.startswith(opened) or not self._keeps(answer, whole[len(opened) :]):
+            return None
+        plain = {"role": "assistant", "content": _MARK}
+        head, closing = self._around(self._text([*before, plain], tools, ask=False))
+        if head is None:
+            return None
+        turn = self._text([*before, answer], tools, ask=False)
+        if turn.startswith(opened) and whole.startswith(turn):
+            new = whole[len(turn) :]
+        else:  # the last turn is written in another way than one in the middle
+            marked = answer | {"content": _MARK}
+            head, new = self._around(self._text([*before, marked, *after], tools, ask=True))
+            _, own = self._around(self._text([*before, marked], tools, ask=False))
+            if head != opened or not new.startswith(own):
+                return None
+            new = new[len(own) :]
+        given = self._tokens(closing + new)
+        if given and known.token_ids[-1:] == given[:1]:
+            given = given[1:]  # the model has closed its turn itself
+        return [*known.prompt_ids, *known.token_ids, *given]
+
+    def said(
+        self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[Tool]
+    ) -> Said:
+        if tools:
+            text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+            calls, rest = _split_calls(text)
+            if calls:
+                for token in self._special:
+                    rest = rest.replace(token, "")
+                return Said(rest.strip(), calls)
+        return Said(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _keeps(self, answer: Message, text: str) -> bool:
+        """Whether what the model said stands in what the template makes of the conversation."""
+        return str(answer.get("content") or "").strip() in text
+
+    def _around(self, text: str) -> tuple[str | None, str]:
+        """What stands before and after the mark; None and nothing if it is not there just once."""
+        head, mark, tail = text.partition(_MARK)
+        return (head, tail) if mark and _MARK not in tail else (None, "")
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Tool], *, ask: bool) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                for_templates(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=ask,
+            )
+        except Exception as error:  # templates raise jinja2 errors, among them their own complaints
+            raise ChatError(f"The chat template refuses these messages: {error}") from error
+        return str(text)
+
+    def _tokens(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _split_calls(text: str) -> tuple[tuple[Call, ...], str]:
+    """The well-formed calls of a text, and the text without them."""
+    calls = []
+
+    def take(match: re.Match[str]) -> str:
+        try:
+            call = json.loads(match[1])
+            calls.append(Call(str(call["name"]), as_json(call.get("arguments", {}))))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return match[0]  # the program sees what the model wrote
+        return ""
+
+    rest = _CALL.sub(take, text)
+    return tuple(calls), rest

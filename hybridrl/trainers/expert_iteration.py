@@ -1,0 +1,103 @@
+"""Expert iteration: supervised learning of the policy's own best answers.
+
+With `expert.choose=right` each different right answer counts once (rejection sampling): Zelikman et
+al. 2022 (STaR), arXiv:2203.14465; Singh et al. 2023 (ReST-EM), arXiv:2312.06585. An answer that
+comes often counts no more than one that comes rarely, so prompts that are easy already do not drown
+the others. With `expert.choose=best` it is the best-scored answer to each prompt (best of n): Dong
+et al. 2023 (RAFT), arXiv:2304.06767. A step learns from the answers of `expert.steps_kept` steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridrl.config.schema import Config, ExpertConfig
+from hybridrl.controller import BatchRef, Handle
+from hybridrl.core.batch import Batch
+from hybridrl.trainers.base import LEARNED_FROM, SAMPLE
+from hybridrl.trainers.policy import PolicyTrainer, joined
+from hybridrl.trainers.role_spec import RoleSpec, standard
+
+KEPT = (*SAMPLE, "response_mask")
+
+
+class Trainer(PolicyTrainer):
+    """The driver program of expert iteration. Answers stay with the workers that made them; a
+    number and a text of each come to the driver."""
+
+    @classmethod
+    def roles(cls, config: Config) -> Mapping[str, RoleSpec]:
+        return standard("actor", "reward")
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.settings = self.config.expert or ExpertConfig()
+        self.pool: deque[BatchRef] = deque(maxlen=self.settings.steps_kept)
+
+    def step(self) -> tuple[BatchRef, list[Handle]]:
+        samples = self.samples()
+        samples = joined(samples, self.judge(samples))
+        columns = ["group_id", "scores"]
+        if self.settings.choose == "right":
+            seen = samples.collect([*columns, "response"]).to_pylist()
+            at, most = self.config.reward.correct_at, self.settings.most_per_prompt
+            rows = distinct_right(seen, at, most)
+        else:
+            rows = best_of_each(samples.collect(columns).to_pylist())
+        self.figures["expert/answers"] = float(len(rows))
+        actor = self.groups["actor"]
+        kept = samples.take(rows).apply(as_kept, KEPT, makes=KEPT, on=actor, together=1)
+        self.pool.append(kept)
+        parts = self.mini_batches(BatchRef.concat(list(self.pool)))
+        return samples, [actor.update_supervised(part.select(*LEARNED_FROM)) for part in parts]
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "pool": [kept.collect(KEPT).to_pylist() for kept in self.pool]}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
+        self.pool.extend(self.put(_as_batch(rows)) for rows in state["pool"] if rows)
+
+
+def as_kept(batch: Batch) -> Batch:
+    """The rows without what else is known of them. Rows do not depend on each other."""
+    return batch.select(KEPT)
+
+
+def distinct_right(
+    rows: Sequence[Mapping[str, Any]], correct_at: float, most: int | None = None
+) -> list[int]:
+    """The numbers of the first sample with each different right answer to each prompt, in order.
+
+    Args:
+        rows: `group_id`, `response` and `scores` of each sample.
+        correct_at: An answer is right from this score on.
+        most: So many of a prompt at most; None: any number.
+    """
+    found: dict[int, dict[str, int]] = {}
+    for number, row in enumerate(rows):
+        answers = found.setdefault(row["group_id"], {})
+        if row["scores"] >= correct_at and (most is None or len(answers) < most):
+            answers.setdefault(row["response"], number)
+    return sorted(number for answers in found.values() for number in answers.values())
+
+
+def best_of_each(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The numbers of the best-scored sample of each prompt, in order; of several the first. Samples
+    that were dropped (NaN) are not among them.
+
+    Args:
+        rows: `group_id` and `scores` of each sample.
+    """
+    best: dict[int, int] = {}
+    for number, row in enumerate(rows):
+        score, group = row["scores"], row["group_id"]
+        if score == score and (group not in best or score > rows[best[group]]["scores"]):
+            best[group] = number
+    return sorted(best.values())
+
+
+def _as_batch(rows: Sequence[Mapping[str, Any]]) -> Batch:
+    return Batch.from_columns({name: [row[name] for row in rows] for name in KEPT})

@@ -1,0 +1,71 @@
+"""Distillation on given responses: a student learns in each of their places what a teacher would
+have said, not only what was written.
+
+Hinton et al. 2015, arXiv:1503.02531; for sequences Kim and Rush 2016, arXiv:1606.07947; GKD's case
+without samples of the student (lambda = 0), Agarwal et al. 2024, arXiv:2306.13649. Where there is
+no teacher but only what it wrote, `algorithm=sft` learns that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hybridrl.algorithms import Distillation
+from hybridrl.config.schema import Config, DistillationConfig
+from hybridrl.controller import BatchRef, Handle
+from hybridrl.core.batch import TEACHER_IDS, TEACHER_LOG_PROBS
+from hybridrl.errors import ConfigError
+from hybridrl.trainers import base, sft
+from hybridrl.trainers.base import LEARNED_FROM, SAMPLE
+from hybridrl.trainers.distillation import TEACHER
+from hybridrl.trainers.role_spec import LEARNER, RoleSpec
+
+
+class Trainer(base.Trainer):
+    """The driver program of distillation from files."""
+
+    DATA = "examples"
+
+    @staticmethod
+    def roles(config: Config) -> Mapping[str, RoleSpec]:
+        settings = config.distillation or DistillationConfig()
+        _check(config, settings)
+        return {"actor": LEARNER, TEACHER: RoleSpec("reference", {"top_k": settings.top_k})}
+
+    @staticmethod
+    def objective(config: Config) -> Distillation:
+        return Distillation((config.distillation or DistillationConfig()).loss)
+
+    def step(self) -> tuple[BatchRef, list[Handle]]:
+        batch, update = self.next_batch(), self.groups["actor"].update_actor
+        batch |= self.groups[TEACHER].compute_top_log_probs(batch.select(*SAMPLE))
+        needed = (*LEARNED_FROM, TEACHER_IDS, TEACHER_LOG_PROBS)
+        return batch, [update(part.select(*needed)) for part in self.mini_batches(batch)]
+
+    evaluate = sft.Trainer.evaluate
+
+
+def _check(config: Config, settings: DistillationConfig) -> None:
+    """Refuses what needs samples of the student, or rows with more than prompt and response."""
+    begin = "trainer.name=offline_distillation"
+    if not (config.models.get(TEACHER) or {}).get("path"):
+        raise ConfigError(
+            f"{begin} needs a teacher: set models.teacher.path=<folder>. Where there are only "
+            "texts that it wrote, algorithm=sft learns from them."
+        )
+    if settings.loss == "sampled":
+        raise ConfigError(
+            f"{begin} with distillation.loss=sampled: nothing is sampled. Set "
+            "distillation.loss=forward (or reverse)."
+        )
+    for name, value in (("by", settings.by), ("teacher_prompt", settings.teacher_prompt)):
+        if value is not None:
+            raise ConfigError(
+                f"{begin} with distillation.{name}={value}: the teacher reads what the student "
+                "reads. Leave it out, or use algorithm=distillation."
+            )
+    if settings.teacher == "self":
+        raise ConfigError(
+            f"{begin} with distillation.teacher=self: it would learn what it thinks already. Leave "
+            "it out."
+        )

@@ -1,0 +1,65 @@
+"""Online DPO: the best and the worst of a prompt's samples become a pair to learn from.
+
+Guo et al. 2024, arXiv:2402.04792. What is better may be said by functions, a judge or a reward
+model. A prompt whose samples score alike has no pair and teaches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms import DirectPreference
+from hybridrl.config.schema import Config
+from hybridrl.controller import BatchRef, Handle
+from hybridrl.trainers.base import LEARNED_FROM, SAMPLE
+from hybridrl.trainers.objectives import preference_objective
+from hybridrl.trainers.policy import PolicyTrainer, joined
+from hybridrl.trainers.role_spec import RoleSpec, standard
+from hybridrl.trainers.shaping import loss_weights
+
+
+class Trainer(PolicyTrainer):
+    """The driver program of online DPO."""
+
+    @classmethod
+    def roles(cls, config: Config) -> Mapping[str, RoleSpec]:
+        return standard("actor", "reference", "reward")
+
+    @staticmethod
+    def objective(config: Config) -> DirectPreference:
+        return preference_objective(config)
+
+    def step(self) -> tuple[BatchRef, list[Handle]]:
+        actor, reference = self.groups["actor"], self.groups["reference"]
+        samples = self.samples()
+        samples = joined(samples, self.rewarded(samples))
+        scores = samples.collect(["scores"])["scores"]  # a number a sample
+        rows = best_and_worst(scores, self.config.rollout.samples_per_prompt)
+        prompts = len(scores) // self.config.rollout.samples_per_prompt
+        self.figures["pairs/prompts"] = len(rows) / 2 / max(1, prompts)
+        pairs = samples.take(rows)
+        pairs |= reference.compute_ref_log_prob(pairs.select(*SAMPLE))
+        weigh = partial(loss_weights, mode="seq-mean-token-mean")
+        pairs |= pairs.apply(weigh, ["response_mask"], makes=["loss_weights"])
+        return samples, [actor.update_preference(pairs.select(*LEARNED_FROM, "ref_log_probs"))]
+
+
+def best_and_worst(scores: Tensor, per_prompt: int) -> npt.NDArray[np.int64]:
+    """The rows of the best and of the worst sample of each prompt, one behind the other; none of a
+    prompt whose samples score alike. Samples that were dropped (NaN) are neither.
+
+    Args:
+        scores: `[rows]`, the `per_prompt` samples of a prompt next to each other.
+    """
+    groups = scores.view(-1, per_prompt)
+    dropped = groups.isnan()
+    best, best_at = groups.masked_fill(dropped, -torch.inf).max(1)
+    worst, worst_at = groups.masked_fill(dropped, torch.inf).min(1)
+    ends = torch.stack([best_at, worst_at], 1) + torch.arange(len(groups))[:, None] * per_prompt
+    return np.asarray(ends[best > worst].flatten().numpy(), dtype=np.int64)

@@ -1,0 +1,54 @@
+"""What a teacher reads in place of the prompt, such as the right answer beside it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hybridrl.errors import ConfigError
+
+NAME = r"\{(\w+)\}"
+
+
+class TeacherPrompt(NamedTuple):
+    """That of `distillation.teacher_prompt`.
+
+    Attributes:
+        text: With `{names}` of columns.
+        columns: Those names.
+    """
+
+    text: str
+    columns: list[str]
+
+    @classmethod
+    def read(cls, path: str | None) -> TeacherPrompt | None:
+        """That of a file; None where there is none.
+
+        Raises:
+            ConfigError: if it cannot be read, or does not name the prompt.
+        """
+        if path is None:
+            return None
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"distillation.teacher_prompt={path} could not be read: {error}."
+            ) from error
+        names = list(dict.fromkeys(re.findall(NAME, text)))
+        if "prompt" not in names:
+            raise ConfigError(
+                f"distillation.teacher_prompt={path} has no {{prompt}} in it, so a teacher would "
+                "not know what was asked. Write it where the prompt is to stand."
+            )
+        return cls(text, names)
+
+    def encoded(self, row: Mapping[str, Any], tokenizer: Any) -> list[int]:
+        """The tokens for a row. A rendered chat brings the special tokens that other texts get."""
+        # Not str.format: a brace in a prompt is a brace.
+        text = re.sub(NAME, lambda found: str(row[found[1]]), self.text)
+        begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        return list(tokenizer(text, add_special_tokens=not begins)["input_ids"])

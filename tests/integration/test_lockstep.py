@@ -1,0 +1,119 @@
+"""Ranks that share an engine: the peers do with theirs what the leader does, and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch.distributed as dist
+from ranks import run_ranks
+
+from hybridrl.core.batch import Batch
+from hybridrl.rollout.base import Finished, Request, RolloutEngine, Sampling
+from hybridrl.rollout.episode_columns import EpisodeSample, episode_batch
+from hybridrl.rollout.lockstep import FollowingRollout, LeadingEngine, LeadingRollout
+from hybridrl.rollout.playing import Playing, PlaysEpisodes
+from hybridrl.rollout.transcript import Transcript
+
+
+class Noted(RolloutEngine):
+    """Notes what it is asked; ends every sample in the poll after the one in which it began."""
+
+    continuous = True
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self._began = [], []
+
+    def start(self, request):
+        self.asked.append(("start", request.key))
+        super().start(request)
+
+    def abort(self, keys):
+        self.asked.append(("abort", sorted(keys)))
+        self._waiting = [request for request in self._waiting if request.key not in keys]
+
+    def poll(self):
+        self.asked.append("poll")
+        ended, self._began, self._waiting = self._began, self._waiting, []
+        return [Finished(r.key, r.prompt_ids, [r.key], [-1.0], "stop") for r in ended]
+
+    def cancel(self):
+        self.asked.append("cancel")
+        super().cancel()
+
+    def generate(self, batch, sampling, seed):
+        raise NotImplementedError
+
+    def load(self, weights):
+        raise NotImplementedError
+
+
+class Plays(PlaysEpisodes):
+    """One turn for each row; begins a request that it drops. In the seventh row it breaks."""
+
+    def begin(self, batch, sampling, seeds, version):
+        return OneTurn(self._engine, len(batch), sampling)
+
+
+class OneTurn(Playing):
+    def __init__(self, engine, rows, sampling):
+        self.engine, self.sampling, self.left = engine, sampling, list(range(rows))
+
+    def take(self, least, refresh=None):
+        if len(self.left) == 7:
+            raise RuntimeError("broken")
+        rows, self.left = self.left[:least], self.left[least:]
+        for row in (*rows, 99):
+            self.engine.start(Request(row, [1], self.sampling, 0))
+        self.engine.abort([99])
+        done = []
+        while len(done) < len(rows):
+            if refresh is not None:
+                refresh()
+            done += self.engine.poll()
+        samples = []
+        for finished in done:
+            transcript = Transcript([1])
+            transcript.add_sampled([1], finished.token_ids, finished.log_probs)
+            samples.append(EpisodeSample([transcript], [], 1.0, "stop"))
+        keys = np.array([finished.key for finished in done], dtype=np.int64)
+        return episode_batch(samples, [], branching=False), keys
+
+    def close(self):
+        self.engine.cancel()
+
+
+def play(rank):
+    peers, engine, refreshed = dist.group.WORLD, Noted(), []
+    if rank == 0:
+        leading = LeadingEngine(engine, peers)
+        rollout = LeadingRollout(Plays(leading), leading)
+    else:
+        rollout = FollowingRollout(engine, peers)
+
+    def refresh():
+        refreshed.append(len(engine.asked))
+        return 1
+
+    def rows(count):
+        return Batch.from_columns({"prompt_ids": [[1]] * count})
+
+    whole = rollout.generate(rows(3), Sampling(4), 0)
+    playing = rollout.begin(rows(4), Sampling(4), list(range(4)), 0)
+    parts = [playing.take(least, refresh)[1].tolist() for least in (1, 3)]
+    playing.close()
+    broken = ""
+    try:
+        rollout.generate(rows(7), Sampling(4), 0)
+    except RuntimeError as error:
+        broken = str(error)
+    return engine.asked, refreshed, len(whole), whole["response_ids"].values.tolist(), parts, broken
+
+
+def test_peers_do_what_the_leader_does(tmp_path):
+    leader, *peers = run_ranks(play, tmp_path, 3)
+    asked, refreshed, count, tokens, parts, broken = leader
+    assert tokens == [0, 1, 2] and parts == [[0], [1, 2, 3]] and broken == "broken"
+    assert ("start", 99) not in asked and ("abort", [99]) in asked and len(refreshed) == 4
+    for peer in peers:
+        assert peer[:3] == (asked, refreshed, count)
+        assert peer[3:] == ([], [[], []], "")

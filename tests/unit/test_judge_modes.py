@@ -1,0 +1,113 @@
+"""A judge that grades by criteria or puts answers in order: what it is asked, and what becomes of
+what it writes. The model is a function of the request's text."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from hybridrl.config.schema import JudgeConfig, RolloutConfig
+from hybridrl.core.batch import Batch
+from hybridrl.workers import judge as judging
+from hybridrl.workers.engines import ModelSource
+from hybridrl.workers.judge import Judge
+
+
+class Characters:
+    chat_template = None
+    all_special_tokens = ()
+
+    def get_added_vocab(self):
+        return {}
+
+    def encode(self, text, **_):
+        return list(map(ord, text))
+
+    def batch_decode(self, rows, **_):
+        return ["".join(map(chr, row)) for row in rows]
+
+
+@pytest.fixture
+def make(monkeypatch):
+    def make(write, **settings):
+        asked = []
+
+        class Engine:
+            def generate(self, batch, sampling, seed):
+                texts = ["".join(map(chr, row.tolist())) for row in batch["prompt_ids"].rows()]
+                asked.extend(texts)
+                written = [torch.tensor(list(map(ord, write(text)))) for text in texts]
+                return Batch.from_columns({"response_ids": written})
+
+        monkeypatch.setattr(judging, "build_generator", lambda *_: Engine())
+        monkeypatch.setattr(judging, "load_tokenizer", lambda _: Characters())
+        monkeypatch.setattr(judging, "join", lambda _: None)
+        source = ModelSource("judge", "judge", "float32", 4096, (0,))
+        config = JudgeConfig(path="judge", **settings)
+        return Judge(None, source, config, RolloutConfig(), "job"), asked
+
+    return make
+
+
+def rows(*responses, **columns):
+    return [{"prompt": "Why?", "response": text, "answer": "42", **columns} for text in responses]
+
+
+def by_length(text):
+    """Ranks answers by their length, the longest first; equal ones tie."""
+    answers = dict(re.findall(r"Answer (\d+):\n(\w*)", text))
+    lengths = sorted({len(said) for said in answers.values()}, reverse=True)
+    tied = [[n for n, said in answers.items() if len(said) == length] for length in lengths]
+    return "Ranking: " + " > ".join(" = ".join(numbers) for numbers in tied)
+
+
+def test_answers_to_a_prompt_are_put_in_order_in_one_request(make):
+    judge, asked = make(by_length, mode="rank")
+    grades = judge.grade(rows("a", "ccc", "bb", "d", "e", "ff"), [5, 5, 5, 6, 7, 7])
+    assert grades.tolist() == [0.0, 1.0, 0.5, 0.5, 0.0, 1.0]
+    assert len(asked) == 2 and "Why?" in asked[0] and "42" in asked[0]
+
+
+def test_the_order_of_the_request_is_random_and_always_the_same(make):
+    first = set()
+    for number in range(20):
+        judge, asked = make(by_length, mode="rank")
+        said = rows(*(f"{letter}{number}" for letter in "abcd"))
+        judge.grade(said, [0] * 4)
+        judge.grade(said, [0] * 4)
+        assert asked[0] == asked[1]
+        first.add(re.search(r"Answer 1:\n(\w)", asked[0])[1])
+    assert first == set("abcd")
+
+
+def test_a_ranking_that_is_none_leaves_the_group_ungraded(make):
+    judge, _ = make(
+        lambda text: "Ranking: 1 > 1" if "bad" in text else by_length(text), mode="rank"
+    )
+    grades = judge.grade(rows("a", "bad", "c", "dd"), [0, 0, 1, 1]).tolist()
+    assert all(map(math.isnan, grades[:2])) and grades[2:] == [0.0, 1.0]
+
+
+def test_each_criterion_is_asked_for_by_itself(make):
+    def met(text):
+        return "Score: 10" if "Criterion:\nis short" in text else "Score: 5"
+
+    rubric = [{"criterion": "is short", "weight": 3}, "is kind"]
+    judge, asked = make(met, rubric_column="rubric")
+    found = judge.grade([*rows("a", rubric=rubric), *rows("b", rubric=["is kind"])])
+    assert found.tolist() == [3.5 / 4, 0.5] and len(asked) == 3
+    assert "Answer:\na" in asked[0] and "Answer:\nb" in asked[2]
+
+
+def test_a_criterion_without_a_grade_leaves_the_answer_ungraded(make, tmp_path):
+    path = tmp_path / "rubric.json"
+    path.write_text('["is short", "is kind"]')
+    judge, _ = make(lambda text: "Score: 10" if "short" in text else "well", rubric=str(path))
+    assert math.isnan(judge.grade(rows("a"))[0])
+
+
+def test_no_rows_are_no_requests(make):
+    for settings in ({}, {"mode": "rank"}, {"rubric_column": "rubric"}):
+        judge, asked = make(by_length, **settings)
+        assert len(judge.grade([])) == 0 and not asked

@@ -1,0 +1,76 @@
+"""Replay of earlier samples: how many, how old, and which."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from settings import configured
+
+from hybridrl.checks.algorithm import check_algorithm
+from hybridrl.core.batch import Batch
+from hybridrl.errors import ConfigError
+from hybridrl.trainers.objectives import is_off_policy
+from hybridrl.trainers.replay import Replay
+
+
+class Ref(SimpleNamespace):
+    """A batch that is looked at as a BatchRef is."""
+
+    def collect(self, names):
+        return self.batch.select(names)
+
+    def take(self, rows):
+        return Ref(batch=self.batch.take(rows))
+
+
+def step(number, scores):
+    groups = np.repeat(np.arange(4) + 4 * number, 2)
+    return Ref(batch=Batch.from_columns({"group_id": groups, "scores": np.float32(scores)}))
+
+
+def replay(share, age=4):
+    settings = [f"algorithm.replay_share={share}", f"algorithm.replay_age={age}"]
+    return Replay(configured([*settings, "data.prompts_per_step=4"]))
+
+
+def drawn(parts):
+    return [int(group) for part in parts for group in part.batch["group_id"]]
+
+
+def test_whole_groups_that_teach_something_are_drawn_up_to_a_share():
+    buffer = replay(0.5)
+    assert buffer.draw(0) == [] and buffer.figures == {"replay/groups": 0.0}
+    buffer.keep(step(0, [0, 1, 1, 1, np.nan, 1, 1, 0]), 0)  # groups 0 and 3 differ
+    assert drawn(buffer.draw(1)) == [0, 0, 3, 3]
+    buffer.keep(step(1, [0, 1] * 4), 1)
+    for _ in range(5):
+        groups = drawn(buffer.draw(2))
+        assert len(groups) == 8 and len(set(groups)) == 4, "as many as the step's own, none twice"
+    assert buffer.figures["replay/age_max"] <= 2
+    assert 1 <= buffer.figures["replay/age_mean"] <= 2
+
+
+def test_old_samples_go():
+    buffer = replay(0.8, age=2)
+    for number in range(5):
+        buffer.keep(step(number, [0, 1] * 4), number)
+    assert set(drawn(buffer.draw(5))) == set(range(12, 20))
+    assert drawn(buffer.draw(9)) == []
+
+
+def test_without_a_share_nothing_is_kept():
+    buffer = replay(0.0)
+    buffer.keep(step(0, [0, 1] * 4), 0)
+    assert buffer.draw(1) == [] and not buffer._kept
+
+
+def test_replayed_samples_are_of_an_older_policy():
+    assert is_off_policy(configured(["algorithm.replay_share=0.2"]))
+    assert not is_off_policy(configured([]))
+
+
+def test_only_programs_that_replay_may_be_told_to():
+    with pytest.raises(ConfigError, match=r"replay_share=0\.5: only trainer\.name=grpo"):
+        check_algorithm(configured(["algorithm=ppo", "algorithm.replay_share=0.5"]))
+    with pytest.raises(ConfigError, match=r"replay_share=0\.5 learns from samples of another"):
+        check_algorithm(configured(["algorithm=rloo", "algorithm.replay_share=0.5"]))

@@ -1,0 +1,116 @@
+"""Signs that a rising reward is not what was meant: told once, and not by chance."""
+
+import random
+
+import pytest
+from settings import configured
+
+from hybridrl.trainers.tripwires import Tripwires, window_of
+
+WINDOW = 10
+
+
+def wires(*overrides, prompts=200):
+    given = [f"guard.tripwires={WINDOW}", "reward.check=contains", *overrides]
+    return Tripwires(configured(given), prompts)
+
+
+def told(found, steps, **figures):
+    """What is said in so many steps of figures that are functions of the step's number."""
+    said = []
+    for step in range(steps):
+        metrics = {NAMES[name]: figure(step) for name, figure in figures.items()}
+        said += found.look(step + 1, metrics)
+    return said
+
+
+NAMES = {
+    "reward": "reward/mean",
+    "check": "check/contains",
+    "length": "response/length_mean",
+    "entropy": "policy/entropy",
+    "repeated": "response/repeated",
+}
+
+
+def noisy(function, noise=0.02, seed=0):
+    draw = random.Random(seed)
+    return lambda step: function(step) + draw.gauss(0, noise)
+
+
+def rising(step):
+    return 0.2 + 0.01 * step
+
+
+def test_a_reward_that_rises_while_what_is_meant_falls_is_told_once():
+    found = wires()
+    said = told(found, 60, reward=noisy(rising), check=noisy(lambda s: 0.6 - 0.008 * s, seed=1))
+    assert len(said) == 1 and found.tripped == 1
+    assert "reward/mean rose from 0." in said[0] and "check/contains, which is not" in said[0]
+
+
+def test_what_rose_at_first_is_compared_with_its_peak():
+    check = noisy(lambda s: 0.3 + 0.01 * min(s, 60 - s))
+    said = told(wires(), 60, reward=noisy(rising, seed=1), check=check)
+    assert len(said) == 1 and 40 <= int(said[0].split()[1].strip(":")) <= 60
+
+
+@pytest.mark.parametrize(
+    ("reward", "check"),
+    [
+        (rising, rising),  # what is meant
+        (lambda s: 0.5, lambda s: 0.6 - 0.008 * s),  # it unlearns, and is not paid for it
+        (rising, lambda s: 0.5),
+        (lambda s: 0.5, lambda s: 0.5),
+    ],
+)
+def test_what_is_no_such_sign_is_not_told(reward, check):
+    for seed in range(20):
+        found = wires()
+        series = {"reward": noisy(reward, seed=2 * seed), "check": noisy(check, seed=2 * seed + 1)}
+        assert told(found, 60, **series) == []
+
+
+def test_responses_that_only_grow_are_told():
+    said = told(wires(), 60, reward=noisy(rising), length=lambda s: 20.0 + s)
+    assert len(said) == 1 and "responses grew from 24 to" in said[0]
+    assert not told(wires(), 60, reward=noisy(lambda s: 0.5), length=lambda s: 20.0 + s)
+
+
+def test_a_policy_that_tries_nothing_any_more_is_told():
+    said = told(wires(), 60, entropy=lambda s: 1.0 / (1 + s), repeated=lambda s: min(1.0, s / 40))
+    assert len(said) == 2
+    assert "policy/entropy fell from" in said[0] and "were given before" in said[1]
+
+
+def test_an_accuracy_that_falls_while_the_reward_rises_is_told():
+    found = wires()
+    told(found, 20, reward=noisy(rising))
+    assert found.evaluated(20, 0.8) == []
+    told(found, 30, reward=noisy(lambda s: rising(20 + s)))
+    assert found.evaluated(40, 0.78) == []
+    (said,) = found.evaluated(50, 0.5)
+    assert "accuracy on 200 held-out prompts fell from 0.80 to 0.50" in said
+    assert found.evaluated(60, 0.4) == []
+
+
+def test_few_prompts_tell_nothing():
+    found = wires(prompts=8)
+    told(found, 50, reward=noisy(rising))
+    assert found.evaluated(0, 0.8) == [] and found.evaluated(50, 0.5) == []
+
+
+def test_nothing_is_watched_unless_asked():
+    assert window_of(configured([])) == 0
+    assert window_of(configured(["reward.check=exact"])) == 20
+    assert window_of(configured(["reward.check=exact", "guard.tripwires=0"])) == 0
+    assert told(Tripwires(configured([])), 60, reward=rising, entropy=lambda s: 1 / (1 + s)) == []
+
+
+def test_a_step_without_a_number_is_as_the_one_before():
+    check = noisy(lambda s: 0.6 - 0.008 * s, seed=1)
+    found = wires()
+    holes = told(
+        found, 60, reward=noisy(rising), check=lambda s: float("nan") if s % 7 == 3 else check(s)
+    )
+    assert len(holes) == 1
