@@ -190,9 +190,9 @@ def product_rate(device: torch.device, dtype: str, side: int) -> tuple[float, st
     """Operations per second of matrix products: as the maker says, or measured."""
     if device.type == "cuda" and dtype != "float32":
         name = torch.cuda.get_device_name(device)
-        for kind, facts in ACCELERATORS.items():
+        for kind, (facts, _) in ACCELERATORS.items():
             if kind.split("-")[0] in name.replace(" ", ""):
-                return facts.flops, f"as the maker says of {kind}"
+                return facts.flops["bfloat16"], f"as the maker says of {kind}"
     a, b = (torch.randn(side, side, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
     best = float("inf")
     for _ in range(10):

@@ -267,13 +267,13 @@ def times(
     from hybridrl.planner.probe import probe
 
     config = replace(job.config, model=replace(job.config.model, path=job.model_path))
-    machines = present(job.executor.cluster)
-    plan = make_plan(config, machines, job.placement, lengths)
+    cluster = present(job.executor.cluster)
+    plan = make_plan(config, cluster, job.placement, lengths)
     batch = plan.batches["actor", "train"]
     begin = time.perf_counter()
-    rates = probe(job.model_path, config.model.dtype, machines, batch.tokens, sum(lengths))
+    rates = probe(job.model_path, config.model.dtype, cluster, batch.tokens, sum(lengths))
     print(f"probe: {time.perf_counter() - begin:.1f} s {rates}", file=sys.stderr)
-    plan = make_plan(config, machines, job.placement, lengths, rates)
+    plan = make_plan(config, cluster, job.placement, lengths, rates)
     found = {"step": (plan.times.step, statistics.median(seconds[KEPT_FROM:]))}
     for (role, phase), predicted in plan.times.phases.items():
         of_steps = []

@@ -2,7 +2,7 @@
 will live, what that takes of each device, and how long a step will last; it starts nothing.
 `hybridrl plan precision` says which layers a slower device computes in fewer bits, `hybridrl plan
 generation` how unequal devices generate together.
-`hybridrl checkpoint` looks at the checkpoints of runs."""
+`hybridrl checkpoint` looks at the checkpoints of runs, `hybridrl cluster` at devices and links."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hybridrl import __version__
-from hybridrl.commands import checkpoint
+from hybridrl.commands import checkpoint, cluster
 from hybridrl.errors import ConfigError, HybridRLError, Problems
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from hybridrl.config.schema import Config
-    from hybridrl.planner.devices import Machines
+    from hybridrl.core.cluster import Cluster
     from hybridrl.planner.plan import Plan
     from hybridrl.planner.step_time import Rates
 
@@ -34,6 +34,8 @@ FURTHER_PLANS = {
     "precision": "hybridrl.plan_precision",
 }
 """What else `hybridrl plan` makes, by the first word after it, and the module whose `run` does."""
+COMMANDS = {"checkpoint": checkpoint, "cluster": cluster}
+"""Other subcommands, and the module whose `run` does each."""
 REFUSED = 2
 """Exit code for wrong settings and for what does not fit, as of `python -m hybridrl.main`."""
 
@@ -47,15 +49,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "plan",
         help="what a job will do and take, before it starts",
         usage="hybridrl plan [generation | precision] [key=value ...] [--json] [--devices N] "
-        "[--lengths P+R] [--role ROLE] [--out FILE]",
+        "[--lengths P+R] [--role ROLE] [--out FILE] [--search] [--price ...] "
+        "[--within SECONDS]",
     )
     plan.add_argument(
         "--json", action="store_true", help="the plan as data; placement=file runs it"
     )
     plan.add_argument(
         "--devices",
-        help="plan for machines that are not here: 64xH200, 16x8xH100; or a JSON file of unequal "
-        'ones: [{"name": "new"}, {"name": "old", "share": 0.5, "memory_gib": 16}]',
+        help="plan for machines that are not here: 64xH200, 16x8xH100, 8xL4,16xH100@400Gbps, or a "
+        "JSON file of `hybridrl cluster probe`. For `precision` and `generation` a JSON file of "
+        'unequal ones: [{"name": "new"}, {"name": "old", "share": 0.5, "memory_gib": 16}]',
     )
     plan.add_argument(
         "--lengths",
@@ -64,9 +68,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     plan.add_argument("--role", help="for `precision`: whose layers; else the actor's")
     plan.add_argument(
-        "--out", metavar="FILE", help="for `generation`, `precision`: where the plan goes"
+        "--out", metavar="FILE", help="for `generation`, `precision`, --search: where the plan goes"
+    )
+    plan.add_argument(
+        "--search",
+        action="store_true",
+        help="look for the placement, the cuts and the settings with which the job is quickest",
+    )
+    plan.add_argument(
+        "--price",
+        metavar="NAME=DOLLARS",
+        help="with --search: what most tokens a dollar are made with; dollars an hour of each kind "
+        "of device: H100=2.5,L4=0.7",
+    )
+    plan.add_argument(
+        "--within",
+        metavar="SECONDS",
+        type=float,
+        help="with --search: the fewest devices with which a step takes no longer",
+    )
+    plan.add_argument(
+        "--deadline", metavar="SECONDS", type=float, help="with --search: the best so far then (60)"
     )
     checkpoint.add_parser(commands)
+    cluster.add_parser(commands)
     chosen, overrides = parser.parse_known_args(arguments)
     plans = chosen.command == "plan"
     further = plans and overrides and overrides[0] in FURTHER_PLANS
@@ -77,12 +102,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if plans:
             _check_words(chosen, which)
-        if which:
+        if chosen.command == "plan" and chosen.search:
+            importlib.import_module("hybridrl.plan_search").run(chosen, overrides)
+        elif which:
             importlib.import_module(FURTHER_PLANS[which]).run(chosen, overrides)
         elif plans:
             _plan(chosen, overrides)
         else:
-            sys.exit(checkpoint.run(chosen))
+            sys.exit(COMMANDS[chosen.command].run(chosen))
     except HybridRLError as error:
         console.print("error:", style="bold red", end=" ")
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
@@ -102,8 +129,8 @@ def _plan(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     problems = Problems()
     unseen = preflight(config, problems, plans=True, is_elsewhere=chosen.devices is not None)
     problems.raise_if_any()
-    machines = _machines(config, chosen.devices)
-    with with_described_models(config, _tiny(config)) as described:
+    machines = cluster_of(config, chosen.devices)
+    with with_described_models(config, tiny_of(config)) as described:
         plan = make_plan(described, machines, lengths=lengths)
         if plan.fits():
             rates = _rates(described, plan)
@@ -122,7 +149,8 @@ def _plan(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
         refuse(plan)
 
 
-def _machines(config: Config, text: str | None) -> Machines:
+def cluster_of(config: Config, text: str | None) -> Cluster:
+    """What `--devices` names, or the devices that the job gets of this machine."""
     from hybridrl.planner import devices
 
     if text is not None:
@@ -132,37 +160,35 @@ def _machines(config: Config, text: str | None) -> Machines:
     return devices.present(devices_here(config))
 
 
-def _rates(config: Config, plan: Plan) -> Rates:
+def _rates(config: Config, plan: Plan) -> Rates | list[Rates]:
     """Known ones, or measured here."""
     from hybridrl.planner.step_time import Rates
 
-    if plan.machines.accelerator is not None:
-        return Rates.known(plan.machines.accelerator)
+    if plan.cluster.rates_known:
+        return Rates.known(plan.cluster, plan.config.model.dtype)
     from hybridrl.planner.probe import probe
 
     tokens = max((batch.tokens for batch in plan.batches.values()), default=1)
     length = plan.sizes.sample_tokens
-    return probe(config.model.path, plan.config.model.dtype, plan.machines, tokens, length)
+    return probe(config.model.path, plan.config.model.dtype, plan.cluster, tokens, length)
 
 
-def _tiny(config: Config) -> PretrainedConfig | None:
+def tiny_of(config: Config) -> PretrainedConfig | None:
     """The architecture of the model that is made where none is given."""
     if config.model.path is not None:
         return None
     from dataclasses import asdict
 
-    from hybridrl.data.tasks import load_task
-    from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+    from hybridrl.inputs import tiny_tokenizer
     from hybridrl.models import tiny_config
 
     found = tiny_config(**asdict(config.model.tiny))
-    task = config.data.task
-    if task is None:
+    if not (config.data.task or config.data.sources or config.environment.name):
         raise ConfigError(
             "model.path is not set. Set it to a folder, a hub name, or a size to plan with: "
             "llama-7b, llama-13b, llama-34b, llama-70b."
         )
-    found.vocab_size = len(build_tokenizer(load_task(task).CHARACTERS))
+    found.vocab_size = len(tiny_tokenizer(config))
     return found
 
 
@@ -171,9 +197,14 @@ def _check_words(chosen: argparse.Namespace, which: str) -> None:
     anything is measured."""
     if chosen.role is not None and which != "precision":
         raise ConfigError(f"--role {chosen.role} is for `hybridrl plan precision`. Leave it out.")
+    for option in ("price", "within", "deadline"):
+        if getattr(chosen, option) is not None and not chosen.search:
+            raise ConfigError(f"--{option} is for `hybridrl plan --search`. Add --search.")
+    if chosen.search and which:
+        raise ConfigError(f"--search is not for `hybridrl plan {which}`. Leave it out.")
     if chosen.out is None:
         return
-    if not which:
+    if not (which or chosen.search):
         raise ConfigError(
             f"--out {chosen.out} is for `hybridrl plan generation` and `hybridrl plan precision`. "
             "Take --json, which writes the plan to standard output."

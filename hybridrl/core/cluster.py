@@ -1,9 +1,13 @@
-"""The devices that a job may use, as plain data that a placement can read."""
+"""The cluster: devices, the hosts they are in and the links between them, as plain data that a
+placement, a plan and a person can read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from typing import Any, TypeVar
 
 from hybridrl.errors import ConfigError
 
@@ -12,28 +16,215 @@ DEFAULT_CPU_SLOTS = 2
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, or one CPU slot: what a host process is bound to."""
+    """One accelerator, or one CPU slot: what a host process is bound to.
+
+    Attributes:
+        kind: `cpu` or `cuda`.
+        node: The host that it is in.
+        index: Its number there.
+        model: What it is, a name in `Cluster.models`; empty where nobody has said.
+    """
 
     kind: str
     node: str
     index: int
+    model: str = ""
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """What is known of devices of one make.
+
+    Attributes:
+        memory: Bytes of it that a job may use.
+        flops: Operations per second in dense matrix products, by precision (`float32`, `bfloat16`,
+            `int8`); empty where nobody knows.
+        bandwidth: Of its memory, bytes per second.
+        small_op: Seconds of an operation on a handful of numbers, dispatched from Python.
+        measured: Whether a probe has seen these rates; makers' figures are never reached.
+    """
+
+    memory: float
+    flops: Mapping[str, float] = field(default_factory=dict)
+    bandwidth: float = 0.0
+    small_op: float = 1e-5
+    measured: bool = False
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way for bytes.
+
+    Attributes:
+        bandwidth: Bytes per second in one direction.
+        latency: Seconds until the first byte is there.
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine.
+
+    Attributes:
+        inside: From each of its devices to another one of it.
+        network: Each device's share of its way to other hosts.
+        store: To where checkpoints are kept; None: nobody has said.
+    """
+
+    inside: Link
+    network: Link
+    store: Link | None = None
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Every device of the job, nodes one after the other."""
+    """Every device of the job, nodes one after the other.
+
+    Attributes:
+        devices: By their numbers.
+        models: What is known of them, by the name of a device's model.
+        hosts: By name; empty where nobody has looked at links.
+    """
 
     devices: Sequence[Device]
+    models: Mapping[str, DeviceModel] = field(default_factory=dict)
+    hosts: Mapping[str, Host] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
         """`cpu` or `cuda`: a job runs on devices of one kind."""
         return self.devices[0].kind
 
+    @property
+    def is_cuda(self) -> bool:
+        """Whether its devices are GPUs."""
+        return self.kind == "cuda"
+
+    @property
+    def devices_per_node(self) -> int:
+        """Of the first node."""
+        return sum(device.node == self.devices[0].node for device in self.devices)
+
+    @cached_property
+    def memory(self) -> float:
+        """Bytes of the smallest device that a job may use."""
+        return min(self.models[model].memory for model in self.model_names)
+
+    @property
+    def nodes(self) -> list[str]:
+        """The hosts that its devices are in, each once."""
+        return self.nodes_of(range(len(self.devices)))
+
+    @property
+    def model_names(self) -> list[str]:
+        """What its devices are, each model once, in the order of devices."""
+        return list(dict.fromkeys(device.model for device in self.devices))
+
+    @property
+    def rates_known(self) -> bool:
+        """Whether it is known of all devices and links how fast they are."""
+        models = all(
+            model in self.models and self.models[model].flops for model in self.model_names
+        )
+        return models and all(device.node in self.hosts for device in self.devices)
+
+    def __str__(self) -> str:
+        counts: dict[str, int] = {}
+        for device in self.devices:
+            counts[device.model] = counts.get(device.model, 0) + 1
+        return ", ".join(f"{count} x {model or self.kind}" for model, count in counts.items())
+
+    def memory_of(self, device: int) -> float:
+        """Bytes of a device that a job may use."""
+        return self.models[self.devices[device].model].memory
+
+    def nodes_of(self, devices: Iterable[int]) -> list[str]:
+        """The nodes that some devices are in, each once."""
+        return list(dict.fromkeys(self.devices[device].node for device in devices))
+
+    def take(self, devices: Sequence[int]) -> Cluster:
+        """The cluster of these devices alone."""
+        return Cluster([self.devices[d] for d in devices], self.models, self.hosts)
+
     @classmethod
     def of_one_node(cls, kind: str, number: int, node: str = "localhost") -> Cluster:
         """So many devices of a kind in one machine."""
         return cls([Device(kind, node, index) for index in range(number)])
+
+    def to_json(self) -> str:
+        """As text; `from_json` reads it. A run of alike devices in a node is one entry with their
+        `count`."""
+        groups: list[dict[str, Any]] = []
+        for device in self.devices:
+            last = groups[-1] if groups else {}
+            same = {"kind": device.kind, "node": device.node, "model": device.model}
+            if last and {**same, "count": last["count"]} == last:
+                last["count"] += 1
+            else:
+                groups.append({**same, "count": 1})
+        models = {name: asdict(model) for name, model in self.models.items()}
+        hosts = {name: asdict(host) for name, host in self.hosts.items()}
+        return json.dumps({"devices": groups, "models": models, "hosts": hosts}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Cluster:
+        """What `to_json` wrote, or a person after it.
+
+        Raises:
+            ConfigError: if it is no cluster.
+        """
+        try:
+            read = json.loads(text)
+            models = {name: _read(DeviceModel, one) for name, one in read["models"].items()}
+            hosts = {name: _host(one) for name, one in read.get("hosts", {}).items()}
+            devices: list[Device] = []
+            seen: dict[str, int] = {}
+            for group in read["devices"]:
+                node, model = str(group["node"]), str(group["model"])
+                if model not in models:
+                    raise ValueError(f"`models` says nothing of {model!r}")
+                if group["kind"] not in ("cpu", "cuda"):
+                    raise ValueError(f"kind={group['kind']!r} must be `cpu` or `cuda`")
+                for _ in range(int(group.get("count", 1))):
+                    index = seen[node] = seen.get(node, -1) + 1
+                    devices.append(Device(group["kind"], node, index, model))
+            if not devices or len({device.kind for device in devices}) > 1:
+                raise ValueError("it must have devices, all of one kind")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"This is no cluster: {type(error).__name__}: {error}. Expected "
+                '{"devices": [{"kind": "cuda", "node": "a", "model": "mine", "count": 8}], '
+                '"models": {"mine": {"memory": 8e10, ...}}, "hosts": {...}}, as `hybridrl cluster '
+                "probe --json` prints it."
+            ) from error
+        return cls(devices, models, hosts)
+
+
+_T = TypeVar("_T")
+
+
+def _read(kind: type[_T], read: Mapping[str, Any]) -> _T:
+    """A dataclass of numbers above 0, from a mapping."""
+    known = {one.name for one in fields(kind)}  # type: ignore[arg-type]
+    if more := read.keys() - known:
+        raise ValueError(f"there is no `{min(more)}`; there are {', '.join(sorted(known))}")
+    for name, value in read.items():
+        for number in value.values() if isinstance(value, dict) else [value]:
+            if not isinstance(number, int | float) or not (number >= 0):
+                raise ValueError(f"{name}={number!r} must be a number, 0 or more")
+    return kind(**read)
+
+
+def _host(read: Mapping[str, Any]) -> Host:
+    store = read.get("store")
+    return Host(
+        _read(Link, read["inside"]),
+        _read(Link, read["network"]),
+        None if store is None else _read(Link, store),
+    )
 
 
 def choose_devices(devices: str, number: int | None, gpus: int, cpus: int) -> tuple[str, int]:

@@ -7,12 +7,18 @@ from collections.abc import Mapping
 from hybridrl.config.schema import Config
 from hybridrl.core.cluster import Cluster
 from hybridrl.placement import Placement
+from hybridrl.planner.auto import Proposals, propose
+from hybridrl.planner.cluster_probe import with_rates
 from hybridrl.planner.cures import refuse
 from hybridrl.planner.devices import present
 from hybridrl.planner.plan import Plan, make_plan
 from hybridrl.planner.planner import shape_at
+from hybridrl.planner.precision import with_dtype
+from hybridrl.planner.step_time import Rates
 from hybridrl.trainers.role_spec import RoleSpec
 
+SEARCH_SECONDS = 30.0
+"""A job waits no longer for a placement."""
 TOLERANCE = 1.15
 """A job is refused when it is expected to need more than this multiple of the memory there is:
 predictions were seen to be right within as much."""
@@ -47,3 +53,23 @@ def plan_job(
     plan = make_plan(config, present(cluster), placement, lengths, roles=roles)
     refuse(plan, TOLERANCE)
     return plan
+
+
+def choose_placement(
+    config: Config,
+    cluster: Cluster,
+    lengths: tuple[int, int],
+    roles: Mapping[str, RoleSpec],
+) -> Proposals:
+    """For `placement=auto`: the best ways to run the job on its devices.
+
+    Args:
+        config: With the model's folder.
+        lengths: Tokens of its longest prompt and response.
+
+    Raises:
+        ConfigError: if nothing fits.
+    """
+    machines = with_rates(cluster)
+    rates = Rates.known(machines, with_dtype(config, cluster.kind).model.dtype)
+    return propose(config, machines, rates, lengths, roles, deadline_s=SEARCH_SECONDS)

@@ -60,7 +60,7 @@ def refuse(plan: Plan, tolerance: float = 1.0) -> None:
         what = (
             f"This does not fit: while `{phase.role}` does `{phase.phase}`, device "
             f"{plan.fullest.devices[0]} needs {phase.bytes / GIB:.1f} GiB ({mostly}, ...) and has "
-            f"{plan.machines.memory / GIB:.1f}"
+            f"{plan.cluster.memory_of(plan.fullest.devices[0]) / GIB:.1f}"
         )
     found = [" ".join(f"{name}={_text(value)}" for name, value in cure) for cure in cures(plan)]
     if not found:
@@ -84,7 +84,7 @@ def changed(config: Config, settings: list[Setting]) -> Config:
 
 def _candidates(plan: Plan) -> Iterator[Setting]:
     """From what costs nothing to what costs most time."""
-    config, is_cuda = plan.config, plan.machines.is_cuda
+    config, is_cuda = plan.config, plan.cluster.is_cuda
     actor, rollout = config.actor, config.rollout
     longest = config.data.max_prompt_tokens + rollout.max_tokens
     tokens = actor.tokens_per_microbatch // 2
@@ -126,8 +126,8 @@ def _replanned(plan: Plan, settings: list[Setting]) -> Plan | None:
     config = changed(plan.config, settings)
     lengths = plan.sizes.prompt_tokens, plan.sizes.response_tokens
     try:
-        placement = check_placement(config, plan.machines.cluster, plan.roles)
-        return make_plan(config, plan.machines, placement, lengths, roles=plan.roles)
+        placement = check_placement(config, plan.cluster, plan.roles)
+        return make_plan(config, plan.cluster, placement, lengths, roles=plan.roles)
     except ConfigError:
         return None
 
@@ -138,7 +138,7 @@ def _fits(plan: Plan, settings: list[Setting]) -> bool:
 
 
 def _badness(plan: Plan) -> tuple[bool, float]:
-    return bool(plan.lacking), plan.fullest.fullest.bytes
+    return bool(plan.lacking), plan.filled(plan.fullest)
 
 
 def _text(value: Any) -> str:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from hybridrl.core.device import message_bytes
 from hybridrl.placement import GENERATOR
-from hybridrl.planner import memory
 from hybridrl.planner.devices import GIB
-from hybridrl.planner.memory import Parts
+from hybridrl.planner.memory import (
+    Parts,
+    cache_bytes,
+    generating_with_transformers,
+    generation_copy,
+)
 from hybridrl.planner.planner import Planner, shape_at
 from hybridrl.trainers.role_spec import SCORING
 
@@ -61,17 +65,17 @@ class DeviceMemory:
 
 def memory_of(planner: Planner) -> list[DeviceMemory]:
     """Of every device on which a role lives."""
-    alike: defaultdict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
-    for device in range(len(planner.machines.cluster.devices)):
+    alike: defaultdict[tuple[tuple[tuple[str, int], ...], str], list[int]] = defaultdict(list)
+    for device, made in enumerate(planner.cluster.devices):
         here = tuple(
             (role, planner.stages(role)[place.devices.index(device)])
             for role, place in planner.placement.roles.items()
             if device in place.devices
         )
-        alike[here].append(device)
+        alike[here, made.model].append(device)
     return [
-        DeviceMemory(tuple(devices), tuple(_phases(planner, dict(here))))
-        for here, devices in alike.items()
+        DeviceMemory(tuple(devices), tuple(_phases(planner, dict(here), devices[0])))
+        for (here, _), devices in alike.items()
         if here
     ]
 
@@ -83,11 +87,11 @@ def lacking_of(planner: Planner) -> str:
     shapes = [planner.generation_shape(role) for role in planner.generators]
     share, tokens = planner.config.rollout.memory_share, planner.sizes.sample_tokens
     least = ENGINE_ROOM + max(
-        memory.generation_copy(shape, planner.config.rollout.quantization)
-        + memory.cache_bytes(shape, tokens)
+        generation_copy(shape, planner.config.rollout.quantization) + cache_bytes(shape, tokens)
         for shape in shapes
     )
-    room = share * planner.machines.memory
+    places = [planner.placement.roles[role].devices for role in planner.generators]
+    room = share * min(planner.cluster.memory_of(device) for place in places for device in place)
     if room >= least:
         return ""
     return (
@@ -96,60 +100,81 @@ def lacking_of(planner: Planner) -> str:
     )
 
 
-def _phases(planner: Planner, stages: Mapping[str, int]) -> Iterable[PhaseMemory]:
+@dataclass(frozen=True)
+class RoleMemory:
+    """What a role takes of a device of a stage of its pipeline.
+
+    Attributes:
+        resident: Between calls.
+        loaded: Once it is built: no moments yet, which come with the first update, and no copies
+            for checkpoints.
+        awake: Of a generator that sleeps later, while it is built: vLLM takes its share whole.
+        working: What each phase adds.
+    """
+
+    resident: Parts
+    loaded: Parts
+    awake: Parts
+    working: Mapping[str, Parts]
+
+
+def role_memory(planner: Planner, role: str, stage: int, memory: float) -> RoleMemory:
+    """Of a role on a device.
+
+    Args:
+        memory: Bytes that the device has.
+    """
+    resident = _resident(planner, role, stage, memory)
+    phases = dict.fromkeys(call.phase for call in planner.calls if call.role == role)
+    awakes = planner.sleeps and role in planner.generators
+    return RoleMemory(
+        resident,
+        {n: size for n, size in resident.items() if n not in ("optimizer", "checkpoint")},
+        _generating(planner, role, "generate", memory) if awakes else {},
+        {phase: _working(planner, role, stage, phase, memory) for phase in phases},
+    )
+
+
+def process_bytes(planner: Planner, roles: Collection[str]) -> float:
+    """Of the process of a device with these roles, before they are built."""
+    kind = planner.cluster.kind
+    generates = planner.generators.intersection(roles)
+    is_vllm = generates and planner.config.rollout.engine == "vllm"
+    return PROCESS[kind] + (VLLM_PROCESS[kind] if is_vllm else 0.0)
+
+
+def _phases(planner: Planner, stages: Mapping[str, int], device: int) -> Iterable[PhaseMemory]:
     """Of the roles on a device, each a stage of its pipeline."""
-    process = PROCESS[planner.machines.cluster.kind]
-    if planner.generators & stages.keys() and planner.config.rollout.engine == "vllm":
-        process += VLLM_PROCESS[planner.machines.cluster.kind]
-    stays = {"": {"process": process}}
-    stays |= {role: _resident(planner, role, stage) for role, stage in stages.items()}
-    offloaded = planner.machines.is_cuda and planner.config.actor.offload_between_calls
-    found = {(phase.role, phase.phase): phase for phase in _loads(planner, stages, process)}
-    for call in planner.calls:
-        role, phase = call.role, call.phase
-        if role not in stages:
-            continue
-        there = [stays[""], stays[role]]
-        if not offloaded:
-            there = [*stays.values()]
-        parts = _sum([*there, _working(planner, role, stages[role], phase)])
-        found[role, phase] = PhaseMemory(role, phase, parts)
+    memory = planner.cluster.memory_of(device)
+    process = {"process": process_bytes(planner, stages)}
+    taken = {role: role_memory(planner, role, stage, memory) for role, stage in stages.items()}
+    found = {}
+    before: Parts = process
+    for role, own in taken.items():  # built one after the other, each beside those before
+        if own.loaded or role in planner.generators:
+            before = _sum([before, own.loaded])
+            found[role, "load"] = PhaseMemory(role, "load", _sum([before, own.awake]))
+    offloaded = planner.cluster.is_cuda and planner.config.actor.offload_between_calls
+    for role, phase in ((call.role, call.phase) for call in planner.calls if call.role in taken):
+        there = [taken[role]] if offloaded else list(taken.values())
+        parts = [process, *(own.resident for own in there), taken[role].working[phase]]
+        found[role, phase] = PhaseMemory(role, phase, _sum(parts))
     # Roles without a model that are never called are idle.
-    return found.values() or [PhaseMemory(next(iter(stages)), "idle", _sum(stays.values()))]
+    idle = _sum([process, *(own.resident for own in taken.values())])
+    return found.values() or [PhaseMemory(next(iter(stages)), "idle", idle)]
 
 
-def _loads(planner: Planner, stages: Mapping[str, int], process: float) -> Iterable[PhaseMemory]:
-    """Roles on a device are built one after the other, each beside what was built before. vLLM
-    takes its share whole, and sleeps once it is there."""
-    before: Parts = {"process": process}
-    for role, stage in stages.items():
-        if not (own := _loaded(planner, role, stage)) and role not in planner.generators:
-            continue
-        before = _sum([before, own])
-        awake = {}
-        if planner.sleeps and role in planner.generators:
-            awake = _generating(planner, role, "generate")
-        yield PhaseMemory(role, "load", _sum([before, awake]))
-
-
-def _loaded(planner: Planner, role: str, stage: int) -> Parts:
-    """What a role has on a device once it is built: no moments yet, which come with the first
-    update, and no copies for checkpoints."""
-    found = _resident(planner, role, stage)
-    return {name: size for name, size in found.items() if name not in ("optimizer", "checkpoint")}
-
-
-def _resident(planner: Planner, role: str, stage: int) -> Parts:
+def _resident(planner: Planner, role: str, stage: int, memory: float) -> Parts:
     """What a role has on a device between calls."""
     rollout, found = planner.config.rollout, Parts()
     if role != GENERATOR and planner.has_model(role):
         found = planner.part(role, stage).resident()
-    if not planner.machines.is_cuda and (size := planner.checkpoint_bytes(role)):
+    if not planner.cluster.is_cuda and (size := planner.checkpoint_bytes(role)):
         found["checkpoint"] = size
-    if not planner.machines.is_cuda and (size := planner.record_bytes(role)):
+    if not planner.cluster.is_cuda and (size := planner.record_bytes(role)):
         found["weight record"] = size
     if role in planner.generators and not planner.sleeps:
-        found["generation copy"] = memory.generation_copy(
+        found["generation copy"] = generation_copy(
             planner.generation_shape(role), rollout.quantization
         )
         if rollout.engine == "vllm":
@@ -158,38 +183,38 @@ def _resident(planner: Planner, role: str, stage: int) -> Parts:
     judge = getattr(planner.config, str(kind)).judge if kind in SCORING else None
     if judge is not None and judge.path:
         if planner.sleeps:
-            found["judge"] = judge.memory_share * planner.machines.memory
+            found["judge"] = judge.memory_share * memory
         else:
-            copy = memory.generation_copy(shape_at(judge.path, planner.config))
+            copy = generation_copy(shape_at(judge.path, planner.config))
             found["judge"] = copy + rollout.kv_cache_gib * GIB
     return found
 
 
-def _working(planner: Planner, role: str, stage: int, phase: str) -> Parts:
+def _working(planner: Planner, role: str, stage: int, phase: str, memory: float) -> Parts:
     """What a phase adds."""
     if phase in ("sync", "generate"):
-        return _generating(planner, role, phase)
+        return _generating(planner, role, phase, memory)
     if not planner.has_model(role):
         return {}
     part, batch = planner.part(role, stage), planner.batches[role, phase]
     return (part.training if phase == "train" else part.scoring)(batch, planner.sizes)
 
 
-def _generating(planner: Planner, role: str, phase: str) -> Parts:
+def _generating(planner: Planner, role: str, phase: str, memory: float) -> Parts:
     rollout, shape = planner.config.rollout, planner.generation_shape(role)
     found: Parts = {}
     if phase == "sync":  # at most all that comes in and goes out
-        room = message_bytes(planner.machines.cluster.kind)
+        room = message_bytes(planner.cluster.kind)
         found["messages"] = min(room, 2 * planner.sync_bytes(role))
     if planner.sleeps:
-        found["generation copy"] = memory.generation_copy(shape, rollout.quantization)
+        found["generation copy"] = generation_copy(shape, rollout.quantization)
         if phase == "generate":
-            room = rollout.memory_share * planner.machines.memory - found["generation copy"]
+            room = rollout.memory_share * memory - found["generation copy"]
             found["kv_cache"] = max(0.0, room)
     elif rollout.engine != "vllm" and phase == "generate":
         replicas = len(planner.placement.roles[role].devices) // planner.rollout_tp(role)
         rows = min(-(-planner.sizes.samples // replicas), rollout.max_sequences)
-        return memory.generating_with_transformers(shape, planner.sizes, rows)
+        return generating_with_transformers(shape, planner.sizes, rows)
     return found
 
 

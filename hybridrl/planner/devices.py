@@ -1,115 +1,129 @@
-"""Machines to plan for: accelerators that are known by name, or those of this machine."""
+"""Clusters to plan for: of accelerators that are known by name, of a file, or of this machine."""
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import torch
 
-from hybridrl.core.cluster import Cluster, Device
+from hybridrl.core.cluster import Cluster, Device, DeviceModel, Host, Link
 from hybridrl.errors import ConfigError, nearest
 
 GIB = 2**30
 DEVICES_PER_NODE = 8
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+CPU_SLOT = "CPU slot"
+INSIDE_LATENCY, NETWORK_LATENCY = 5e-6, 20e-6
+"""Seconds until the first byte of a message is there, of links that were not measured."""
 
 
-@dataclass(frozen=True)
-class Accelerator:
-    """Facts of a device, as its maker gives them.
+def _maker(
+    memory: float, flops: tuple[float, float, float], bandwidth: float, link: float, network: float
+) -> tuple[DeviceModel, Host]:
+    """Facts of a device as its maker gives them, and of the hosts that it is usually in.
 
-    Attributes:
-        memory: Bytes that a program can use.
-        flops: Dense bfloat16 operations per second.
-        bandwidth: Of its memory, bytes per second.
-        link: To the other devices of its node, bytes per second in one direction.
-        network: Of each device's share of the node's network, bytes per second.
+    Args:
+        memory: GiB that a program can use.
+        flops: 10^12 dense operations per second in float32, bfloat16 and int8.
+        bandwidth: Of its memory, 10^12 bytes per second.
+        link: To the other devices of its node, 10^9 bytes per second in one direction.
+        network: Its share of the node's network, 10^9 bytes per second.
     """
-
-    memory: float
-    flops: float
-    bandwidth: float
-    link: float
-    network: float
+    rates = dict(zip(("float32", "bfloat16", "int8"), (f * 1e12 for f in flops), strict=True))
+    model = DeviceModel(memory * GIB, rates, bandwidth * 1e12)
+    return model, Host(Link(link * 1e9, INSIDE_LATENCY), Link(network * 1e9, NETWORK_LATENCY))
 
 
 ACCELERATORS = {
-    "A100-40GB": Accelerator(39.4 * GIB, 312e12, 1.56e12, 300e9, 25e9),
-    "A100-80GB": Accelerator(79.2 * GIB, 312e12, 2.04e12, 300e9, 25e9),
-    "H100": Accelerator(79.1 * GIB, 989e12, 3.35e12, 450e9, 50e9),
-    "H200": Accelerator(139.8 * GIB, 989e12, 4.8e12, 450e9, 50e9),
-    "B200": Accelerator(178.3 * GIB, 2250e12, 8.0e12, 900e9, 50e9),
-    "L40S": Accelerator(44.4 * GIB, 362e12, 0.864e12, 32e9, 12.5e9),
-    "L4": Accelerator(22.0 * GIB, 121e12, 0.3e12, 32e9, 12.5e9),
-    "RTX4090": Accelerator(23.5 * GIB, 165e12, 1.008e12, 32e9, 12.5e9),
+    "A100-40GB": _maker(39.4, (19.5, 312, 624), 1.56, 300, 25),
+    "A100-80GB": _maker(79.2, (19.5, 312, 624), 2.04, 300, 25),
+    "H100": _maker(79.1, (67, 989, 1979), 3.35, 450, 50),
+    "H200": _maker(139.8, (67, 989, 1979), 4.8, 450, 50),
+    "B200": _maker(178.3, (75, 2250, 4500), 8.0, 900, 50),
+    "L40S": _maker(44.4, (91.6, 362, 733), 0.864, 32, 12.5),
+    "L4": _maker(22.0, (30.3, 121, 242), 0.3, 32, 12.5),
+    "RTX4090": _maker(23.5, (82.6, 165, 660), 1.008, 32, 12.5),
 }
 ALIASES = {"A100": "A100-80GB", "H100-80GB": "H100", "A100-SXM4-80GB": "A100-80GB"}
 
-
-@dataclass(frozen=True)
-class Machines:
-    """What a plan is for.
-
-    Attributes:
-        cluster: The devices.
-        name: Of one of them.
-        memory: Bytes of one of them that a job may use.
-        accelerator: What is known of it; None: a probe has to tell.
-    """
-
-    cluster: Cluster
-    name: str
-    memory: float
-    accelerator: Accelerator | None = None
-
-    @property
-    def is_cuda(self) -> bool:
-        """Whether its devices are GPUs."""
-        return self.cluster.kind == "cuda"
-
-    @property
-    def devices_per_node(self) -> int:
-        """Of the first node."""
-        first = self.cluster.devices[0].node
-        return sum(device.node == first for device in self.cluster.devices)
+_GROUP = re.compile(
+    r"(?:([1-9]\d*)x)?([1-9]\d*)x([A-Za-z][^@]*)(?:@([1-9]\d*(?:\.\d+)?)([GM])bps)?"
+)
+_BYTES = {"G": 1e9 / 8, "M": 1e6 / 8}
 
 
-def named(text: str) -> Machines:
-    """`64xH200`, or `16x8xH100`: 16 nodes of 8.
+def named(text: str) -> Cluster:
+    """`64xH200`; `16x8xH100`: 16 nodes of 8; `8xL4,16xH100@400Gbps`: several kinds, and what each
+    device has of its node's network; or a file of `Cluster.to_json`.
 
     Raises:
         ConfigError: for anything else.
     """
-    found = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z]\S*)", text)
+    if text.endswith(".json"):
+        return from_file(text)
+    devices: list[Device] = []
+    models: dict[str, DeviceModel] = {}
+    hosts: dict[str, Host] = {}
+    for group in text.split(","):
+        number, per_node, name, network = _group(text, group.strip())
+        models[name], host = ACCELERATORS[name]
+        if network:
+            host = replace(host, network=Link(network, NETWORK_LATENCY))
+        first = len(hosts)
+        for index in range(number):
+            node = f"node{first + index // per_node}"
+            hosts[node] = host
+            devices.append(Device("cuda", node, index % per_node, name))
+    return Cluster(devices, models, hosts)
+
+
+def _group(text: str, group: str) -> tuple[int, int, str, float]:
+    """Devices, devices of a node, their model, and bytes per second (0: as usual)."""
     names = {name.lower(): name for name in (*ACCELERATORS, *ALIASES)}
-    if found is None or found[3].lower() not in names or not int(found[2]):
-        kind = found[3] if found else text
+    found = _GROUP.fullmatch(group)
+    if found is None or found[3].lower() not in names:
+        kind = found[3] if found else group
         raise ConfigError(
             f"--devices {text}: write a number and one of {', '.join(ACCELERATORS)}, such as "
-            f"64xH200, or 16x8xH100 for 16 nodes of 8.{nearest(kind, ACCELERATORS)}"
+            "64xH200, or 16x8xH100 for 16 nodes of 8, or 8xL4,16xH100@400Gbps; or name a JSON "
+            f"file of a cluster.{nearest(kind, ACCELERATORS)}"
         )
-    name = names[found[3].lower()]
-    name = ALIASES.get(name, name)
-    nodes, per_node = int(found[1] or 0), int(found[2])
-    if not found[1]:
-        total, per_node = per_node, min(per_node, DEVICES_PER_NODE)
-    else:
-        total = nodes * per_node
-    devices = [Device("cuda", f"node{i // per_node}", i % per_node) for i in range(total)]
-    return Machines(Cluster(devices), name, ACCELERATORS[name].memory, ACCELERATORS[name])
+    nodes, per_node, name = found[1], int(found[2]), names[found[3].lower()]
+    number = int(nodes) * per_node if nodes else per_node
+    if not nodes:
+        per_node = min(per_node, DEVICES_PER_NODE)
+    network = float(found[4]) * _BYTES[found[5]] if found[4] else 0.0
+    return number, per_node, ALIASES.get(name, name), network
 
 
-def present(cluster: Cluster) -> Machines:
-    """The devices of a job, which are here, or like those that are here."""
-    if cluster.kind == "cuda" and torch.accelerator.is_available():
+def from_file(path: str) -> Cluster:
+    """The cluster in a JSON file.
+
+    Raises:
+        ConfigError: if there is no such file, or it holds no cluster.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"--devices {path}: there is no such file.")
+    try:
+        return Cluster.from_json(file.read_text())
+    except ConfigError as error:
+        raise ConfigError(f"--devices {path}: {error}") from error
+
+
+def present(cluster: Cluster) -> Cluster:
+    """The devices of a job, which are here, or like those that are here, with their memory."""
+    if cluster.is_cuda and torch.accelerator.is_available():
         properties = torch.cuda.get_device_properties(0)
-        return Machines(cluster, properties.name, properties.total_memory)
-    machines = Machines(cluster, "CPU slot", 0)
-    return Machines(cluster, "CPU slot", node_memory() / machines.devices_per_node)
+        name, memory = properties.name, float(properties.total_memory)
+    else:
+        name, memory = CPU_SLOT, node_memory() / cluster.devices_per_node
+    devices = [replace(device, model=name) for device in cluster.devices]
+    return Cluster(devices, {name: DeviceModel(memory)})
 
 
 def node_memory() -> float:
@@ -121,4 +135,4 @@ def node_memory() -> float:
 
 def cores_per_device(cluster: Cluster) -> int:
     """Threads of each CPU slot."""
-    return max(1, (os.cpu_count() or 1) // Machines(cluster, "", 0).devices_per_node)
+    return max(1, (os.cpu_count() or 1) // cluster.devices_per_node)

@@ -10,10 +10,10 @@ from typing import Any
 
 from hybridrl.checks.placement import check_placement, wanted_roles
 from hybridrl.config.schema import Config
+from hybridrl.core.cluster import Cluster
 from hybridrl.placement import GENERATOR, Placement
 from hybridrl.planner.dataflow import MicroBatches, Sizes, sizes_of
 from hybridrl.planner.device_memory import DeviceMemory, lacking_of, memory_of
-from hybridrl.planner.devices import Machines
 from hybridrl.planner.planner import Planner
 from hybridrl.planner.precision import with_dtype
 from hybridrl.planner.step_time import Rates, Times, estimate
@@ -25,8 +25,8 @@ class Plan:
     """What a job will do and take.
 
     Attributes:
-        config: Of the job, with the precision that `model.dtype=auto` means on the machines.
-        machines: On what.
+        config: Of the job, with the precision that `model.dtype=auto` means on the cluster.
+        cluster: On what.
         placement: Which role lives where.
         roles: What the driver program says of them.
         notice: A sentence if the calls of a step had to be guessed; else empty.
@@ -42,7 +42,7 @@ class Plan:
     """
 
     config: Config
-    machines: Machines
+    cluster: Cluster
     placement: Placement
     roles: Mapping[str, RoleSpec]
     notice: str
@@ -59,20 +59,24 @@ class Plan:
 
     @property
     def fullest(self) -> DeviceMemory:
-        """The devices that are filled most."""
-        return max(self.memory, key=lambda device: device.fullest.bytes)
+        """The devices that are filled most, for what they have."""
+        return max(self.memory, key=self.filled)
+
+    def filled(self, device: DeviceMemory) -> float:
+        """The share of the memory of some like devices that is taken at their fullest moment."""
+        return device.fullest.bytes / self.cluster.memory_of(device.devices[0])
 
     def fits(self, tolerance: float = 1.0) -> bool:
         """Whether every device has room for `1 / tolerance` of what is expected."""
-        return not self.lacking and self.fullest.fullest.bytes <= tolerance * self.machines.memory
+        return not self.lacking and self.filled(self.fullest) <= tolerance
 
 
 def make_plan(
     config: Config,
-    machines: Machines,
+    cluster: Cluster,
     placement: Placement | None = None,
     lengths: tuple[float, float] | None = None,
-    rates: Rates | None = None,
+    rates: Rates | Sequence[Rates] | None = None,
     roles: Mapping[str, RoleSpec] | None = None,
 ) -> Plan:
     """The plan of a job whose model paths are folders.
@@ -80,24 +84,24 @@ def make_plan(
     Args:
         placement: None: as the settings say.
         lengths: Tokens of a prompt and of a response; None: the longest that are allowed.
-        rates: Of the machines; None: without an estimate of time.
+        rates: Of every device, or of each; None: without an estimate of time.
         roles: Of the job; None: those of its trainer.
 
     Raises:
         ConfigError: if there is no such placement.
     """
-    config = with_dtype(config, machines.cluster.kind)
-    placement = placement or check_placement(config, machines.cluster, roles)
+    config = with_dtype(config, cluster.kind)
+    placement = placement or check_placement(config, cluster, roles)
     placed = [role for role in placement.roles if role != GENERATOR]
     roles = wanted_roles(config, placed if roles is None else roles)
-    planner = Planner(config, machines, placement, sizes_of(config, lengths), roles)
+    planner = Planner(config, cluster, placement, sizes_of(config, lengths), roles)
     wholes = {
         role: planner.shape(role, whole=True) for role in placement.roles if planner.has_model(role)
     }
     syncing = [call.role for call in planner.calls if call.phase == "sync"]
     return Plan(
         config=config,
-        machines=machines,
+        cluster=cluster,
         placement=placement,
         roles=roles,
         notice=planner.notice,
@@ -119,7 +123,7 @@ def _host_bytes(planner: Planner) -> float:
     taken: defaultdict[str, float] = defaultdict(float)
     for role, place in planner.placement.roles.items():
         for device in place.devices:
-            node = planner.machines.cluster.devices[device].node
+            node = planner.cluster.devices[device].node
             taken[node] += planner.checkpoint_bytes(role)
     return max(taken.values(), default=0.0)
 
@@ -129,9 +133,9 @@ def to_json(plan: Plan) -> str:
     found: dict[str, Any] = {
         **json.loads(plan.placement.to_json()),
         "devices": {
-            "number": len(plan.machines.cluster.devices),
-            "name": plan.machines.name,
-            "memory_bytes": plan.machines.memory,
+            "number": len(plan.cluster.devices),
+            "name": str(plan.cluster),
+            "memory_bytes": plan.cluster.memory,
         },
         "dtype": plan.config.model.dtype,
         "sizes": {**asdict(plan.sizes), "tokens": plan.sizes.tokens},

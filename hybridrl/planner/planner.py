@@ -4,6 +4,7 @@ device's part of it, and how it packs its samples."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,13 +13,13 @@ from transformers import PretrainedConfig
 
 from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import Config
+from hybridrl.core.cluster import Cluster
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.training_mesh import devices_of, training_mesh
 from hybridrl.models import load_config
-from hybridrl.placement import ACTOR, GENERATOR, Placement
+from hybridrl.placement import ACTOR, GENERATOR, Placement, RolePlace
 from hybridrl.placement.separation import way_of_weights
 from hybridrl.planner.dataflow import Sizes, micro_batches
-from hybridrl.planner.devices import Machines
 from hybridrl.planner.memory import CHECKPOINT, ModelPart, generation_copy
 from hybridrl.planner.model_shape import ModelShape, shape_of
 from hybridrl.planner.recording import recorded_calls
@@ -39,21 +40,41 @@ class Planner:
     def __init__(
         self,
         config: Config,
-        machines: Machines,
+        cluster: Cluster,
         placement: Placement,
         sizes: Sizes,
         roles: Mapping[str, RoleSpec],
     ) -> None:
-        self.config, self.machines, self.placement, self.sizes = config, machines, placement, sizes
+        self.config, self.cluster, self.placement, self.sizes = config, cluster, placement, sizes
         self.roles = roles
         self.calls, self.notice = recorded_calls(config, sizes, placement, roles)
+        self.generators = {call.role for call in self.calls if call.phase == "generate"}
+        self.sleeps = cluster.is_cuda and config.rollout.engine == "vllm"
+        self._begin()
+
+    def _begin(self) -> None:
         self.batches = {
-            (call.role, call.phase): micro_batches(config, sizes, call, placement.roles[call.role])
+            (call.role, call.phase): micro_batches(
+                self.config, self.sizes, call, self.placement.roles[call.role]
+            )
             for call in self.calls
             if call.phase in ("score", "train") and self.has_model(call.role)
         }
-        self.generators = {call.role for call in self.calls if call.phase == "generate"}
-        self.sleeps = machines.is_cuda and config.rollout.engine == "vllm"
+        self._stages: dict[str, list[int]] = {}
+        self._parts: dict[tuple[str, int], ModelPart] = {}
+
+    def of_role(self, role: str, place: RolePlace, config: Config) -> Planner:
+        """What has to be known of one role alone, if it lived there.
+
+        Args:
+            config: Settings that do not change the calls of a step.
+        """
+        alone = copy(self)
+        alone.config, alone.placement = config, Placement(self.placement.strategy, {role: place})
+        alone.calls = [call for call in self.calls if call.role == role]
+        alone.generators = self.generators & {role}
+        alone._begin()
+        return alone
 
     def has_model(self, role: str) -> bool:
         """Whether a role holds a model that is cut over its devices."""
@@ -65,9 +86,13 @@ class Planner:
             return devices_of(self.placement.roles[GENERATOR].parallel)
         return self.config.rollout.parallel.ranks
 
-    @cache  # noqa: B019 (a planner lives for one plan)
     def stages(self, role: str) -> list[int]:
         """The pipeline stage of each of a role's devices, in rank order."""
+        if role not in self._stages:
+            self._stages[role] = self._stages_of(role)
+        return self._stages[role]
+
+    def _stages_of(self, role: str) -> list[int]:
         place = self.placement.roles[role]
         if place.parallel.pp == 1:
             return [0] * len(place.devices)
@@ -75,11 +100,15 @@ class Planner:
         mesh = training_mesh(len(place.devices), place.parallel, share)
         return [mesh.coordinates(rank)["pp"].index for rank in range(len(place.devices))]
 
-    @cache  # noqa: B019
     def part(self, role: str, stage: int) -> ModelPart:
         """What one device of a pipeline stage holds of a role's model."""
+        if (role, stage) not in self._parts:
+            self._parts[role, stage] = self._part_of(role, stage)
+        return self._parts[role, stage]
+
+    def _part_of(self, role: str, stage: int) -> ModelPart:
         place, actor, shape = self.placement.roles[role], self.config.actor, self.shape(role)
-        parallel, is_cuda = place.parallel, self.machines.is_cuda
+        parallel, is_cuda = place.parallel, self.cluster.is_cuda
         optimizer = model_settings(self.config, role).optimizer_of(actor.optimizer)
         base, more = divmod(shape.layers, parallel.pp * parallel.chunks)
         chunks = range(stage, parallel.pp * parallel.chunks, parallel.pp)
@@ -92,7 +121,7 @@ class Planner:
             shards=shards,
             micro_batches_held=parallel.pp - stage,
             trains=self.trains(role),
-            device=self.machines.cluster.kind,
+            device=self.cluster.kind,
             offload_parameters=offload,
             offload_optimizer=actor.offload_optimizer and is_cuda and not offload,
             moment=DTYPES[optimizer.moments].itemsize,
@@ -144,8 +173,7 @@ class Planner:
     def nodes_of_a_copy(self) -> int:
         """On how many nodes a checkpoint is in memory; 0: on none."""
         others = self.config.checkpoint.memory_copies
-        nodes = {device.node for device in self.machines.cluster.devices}
-        return min(others + 1, len(nodes)) if others else 0
+        return min(others + 1, len(self.cluster.nodes)) if others else 0
 
     def sync_bytes(self, role: str) -> float:
         """What the busiest device of a role that generates receives: what its part of the
@@ -169,10 +197,12 @@ class Planner:
         """Host memory for a device's record of the weights that the generator has, of those who
         send and of those who receive differences."""
         places = self.placement.roles
-        if GENERATOR not in places or role not in (ACTOR, GENERATOR) or self.config.actor.lora.rank:
+        if role not in (ACTOR, GENERATOR) or self.config.actor.lora.rank:
+            return 0.0
+        if not {ACTOR, GENERATOR} <= places.keys():
             return 0.0
         ends = [*places[ACTOR].devices, *places[GENERATOR].devices]
-        devices = self.machines.cluster.devices
+        devices = self.cluster.devices
         if way_of_weights(self.config, (devices[number] for number in ends))[1] == "full":
             return 0.0
         if role == GENERATOR:
@@ -181,18 +211,31 @@ class Planner:
         return whole.item * whole.parameters.all / len(places[role].devices)
 
 
+_SHAPES: dict[tuple[object, ...], ModelShape] = {}
+"""What was counted before, by what it depends on."""
+
+
 def shape_at(
     path: str, config: Config, *, tp: int = 1, scalar: bool = False, trains: bool = False
 ) -> ModelShape:
     """One of `tp` ranks' part of the model in a folder, as a job computes with it."""
-    return shape_of(
-        _model_config(path),
-        config.model.dtype,
-        tp=tp,
-        scalar=scalar,
-        checkpointing=config.actor.gradient_checkpointing,
-        lora=config.actor.lora if trains else None,
-    )
+    lora, checkpointing = config.actor.lora, config.actor.gradient_checkpointing
+    adapters = repr(lora) if trains and lora.rank else ""
+    of_any: tuple[object, ...] = (path, config.model.dtype, tp, scalar, adapters)
+    key = (*of_any, checkpointing) if trains else of_any  # who only scores keeps nothing
+    if key not in _SHAPES:
+        found = shape_of(
+            _model_config(path),
+            config.model.dtype,
+            tp=tp,
+            scalar=scalar,
+            checkpointing=checkpointing,
+            lora=lora if trains else None,
+        )
+        _SHAPES[key] = found
+        _SHAPES.setdefault(of_any, found)
+        _SHAPES.setdefault((*of_any, checkpointing), found)
+    return _SHAPES[key]
 
 
 @cache

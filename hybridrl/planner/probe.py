@@ -27,7 +27,7 @@ from hybridrl.core.dtypes import DTYPES
 from hybridrl.errors import HybridRLError
 from hybridrl.models import Packing, load_config
 from hybridrl.models.attention import NAME
-from hybridrl.planner.devices import Machines, cores_per_device
+from hybridrl.planner.devices import cores_per_device
 from hybridrl.planner.model_shape import narrowed, shape_of
 from hybridrl.planner.step_time import Rates
 
@@ -47,7 +47,10 @@ TURNS_TOGETHER = 5
 """Of what the ranks do together: as many on each."""
 
 
-def probe(path: str, dtype: str, machines: Machines, tokens: int, length: float) -> Rates:
+Measure = Callable[..., dict[str, float]]
+
+
+def probe(path: str, dtype: str, cluster: Cluster, tokens: int, length: float) -> Rates:
     """Measures.
 
     Args:
@@ -56,27 +59,32 @@ def probe(path: str, dtype: str, machines: Machines, tokens: int, length: float)
         tokens: Of a micro-batch.
         length: Tokens of a sample.
     """
-    cluster, here = machines.cluster, machines.devices_per_node
-    if machines.is_cuda:
+    found = on_all(_measure, cluster, path, dtype, tokens, round(length))
+    mean = {name: sum(f[name] for f in found) / len(found) for name in found[0]}
+    return Rates(**mean, source=f"a probe of {len(found)} device(s) of this machine")
+
+
+def on_all(measure: Measure, cluster: Cluster, *job: Any) -> list[dict[str, float]]:
+    """What `measure(rank, world, kind, threads, *job)` finds on each device of this machine that a
+    cluster is made of, all at once, in processes that are a world to torch.distributed.
+
+    Raises:
+        HybridRLError: if a process fails.
+    """
+    here = cluster.devices_per_node
+    if cluster.is_cuda:
         here = min(here, torch.accelerator.device_count())
     # One device has this process's own threads, whatever their number.
     threads = torch.get_num_threads() if here == 1 else cores_per_device(cluster)
-    job = (cluster.kind, threads, path, dtype, tokens, round(length))
+    job = (cluster.kind, threads, *job)
     if here == 1:
-        found = [_measure(0, 1, *job)]
-    else:
-        found = _on_all(cluster, here, threads, job)
-    mean = {name: sum(f[name] for f in found) / len(found) for name in found[0]}
-    return Rates(**mean, source=f"a probe of {here} device(s) of this machine")
-
-
-def _on_all(cluster: Cluster, here: int, threads: int, job: tuple[Any, ...]) -> list[Any]:
+        return [measure(0, 1, *job)]
     # A fork is quick, but what used GPUs or several threads before must not be forked.
     kind = "fork" if cluster.kind == "cpu" and threads == 1 else "spawn"
     context = mp.get_context(kind)
     with tempfile.TemporaryDirectory() as folder:
         queue = context.SimpleQueue()
-        arguments = [(rank, here, *job, f"{folder}/meet", queue) for rank in range(here)]
+        arguments = [(measure, rank, here, *job, f"{folder}/meet", queue) for rank in range(here)]
         processes = [context.Process(target=_child, args=a, daemon=True) for a in arguments]
         for process in processes:
             process.start()
@@ -91,7 +99,7 @@ def _on_all(cluster: Cluster, here: int, threads: int, job: tuple[Any, ...]) -> 
         return [queue.get() for _ in processes]
 
 
-def _child(rank: int, world: int, *job: Any) -> None:
+def _child(measure: Measure, rank: int, world: int, *job: Any) -> None:
     *job_, meet, queue = job
     dist.init_process_group(
         COLLECTIVES[job_[0]],
@@ -100,7 +108,7 @@ def _child(rank: int, world: int, *job: Any) -> None:
         world_size=world,
         timeout=timedelta(seconds=60),
     )
-    queue.put(_measure(rank, world, *job_))
+    queue.put(measure(rank, world, *job_))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -133,9 +141,9 @@ def _measure(
         found[name] = passes * operations / per_token
         found[f"{name}_overhead"] = max(0.0, low - per_token * few)
     del model, runs
-    found["memory"] = _memory_rate(device, world)
-    found["small_op"] = _small_op(world)
-    return found | _collectives(device, world, shape.item * shape.layer.all)
+    found["memory"] = memory_rate(device, world)
+    found["small_op"] = small_op(world)
+    return found | collectives(device, world, shape.item * shape.layer.all)
 
 
 def _layers(config: PretrainedConfig, dtype: str, device: torch.device) -> Any:
@@ -204,14 +212,16 @@ def timed(
     return [statistics.median(seconds) for seconds in found]
 
 
-def _memory_rate(device: torch.device, world: int) -> float:
+def memory_rate(device: torch.device, world: int) -> float:
+    """Bytes per second, read and written."""
     source = torch.zeros(STREAM // 4, device=device)
     target = torch.zeros_like(source)
     (seconds,) = timed([lambda: target.copy_(source)], device, world)
     return 2 * STREAM / seconds
 
 
-def _small_op(world: int) -> float:
+def small_op(world: int) -> float:
+    """Seconds of an operation on a handful of numbers."""
     x = torch.zeros(4)
 
     def once() -> None:
@@ -222,7 +232,7 @@ def _small_op(world: int) -> float:
     return seconds / SMALL_OPS
 
 
-def _collectives(device: torch.device, world: int, layer: int) -> dict[str, float]:
+def collectives(device: torch.device, world: int, layer: int) -> dict[str, float]:
     """What a layer of so many bytes takes to be gathered, and its gradients to be summed. Into new
     memory, as in training: whoever writes there first waits for the system to find some."""
     if world == 1:

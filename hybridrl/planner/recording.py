@@ -217,10 +217,16 @@ class _Table(BatchRef):
         return self
 
     def collect(self, columns: Iterable[str] | None = None, *, partial: bool = False) -> Batch:
-        """Numbers: the samples of a prompt score 0 and 1 in turn, everything else is 0."""
+        """Numbers: the samples of a prompt score 0 and 1 in turn, each is an episode of one branch,
+        everything else is 0."""
         rows = self.rows
         found = {name: np.zeros(len(rows), np.float32) for name in columns or ()}
-        values = {"scores": np.arange(len(rows), dtype=np.float32) % 2, "group_id": rows}
+        values = {
+            "scores": np.arange(len(rows), dtype=np.float32) % 2,
+            "group_id": rows,
+            "episode": np.arange(len(rows)),
+            "branches": np.ones(len(rows), np.int64),
+        }
         return Batch.from_columns(found | {k: v for k, v in values.items() if k in (columns or k)})
 
     def __len__(self) -> int:

@@ -1,23 +1,20 @@
-"""How long a step will last: each call from the rates of a device, all calls along the placement.
-
-Calls are made in order; one begins when its devices are free and its inputs are there. That is what
-the executors do, so roles that share a device take turns, others overlap, and with separation the
-next samples are generated while the last are learned, as far as `placement.staleness` lets them.
-"""
+"""How long a step will last: each call from the rates of a device; `step_graph` puts all calls
+together, along the placement."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from hybridrl.compress.gradient_choice import Choice
+from hybridrl.core.cluster import Cluster, DeviceModel, Host
 from hybridrl.core.training_mesh import devices_of
 from hybridrl.planner.dataflow import Call
-from hybridrl.planner.devices import Accelerator
 from hybridrl.planner.gradient_sums import Links, chosen, units_of, ways
 from hybridrl.planner.memory import MASTER, ModelPart, cache_bytes, generation_copy
+from hybridrl.planner.step_graph import SteadySteps
 
 if TYPE_CHECKING:
     from hybridrl.planner.planner import Planner
@@ -25,8 +22,12 @@ if TYPE_CHECKING:
 COMPUTE, BANDWIDTH, WIRE = 0.45, 0.7, 0.7
 """Of what the makers promise, the shares that training reaches in matrix products, and memory and
 links in streaming; for machines that cannot be probed."""
-LAUNCH = 1.5e-4
-"""Seconds to launch a layer's kernels on a GPU; a backward takes twice as many."""
+HOST_LINK = 20e9
+"""Bytes per second between an accelerator and its host, of what is offloaded."""
+LAUNCH_OPS = 15
+"""A layer's kernels are launched in so many small operations; a backward takes twice as many."""
+TAKEN = ("forward_overhead", "training_overhead", "sums", "small_op")
+"""Of the rates, those of which less is quicker."""
 ADAM_TOUCHES = 10
 """Times that AdamW and the gradients' norm and scaling read or write an element."""
 LOGIT_TOUCHES = 24
@@ -45,14 +46,6 @@ SMALL_OPS = {
 that the optimizer steps, or a sync brings to the generator; a token-step of a generator, and a
 sample or a layer in it. Counted once, from the default job and one more; the probe says what a
 small operation takes."""
-FLOW = (
-    (("sync", "generate"), "weights", "samples"),
-    (("score",), "samples", "scores"),
-    (("train",), "scores", "step"),
-)
-"""Phases, what they need and what they make."""
-STEPS = 6
-"""Simulated, so that what overlaps from step to step is in its steady state."""
 
 
 @dataclass(frozen=True)
@@ -82,21 +75,53 @@ class Rates:
     source: str
 
     @classmethod
-    def known(cls, accelerator: Accelerator) -> Rates:
-        """Of a device that is not here."""
-        return cls(
-            forward=COMPUTE * accelerator.flops,
-            training=COMPUTE * accelerator.flops,
-            forward_overhead=LAUNCH,
-            training_overhead=3 * LAUNCH,
-            memory=BANDWIDTH * accelerator.bandwidth,
-            link=WIRE * accelerator.link,
-            network=WIRE * accelerator.network,
-            sums=1.0,
-            small_op=1e-5,
-            source=f"known rates, of which {COMPUTE:.0%} in products, {BANDWIDTH:.0%} of memory "
-            f"and {WIRE:.0%} of links",
-        )
+    def known(cls, cluster: Cluster, dtype: str) -> list[Rates]:
+        """Of each device of a cluster whose rates are known.
+
+        Args:
+            dtype: Name of the precision of computation.
+        """
+        made: dict[tuple[str, Host], Rates] = {}
+        found = []
+        for device in cluster.devices:
+            key = device.model, cluster.hosts[device.node]
+            if key not in made:
+                made[key] = _known(cluster.models[device.model], key[1], dtype)
+            found.append(made[key])
+        return found
+
+    @classmethod
+    def of_slowest(cls, several: Iterable[Rates]) -> Rates:
+        """Of devices that work together: each waits for the slowest of them."""
+        found = set(several)
+        if len(found) == 1:
+            return found.pop()
+        rates = {
+            one.name: (max if one.name in TAKEN else min)(getattr(each, one.name) for each in found)
+            for one in fields(cls)
+        }
+        return cls(**rates)
+
+
+def _known(model: DeviceModel, host: Host, dtype: str) -> Rates:
+    compute, bandwidth, wire, said = COMPUTE, BANDWIDTH, WIRE, "known rates"
+    if model.measured:
+        compute = bandwidth = wire = 1.0
+        said = "measured rates"
+    precision = "float32" if dtype == "float32" else "bfloat16"
+    return Rates(
+        forward=compute * model.flops[precision],
+        training=compute * model.flops[precision],
+        forward_overhead=LAUNCH_OPS * model.small_op,
+        training_overhead=3 * LAUNCH_OPS * model.small_op,
+        memory=bandwidth * model.bandwidth,
+        link=wire * host.inside.bandwidth,
+        network=wire * host.network.bandwidth,
+        sums=1.0,
+        small_op=model.small_op,
+        source=f"{said}, of which {compute:.0%} in products, {bandwidth:.0%} of memory and "
+        f"{wire:.0%} of links",
+    )
 
 
 @dataclass(frozen=True)
@@ -106,12 +131,15 @@ class Times:
     Attributes:
         calls: Each call of the step with its seconds.
         step: Seconds from one step's end to the next one's.
+        idle: Shares of the time of all devices in which they do nothing, by what they wait for,
+            the largest first.
         source: Where the rates are from.
         sums: How roles that learn sum the gradients of each unit (of the slowest stage).
     """
 
     calls: Sequence[tuple[Call, float]]
     step: float
+    idle: Mapping[str, float]
     source: str
     sums: Mapping[str, Choice] = field(default_factory=dict)
 
@@ -124,51 +152,45 @@ class Times:
         return dict(found)
 
     @property
+    def idle_share(self) -> float:
+        """Of the time of all devices, that in which they do nothing."""
+        return sum(self.idle.values())
+
+    @property
     def overlap(self) -> float:
         """Share of the work that is done beside other work."""
         together = sum(seconds for _, seconds in self.calls)
         return max(0.0, 1 - self.step / together) if together else 0.0
 
 
-def estimate(planner: Planner, rates: Rates) -> Times:
-    """The time of a step, and of its calls."""
-    clock = _Clock(planner, rates)
-    calls = [(call, clock.seconds(call)) for call in planner.calls]
+def estimate(planner: Planner, rates: Rates | Sequence[Rates]) -> Times:
+    """The time of a step, and of its calls.
+
+    Args:
+        rates: Of every device, or of each.
+    """
+    each = rates if isinstance(rates, Sequence) else [rates] * len(planner.cluster.devices)
     devices = {role: place.devices for role, place in planner.placement.roles.items()}
+    clocks = {
+        role: CallClock(planner, Rates.of_slowest(each[device] for device in numbers))
+        for role, numbers in devices.items()
+    }
+    calls = [(call, clocks[call.role].seconds(call)) for call in planner.calls]
+    sums = {role: choice for clock in clocks.values() for role, choice in clock.sums.items()}
     staleness = planner.config.placement.staleness if planner.placement.is_separated else 0
-    return Times(calls, simulate(calls, devices, staleness), rates.source, clock.sums)
+    steps = SteadySteps(calls, devices, staleness)
+    return Times(calls, steps.seconds, steps.idle, each[0].source, sums)
 
 
 def simulate(
     calls: Sequence[tuple[Call, float]], devices: Mapping[str, Sequence[int]], staleness: int
 ) -> float:
-    """Seconds between the ends of two steps.
-
-    Args:
-        calls: In order, with their seconds.
-        devices: Of each role.
-        staleness: So many steps old the weights may be with which samples are generated.
-    """
-    free: defaultdict[int, float] = defaultdict(float)
-    ends = [0.0] * (staleness + 1)  # of the steps whose weights each step generates with, in turn
-    for step in range(STEPS + staleness):
-        # What each phase has to wait for, and when it is done.
-        done = {"weights": ends[step], "samples": ends[step], "scores": 0.0, "step": 0.0}
-        for phases, needs, makes in FLOW:
-            for call, seconds in calls:
-                if call.phase not in phases:
-                    continue
-                at = devices[call.role]
-                end = max(done[needs], *(free[device] for device in at)) + seconds
-                free.update(dict.fromkeys(at, end))
-                done[makes] = max(done[makes], end)
-            done[makes] = max(done[makes], done[needs])
-        ends.append(done["step"])
-    return ends[-1] - ends[-2]
+    """Seconds between the ends of two steps; see `SteadySteps`."""
+    return SteadySteps(calls, devices, staleness).seconds
 
 
-class _Clock:
-    """Seconds of calls.
+class CallClock:
+    """Seconds of the calls of a role, whose devices have these rates.
 
     Attributes:
         sums: See `Times`; known once the call is.
@@ -177,7 +199,7 @@ class _Clock:
     def __init__(self, planner: Planner, rates: Rates) -> None:
         self.sums: dict[str, Choice] = {}
         self.planner, self.rates = planner, rates
-        self.devices = planner.machines.cluster.devices
+        self.devices = planner.cluster.devices
 
     def seconds(self, call: Call) -> float:
         """Of one call on its devices."""
@@ -191,13 +213,16 @@ class _Clock:
             return driver + self._generate(call)
         if not self.planner.has_model(call.role):
             return driver
-        stages = sorted(set(self.planner.stages(call.role)))
+        stages = range(place.parallel.pp)
         parts = [self.planner.part(call.role, stage) for stage in stages]
         work = self._train if call.phase == "train" else self._score
         slowest = max(work(call, part) for part in parts)
         batch = self.planner.batches[call.role, call.phase]
         bubble = (batch.count + len(stages) - 1) / batch.count
-        return driver + slowest * bubble
+        moves = 0.0
+        if self.planner.cluster.is_cuda and self.planner.config.actor.offload_between_calls:
+            moves = 2 * max(sum(part.resident().values()) for part in parts) / HOST_LINK
+        return driver + moves + slowest * bubble
 
     def _score(self, call: Call, part: ModelPart) -> float:
         rates, batch = self.rates, self.planner.batches[call.role, "score"]
@@ -222,6 +247,9 @@ class _Clock:
         copies = (3 * gathered + 4 * reduced) / rates.memory
         step = ADAM_TOUCHES * MASTER * part.parameters.trained / part.shards / rates.memory
         step += SMALL_OPS["tensor"] * part.shape.tensors * part.layers * rates.small_op
+        actor, is_cuda = self.planner.config.actor, self.planner.cluster.is_cuda
+        if is_cuda and actor.offload_optimizer and not actor.offload_parameters:
+            step += 2 * 2 * part.moment * part.parameters.trained / part.shards / HOST_LINK
         backward = compute * (1 / 2 if again else 2 / 3) / batch.count
         codec, link = self._sum(call.role, part, backward)
         coding, summing = reduces * codec, reduces * link
@@ -240,10 +268,10 @@ class _Clock:
         found = ways(links, part.device, part.shards, len(nodes))
         choice = chosen(place.parallel.gradients, part, found, backward)
         self.sums[role] = choice
-        pairs = list(zip(units_of(part), choice.ways, strict=True))
+        pairs = Counter(zip(units_of(part), choice.ways, strict=True)).items()
         return (
-            sum(found[name].codec(values) for values, name in pairs),
-            sum(found[name].link(values) for values, name in pairs),
+            sum(count * found[name].codec(values) for (values, name), count in pairs),
+            sum(count * found[name].link(values) for (values, name), count in pairs),
         )
 
     def _layers(self, part: ModelPart, count: int, tokens: float, trains: bool) -> float:
@@ -290,7 +318,7 @@ class _Clock:
             batch = self.planner.batches.get((role, "train")) or self.planner.batches[role, "score"]
             states = batch.total * part.shape.hidden * part.shape.item * part.layers
             compute += 4 * states * 2 * (1 - 1 / tp) / self.rates.link
-        return max(compute, moved + coding) if self.planner.machines.is_cuda else compute + moved
+        return max(compute, moved + coding) if self.planner.cluster.is_cuda else compute + moved
 
     def _wire(self, devices: Sequence[int]) -> float:
         """Bytes per second that each of these receives in a collective. Between nodes a ring goes
@@ -324,7 +352,7 @@ class _Clock:
         products = max(copy, operations * running / rates.forward)
         layers = shape.layers * rates.forward_overhead
         if rollout.engine == "vllm":
-            layers = 0.0 if planner.machines.is_cuda and rollout.cuda_graphs else layers
+            layers = 0.0 if planner.cluster.is_cuda and rollout.cuda_graphs else layers
             small = SMALL_OPS["vllm step"] + SMALL_OPS["vllm sample"] * running
             prompts = rows / max(1, rollout.samples_per_prompt)
         else:  # its cache grows by copying

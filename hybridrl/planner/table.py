@@ -64,13 +64,13 @@ def memory_table(plan: Plan) -> Table:
     phases = [phase for device in plan.memory for phase in device.phases]
     names = list(dict.fromkeys(name for phase in phases for name in phase.parts))
     table = _table(
-        f"memory of a device in GiB, of {plan.machines.memory / GIB:.1f}",
+        f"memory of a device in GiB, of {_memories(plan)}",
         ["devices", "while"],
         [*names, "together", "of all"],
     )
     for device in plan.memory:
         for number, phase in enumerate(device.phases):
-            share = phase.bytes / plan.machines.memory
+            share = phase.bytes / plan.cluster.memory_of(device.devices[0])
             table.add_row(
                 ranges(device.devices) if number == 0 else "",
                 f"{phase.role} {SHORT.get(phase.phase, phase.phase)}",
@@ -80,6 +80,15 @@ def memory_table(plan: Plan) -> Table:
                 style="bold red" if share > 1 else "bold" if phase is device.fullest else "",
             )
     return table
+
+
+def _memories(plan: Plan) -> str:
+    """What devices have, of each model."""
+    cluster = plan.cluster
+    found = {model: f"{cluster.models[model].memory / GIB:.1f}" for model in cluster.model_names}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    return ", ".join(f"{memory} ({model})" for model, memory in found.items())
 
 
 def _table(
@@ -97,7 +106,7 @@ def sizes_lines(plan: Plan) -> list[str]:
     """The derived sizes."""
     sizes = plan.sizes
     lines = [
-        f"devices     {len(plan.machines.cluster.devices)} x {plan.machines.name}, "
+        f"devices     {plan.cluster}, "
         f"placement {plan.placement.strategy}, {plan.config.model.dtype}",
         f"step        {sizes.prompts:,} prompts, {sizes.samples:,} samples of "
         f"{sizes.prompt_tokens:g} + {sizes.response_tokens:g} tokens = {sizes.tokens:,} tokens, "
@@ -124,7 +133,7 @@ def sizes_lines(plan: Plan) -> list[str]:
 def short(plan: Plan) -> list[str]:
     """Roles on devices and what they take, a line each, for the start of a run."""
     width = max(len(role) for role in plan.placement.roles)
-    total = len(plan.machines.cluster.devices)
+    total = len(plan.cluster.devices)
     lines = []
     for role, place in plan.placement.roles.items():
         here = set(place.devices)
@@ -133,8 +142,9 @@ def short(plan: Plan) -> list[str]:
         how = cut(plan, role)
         lines.append(f"  {role:<{width}}  {where}" + (f"  {how}" if how != "whole" else ""))
     phase = plan.fullest.fullest
+    there = plan.cluster.memory_of(plan.fullest.devices[0])
     lines.append(
-        f"memory      up to {phase.bytes / GIB:.1f} of {plan.machines.memory / GIB:.1f} GiB a "
+        f"memory      up to {phase.bytes / GIB:.1f} of {there / GIB:.1f} GiB a "
         f"device, while {phase.role} {SHORT.get(phase.phase, phase.phase)}"
     )
     if plan.host_bytes:

@@ -13,7 +13,7 @@ from hybridrl.core.cluster import Cluster
 from hybridrl.models import CausalPolicy, PackedSamples, tiny_config
 from hybridrl.models.adapters import add_adapters
 from hybridrl.planner import model_shape, token_bytes
-from hybridrl.planner.devices import GIB, Machines, named, present
+from hybridrl.planner.devices import GIB, named, present
 from hybridrl.planner.model_shape import shape_of
 from hybridrl.planner.plan import make_plan
 
@@ -130,7 +130,7 @@ def test_a_forward_leaves_nothing_gathered(tmp_path):
 
 
 def test_fewer_tokens_and_offloading_take_less():
-    machines = named("8xA100")
+    cluster = named("8xA100")
     base = ["model.path=llama-7b", "model.dtype=bfloat16", "rollout.max_tokens=1024"]
     base += ["data.max_prompt_tokens=1024"]
 
@@ -138,7 +138,7 @@ def test_fewer_tokens_and_offloading_take_less():
         from hybridrl.planner.described import with_described_models
 
         with with_described_models(configured([*base, *overrides])) as config:
-            plan = make_plan(config, machines)
+            plan = make_plan(config, cluster)
         return {k: sum(v.values()) for k, v in phases(plan).items()}["actor", "train"]
 
     usual = fullest()
@@ -172,7 +172,7 @@ def test_checkpoints_take_memory_of_their_nodes():
 def test_every_node_shares_its_memory_among_its_slots():
     one = present(Cluster.of_one_node("cpu", 1))
     assert present(Cluster.of_one_node("cpu", 4)).memory == one.memory / 4
-    assert isinstance(one, Machines) and one.memory > GIB / 4
+    assert one.memory > GIB / 4
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt2", "qwen3_5_text", "deepseek_v3"])
@@ -241,11 +241,11 @@ def test_roles_are_built_beside_those_that_are_there():
     from hybridrl.planner.described import with_described_models
 
     base = ["model.path=llama-7b", "model.dtype=bfloat16", "algorithm.kl_coefficient=0.1"]
-    machines = named("8xA100")
+    cluster = named("8xA100")
     with with_described_models(configured([*base, "rollout.memory_share=0.5"])) as config:
-        found = phases(make_plan(config, machines))
+        found = phases(make_plan(config, cluster))
     actor, reference = found["actor", "load"], found["reference", "load"]
-    assert actor["generation copy"] + actor["kv_cache"] == pytest.approx(machines.memory / 2)
+    assert actor["generation copy"] + actor["kv_cache"] == pytest.approx(cluster.memory / 2)
     assert "kv_cache" not in reference and "optimizer" not in reference
     assert reference["parameters"] == pytest.approx(2 * actor["parameters"])
 

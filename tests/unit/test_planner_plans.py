@@ -8,12 +8,12 @@ from settings import configured
 
 from hybridrl.checks.placement import check_placement
 from hybridrl.cli import main
-from hybridrl.core.cluster import Cluster, Device
+from hybridrl.core.cluster import Cluster, Device, DeviceModel
 from hybridrl.errors import ConfigError
 from hybridrl.planner.cures import changed, cures, refuse
 from hybridrl.planner.dataflow import Call
 from hybridrl.planner.described import with_described_models
-from hybridrl.planner.devices import Machines, named
+from hybridrl.planner.devices import named
 from hybridrl.planner.plan import make_plan, to_json
 from hybridrl.planner.step_time import Rates, simulate
 from hybridrl.planner.table import sizes_lines
@@ -87,14 +87,14 @@ def test_few_devices_leave_only_colocation(size, devices, expected):
 def test_every_cure_cures():
     overrides = [*PAPER, "model.path=llama-7b", "actor.gradient_checkpointing=false"]
     overrides += ["actor.tokens_per_microbatch=32768"]
-    machines = named("8xA100")
+    cluster = named("8xA100")
     with with_described_models(configured(overrides)) as config:
-        plan = make_plan(config, machines)
+        plan = make_plan(config, cluster)
         assert not plan.fits()
         found = cures(plan)
         assert len(found) >= 2
         for cure in found:
-            assert make_plan(changed(config, cure), machines).fits(), cure
+            assert make_plan(changed(config, cure), cluster).fits(), cure
         names = [cure[0][0] for cure in found]
         assert names[0] == "actor.tokens_per_microbatch"
         with pytest.raises(ConfigError, match=r"It would fit with actor\.tokens_per_microbatch="):
@@ -104,23 +104,23 @@ def test_every_cure_cures():
 def test_cures_come_together_where_none_is_enough():
     overrides = [*PAPER, "model.path=llama-13b", "actor.tokens_per_microbatch=32768"]
     overrides += ["actor.gradient_checkpointing=false"]
-    machines = named("4xA100")
+    cluster = named("4xA100")
     with with_described_models(configured(overrides)) as config:
-        (found,) = cures(make_plan(config, machines))
+        (found,) = cures(make_plan(config, cluster))
         assert len(found) > 1
-        assert make_plan(changed(config, found), machines).fits()
+        assert make_plan(changed(config, found), cluster).fits()
         for cure in found:
             fewer = [c for c in found if c != cure]
-            assert not make_plan(changed(config, fewer), machines).fits()
+            assert not make_plan(changed(config, fewer), cluster).fits()
 
 
 def test_cures_are_for_the_roles_that_are_there():
     """All roles of the job would need two settings at once; the actor alone needs one of them."""
     overrides = [*PAPER, "model.path=llama-13b", "actor.tokens_per_microbatch=32768"]
     overrides += ["actor.gradient_checkpointing=false"]
-    machines = named("4xA100")
+    cluster = named("4xA100")
     with with_described_models(configured(overrides)) as config:
-        plan = make_plan(config, machines, check_placement(config, machines.cluster, ["actor"]))
+        plan = make_plan(config, cluster, check_placement(config, cluster, ["actor"]))
         assert all(len(cure) == 1 for cure in cures(plan))
         assert any(cure[0][0] == "actor.gradient_checkpointing" for cure in cures(plan))
 
@@ -134,19 +134,23 @@ def test_a_judge_may_be_described_too():
 
 def test_a_job_may_need_a_little_more_than_there_is():
     with with_described_models(configured([*PAPER, "model.path=llama-7b"])) as config:
-        machines = named("8xA100")
-        plan = make_plan(config, machines)
+        cluster = named("8xA100")
+        plan = make_plan(config, cluster)
         used = plan.fullest.fullest.bytes
-        refuse(replace(plan, machines=replace(machines, memory=used / 1.1)), tolerance=1.15)
+
+        def of_memory(size):
+            return replace(cluster, models={"A100-80GB": DeviceModel(size)})
+
+        refuse(replace(plan, cluster=of_memory(used / 1.1)), tolerance=1.15)
         with pytest.raises(ConfigError, match="does not fit"):
-            refuse(replace(plan, machines=replace(machines, memory=used / 1.2)), tolerance=1.15)
+            refuse(replace(plan, cluster=of_memory(used / 1.2)), tolerance=1.15)
 
 
 def test_what_cannot_fit_at_all_says_so():
     with with_described_models(configured([*PAPER, "model.path=llama-70b"])) as config:
-        machines = named("1xL4")
+        cluster = named("1xL4")
         with pytest.raises(ConfigError, match="take more devices, or a smaller model"):
-            refuse(make_plan(config, machines))
+            refuse(make_plan(config, cluster))
 
 
 @pytest.mark.parametrize("text", ["8", "8xT1000", "x8xH100", "0xH100", "H100"])
@@ -156,21 +160,21 @@ def test_devices_that_are_none(text):
 
 
 def test_devices_by_name():
-    machines = named("2x4xh100")
-    assert len(machines.cluster.devices) == 8
-    assert {device.node for device in machines.cluster.devices} == {"node0", "node1"}
+    cluster = named("2x4xh100")
+    assert len(cluster.devices) == 8
+    assert {device.node for device in cluster.devices} == {"node0", "node1"}
     assert named("64xH200").devices_per_node == 8
 
 
 def test_json_is_a_placement(tmp_path):
     overrides = [*PAPER, "model.path=llama-7b", "placement=separation"]
     with with_described_models(configured(overrides)) as config:
-        machines = named("8xA100")
-        plan = make_plan(config, machines, rates=Rates.known(machines.accelerator))
+        cluster = named("8xA100")
+        plan = make_plan(config, cluster, rates=Rates.known(cluster, "bfloat16"))
         (tmp_path / "plan.json").write_text(to_json(plan))
         again = [*overrides[:-1], "placement=file", f"placement.path={tmp_path}/plan.json"]
         config.placement = configured(again).placement
-        found = check_placement(config, machines.cluster)
+        found = check_placement(config, cluster)
     assert found.roles == plan.placement.roles
 
 
@@ -201,9 +205,9 @@ def test_staleness_overlaps_generation_with_training():
 def test_more_devices_are_faster():
     def step(devices):
         overrides = [*PAPER, "model.path=llama-7b"]
-        machines = named(f"{devices}xH100")
+        cluster = named(f"{devices}xH100")
         with with_described_models(configured(overrides)) as config:
-            plan = make_plan(config, machines, rates=Rates.known(machines.accelerator))
+            plan = make_plan(config, cluster, rates=Rates.known(cluster, "bfloat16"))
         return plan.times.step
 
     assert step(8) > 1.5 * step(16)
@@ -229,7 +233,7 @@ SLOW = Rates(1e12, 1e12, 0, 0, 1e10, 1e9, 1e7, 1.0, 1e-6, "a test")
 
 
 @pytest.mark.parametrize(
-    ("machines", "network", "setting", "ways"),
+    ("cluster", "network", "setting", "ways"),
     [
         ("2x2xL40S", 1e7, "full", {"full"}),
         ("2x2xL40S", 1e7, "int8", {"int8"}),
@@ -241,13 +245,13 @@ SLOW = Rates(1e12, 1e12, 0, 0, 1e10, 1e9, 1e7, 1.0, 1e-6, "a test")
         ("4xL40S", 1e12, "auto", {"full"}),
     ],
 )
-def test_sums_of_gradients_are_reckoned_as_the_setting_says(machines, network, setting, ways):
+def test_sums_of_gradients_are_reckoned_as_the_setting_says(cluster, network, setting, ways):
     rates = replace(SLOW, network=network, link=max(SLOW.link, network))
     found = {}
     for kind in ("full", setting):
         overrides = [*PAPER, "model.path=llama-7b", f"actor.parallel.gradients={kind}"]
         with with_described_models(configured([*overrides, "reward.function=null"])) as config:
-            found[kind] = make_plan(config, named(machines), rates=rates)
+            found[kind] = make_plan(config, named(cluster), rates=rates)
     plan = found[setting]
     sums = plan.times.sums["actor"]
     assert len(sums.ways) == 33  # layers, and what is around them
@@ -259,7 +263,7 @@ def test_sums_of_gradients_are_reckoned_as_the_setting_says(machines, network, s
     full = found["full"].times.phases["actor", "train"]
     if ways == {"full"}:
         assert trains == full
-    elif machines.startswith("2x"):
+    elif cluster.startswith("2x"):
         assert trains < full
     else:  # one node's link is hidden by the backward, and codecs are not
         assert trains > full
@@ -277,8 +281,12 @@ def test_sums_of_gradients_are_reckoned_as_the_setting_says(machines, network, s
 )
 def test_records_of_weights_are_counted_where_differences_may_travel(nodes, overrides, counts):
     overrides = [*PAPER, "model.path=llama-7b", "placement=separation", *overrides]
-    devices = [Device("cpu", f"node{node}", 0) for node in range(nodes) for _ in range(2 // nodes)]
+    devices = [
+        Device("cpu", f"node{node}", 0, "a core")
+        for node in range(nodes)
+        for _ in range(2 // nodes)
+    ]
     with with_described_models(configured(overrides)) as config:
-        plan = make_plan(config, Machines(Cluster(devices), "a core", 1e12))
+        plan = make_plan(config, Cluster(devices, {"a core": DeviceModel(1e12)}))
     phases = [phase for device in plan.memory for phase in device.phases]
     assert any("weight record" in phase.parts for phase in phases) == counts

@@ -1,0 +1,128 @@
+"""`hybridrl plan --search`: the best ways to run a job, side by side, and why the others lose."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from hybridrl.cli import cluster_of, lengths_of, tiny_of
+from hybridrl.config.load import load_config
+from hybridrl.core.cluster import Cluster
+from hybridrl.errors import ConfigError, Problems
+from hybridrl.planner.auto import (
+    Proposal,
+    Proposals,
+    fewest_devices,
+    per_dollar,
+    prices_of,
+    propose,
+)
+from hybridrl.planner.cluster_probe import with_rates
+from hybridrl.planner.described import with_described_models
+from hybridrl.planner.precision import with_dtype
+from hybridrl.planner.search import Objective
+from hybridrl.planner.search_table import reasons, side_by_side, words
+from hybridrl.planner.step_time import Rates
+from hybridrl.preflight import preflight
+
+DEADLINE_S = 60.0
+
+
+def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Does what was asked for.
+
+    Raises:
+        ConfigError: for what is wrong with settings or options, and if nothing fits.
+    """
+    config = load_config(overrides)
+    lengths = lengths_of(chosen.lengths)
+    problems = Problems()
+    preflight(config, problems, plans=True, is_elsewhere=chosen.devices is not None)
+    problems.raise_if_any()
+    cluster = cluster_of(config, chosen.devices)
+    objective = _objective(chosen, cluster)
+    with with_described_models(config, tiny_of(config)) as described:
+        machines = cluster if cluster.rates_known else with_rates(cluster)
+        rates = Rates.known(machines, with_dtype(described, machines.kind).model.dtype)
+        found = propose(
+            described,
+            machines,
+            rates,
+            lengths,
+            objective=objective,
+            deadline_s=DEADLINE_S if chosen.deadline is None else chosen.deadline,
+        )
+    if chosen.json:
+        sys.stdout.write(json.dumps(_data(found), indent=2) + "\n")
+    else:
+        _show(found, chosen.price)
+    if chosen.out is not None:
+        _write(found.best[0], Path(chosen.out).expanduser())
+
+
+def _objective(chosen: argparse.Namespace, cluster: Cluster) -> Objective:
+    if chosen.price is not None and chosen.within is not None:
+        raise ConfigError("--price and --within: one thing can be looked for. Leave one out.")
+    if chosen.within is not None:
+        if not 0 < chosen.within < math.inf:
+            raise ConfigError(f"--within {chosen.within:g}: must be seconds above 0.")
+        return fewest_devices(chosen.within)
+    if chosen.price is not None:
+        return per_dollar(prices_of(chosen.price), cluster)
+    return Objective()
+
+
+def _show(found: Proposals, price: str | None) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    per = None
+    if price is not None:
+        prices = prices_of(price)
+
+        def per(one: Proposal) -> float:
+            cost = per_dollar(prices, one.plan.cluster)
+            devices = len(one.plan.cluster.devices)
+            return one.plan.sizes.tokens / cost.of(one.found.step, devices)[0]
+
+    console.print(side_by_side(found, per))
+    for line in ("", *reasons(found)):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _data(found: Proposals) -> dict[str, object]:
+    return {
+        "best": [
+            {
+                **json.loads(one.to_json()),
+                "step_seconds": one.found.step,
+                "idle": dict(one.plan.times.idle) if one.plan.times else {},
+                "memory_share": one.plan.filled(one.plan.fullest),
+            }
+            for one in found.best
+        ],
+        "reasons": reasons(found),
+        "complete": found.report.complete,
+    }
+
+
+def _write(best: Proposal, file: Path) -> None:
+    """The placement, and beside it a recipe of the settings that it needs."""
+    placement, recipe = file.with_suffix(".json"), file.with_suffix(".yaml")
+    placement.write_text(best.to_json() + "\n")
+    settings = {"placement": "file", "placement.path": str(placement.resolve())}
+    recipe.write_text(yaml.safe_dump(settings | dict(best.settings), sort_keys=False))
+    console = Console(stderr=True)
+    said = " ".join(words(best.settings))
+    console.print(
+        f"written: {placement} and {recipe}; add recipe={recipe} to the job's settings"
+        f"{f' (it says {said})' if said else ''}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,154 @@
+"""A few seconds of measuring that knows no model: matrix products by precision, memory, messages
+between the devices of this machine, its disk. What is found is kept for the next time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hybridrl.core.cluster import Cluster, DeviceModel, Host, Link
+from hybridrl.core.device import make_current
+from hybridrl.errors import ConfigError
+from hybridrl.models.int8_products import int8_product
+from hybridrl.models.rounded_rows import Rows
+from hybridrl.planner.devices import ACCELERATORS, present
+from hybridrl.planner.probe import collectives, memory_rate, on_all, small_op, timed
+
+SIDE = {"cpu": 256}
+SIDE_OF_ACCELERATORS = 4096
+"""Of the matrices that are multiplied."""
+MESSAGE = 32 << 20
+"""Bytes of a message that fills a link."""
+TURNS = 20
+"""Of what the ranks do together: as many on each."""
+STORE_BYTES = 64 << 20
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+
+
+def probe_cluster(cluster: Cluster, folder: Path) -> Cluster:
+    """The devices of this machine with what was measured of them, all at work at once.
+
+    Where there is one device its link is its memory. The network is not measured: it is given what
+    devices of a node reach, and a person who knows better writes it into the file.
+
+    Args:
+        folder: Where the store is measured.
+    """
+    here = present(cluster)
+    found = on_all(_measure, here)
+    mean = {name: sum(one[name] for one in found) / len(found) for name in found[0]}
+    (name,) = here.model_names
+    model = DeviceModel(
+        here.memory,
+        {precision: mean[precision] for precision in PRECISIONS if precision in mean},
+        mean["memory"],
+        mean["small_op"],
+        measured=True,
+    )
+    inside = Link(mean["link"], mean["latency"])
+    host = Host(inside, inside, _store(folder))
+    return replace(here, models={name: model}, hosts=dict.fromkeys(here.nodes, host))
+
+
+def with_rates(cluster: Cluster) -> Cluster:
+    """A job's devices with all that is known of them: of accelerators what their makers say, else
+    what a probe of this machine has found, now or earlier."""
+    here = present(cluster)
+    for name, (model, host) in ACCELERATORS.items():
+        if here.is_cuda and name.split("-")[0] in here.devices[0].model.replace(" ", ""):
+            model = replace(model, memory=here.memory)
+            models = dict.fromkeys(here.model_names, model)
+            return replace(here, models=models, hosts=dict.fromkeys(here.nodes, host))
+    kept = kept_probe(here)
+    if kept is None:
+        with tempfile.TemporaryDirectory() as folder:
+            kept = probe_cluster(
+                Cluster.of_one_node(here.kind, here.devices_per_node), Path(folder)
+            )
+        keep(kept)
+    (host,) = set(kept.hosts.values())
+    return replace(here, models=kept.models, hosts=dict.fromkeys(here.nodes, host))
+
+
+def keep(cluster: Cluster) -> Path | None:
+    """Notes a probe for later plans; gives the file, or None where it cannot be written."""
+    file = _file(cluster)
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_text(cluster.to_json())
+        part.replace(file)
+        return file
+    return None
+
+
+def kept_probe(cluster: Cluster) -> Cluster | None:
+    """What a probe of this machine has found of such devices, if there was one."""
+    with contextlib.suppress(OSError, ConfigError):
+        found = Cluster.from_json(_file(cluster).read_text())
+        if found.model_names == cluster.model_names and len(set(found.hosts.values())) == 1:
+            return found
+    return None
+
+
+def _file(cluster: Cluster) -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    number, cores = cluster.devices_per_node, os.cpu_count()
+    name = f"{socket.gethostname()}-{number}x{cluster.kind}-{cores}cores.json"
+    return Path(cache) / "hybridrl" / "clusters" / name
+
+
+def _measure(rank: int, world: int, kind: str, threads: int) -> dict[str, float]:
+    device = make_current(kind, rank)
+    if world > 1:
+        torch.set_num_threads(threads)
+    side = SIDE.get(kind, SIDE_OF_ACCELERATORS)
+    names, runs = [], []
+    for name, dtype in PRECISIONS.items():
+        run = _product(side, dtype, device)
+        with contextlib.suppress(RuntimeError):  # the ranks of a machine lack the same kernels
+            run()
+            names.append(name)
+            runs.append(run)
+    seconds = timed(runs, device, world)
+    found = {name: 2 * side**3 / s for name, s in zip(names, seconds, strict=True)}
+    found["memory"] = memory_rate(device, world)
+    found["small_op"] = small_op(world)
+    if world == 1:
+        return found | {"link": found["memory"], "latency": found["small_op"]}
+    number = torch.zeros(1, device=device)
+    (latency,) = timed([lambda: dist.all_reduce(number)], device, world, TURNS, 0.0)
+    return found | {"link": collectives(device, world, MESSAGE)["link"], "latency": latency}
+
+
+def _product(side: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    x = torch.ones(side, side, dtype=dtype, device=device)
+    if dtype != torch.int8:
+        return lambda: x @ x
+    scales = torch.ones(side, 1, device=device)
+    left, right = Rows(x, scales), Rows(x, scales.t())
+    return lambda: int8_product(left, right, torch.float32)
+
+
+def _store(folder: Path) -> Link:
+    """What a file in this folder takes to be on the disk."""
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+
+        def seconds(data: bytes) -> float:
+            begin = time.perf_counter()
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            return time.perf_counter() - begin
+
+        latency = seconds(b"0")
+        return Link(STORE_BYTES / seconds(bytes(STORE_BYTES)), latency)

@@ -1,0 +1,156 @@
+"""The graph of what was done, from the records of calls: to be replayed, as it was or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from hybridrl.core.record import Record
+from hybridrl.planner.replay import NOWHERE, Graph, Node
+
+OTHER = "other"
+"""What a call does outside of its phases."""
+DRIVER = "driver"
+LEAST_SECONDS = 1e-4
+"""Less between two phases is not worth a node."""
+WAIT_SECONDS = 1e-3
+"""Ranks that waited longer may have waited for each other."""
+SAME_END = 0.05
+"""As a share of what they did: ranks of a collective were seen to end no farther apart."""
+
+
+class _Piece(NamedTuple):
+    phase: str
+    start: float
+    end: float
+    waited: float
+
+
+def graph_of(
+    records: Sequence[Record],
+    begin: float | None = None,
+    end: float | None = None,
+    offsets: Mapping[int, float] | None = None,
+) -> Graph:
+    """The graph of the calls of a step, or of several.
+
+    A call comes after those whose results it was given, and after what ran on its devices before.
+    What passed besides until it began is its lag: replayed as it is, the graph takes as long as it
+    took.
+
+    Args:
+        records: One per call and rank, as an executor gives them.
+        begin, end: When the driver began and ended, seconds since the epoch by its clock; None:
+            with the first and the last call.
+        offsets: Seconds that the clock of a device's host is ahead of the driver's, by device; see
+            `clock_offsets`.
+    """
+    # Hosts work in the order of calls.
+    done = sorted((r for r in records if r.host >= 0 and r.end), key=lambda r: (r.call, r.rank))
+    shift = {record.host: (offsets or {}).get(record.host, 0.0) for record in done}
+    starts = [record.start - shift[record.host] for record in done]
+    origin = min([*starts, *([] if begin is None else [begin])], default=0.0)
+    places = max((record.host for record in done), default=-1) + 1
+    first = min(starts, default=origin) - origin
+    nodes = [Node(DRIVER, "begin", 0, 0, max(0.0, first))]
+    ends = [nodes[0].seconds]
+    pieces = [_pieces(record) for record in done]
+    together, own = _collectives(done, pieces)
+    last_of_call: dict[int, list[int]] = {}
+    last_of_host: dict[int, int] = {}
+    for number, record in enumerate(done):
+        after = [node for call in record.reads for node in last_of_call.get(call, ())] or [0]
+        before = last_of_host.get(record.host, 0)
+        ready = max(ends[node] for node in (*after, before))
+        begins = record.start - shift[record.host] - origin
+        lag = max(0.0, begins - ready)
+        for segment, piece in enumerate(pieces[number]):
+            nodes.append(
+                Node(
+                    record.role,
+                    piece.phase,
+                    segment,
+                    record.rank,
+                    own[number][segment],
+                    record.host,
+                    tuple(after),
+                    lag,
+                    together[number][segment],
+                    record.tokens,
+                )
+            )
+            ends.append(piece.end - shift[record.host] - origin)
+            after, lag = [len(nodes) - 1], 0.0
+        last_of_host[record.host] = len(nodes) - 1
+        last_of_call.setdefault(record.call, []).append(len(nodes) - 1)
+    if end is not None:
+        finish = max(ends)
+        nodes.append(
+            Node(
+                DRIVER,
+                "end",
+                0,
+                0,
+                max(0.0, end - origin - finish),
+                after=tuple(node for some in last_of_call.values() for node in some) or (0,),
+            )
+        )
+    return Graph(nodes, [f"device {place}" for place in range(places)])
+
+
+def _pieces(record: Record) -> list[_Piece]:
+    """The phases of a call and what lies between them, without overlap. What it waited outside of
+    phases is in the longest of the pieces between them."""
+    found: list[_Piece] = []
+    at = record.start
+    for span in sorted(record.spans, key=lambda span: span.start):
+        start, end = max(at, span.start), min(span.end, record.end)
+        if end <= start:
+            continue
+        if start - at > LEAST_SECONDS:
+            found.append(_Piece(OTHER, at, start, 0.0))
+            at = start
+        found.append(_Piece(span.phase, at, end, min(span.waited, end - at)))
+        at = end
+    if record.end - at > LEAST_SECONDS or not found:
+        found.append(_Piece(OTHER, at, record.end, 0.0))
+    else:
+        found[-1] = found[-1]._replace(end=record.end)
+    rest = (record.waited or 0.0) - sum(piece.waited for piece in found)
+    others = [number for number, piece in enumerate(found) if piece.phase == OTHER]
+    if rest > 0 and others:
+        longest = max(others, key=lambda number: found[number].end - found[number].start)
+        piece = found[longest]
+        found[longest] = piece._replace(waited=min(rest, piece.end - piece.start))
+    return found
+
+
+def _collectives(
+    records: Sequence[Record], pieces: Sequence[Sequence[_Piece]]
+) -> tuple[list[list[int]], list[list[float]]]:
+    """For each piece of each record: the number of those that ended together, and the seconds
+    without those in which it waited for slower ranks. What the quickest rank waited, too, is not
+    waiting for others but for the link."""
+    together = [[NOWHERE] * len(some) for some in pieces]
+    own = [[piece.end - piece.start for piece in some] for some in pieces]
+    by_call: dict[int, list[int]] = {}
+    for number, record in enumerate(records):
+        by_call.setdefault(record.call, []).append(number)
+    made = 0
+    for members in by_call.values():
+        alike = {tuple(piece.phase for piece in pieces[number]) for number in members}
+        if len(members) < 2 or len(alike) > 1:
+            continue
+        for segment in range(len(pieces[members[0]])):
+            of_ranks = [pieces[number][segment] for number in members]
+            lengths = [piece.end - piece.start for piece in of_ranks]
+            apart = max(p.end for p in of_ranks) - min(p.end for p in of_ranks)
+            waited = max(piece.waited for piece in of_ranks)
+            if waited < WAIT_SECONDS or apart > max(WAIT_SECONDS, SAME_END * max(lengths)):
+                continue
+            least = min(piece.waited for piece in of_ranks)
+            for number, piece in zip(members, of_ranks, strict=True):
+                together[number][segment] = made
+                own[number][segment] -= piece.waited - least
+            made += 1
+    return together, own

@@ -1,0 +1,283 @@
+"""Replay: when each part of a piece of work begins and ends, given what each takes and waits for.
+
+The one simulator of the library. In goes a graph of nodes, each with its seconds and the device or
+link that it occupies; out come the times of each, the critical path, and why devices were idle.
+Both are plain data. A device does its nodes in the order in which they are listed, as hosts work
+through calls in the order in which the driver makes them; a link takes whatever is ready first.
+
+After dPRO (Hu et al., MLSys 2022): a topological order with a queue for each device and link.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from hybridrl.errors import DataError
+
+NOWHERE = -1
+"""The place of what occupies nothing, such as the driver's own work."""
+PEERS, OVER = "its peers", "nothing to do"
+"""Why a device is idle, besides what it waits for."""
+
+
+class Node(NamedTuple):
+    """A part of the work.
+
+    Attributes:
+        role, phase: What it is about; `role.phase` is its name to people.
+        segment: Its number within a call.
+        rank: Of the role.
+        seconds: That it takes, but for waiting.
+        place: The number of the device or link that it occupies; `NOWHERE`: none.
+        after: The nodes that have to end first.
+        lag: Seconds until it begins once it could, after these and on a device that is free: those
+            of the driver, and of bringing its inputs.
+        together: Nodes of the same number, not `NOWHERE`, end together, when the last of them has
+            done its part: the ranks of a collective. Until then they keep their devices.
+        tokens: That it works on; 0: nobody has said.
+    """
+
+    role: str
+    phase: str
+    segment: int
+    rank: int
+    seconds: float
+    place: int = NOWHERE
+    after: tuple[int, ...] = ()
+    lag: float = 0.0
+    together: int = NOWHERE
+    tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.role}.{self.phase}"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Work to be replayed.
+
+    Attributes:
+        nodes: A device does them in this order.
+        places: Names of devices and links, by their numbers.
+        links: The numbers of those that are links.
+    """
+
+    nodes: Sequence[Node]
+    places: Sequence[str]
+    links: frozenset[int] = frozenset()
+
+    def to_json(self) -> str:
+        """As text; `from_json` reads it."""
+        found = {"places": list(self.places), "links": sorted(self.links), "nodes": self.nodes}
+        return json.dumps(found)
+
+    @classmethod
+    def from_json(cls, text: str) -> Graph:
+        """What `to_json` wrote."""
+        read = json.loads(text)
+        nodes = [Node(*row[:6], tuple(row[6]), *row[7:]) for row in read["nodes"]]
+        return cls(nodes, read["places"], frozenset(read["links"]))
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What came of a graph. Times are in seconds from its beginning.
+
+    Attributes:
+        starts: Of each node.
+        own_ends: When each has done its part.
+        ends: When each has ended, with those that it ends together with.
+        because: For each node what it had to wait for last: a node that it comes after, or one that
+            had its place before; `NOWHERE`: nothing.
+        slowest: By number of `together`, the node whose part was done last.
+    """
+
+    graph: Graph
+    starts: Sequence[float]
+    own_ends: Sequence[float]
+    ends: Sequence[float]
+    because: Sequence[int]
+    slowest: Mapping[int, int]
+
+    @cached_property
+    def makespan(self) -> float:
+        """When all is done."""
+        return max(self.ends, default=0.0)
+
+    @cached_property
+    def critical(self) -> list[int]:
+        """The nodes that each had to wait for the one before, up to the one that ends last. What is
+        done sooner on this path shortens the whole, what is not on it does not."""
+        path: list[int] = []
+        node = max(range(len(self.ends)), key=self.ends.__getitem__, default=NOWHERE)
+        while node != NOWHERE:
+            node = self._decisive(node)
+            path.append(node)
+            node = self.because[node]
+        return path[::-1]
+
+    def _decisive(self, node: int) -> int:
+        """The node that determined when this one ended: itself, or a slower peer."""
+        return self.slowest.get(self.graph.nodes[node].together, node)
+
+    @cached_property
+    def idle(self) -> dict[int, dict[str, float]]:
+        """By device, its seconds without work, by what it waited for: `role.phase`, `its peers` in
+        the same collective, `a lag`, or `nothing to do` once its last node has ended."""
+        found: dict[int, dict[str, float]] = {
+            place: defaultdict(float)
+            for place in range(len(self.graph.places))
+            if place not in self.graph.links
+        }
+        until = dict.fromkeys(found, 0.0)
+        for number, node in enumerate(self.graph.nodes):
+            if node.place not in found:
+                continue
+            causes = found[node.place]
+            self._explain(number, until[node.place], causes)
+            if (waits := self.ends[number] - self.own_ends[number]) > 0:
+                causes[PEERS] += waits
+            until[node.place] = self.ends[number]
+        for place, end in until.items():
+            if end < self.makespan:
+                found[place][OVER] += self.makespan - end
+        return {place: dict(causes) for place, causes in found.items()}
+
+    def _explain(self, node: int, since: float, causes: dict[str, float]) -> None:
+        """Adds up what happened from a moment on until a node began, backwards."""
+        at = self.starts[node]
+        lag = self.graph.nodes[node].lag
+        while at > since:
+            before = self.because[node]
+            begins = since if before == NOWHERE else max(since, self.ends[before])
+            if at > begins:
+                causes["a lag" if lag else OVER] += at - begins
+            at = begins
+            if before == NOWHERE or at <= since:
+                break
+            node = self._decisive(before)
+            begins = max(since, self.starts[node])
+            causes[self.graph.nodes[node].name] += at - begins
+            at, lag = begins, self.graph.nodes[node].lag
+
+    @property
+    def idle_shares(self) -> dict[int, float]:
+        """By device, the share of all the time in which it did no work."""
+        whole = self.makespan or 1.0
+        return {place: sum(causes.values()) / whole for place, causes in self.idle.items()}
+
+
+def replay(graph: Graph) -> Replayed:
+    """Works through a graph, event by event.
+
+    Raises:
+        DataError: if nodes wait for each other in a circle.
+    """
+    nodes, links = graph.nodes, graph.links
+    count = len(nodes)
+    starts, own_ends, ends = [-1.0] * count, [0.0] * count, [0.0] * count
+    ready, because, missing = [0.0] * count, [NOWHERE] * count, [0] * count
+    followers: list[list[int]] = [[] for _ in range(count)]
+    queues: list[list[int]] = [[] for _ in graph.places]
+    peers: dict[int, list[int]] = {}
+    for number, node in enumerate(nodes):
+        missing[number] = len(node.after)
+        for before in node.after:
+            followers[before].append(number)
+        if node.place >= 0 and node.place not in links:
+            queues[node.place].append(number)
+        if node.together >= 0:
+            peers.setdefault(node.together, []).append(number)
+    for queue in queues:
+        queue.reverse()  # so that the next node is the last one
+    left = {together: len(members) for together, members in peers.items()}
+    slowest: dict[int, int] = {}
+    free, last = [0.0] * len(queues), [NOWHERE] * len(queues)
+    waiting: list[list[tuple[float, int]]] = [[] for _ in queues]  # of links
+    busy = [False] * len(queues)
+    events: list[tuple[float, int]] = []  # ends of nodes; count + node: it can have its link
+    done = 0
+
+    def begin(number: int) -> None:
+        """A node that nothing keeps from its place, on a device or nowhere."""
+        node = nodes[number]
+        start, place = ready[number], node.place
+        if place >= 0:
+            if free[place] > start:
+                start, because[number] = free[place], last[place]
+            busy[place] = True
+        starts[number] = start = start + node.lag
+        heappush(events, (start + node.seconds, number))
+
+    def offer(number: int) -> None:
+        """A node whose predecessors have all ended."""
+        place = nodes[number].place
+        if place < 0:
+            begin(number)
+        elif place in links:
+            heappush(events, (ready[number] + nodes[number].lag, count + number))
+        elif not busy[place] and queues[place][-1] == number:
+            begin(number)
+
+    def take(place: int, now: float) -> None:
+        """A link takes what is ready first."""
+        if waiting[place] and not busy[place]:
+            since, number = heappop(waiting[place])
+            if since < now:
+                because[number] = last[place]
+            busy[place], starts[number] = True, now
+            heappush(events, (now + nodes[number].seconds, number))
+
+    for number in range(count):
+        if not missing[number]:
+            offer(number)
+    while events:
+        now, number = heappop(events)
+        if number >= count:
+            place = nodes[number - count].place
+            heappush(waiting[place], (now, number - count))
+            take(place, now)
+            continue
+        own_ends[number] = now
+        node = nodes[number]
+        ended = [number]
+        if node.together >= 0:
+            left[node.together] -= 1
+            if left[node.together]:
+                continue
+            slowest[node.together], ended = number, peers[node.together]
+        done += len(ended)
+        for one in ended:
+            ends[one] = now
+            place = nodes[one].place
+            if place >= 0:
+                free[place], last[place], busy[place] = now, one, False
+                if place not in links:
+                    queues[place].pop()
+            for follower in followers[one]:
+                missing[follower] -= 1
+                if now >= ready[follower]:
+                    ready[follower], because[follower] = now, one
+                if not missing[follower]:
+                    offer(follower)
+            if place in links:
+                take(place, now)
+            elif place >= 0 and not busy[place]:
+                queue = queues[place]
+                if queue and not missing[queue[-1]]:
+                    begin(queue[-1])
+    if done < count:
+        stuck = next(number for number in range(count) if starts[number] < 0)
+        raise DataError(
+            f"Node {stuck}, `{nodes[stuck].name}`, can never begin: what it comes after, and what "
+            "is listed before it on its device, waits for it."
+        )
+    return Replayed(graph, starts, own_ends, ends, because, slowest)

@@ -1,0 +1,106 @@
+"""Ways to live on devices: which roles share some, and how many these are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise, permutations
+
+PARTS = 16
+"""Devices are dealt out in about so many parts, or one by one where there are fewer."""
+LARGEST_TP = 8
+"""Beyond a node's links tensor parallelism is slower than anything else here."""
+LARGEST_PP = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Which roles share devices.
+
+    Attributes:
+        sets: Roles by set; each set has devices of its own.
+        everywhere: Roles that live on the devices of all sets: what learns, when those that only
+            score are on parts of the devices (interleaving).
+    """
+
+    sets: tuple[tuple[str, ...], ...]
+    everywhere: tuple[str, ...] = ()
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """All of them."""
+        return self.everywhere + tuple(role for some in self.sets for role in some)
+
+    def __str__(self) -> str:
+        sets = " | ".join(" + ".join(some) for some in self.sets)
+        return f"{' + '.join(self.everywhere)} everywhere, {sets}" if self.everywhere else sets
+
+
+def partitions(roles: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """Every way to put roles into sets: 1, 2, 5, 15, 52 of 1 to 5 roles (Bell's numbers)."""
+    if not roles:
+        yield ()
+        return
+    *others, last = roles
+    for found in partitions(others):
+        for number, some in enumerate(found):
+            yield (*found[:number], (*some, last), *found[number + 1 :])
+        yield (*found, (last,))
+
+
+def shapes(
+    roles: Sequence[str], learning: Sequence[str], generator: tuple[str, str] | None = None
+) -> Iterator[Shape]:
+    """Every shape for these roles.
+
+    Args:
+        learning: Those of them that learn.
+        generator: The role that generates, and what it is called where it has devices of its own;
+            None: nothing is generated.
+    """
+    for sets in partitions(roles):
+        yield Shape(sets)
+    scoring = [role for role in roles if role not in learning]
+    if learning and len(scoring) > 1:
+        for sets in partitions(scoring):
+            if len(sets) > 1:
+                yield Shape(sets, tuple(learning))
+    if generator is not None:
+        actor, apart = generator
+        for sets in partitions([*roles, apart]):
+            if not any(actor in some and apart in some for some in sets):
+                yield Shape(sets)
+
+
+def marks(devices: int) -> list[int]:
+    """Where devices may be parted: after each of them, or after every 2, 4, 8 ... so that there are
+    about `PARTS` parts."""
+    unit = 1
+    while devices > PARTS * unit:
+        unit *= 2
+    return [*range(0, devices, unit), devices]
+
+
+def ranges(marks: Sequence[int], sets: int, in_any_order: bool = False) -> Iterator[list[range]]:
+    """Every way to give each of some sets a part of the devices, all of them together.
+
+    Args:
+        marks: Where they may be parted.
+        in_any_order: The first set need not have the first devices: for devices that differ.
+    """
+    for inner in combinations(marks[1:-1], sets - 1):
+        bounds = [marks[0], *inner, marks[-1]]
+        found = [range(a, b) for a, b in pairwise(bounds)]
+        if not in_any_order:
+            yield found
+            continue
+        for order in permutations(found):
+            yield list(order)
+
+
+def powers(limit: int) -> list[int]:
+    """1, 2, 4 ... up to a limit."""
+    found = [1]
+    while 2 * found[-1] <= limit:
+        found.append(2 * found[-1])
+    return found

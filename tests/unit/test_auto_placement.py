@@ -1,0 +1,141 @@
+"""What is proposed for a job: quickest by the plan itself, and what a start would accept."""
+
+import json
+
+import pytest
+from settings import configured
+from transformers import LlamaConfig
+
+from hybridrl.checks.placement import check_placement
+from hybridrl.cli import main
+from hybridrl.config.load import load_config
+from hybridrl.errors import ConfigError
+from hybridrl.placement import Placement
+from hybridrl.planner.auto import fewest_devices, per_dollar, prices_of, propose
+from hybridrl.planner.devices import named
+from hybridrl.planner.plan import make_plan
+from hybridrl.planner.step_time import Rates
+
+PPO = [
+    *("algorithm=ppo", "algorithm.kl_coefficient=0.1", "model.dtype=bfloat16", "placement=auto"),
+    *("data.prompts_per_step=512", "data.max_prompt_tokens=512", "rollout.max_tokens=512"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("model"), layers=4)
+
+
+def written(folder, layers):
+    LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=1000,
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def proposals(model, devices, *overrides, **options):
+    cluster = named(devices)
+    config = configured([*PPO, f"model.path={model}", f"reward.model={model}", *overrides])
+    return propose(config, cluster, Rates.known(cluster, "bfloat16"), deadline_s=600, **options)
+
+
+def test_what_is_proposed_is_what_a_start_would_plan(model):
+    found = proposals(model, "4xL4")
+    assert found.report.complete and len(found.best) == 5
+    steps = [one.found.step for one in found.best]
+    assert steps == sorted(steps)
+    assert len({one.found.shape for one in found.best}) == 5
+    cluster = named("4xL4")
+    for one in found.best:
+        assert one.plan.times.step == pytest.approx(one.found.step)
+        placement = Placement.from_json(one.to_json())
+        assert check_placement(one.config, cluster, chosen=placement) == placement
+        assert make_plan(one.config, cluster, placement).fits()
+
+
+def test_nothing_by_hand_is_quicker(model):
+    best = proposals(model, "4xL4").best[0].found.step
+    cluster = named("4xL4")
+    for overrides in (
+        ["placement.strategy=flattening"],
+        ["placement.strategy=flattening", "rollout.parallel.tp=2"],
+        ["placement.strategy=interleaving"],
+        ["placement.strategy=separation"],
+        ["placement.strategy=flattening", "actor.parallel.tp=2"],
+        ["placement.strategy=flattening", "actor.parallel.pp=2"],
+    ):
+        config = configured([*PPO, f"model.path={model}", f"reward.model={model}", *overrides])
+        plan = make_plan(config, cluster, rates=Rates.known(cluster, "bfloat16"))
+        assert best <= plan.times.step * (1 + 1e-9), overrides
+
+
+def test_what_is_set_by_hand_stays(model):
+    found = proposals(model, "4xL4", "actor.parallel.tp=2", "rollout.parallel.tp=2")
+    for one in found.best:
+        assert one.placement.roles["actor"].parallel.tp == 2
+        assert not {"rollout.parallel.tp", "actor.parallel.tp"} & dict(one.settings).keys()
+
+
+def test_memory_is_the_first_cut(model):
+    """What does not fit as asked gets settings with which it does."""
+    tight = ["actor.tokens_per_microbatch=262144", "rollout.max_tokens=3000"]
+    found = proposals(model, "2xL4", *tight)
+    assert all(one.plan.fits() for one in found.best)
+    assert any(one.settings for one in found.best)
+
+
+def test_what_cannot_fit_says_so(tmp_path):
+    with pytest.raises(ConfigError, match=r"placement=auto found nothing that fits 1 x L4"):
+        proposals(written(tmp_path, layers=2000), "1xL4")
+
+
+def test_cheap_and_few(model):
+    quickest = proposals(model, "4xL4").best[0]
+    dear = proposals(model, "4xL4", objective=per_dollar(prices_of("L4=0.7"), named("4xL4")))
+    used = len(dear.best[0].plan.cluster.devices)
+    assert dear.best[0].found.step * used <= quickest.found.step * 4 * (1 + 1e-9)
+    slow = fewest_devices(within_s=quickest.found.step * 2.5)
+    few = proposals(model, "4xL4", objective=slow).best[0]
+    assert few.found.step <= quickest.found.step * 2.5
+    assert len(few.plan.cluster.devices) < 4
+    assert dict(few.settings)["num_devices"] == len(few.plan.cluster.devices)
+    with pytest.raises(ConfigError, match="L4 has no price"):
+        per_dollar(prices_of("H100=2"), named("4xL4"))
+    with pytest.raises(ConfigError, match="dollars an hour"):
+        prices_of("H100")
+
+
+def test_the_command(model, capsys, tmp_path):
+    words = [*PPO[:-1], f"model.path={model}", f"reward.model={model}", "rollout.max_tokens=512"]
+    asked = ["plan", "--search", *words, "--devices", "2xH100", "--out", f"{tmp_path}/mine.json"]
+    main([*asked, "--price", "H100=2.5"])
+    said = capsys.readouterr()
+    assert "tokens a dollar" in said.out and "ways were looked at" in said.out
+    assert "longer" in said.out or "about as quick" in said.out
+    recipe = load_config([*words, f"recipe={tmp_path}/mine.yaml"])
+    assert recipe.placement.strategy == "file"
+    written = json.loads((tmp_path / "mine.json").read_text())
+    check_placement(recipe, named(f"{recipe.num_devices or 2}xH100"))
+    assert written["roles"]["actor"]["devices"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--price", "H100=2"],
+        ["--search", "--within=-1"],
+        ["--search", "--within=3", "--price", "H100=2"],
+        ["--search", "--price", "L4=2"],
+    ],
+)
+def test_options_that_make_no_sense(options, model, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", f"model.path={model}", "--devices", "2xH100", *options])
+    assert ended.value.code == 2
+    assert "--price" in capsys.readouterr().err or "--within" in str(options)

@@ -1,0 +1,113 @@
+"""The cluster as plain data: written by hand, as JSON, and measured."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from settings import configured
+
+from hybridrl.cli import main
+from hybridrl.core.cluster import Cluster
+from hybridrl.errors import ConfigError
+from hybridrl.planner import cluster_probe, probe
+from hybridrl.planner.described import with_described_models
+from hybridrl.planner.devices import GIB, named
+from hybridrl.planner.plan import make_plan
+from hybridrl.planner.step_time import Rates
+
+
+def test_several_kinds_and_their_network():
+    cluster = named("8xL4,2x4xH100@200Gbps,1xA100@500Mbps")
+    assert str(cluster) == "8 x L4, 8 x H100, 1 x A100-80GB"
+    assert cluster.nodes == ["node0", "node1", "node2", "node3"]
+    assert cluster.devices[12].index == 0  # of its node
+    rates = [cluster.hosts[node].network.bandwidth for node in cluster.nodes]
+    assert rates == [12.5e9, 25e9, 25e9, 500e6 / 8]
+    assert cluster.memory == 22.0 * GIB
+    assert cluster.memory_of(8) == 79.1 * GIB
+
+
+@pytest.mark.parametrize(
+    "text", ["8xL4@", "8xL4@0Gbps", "8xL4,", "8xL4@400", "0x8xL4", "8xL4;8xH100"]
+)
+def test_devices_that_are_none(text):
+    with pytest.raises(ConfigError, match=r"--devices .*16xH100@400Gbps"):
+        named(text)
+
+
+def test_json_and_back(tmp_path):
+    cluster = named("12xL4,16xH100@400Gbps")
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    (tmp_path / "mine.json").write_text(cluster.to_json())
+    assert named(f"{tmp_path}/mine.json") == cluster
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda read: read["devices"][0].update(model="other"),
+        lambda read: read["devices"][0].update(kind="tpu"),
+        lambda read: read.update(devices=[]),
+        lambda read: read["models"]["L4"].update(memory="much"),
+        lambda read: read["models"]["L4"].update(speed=3),
+        lambda read: read["hosts"]["node0"].pop("network"),
+        lambda read: read.pop("models"),
+    ],
+)
+def test_a_file_that_is_no_cluster(tmp_path, change):
+    read = json.loads(named("2xL4").to_json())
+    change(read)
+    (tmp_path / "mine.json").write_text(json.dumps(read))
+    with pytest.raises(ConfigError, match="This is no cluster"):
+        named(f"{tmp_path}/mine.json")
+    with pytest.raises(ConfigError, match="there is no such file"):
+        named(f"{tmp_path}/other.json")
+
+
+def test_devices_that_differ_are_planned_each_for_itself():
+    overrides = ["model.path=llama-7b", "placement=separation", "rollout.parallel.tp=2"]
+    cluster = named("8xH100,8xL4")
+    with with_described_models(configured(overrides)) as config:
+        plan = make_plan(config, cluster, rates=Rates.known(cluster, "bfloat16"))
+    of_small = plan.memory[-1]
+    assert of_small.devices == tuple(range(8, 16))
+    generates = next(phase for phase in of_small.phases if phase.phase == "generate")
+    assert 0 < generates.parts["kv_cache"] < 22 * GIB  # a share of its own memory
+    assert plan.filled(of_small) == of_small.fullest.bytes / (22 * GIB)
+
+
+def test_whoever_works_together_waits_for_the_slowest():
+    def trains(cluster):
+        with with_described_models(configured(["model.path=llama-7b"])) as config:
+            plan = make_plan(config, cluster, rates=Rates.known(cluster, "bfloat16"))
+        return plan.times.phases["actor", "train"]
+
+    of_weak, mixed, of_strong = (trains(named(t)) for t in ("16xL4", "8xH100,8xL4", "16xH100"))
+    assert of_weak == mixed > 2 * of_strong
+
+
+def test_what_a_probe_measures_is_a_cluster_to_plan_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cluster_probe, "SIDE", {"cpu": 32})
+    monkeypatch.setattr(cluster_probe, "STORE_BYTES", 1 << 16)
+    monkeypatch.setattr(probe, "SMALL_OPS", 10)
+    monkeypatch.setattr(probe, "STREAM", 1 << 20)
+    monkeypatch.setattr(probe.timed, "__defaults__", (3, 0.0))
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", "probe", "--number=1", "--devices=cpu", "--json", f"--store={tmp_path}"])
+    assert not ended.value.code
+    found = Cluster.from_json(capsys.readouterr().out)
+    assert found.rates_known and found.models["CPU slot"].flops["float32"] > 1e6
+    assert found.hosts["localhost"].store.bandwidth > 1e3
+    kept = replace(found, models={"CPU slot": replace(found.models["CPU slot"], bandwidth=77.0)})
+    cluster_probe.keep(kept)  # which is not measured again
+    rates = cluster_probe.with_rates(Cluster.of_one_node("cpu", 1))
+    assert rates.models["CPU slot"].bandwidth == 77.0
+    assert len(Rates.known(rates, "float32")) == 1
+
+
+def test_a_probe_needs_a_folder_to_write_to(capsys, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", "probe", f"--store={tmp_path}/none"])
+    assert ended.value.code == 2
+    assert "--store" in capsys.readouterr().err

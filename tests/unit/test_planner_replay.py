@@ -1,0 +1,241 @@
+"""The replay of graphs, graphs of what was recorded, and what-ifs."""
+
+import random
+
+import pytest
+
+from hybridrl.core.record import Record, Span
+from hybridrl.errors import DataError
+from hybridrl.planner.clocks import Message, clock_offsets
+from hybridrl.planner.recorded_graph import graph_of
+from hybridrl.planner.replay import Graph, Node, replay
+from hybridrl.planner.what_if import (
+    Changes,
+    Where,
+    moved,
+    replay_scaled,
+    slowest_rank,
+    with_longer_responses,
+    with_speed,
+)
+
+
+def node(role, seconds, place=-1, after=(), **more):
+    return Node(
+        role, more.pop("phase", "works"), 0, more.pop("rank", 0), seconds, place, after, **more
+    )
+
+
+def test_devices_work_in_order_and_links_take_what_is_ready():
+    in_order = [node("a", 5), node("b", 1, 0, (0,)), node("c", 1, 0)]
+    assert replay(Graph(in_order, ["device 0"])).starts == [0, 5, 6]
+    as_ready = replay(Graph(in_order, ["link"], frozenset([0])))
+    assert as_ready.starts == [0, 5, 0]
+
+
+def test_a_link_is_taken_by_whoever_was_ready_first():
+    nodes = [node("a", 2, 0), node("x", 1), node("b", 1, 0, (1,)), node("c", 1, 0)]
+    found = replay(Graph(nodes, ["link"], frozenset([0])))
+    assert found.starts == [0, 0, 3, 2]  # c was ready at 0, b at 1
+    assert found.because[2] == 3
+
+
+def test_ranks_of_a_collective_end_together_and_keep_their_devices():
+    nodes = [
+        node("actor", 1, 0, rank=0, together=7),
+        node("actor", 3, 1, rank=1, together=7),
+        node("reward", 2, 0),
+    ]
+    found = replay(Graph(nodes, ["device 0", "device 1"]))
+    assert found.ends == [3, 3, 5] and found.own_ends == [1, 3, 5]
+    assert found.critical == [1, 2]  # the slow rank, not the one whose device it was
+    assert found.idle == {0: {"its peers": 2}, 1: {"nothing to do": 2}}
+    assert found.idle_shares == {0: 2 / 5, 1: 2 / 5}
+
+
+def test_idle_time_is_explained_by_what_was_waited_for():
+    nodes = [
+        node("actor", 4, 0, phase="generate"),
+        node("driver", 1, after=(0,), phase="thinks"),
+        node("reward", 2, 1, (1,), lag=0.5),
+        node("actor", 1, 0, (2,), phase="train"),
+    ]
+    found = replay(Graph(nodes, ["device 0", "device 1"]))
+    assert found.makespan == 8.5
+    assert found.idle[1] == {
+        "actor.generate": 4,
+        "driver.thinks": 1,
+        "a lag": 0.5,
+        "nothing to do": 1,
+    }
+    assert found.idle[0] == {"reward.works": 2, "a lag": 0.5, "driver.thinks": 1}
+    assert found.critical == [0, 1, 2, 3]
+
+
+def test_nodes_that_wait_for_each_other_are_named():
+    with pytest.raises(DataError, match=r"`a\.works`, can never begin"):
+        replay(Graph([node("a", 1, after=(1,)), node("b", 1, after=(0,))], []))
+    with pytest.raises(DataError, match="can never begin"):  # listed before what it needs
+        replay(Graph([node("a", 1, 0, (1,)), node("b", 1, 0)], ["device 0"]))
+
+
+def test_nothing_takes_no_time():
+    found = replay(Graph([], ["device 0"]))
+    assert found.makespan == 0 and found.critical == [] and found.idle == {0: {}}
+
+
+def slow_replay(graph):
+    """The same by going over all nodes until nothing changes: no links, for which order counts."""
+    nodes, ends = graph.nodes, [0.0] * len(graph.nodes)
+    for _ in nodes:
+        own, free = [], {}
+        for number, one in enumerate(nodes):
+            ready = max([ends[before] for before in one.after], default=0.0)
+            start = max(ready, free.get(one.place, 0.0) if one.place >= 0 else 0.0) + one.lag
+            own.append(start + one.seconds)
+            free[one.place] = ends[number]
+        new = [
+            max(own[m] for m, o in enumerate(nodes) if o.together == one.together)
+            if one.together >= 0
+            else own[number]
+            for number, one in enumerate(nodes)
+        ]
+        if new == ends:
+            return ends
+        ends = new
+    return ends
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_graph_is_replayed_as_by_going_over_it_again_and_again(seed):
+    dice = random.Random(seed)
+    nodes, calls = [], []
+    for call in range(dice.randint(1, 12)):
+        devices = sorted(dice.sample(range(4), dice.randint(1, 4)))
+        after = tuple(n for made in calls if dice.random() < 0.4 for n in made)
+        together = call if dice.random() < 0.5 else -1
+        calls.append(range(len(nodes), len(nodes) + len(devices)))
+        for device in devices:
+            seconds, lag = dice.randint(0, 5), dice.choice([0, 0, 2])
+            nodes.append(node("r", seconds, device, after, lag=lag, together=together))
+    graph = Graph(nodes, list("abcd"))
+    found = replay(graph)
+    assert found.ends == slow_replay(graph)
+    length = sum(
+        max(0, nodes[n].seconds + nodes[n].lag) for n in found.critical
+    )  # what waits for what, without a gap
+    assert length == found.makespan
+    for place, causes in found.idle.items():
+        busy = sum(one.seconds for one in nodes if one.place == place)
+        assert sum(causes.values()) == pytest.approx(found.makespan - busy)
+    assert Graph.from_json(graph.to_json()).nodes == nodes
+
+
+BEGIN = 1_700_000_000.0
+
+
+def record(call, role, rank, host, start, end, spans=(), reads=(), waited=0.0):
+    found = Record(role, rank, "m", BEGIN + start, BEGIN + end)
+    found.spans = [Span(name, BEGIN + s, BEGIN + e, w) for name, s, e, w in spans]
+    found.call, found.host, found.reads, found.waited = call, host, reads, waited
+    return found
+
+
+STEP = [
+    record(1, "actor", 0, 0, 0.1, 3, [("sync", 0.1, 0.6, 0.0), ("generate", 0.6, 3, 0)]),
+    record(1, "actor", 1, 1, 0.1, 2, [("sync", 0.1, 0.6, 0.3), ("generate", 0.6, 2, 0)], (), 0.3),
+    record(2, "reward", 0, 2, 3.1, 4, [("score", 3.2, 4, 0)], (1,)),
+    record(3, "reference", 0, 3, 3.1, 5, [("score", 3.1, 5, 0)], (1,)),
+    record(4, "actor", 0, 0, 5.2, 8, [("train", 5.2, 8, 0.1)], (1, 2, 3), 0.1),
+    record(4, "actor", 1, 1, 5.2, 8, [("train", 5.2, 8, 1.1)], (1, 2, 3), 1.1),
+]
+
+
+def test_what_was_recorded_is_replayed_as_it_was():
+    graph = graph_of(STEP, BEGIN, BEGIN + 8.5)
+    found = replay(graph)
+    assert found.makespan == pytest.approx(8.5)
+    by_name = {(n.role, n.phase, n.rank): i for i, n in enumerate(graph.nodes)}
+    assert found.starts[by_name["reward", "score", 0]] == pytest.approx(3.2)
+    assert found.ends[by_name["actor", "train", 1]] == pytest.approx(8)
+    assert graph.nodes[by_name["actor", "train", 1]].seconds == pytest.approx(1.8)  # not its wait
+    names = [graph.nodes[n].name for n in found.critical]
+    assert names[-3:] == ["reference.score", "actor.train", "driver.end"]
+    assert slowest_rank(graph)[0] == Where("actor", ranks=frozenset([0]))
+
+
+def test_hosts_whose_clocks_differ():
+    ahead = {0: 0.5, 1: -0.25}
+    shifted = []
+    for one in STEP:
+        by = ahead.get(one.host, 0.0)
+        spans = [(s.phase, s.start + by - BEGIN, s.end + by - BEGIN, s.waited) for s in one.spans]
+        start, end = one.start + by - BEGIN, one.end + by - BEGIN
+        shifted.append(
+            record(one.call, one.role, one.rank, one.host, start, end, spans, one.reads, one.waited)
+        )
+    found = replay(graph_of(shifted, BEGIN, BEGIN + 8.5, ahead))
+    assert found.ends == pytest.approx(replay(graph_of(STEP, BEGIN, BEGIN + 8.5)).ends)
+
+
+def test_what_if():
+    graph = graph_of(STEP, BEGIN, BEGIN + 8.5)
+
+    def step(**changes):
+        return replay_scaled(graph, Changes(**changes)).makespan
+
+    assert step() == pytest.approx(8.5)
+    # On the critical path all of it is gained; off the path nothing.
+    assert step(speeds=[(Where("reference"), 2)]) == pytest.approx(8.5 - 0.95)
+    assert step(speeds=[(Where("reward"), 2)]) == pytest.approx(8.5)
+    # The slow rank's 2.8 s of training, of which the other needs 1.8.
+    mended = [(Where("actor", "train", ranks=frozenset([0])), 2.8)]
+    assert step(speeds=mended) == pytest.approx(8.5 - 1.0)
+    # Both scorers on one device take turns.
+    assert step(places={"reward": [3]}) == pytest.approx(8.5 + 0.9, abs=0.15)
+    longer = replay(with_longer_responses(graph, 2, 0.5)).makespan
+    assert longer == pytest.approx(8.5 + 2.4 + 0.95 + 1.4)
+
+
+def test_a_role_on_more_or_fewer_devices():
+    graph = graph_of(STEP, BEGIN, BEGIN + 8.5)
+    assert replay(moved(graph, "reference", [3, 4])).makespan == pytest.approx(8.5 - 0.95)
+    fewer = moved(graph, "actor", [0])
+    assert not any(one.place == 1 for one in fewer.nodes)
+    (trains,) = [one for one in fewer.nodes if one.phase == "train"]
+    assert trains.seconds == pytest.approx(2 * 2.8)
+    assert replay(fewer).makespan > 8.5
+
+
+def test_what_is_quicker_takes_no_longer():
+    graph = graph_of(STEP, BEGIN, BEGIN + 8.5)
+    for role in ("actor", "reward", "reference", "driver"):
+        assert replay(with_speed(graph, Where(role), 1.25)).makespan <= 8.5 + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_clocks_half_a_second_apart_are_told_apart(seed):
+    dice = random.Random(seed)
+    ahead = {"driver": 0.0, "a": 0.5, "b": -0.5, "c": 0.37}
+    messages = []
+    for _ in range(400):
+        sender, receiver = dice.sample(sorted(ahead), 2)
+        sent = dice.uniform(0, 60)
+        takes = 2e-4 + dice.expovariate(1 / 5e-3)  # most messages wait for something
+        times = sent + ahead[sender], sent + takes + ahead[receiver]
+        messages.append(Message(sender, receiver, *times))
+    found = clock_offsets(messages, "driver")
+    assert found.keys() == ahead.keys()
+    assert found == pytest.approx(ahead, abs=2e-3)
+
+
+def test_hosts_that_only_receive_and_hosts_that_nobody_knows():
+    messages = [
+        Message("driver", "a", 0, 1.01),
+        Message("a", "driver", 1, 0.01),
+        Message("a", "b", 1, 3.01),
+        Message("c", "d", 0, 9),
+    ]
+    found = clock_offsets(messages, "driver")
+    assert found == pytest.approx({"driver": 0, "a": 1, "b": 3}, abs=1e-6)
+    assert clock_offsets([], "driver") == {"driver": 0.0}
