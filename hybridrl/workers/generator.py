@@ -56,7 +56,7 @@ class GeneratorWorker(ModelWorker):
     Args:
         source: The model.
         rollout: Generation.
-        environment: What plays the samples; with no name, nothing does.
+        environment: What plays the samples; None, or without a name: nothing does.
         seed: Of all sampling.
         job: A name that no other job on this machine has.
         in_flight: Take new weights between two tokens, when they come.
@@ -67,10 +67,10 @@ class GeneratorWorker(ModelWorker):
         context: Context,
         source: ModelSource,
         rollout: RolloutConfig,
-        environment: EnvironmentConfig,
         seed: int,
         job: str,
         in_flight: bool = False,
+        environment: EnvironmentConfig | None = None,
     ) -> None:
         super().__init__(context)
         self._config = rollout

@@ -2,6 +2,7 @@
 
 import json
 import random
+import subprocess
 from collections import defaultdict
 from pathlib import Path
 
@@ -15,6 +16,18 @@ from hybridrl.environments.pool import EnvironmentPool, Play
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".environments-venv" / "bin" / "python"
 GUESSES = ROOT / "examples" / "verifiers_environment.py"
+GAMES = ROOT / "examples" / "textarena_game.py"
+
+PLAYED_AGAIN = """
+import json, random, sys, textarena
+for game, seed, answers in json.load(sys.stdin):
+    random.seed(seed)
+    engine = textarena.make(env_id=game)
+    engine.reset(num_players=1)
+    for answer in answers:
+        engine.step(answer)
+    print((engine.state.rewards or {}).get(0, 0.0))
+"""
 
 pytestmark = [
     pytest.mark.long,
@@ -85,6 +98,28 @@ def test_scores_are_those_of_the_environment(played):
         assert one.kind == "ok", one.failure
         assert one.reward == pytest.approx(own_score(row, answers[f"s{number}"]))
     assert 0.2 < sum(one.reward for one in found) / 200 < 1.0
+
+
+def test_scores_are_those_of_the_games_own_engine(played):
+    """Of 200 recorded games of TextArena, what its engine says of the same moves without us."""
+    draws = random.Random(5)
+    moves = ["[accept]", "[continue]", "[continue]", "hm"]
+    taskset = {"game": "Secretary-v0"}
+    found, rows, endpoint = played(
+        lambda messages: draws.choice(moves), 200, id=str(GAMES), taskset=taskset
+    )
+    answers = defaultdict(list)
+    for session, said in endpoint.answers:
+        answers[session].append(said)
+    games = [
+        (*(json.loads(row["task"])["info"][key] for key in ("game", "seed")), answers[f"s{number}"])
+        for number, row in enumerate(rows)
+    ]
+    again = subprocess.run(
+        [PYTHON, "-c", PLAYED_AGAIN], input=json.dumps(games), capture_output=True, text=True
+    )
+    assert [one.reward for one in found] == [float(line) for line in again.stdout.split()]
+    assert {one.reward for one in found} == {-1.0, 0.0, 1.0}
 
 
 def test_agents_of_an_episode_have_sessions_of_their_own(played):
