@@ -2,7 +2,8 @@
 will live, what that takes of each device, and how long a step will last; it starts nothing.
 `hybridrl plan precision` says which layers a slower device computes in fewer bits, `hybridrl plan
 generation` how unequal devices generate together.
-`hybridrl checkpoint` looks at the checkpoints of runs, `hybridrl cluster` at devices and links."""
+`hybridrl checkpoint` looks at the checkpoints of runs, `hybridrl cluster` at devices and links;
+`hybridrl whatif` says how long a step of a run would take if something were different."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hybridrl import __version__
-from hybridrl.commands import checkpoint, cluster
+from hybridrl.commands import checkpoint, cluster, what_if
 from hybridrl.errors import ConfigError, HybridRLError, Problems
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ FURTHER_PLANS = {
     "precision": "hybridrl.plan_precision",
 }
 """What else `hybridrl plan` makes, by the first word after it, and the module whose `run` does."""
-COMMANDS = {"checkpoint": checkpoint, "cluster": cluster}
+COMMANDS = {"checkpoint": checkpoint, "cluster": cluster, "whatif": what_if}
 """Other subcommands, and the module whose `run` does each."""
 REFUSED = 2
 """Exit code for wrong settings and for what does not fit, as of `python -m hybridrl.main`."""
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="what a job will do and take, before it starts",
         usage="hybridrl plan [generation | precision] [key=value ...] [--json] [--devices N] "
         "[--lengths P+R] [--role ROLE] [--out FILE] [--search] [--price ...] "
-        "[--within SECONDS]",
+        "[--within SECONDS] [--backtest RUN ...]",
     )
     plan.add_argument(
         "--json", action="store_true", help="the plan as data; placement=file runs it"
@@ -90,8 +91,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan.add_argument(
         "--deadline", metavar="SECONDS", type=float, help="with --search: the best so far then (60)"
     )
+    plan.add_argument(
+        "--backtest",
+        metavar="RUN",
+        nargs="+",
+        help="how far plans, replays and what-ifs of these runs, and from one to another, are off",
+    )
     checkpoint.add_parser(commands)
     cluster.add_parser(commands)
+    what_if.add_parser(commands)
     chosen, overrides = parser.parse_known_args(arguments)
     plans = chosen.command == "plan"
     further = plans and overrides and overrides[0] in FURTHER_PLANS
@@ -102,7 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if plans:
             _check_words(chosen, which)
-        if chosen.command == "plan" and chosen.search:
+        if plans and chosen.backtest:
+            importlib.import_module("hybridrl.commands.backtest").run(chosen)
+        elif plans and chosen.search:
             importlib.import_module("hybridrl.plan_search").run(chosen, overrides)
         elif which:
             importlib.import_module(FURTHER_PLANS[which]).run(chosen, overrides)

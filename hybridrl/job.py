@@ -187,7 +187,10 @@ class Job:
 
     def _place(self, progress: Callable[[str], None]) -> None:
         """Places the roles on the devices that there are."""
+        from hybridrl.planner.devices import present
+
         self.feed = self._make_feed()
+        self.directory.write_cluster(present(self.executor.cluster).to_json())
         if self.config.placement.strategy == "auto":
             progress("searching for a placement")
             self._search_placement()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, is_dataclass, replace
+from pathlib import Path
 from typing import Any, get_origin
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
@@ -48,6 +50,21 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
     problems.raise_if_any()
     keys = (key for override in read for key in _settings_of(override))
     return with_settings_of_run(to_config(composed), keys)
+
+
+def read_settings(file: Path) -> Config:
+    """The settings of a run, from its `config.yaml`.
+
+    Raises:
+        ConfigError: if they cannot be read.
+    """
+    try:
+        stored = OmegaConf.create(yaml.safe_load(file.read_text(encoding="utf-8")) or {})
+        return to_config(OmegaConf.merge(OmegaConf.structured(Config), stored))  # type: ignore[arg-type]
+    except (OSError, yaml.YAMLError, UnicodeError, OmegaConfBaseException) as error:
+        raise ConfigError(
+            f"{file} could not be read: {str(error).splitlines()[0]}. Bring it back from a copy."
+        ) from error
 
 
 def to_config(config: DictConfig) -> Config:

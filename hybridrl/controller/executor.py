@@ -180,6 +180,11 @@ class Executor(ABC):
         self._records.extend((number, record) for number, record in kept if number > step)
         return [record for number, record in kept if number <= step]
 
+    def clocks_ahead(self) -> dict[int, float]:
+        """By device, how many seconds the clock of its machine is ahead of the driver's; devices of
+        the driver's own machine may be left out, and those that do not answer."""
+        return {}
+
     def __enter__(self) -> Executor:
         return self
 

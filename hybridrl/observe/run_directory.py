@@ -3,6 +3,7 @@
 runs/2026-03-01_09-30-00-addition/
     config.yaml      the resolved settings
     metrics.jsonl    one line per step
+    steps.jsonl      what every rank did in each step, and when; see `recorded_steps`
     samples/         step-000012.parquet: prompts, answers, rewards;
                      eval-math-step-000020.parquet: those of an evaluation, by its set
     evaluations.json what was evaluated, how, and how sure it is; see `evaluations`
@@ -11,6 +12,7 @@ runs/2026-03-01_09-30-00-addition/
     logs/            one file per rank
     model/           the trained model
     placement.json   which role lives on which devices; `placement=file` reads it
+    cluster.json     these devices and their nodes
     data-report.json which prompts are there twice, or nearly, also among those to evaluate on
     checkpoints/     whole steps to go on from; see `step_folders`
     lock.json        which job has the folder, while it runs; see `run_lock`
@@ -36,6 +38,7 @@ from hybridrl.config.resume import LATEST
 from hybridrl.errors import ConfigError, StorageError
 from hybridrl.observe.evaluations import EvaluationsFile
 from hybridrl.observe.metrics_history import length_up_to
+from hybridrl.observe.recorded_steps import RecordedSteps
 from hybridrl.observe.run_lock import LOCK
 from hybridrl.observe.storage import (
     DISK_FULL,
@@ -172,6 +175,11 @@ class RunDirectory:
         with replacing(self.path / "placement.json") as part:
             _write_durably(part, text + "\n")
 
+    def write_cluster(self, text: str) -> None:
+        """Writes the devices of the run, JSON text as given."""
+        with replacing(self.path / "cluster.json") as part:
+            _write_durably(part, text + "\n")
+
     def write_data_report(self, figures: Mapping[str, Any]) -> None:
         """Writes what the data repeats as JSON."""
         with replacing(self.path / "data-report.json") as part:
@@ -229,6 +237,7 @@ class RunDirectory:
                 if number and int(number[1]) > step:
                     path.unlink()
         EvaluationsFile(self.path).forget_after(step)
+        RecordedSteps(self.path).forget_after(step)
 
     def _refuse_results(self) -> None:
         """Two runs in one folder would mix their metrics and samples."""

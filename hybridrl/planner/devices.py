@@ -54,6 +54,7 @@ _GROUP = re.compile(
     r"(?:([1-9]\d*)x)?([1-9]\d*)x([A-Za-z][^@]*)(?:@([1-9]\d*(?:\.\d+)?)([GM])bps)?"
 )
 _BYTES = {"G": 1e9 / 8, "M": 1e6 / 8}
+_RATE = re.compile(r"([1-9]\d*(?:\.\d+)?)([GM])(?:bps|bit/s)")
 
 
 def named(text: str) -> Cluster:
@@ -98,6 +99,20 @@ def _group(text: str, group: str) -> tuple[int, int, str, float]:
         per_node = min(per_node, DEVICES_PER_NODE)
     network = float(found[4]) * _BYTES[found[5]] if found[4] else 0.0
     return number, per_node, ALIASES.get(name, name), network
+
+
+def link_of(setting: str, text: str) -> Link:
+    """`400Gbps`, as a link between nodes.
+
+    Args:
+        setting: For messages.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    if (found := _RATE.fullmatch(text)) is None:
+        raise ConfigError(f"{setting}: write a rate such as 400Gbps or 100Mbps, or 2x.")
+    return Link(float(found[1]) * _BYTES[found[2]], NETWORK_LATENCY)
 
 
 def from_file(path: str) -> Cluster:

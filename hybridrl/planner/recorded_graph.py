@@ -55,7 +55,7 @@ def graph_of(
     nodes = [Node(DRIVER, "begin", 0, 0, max(0.0, first))]
     ends = [nodes[0].seconds]
     pieces = [_pieces(record) for record in done]
-    together, own = _collectives(done, pieces)
+    together, own, wire = _collectives(done, pieces)
     last_of_call: dict[int, list[int]] = {}
     last_of_host: dict[int, int] = {}
     for number, record in enumerate(done):
@@ -77,6 +77,7 @@ def graph_of(
                     lag,
                     together[number][segment],
                     record.tokens,
+                    wire[number][segment],
                 )
             )
             ends.append(piece.end - shift[record.host] - origin)
@@ -127,10 +128,11 @@ def _pieces(record: Record) -> list[_Piece]:
 
 def _collectives(
     records: Sequence[Record], pieces: Sequence[Sequence[_Piece]]
-) -> tuple[list[list[int]], list[list[float]]]:
-    """For each piece of each record: the number of those that ended together, and the seconds
-    without those in which it waited for slower ranks. What the quickest rank waited, too, is not
-    waiting for others but for the link."""
+) -> tuple[list[list[int]], list[list[float]], list[list[float]]]:
+    """For each piece of each record: the number of those that ended together, the seconds without
+    those in which it waited for slower ranks, and of these the link's: what the rank that waited
+    least did wait, which was not for the others."""
+    wire = [[0.0] * len(some) for some in pieces]
     together = [[NOWHERE] * len(some) for some in pieces]
     own = [[piece.end - piece.start for piece in some] for some in pieces]
     by_call: dict[int, list[int]] = {}
@@ -152,5 +154,6 @@ def _collectives(
             for number, piece in zip(members, of_ranks, strict=True):
                 together[number][segment] = made
                 own[number][segment] -= piece.waited - least
+                wire[number][segment] = least
             made += 1
-    return together, own
+    return together, own, wire

@@ -41,6 +41,7 @@ class Node(NamedTuple):
         together: Nodes of the same number, not `NOWHERE`, end together, when the last of them has
             done its part: the ranks of a collective. Until then they keep their devices.
         tokens: That it works on; 0: nobody has said.
+        wire: Of its seconds, those in which it waits for a link.
     """
 
     role: str
@@ -53,6 +54,7 @@ class Node(NamedTuple):
     lag: float = 0.0
     together: int = NOWHERE
     tokens: int = 0
+    wire: float = 0.0
 
     @property
     def name(self) -> str:

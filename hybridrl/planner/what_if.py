@@ -38,18 +38,34 @@ class Where:
 def with_speed(graph: Graph, where: Callable[[Node], bool], speed: float) -> Graph:
     """Some nodes so many times as fast: a device that is mended, a link that is wider."""
     nodes = [
-        node._replace(seconds=node.seconds / speed) if where(node) else node for node in graph.nodes
+        node._replace(seconds=node.seconds / speed, wire=node.wire / speed) if where(node) else node
+        for node in graph.nodes
     ]
     return replace(graph, nodes=nodes)
 
 
-def moved(graph: Graph, role: str, places: Sequence[int]) -> Graph:
+def with_links(graph: Graph, speed: float) -> Graph:
+    """All links so many times as fast: of each node what it waits for them, not what it works."""
+    nodes = [
+        node._replace(seconds=node.seconds - node.wire * (1 - 1 / speed), wire=node.wire / speed)
+        for node in graph.nodes
+    ]
+    return replace(graph, nodes=nodes)
+
+
+def moved(
+    graph: Graph,
+    role: str,
+    places: Sequence[int],
+    planned: Mapping[str, float] | None = None,
+) -> Graph:
     """A role on other devices. Where these are as many as before, each rank goes to one of them. On
     fewer or more each has another share of the work, and its seconds are in proportion; ranks that
     are too many have nothing to do, and what others did is done by as many as there are.
 
     Args:
         places: In rank order; new numbers are new devices.
+        planned: By phase, how many times as long it takes, where that is known better.
     """
     names = list(graph.places)
     for place in places:

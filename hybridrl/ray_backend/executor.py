@@ -223,6 +223,9 @@ class RayExecutor(Executor):
             self._check()
         return True
 
+    def clocks_ahead(self) -> dict[int, float]:
+        return self._supervision.clocks_ahead()
+
     def _check(self) -> None:
         """To be called while something is waited for; see `Supervision.check`."""
         try:

@@ -113,6 +113,18 @@ class Supervision:
             for item in found
         ]
 
+    def clocks_ahead(self) -> dict[int, float]:
+        """Of every host, as the first of each node that answers has it; none on one node, where all
+        have the driver's clock."""
+        if len(self._nodes) < 2:
+            return {}
+        by_node: dict[str, float] = {}
+        for host in range(len(self._hosts.identities)):
+            if self._node(host) not in by_node:
+                by_node |= {self._node(host): a for a in self._watch.clocks_ahead([host]).values()}
+        hosts = range(len(self._hosts.identities))
+        return {host: by_node[self._node(host)] for host in hosts if self._node(host) in by_node}
+
     def _node(self, host: int) -> str:
         return self._hosts.identities[host].node
 

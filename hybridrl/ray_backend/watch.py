@@ -14,6 +14,8 @@ from hybridrl.ray_backend.library import ray
 
 ANSWER_SECONDS = 1.0
 """How long a look waits for answers. Those that take longer are taken at the next look."""
+CLOCK_QUESTIONS = 5
+"""The quickest answer tells best what time it is there."""
 SNAPSHOT_SECONDS = 5.0
 
 
@@ -74,13 +76,20 @@ class Watch:
         return [found.get(reference) for reference in asked]
 
     def clocks_ahead(self, hosts: Iterable[int]) -> dict[int, float]:
-        """By host: how many seconds its node's clock is ahead of this one's. Those that do not
-        answer are left out."""
+        """By host: how many seconds its node's clock is ahead of this one's, as the quickest of a
+        few answers has it. Those that do not answer are left out."""
         found = {}
         for host in hosts:
-            asked, before = self._hosts[host].clock.remote(), time.time()
-            for there in _answers([asked], ANSWER_SECONDS).values():
-                found[host] = there - (before + time.time()) / 2
+            answers = []
+            for _ in range(CLOCK_QUESTIONS):
+                before = time.time()
+                answer = _answers([self._hosts[host].clock.remote()], ANSWER_SECONDS)
+                if not answer:
+                    break
+                (there,), after = answer.values(), time.time()
+                answers.append((after - before, there - (before + after) / 2))
+            if answers:
+                found[host] = min(answers)[1]
         return found
 
     def _take(self, seconds: float) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.core.record import Record
 from hybridrl.errors import ConfigError, TrainingError
+from hybridrl.observe.recorded_steps import RecordedStep, RecordedSteps
 from hybridrl.observe.slow_ranks import SlowDevices
 from hybridrl.observe.step_view import StepView
 from hybridrl.observe.timeline import draw_timeline
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from hybridrl.job import Job
     from hybridrl.trainers.base import Trainer
 
+CLOCKS_EVERY = 50
+"""Steps between two comparisons of the clocks of hosts."""
 GAINS = {"reward": "reward/mean", "cost": "cost/mean"}
 """What the summary keeps of the first and the last step, and the metrics that it is taken from."""
 
@@ -71,6 +74,7 @@ class Steps:
         self._compared = False
         self.ended = time.perf_counter()
         self._last_records: list[Record] = []
+        self._ahead: dict[int, float] | None = None
         places = {role: place.devices for role, place in job.placement.roles.items()}
         self._devices = SlowDevices(places, job.executor.cluster.devices)
 
@@ -141,6 +145,7 @@ class Steps:
         for notice in self.unscored.look(f"step {step.number}", records):
             self.view.message(notice)
         self._keep(step.number, metrics, step.batch)
+        self._record(step.number, begin, records)
         self._draw(step.number, records)
         if bad is not None:
             self.guard.act(bad, step.batch, step.groups, metrics)
@@ -172,6 +177,14 @@ class Steps:
         self.evaluated = {}
         if self.trainer.DATA == "prompts" and len(batch):
             self._samples.keep(step, batch, metrics)
+
+    def _record(self, step: int, begin: float, records: list[Record]) -> None:
+        """Writes when each part of this step was, by the clocks that were compared last."""
+        if step % CLOCKS_EVERY == 1 or self._ahead is None:
+            self._ahead = self.job.executor.clocks_ahead()
+        epoch = time.time() - time.perf_counter()
+        recorded = RecordedStep(step, epoch + begin, epoch + self.ended, records, self._ahead)
+        RecordedSteps(self.job.directory.path).write(recorded)
 
     def _draw(self, step: int, records: list[Record]) -> None:
         """The timeline of this step and the one before, which it may overlap."""

@@ -59,7 +59,8 @@ MAY_IMPORT = {
     "planner": {
         *("core", "controller", "models", "placement", "trainers"),
         *("=rollout", "=checks.placement", "=compress", "=compress.gradient_choice"),
-        "=compress.weights",
+        *("=compress.weights", "=config.load", "=config.presets"),
+        *("=observe.recorded_steps", "=observe.metrics_history"),
     },
     # Modules beside the rooms: they put the others together.
     "": EVERYTHING,
@@ -69,7 +70,10 @@ MAY_IMPORT = {
     "devices": EVERYTHING,
     "groups": EVERYTHING,
     "interrupts": EVERYTHING,
-    "commands": {"core", "checkpoint", "observe", "planner"},
+    "commands": {
+        *("core", "checkpoint", "observe", "planner"),
+        *("=config.overrides", "=config.values"),
+    },
     "job": EVERYTHING,
     "plan_precision": EVERYTHING,
     "plan_search": EVERYTHING,

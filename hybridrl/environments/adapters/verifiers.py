@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
+from pydantic import ValidationError
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.configs.client import EvalClientConfig, TrainClientConfig
 from verifiers.v1.dialects.chat import message_to_wire
@@ -109,7 +110,16 @@ class Adapter(BaseAdapter):
         harness.ChatHarness = ChatHarness  # type: ignore[attr-defined]
         sys.modules[_HARNESS] = harness
         taskset = {"id": _module_of(own["id"]), **own["taskset"]}
-        config = resolve_env_config({"taskset": taskset, **own["env"]})
+        try:
+            config = resolve_env_config({"taskset": taskset, **own["env"]})
+        except ValidationError as error:
+            wrong = "; ".join(
+                f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()
+            )
+            raise SetupError(
+                f"environment.options.taskset and environment.options.env: {wrong}. verifiers says "
+                f"so of {own['id']}."
+            ) from error
         self._env = load_environment(_with_defaults(config, own["env"]))
 
     async def start(self) -> None:

@@ -1,0 +1,47 @@
+"""`hybridrl plan --backtest RUN ...`: how good predictions about these runs would have been."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+
+from rich.table import Table
+
+from hybridrl.commands.steps import show, show_json
+from hybridrl.planner.backtest import ASKED, PLAN, REPLAY, Tested, backtest, keep
+from hybridrl.planner.recorded_run import RecordedRun
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Compares, and keeps how far questions were off.
+
+    Raises:
+        ConfigError: if a folder is that of no run, or of one that recorded no step.
+    """
+    found = backtest([RecordedRun.at(Path(folder)) for folder in chosen.backtest])
+    keep(found)
+    if chosen.json:
+        return show_json([one._asdict() | {"error": one.error} for one in found])
+    return show(_table(found), "", *_summary(found))
+
+
+def _table(found: list[Tested]) -> Table:
+    table = Table(title="seconds of a step", title_justify="left", box=None)
+    for column in ("", "", "predicted", "measured", "off by"):
+        table.add_column(column, justify="right" if table.columns[1:] else "left")
+    for one in found:
+        numbers = (f"{one.predicted:.4g}", f"{one.measured:.4g}", f"{one.error:+.1%}")
+        table.add_row(one.kind, one.what, *numbers)
+    return table
+
+
+def _summary(found: list[Tested]) -> list[str]:
+    lines = []
+    for kind in (PLAN, REPLAY, ASKED):
+        if errors := [abs(one.error) for one in found if one.kind == kind]:
+            lines.append(
+                f"{kind}: off by {statistics.median(errors):.1%} in the median of {len(errors)}, "
+                f"{max(errors):.1%} at worst"
+            )
+    return lines

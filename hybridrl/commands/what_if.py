@@ -1,0 +1,184 @@
+"""`hybridrl whatif RUN`: how long a step of a run would take if something were different."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from hybridrl.commands.steps import show, show_json
+from hybridrl.config.overrides import read_overrides
+from hybridrl.config.values import wrong_values
+from hybridrl.errors import ConfigError, Problems
+from hybridrl.planner.backtest import spread
+from hybridrl.planner.cures import changed
+from hybridrl.planner.devices import link_of
+from hybridrl.planner.recorded_run import RecordedRun
+from hybridrl.planner.replay import Replayed
+from hybridrl.planner.run_questions import OWN, Prediction, Question, link_speed, predict
+
+_TIMES = re.compile(r"(\d+(?:\.\d+)?)x")
+RESPONSES, LINK, DEVICES = "responses", "link", "devices"
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `whatif` to the subcommands of a parser."""
+    what = "how long a step of a run would take if something were different"
+    parser = commands.add_parser("whatif", help=what, description=what)
+    parser.add_argument("run", help="the folder of a run")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of the job; devices=16; link=200Gbps, or link=2x: twice as fast",
+    )
+    parser.add_argument(
+        "--move",
+        action="append",
+        default=[],
+        metavar="ROLE=DEVICES",
+        help=f"a role on other devices: reward=2,3, reward=actor (where that is), reward={OWN}",
+    )
+    parser.add_argument(
+        "--scale",
+        action="append",
+        default=[],
+        metavar="WHAT=TIMES",
+        help="responses=2x: twice as long; reward=3x, reward.score=3x: what takes so long",
+    )
+    parser.add_argument("--fix", choices=["slowest"], help="the rank that the others wait for")
+    parser.add_argument("--steps", type=int, default=10, help="the newest that count (10)")
+    parser.add_argument("--json", action="store_true", help="as data")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Answers.
+
+    Raises:
+        ConfigError: for what cannot be asked.
+    """
+    if chosen.steps < 1:
+        raise ConfigError(f"--steps {chosen.steps}: must be 1 or more.")
+    recorded = RecordedRun.at(Path(chosen.run), chosen.steps)
+    question = question_of(recorded, chosen)
+    found = predict(recorded, question)
+    if chosen.json:
+        return show_json(as_data(found))
+    lines = [
+        f"{found.steps} steps of {recorded.folder}: {found.measured:.4g} s each, replayed "
+        f"{found.replayed:.4g} s",
+    ]
+    if found.slowest:
+        lines.append(f"the slowest: {found.slowest}")
+    known = spread()
+    within = f" (of earlier predictions half were off by more than {known:.0%})" if known else ""
+    if known is None:
+        within = " (no prediction has been compared yet: hybridrl plan --backtest RUN RUN2)"
+    lines.append(f"predicted: {found.seconds:.4g} s, {found.change:+.1%}{within}")
+    return show(*lines, "", _table(found))
+
+
+def question_of(recorded: RecordedRun, chosen: argparse.Namespace) -> Question:
+    """What the options ask.
+
+    Raises:
+        ConfigError: if they cannot be read.
+    """
+    settings: list[tuple[str, Any]] = []
+    devices, link, responses = None, 1.0, 1.0
+    for text in chosen.set:
+        name, value = _pair("--set", text)
+        if name == DEVICES:
+            if not value.isdecimal() or not int(value):
+                raise ConfigError(f"--set {text}: must be a number of devices.")
+            devices = int(value)
+        elif name == LINK:
+            times = _TIMES.fullmatch(value)
+            link = float(times[1]) if times else link_speed(recorded, link_of(text, value))
+            if not link:
+                raise ConfigError(f"--set {text}: must be above 0.")
+        else:
+            settings.append(_setting(text))
+    if wrong := dict(wrong_values(changed(recorded.config, settings))):
+        raise ConfigError(*wrong.values())
+    moves: dict[str, Any] = {}
+    for text in chosen.move:
+        role, where = _pair("--move", text)
+        numbers = re.fullmatch(r"\d+(,\d+)*", where)
+        moves[role] = [int(one) for one in where.split(",")] if numbers else where
+    longer = {}
+    for text in chosen.scale:
+        name, value = _pair("--scale", text)
+        times = _TIMES.fullmatch(value)
+        if not times or not float(times[1]):
+            raise ConfigError(f"--scale {text}: write how many times as long: {name}=2x.")
+        if name == RESPONSES:
+            responses = float(times[1])
+        else:
+            longer[name] = float(times[1])
+    return Question(settings, devices, link, moves, responses, longer, chosen.fix is not None)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    problems = Problems()
+    (override,) = read_overrides([text], problems) or [None]
+    problems.raise_if_any()
+    if override is None or override.is_preset:
+        raise ConfigError(f"--set {text}: name one setting, such as placement.strategy=separation.")
+    return override.key, override.value
+
+
+def _pair(option: str, text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not (name and sign and value):
+        raise ConfigError(f"{option} {text}: write NAME=VALUE.")
+    return name, value
+
+
+def as_data(found: Prediction) -> dict[str, Any]:
+    """For programs: seconds of a step."""
+    return {
+        "steps": found.steps,
+        "measured": found.measured,
+        "replayed": found.replayed,
+        "predicted": found.seconds,
+        "change": found.change,
+        "spread": spread(),
+        "slowest": found.slowest,
+        "critical_path": {"before": _path(found.before), "after": _path(found.after)},
+    }
+
+
+def _path(replayed: Replayed) -> dict[str, float]:
+    """Seconds on the critical path, by what it is: the parts that a step's time is made of."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for number in replayed.critical:
+        node = replayed.graph.nodes[number]
+        found[node.name] += replayed.own_ends[number] - replayed.starts[number]
+    found["waiting to begin"] = replayed.makespan - sum(found.values())
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
+
+
+def _table(found: Prediction) -> Table:
+    table = Table(title="what a step's time is made of", title_justify="left", box=None)
+    for column in ("", "as it was", "", "changed", ""):
+        table.add_column(column, justify="left" if not table.columns else "right")
+    before, after = _path(found.before), _path(found.after)
+    for name in {**before, **after}:
+        cells = []
+        for path, whole in ((before, found.before), (after, found.after)):
+            seconds = path.get(name, 0.0)
+            share = seconds / (whole.makespan or 1.0)
+            cells += [f"{seconds / found.steps:.4g} s", f"{share:.0%}"]
+        table.add_row(name, *cells)
+    idle = [
+        sum(one.idle_shares.values()) / max(1, len(one.idle_shares))
+        for one in (found.before, found.after)
+    ]
+    table.add_row("devices are idle", "", f"{idle[0]:.0%}", "", f"{idle[1]:.0%}")
+    return table

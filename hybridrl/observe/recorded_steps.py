@@ -1,0 +1,159 @@
+"""`steps.jsonl` of a run: what every rank did in each step, and when, to be replayed.
+
+A line of JSON for each step, with the times of calls and their phases by the clocks of their hosts,
+in seconds since the step began. `planner.recorded_graph` makes a graph of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hybridrl.core.record import Record, Span
+from hybridrl.errors import DataError
+from hybridrl.observe.metrics_history import length_up_to
+from hybridrl.observe.storage import explain_write_errors, replacing
+
+KEPT_BYTES = 64 << 20
+"""Of a file that has grown to twice as much, so much stays: the newest steps."""
+MICROSECONDS = 6
+"""Digits of a second that are written."""
+
+
+class RecordedStep(NamedTuple):
+    """Attributes:
+    begin, end: Seconds since the epoch, by the driver's clock.
+    records: One for each call and rank.
+    ahead: By device, the seconds that its host's clock was ahead of the driver's; none: 0.
+    """
+
+    step: int
+    begin: float
+    end: float
+    records: Sequence[Record]
+    ahead: Mapping[int, float]
+
+
+class RecordedSteps:
+    """The file of a run, for writing.
+
+    Args:
+        folder: Of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "steps.jsonl"
+
+    def write(self, recorded: RecordedStep) -> None:
+        """Adds a step.
+
+        Raises:
+            StorageError: if that fails.
+        """
+        line = json.dumps(_as_data(recorded), separators=(",", ":")) + "\n"
+        with explain_write_errors(self.file), self.file.open("a", encoding="utf-8") as file:
+            file.write(line)
+            size = file.tell()
+        if size > 2 * KEPT_BYTES:
+            self._keep_newest()
+
+    def forget_after(self, step: int) -> None:
+        """Removes later steps, which are about to be done again.
+
+        Raises:
+            StorageError: if that fails.
+        """
+        with explain_write_errors(self.file):
+            if self.file.is_file():
+                os.truncate(self.file, length_up_to(self.file, step))
+
+    def _keep_newest(self) -> None:
+        with self.file.open("rb") as file:
+            file.seek(-KEPT_BYTES, os.SEEK_END)
+            file.readline()  # the rest of a line
+            rest = file.read()
+        with replacing(self.file) as part:
+            part.write_bytes(rest)
+
+
+def read_steps(folder: Path) -> list[RecordedStep]:
+    """What a run has recorded, since it was last started: numbers of calls begin anew then. A last
+    line that was cut short is left out.
+
+    Raises:
+        DataError: if there is nothing.
+    """
+    file = folder / "steps.jsonl"
+    if not file.is_file():
+        raise DataError(
+            f"{folder} has no steps.jsonl, in which a run records what its ranks did in each step. "
+            "Name the folder of a run, such as runs/latest."
+        )
+    found: list[RecordedStep] = []
+    last = -1
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            recorded = _from_data(json.loads(line))
+        except (ValueError, KeyError, TypeError) as error:
+            if found and not line.endswith("}"):
+                break
+            raise DataError(f"{file}, line {number}: {error} is no recorded step.") from error
+        calls = [record.call for record in recorded.records]
+        if calls and min(calls) <= last:
+            found = []
+        last = max(calls, default=last)
+        found.append(recorded)
+    if not found:
+        raise DataError(f"{file} has no steps yet.")
+    return found
+
+
+def _as_data(recorded: RecordedStep) -> dict[str, Any]:
+    def since(moment: float) -> float:
+        return round(moment - recorded.begin, MICROSECONDS)
+
+    return {
+        "step": recorded.step,
+        "begin": recorded.begin,
+        "seconds": since(recorded.end),
+        "ahead": {str(host): round(a, MICROSECONDS) for host, a in recorded.ahead.items()},
+        "calls": [
+            {
+                "role": one.role,
+                "rank": one.rank,
+                "method": one.method,
+                "call": one.call,
+                "device": one.host,
+                "reads": list(one.reads),
+                "start": since(one.start),
+                "end": since(one.end),
+                "waited": None if one.waited is None else round(one.waited, MICROSECONDS),
+                "tokens": one.tokens,
+                "spans": [
+                    [s.phase, since(s.start), since(s.end), round(s.waited, MICROSECONDS)]
+                    for s in one.spans
+                ],
+            }
+            for one in recorded.records
+            if one.host >= 0
+        ],
+    }
+
+
+def _from_data(data: Mapping[str, Any]) -> RecordedStep:
+    begin = float(data["begin"])
+    records = []
+    for one in data["calls"]:
+        spans = [Span(phase, begin + s, begin + e, w) for phase, s, e, w in one["spans"]]
+        record = Record(one["role"], one["rank"], one["method"])
+        record.start, record.end = begin + one["start"], begin + one["end"]
+        record.call, record.host, record.reads = one["call"], one["device"], tuple(one["reads"])
+        record.waited, record.tokens, record.spans = one["waited"], one["tokens"], spans
+        for span in spans:
+            record.phases[span.phase] += span.end - span.start
+        records.append(record)
+    ahead = {int(host): seconds for host, seconds in data["ahead"].items()}
+    return RecordedStep(data["step"], begin, begin + data["seconds"], records, ahead)

@@ -1,0 +1,108 @@
+"""A run that was recorded: its settings, its devices, and its last steps as a graph."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from hybridrl.config.load import read_settings
+from hybridrl.config.schema import Config
+from hybridrl.core.cluster import Cluster
+from hybridrl.core.record import Record
+from hybridrl.errors import ConfigError, DataError
+from hybridrl.observe.metrics_history import read_metrics
+from hybridrl.observe.recorded_steps import RecordedStep, read_steps
+from hybridrl.placement import Placement
+from hybridrl.planner.recorded_graph import graph_of
+from hybridrl.planner.replay import Graph
+
+WARM = 1
+"""Steps at the beginning that are left out where there are others: everything is done for the first
+time in them."""
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What a run has left of how it went.
+
+    Attributes:
+        folder: Its own.
+        config: Its settings, with the folder of its model where that was made.
+        cluster: Its devices.
+        placement: Where its roles lived.
+        steps: Of its last start.
+    """
+
+    folder: Path
+    config: Config
+    cluster: Cluster
+    placement: Placement
+    steps: Sequence[RecordedStep]
+
+    @classmethod
+    def at(cls, folder: Path, last: int = 10) -> RecordedRun:
+        """Reads it.
+
+        Args:
+            last: So many of its newest steps at most.
+
+        Raises:
+            ConfigError: if the folder lacks something.
+        """
+        files = [folder / name for name in ("config.yaml", "cluster.json", "placement.json")]
+        for file in files:
+            if not file.is_file():
+                raise ConfigError(
+                    f"{folder} has no {file.name}. Name the folder of a run, such as runs/latest, "
+                    "which has made a step."
+                )
+        try:
+            steps = read_steps(folder)
+        except DataError as error:
+            raise ConfigError(str(error)) from error
+        config = read_settings(files[0])
+        if config.model.path is None:
+            config = replace(config, model=replace(config.model, path=str(folder / "model")))
+        cluster = Cluster.from_json(files[1].read_text())
+        placement = Placement.from_json(files[2].read_text())
+        return cls(folder, config, cluster, placement, steps[WARM:][-last:] or steps)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Of these steps, one right after the other: what passed between them, such as an
+        evaluation, is left out."""
+        records = []
+        begin = at = self.steps[0].begin
+        for step in self.steps:
+            earlier = step.begin - at
+            records += [_shifted(record, earlier) for record in step.records]
+            at += step.end - step.begin
+        return graph_of(records, begin, at, self.steps[-1].ahead)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of a step, in the mean of these."""
+        return statistics.fmean(step.end - step.begin for step in self.steps)
+
+    @cached_property
+    def lengths(self) -> tuple[float, float]:
+        """Tokens of a prompt and of a response, in the mean of these steps."""
+        config = self.config
+        numbers = {step.step for step in self.steps}
+        rows = [r for r in read_metrics(self.folder / "metrics.jsonl") if r["step"] in numbers]
+        responses = [row["response/length_mean"] for row in rows if "response/length_mean" in row]
+        response = statistics.fmean(responses) if responses else config.rollout.max_tokens
+        samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
+        tokens = sum(
+            one.tokens for step in self.steps for one in step.records if one.phases.get("generate")
+        )
+        prompt = tokens / samples / len(self.steps) - response
+        return (prompt if prompt >= 1 else config.data.max_prompt_tokens), max(1.0, response)
+
+
+def _shifted(record: Record, earlier: float) -> Record:
+    spans = [s._replace(start=s.start - earlier, end=s.end - earlier) for s in record.spans]
+    return replace(record, start=record.start - earlier, end=record.end - earlier, spans=spans)

@@ -1,0 +1,237 @@
+"""What a run would have taken otherwise: its recorded steps, changed and replayed.
+
+What was measured is changed in proportion to what the planner says: a setting that makes the plan's
+training 1.3 times as long makes the recorded training 1.3 times as long. So only the difference is
+predicted. Links need no plan: each rank's record says what it waited for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hybridrl.checks.placement import check_placement
+from hybridrl.config.schema import Config
+from hybridrl.core.cluster import Cluster, Device, Link
+from hybridrl.errors import ConfigError
+from hybridrl.placement import Placement
+from hybridrl.planner.cluster_probe import with_rates
+from hybridrl.planner.cures import changed
+from hybridrl.planner.plan import make_plan
+from hybridrl.planner.precision import with_dtype
+from hybridrl.planner.recorded_run import RecordedRun
+from hybridrl.planner.replay import NOWHERE, Graph, Replayed, replay
+from hybridrl.planner.step_time import Rates, Times
+from hybridrl.planner.what_if import (
+    Where,
+    moved,
+    slowest_rank,
+    with_links,
+    with_longer_responses,
+    with_speed,
+)
+
+OWN = "own"
+"""In place of devices: as many as before, which nobody else has."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be different.
+
+    Attributes:
+        settings: Of the job, names with values.
+        devices: How many there are; None: as many as there were.
+        link: How many times as fast links are.
+        moves: By role, its devices, or `OWN`.
+        responses: How many times as long.
+        longer: By role, or `role.phase`, how many times as long it takes.
+        fix_slowest: Whether the rank that others wait for is as fast as they.
+    """
+
+    settings: Sequence[tuple[str, Any]] = ()
+    devices: int | None = None
+    link: float = 1.0
+    moves: Mapping[str, str | Sequence[int]] = field(default_factory=dict)
+    responses: float = 1.0
+    longer: Mapping[str, float] = field(default_factory=dict)
+    fix_slowest: bool = False
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What came of it.
+
+    Attributes:
+        measured: Seconds of a step of the run.
+        before, after: The replay of `steps` steps, as it was and changed.
+        slowest: The rank that was mended, if one was.
+    """
+
+    measured: float
+    before: Replayed
+    after: Replayed
+    steps: int
+    slowest: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, as predicted."""
+        return self.after.makespan / self.steps
+
+    @property
+    def replayed(self) -> float:
+        """Of a step, replayed as it was."""
+        return self.before.makespan / self.steps
+
+    @property
+    def change(self) -> float:
+        """-0.3: a step takes 30 % less."""
+        return self.after.makespan / self.before.makespan - 1
+
+
+def predict(run: RecordedRun, question: Question) -> Prediction:
+    """The answer to a question.
+
+    Raises:
+        ConfigError: for roles, devices and settings that cannot be.
+    """
+    _check_names(run, question)
+    graph = run.graph
+    before, said = replay(graph), ""
+    if question.fix_slowest:
+        found = slowest_rank(graph)
+        if found is None:
+            said = "no rank keeps others waiting"
+        else:
+            where, speed = found
+            said = f"{where.role} rank {min(where.ranks or [0])}, {speed:.2f} times as fast"
+            graph = with_speed(graph, where, speed)
+    if question.link != 1.0:
+        graph = with_links(graph, question.link)
+    for name, times in question.longer.items():
+        role, _, phase = name.partition(".")
+        graph = with_speed(graph, Where(role, phase), 1 / times)
+    if question.responses != 1.0:
+        prompt, response = run.lengths
+        share = response / (prompt + response)
+        graph = with_longer_responses(graph, question.responses, share)
+    if question.settings or question.devices is not None:
+        graph = _planned_otherwise(run, question, graph)
+    for role, asked in question.moves.items():
+        graph = moved(graph, role, _places(graph, role, asked))
+    return Prediction(run.seconds, before, replay(graph), len(run.steps), said)
+
+
+def _check_names(run: RecordedRun, question: Question) -> None:
+    roles = sorted({node.role for node in run.graph.nodes if node.place != NOWHERE})
+    phases = {(node.role, node.phase) for node in run.graph.nodes}
+    for role in question.moves:
+        if role not in roles:
+            raise ConfigError(f"--move {role}=...: the run has the roles {', '.join(roles)}.")
+    for name in question.longer:
+        role, _, phase = name.partition(".")
+        if role not in roles or (phase and (role, phase) not in phases):
+            known = sorted({f"{r}.{p}" for r, p in phases if r in roles})
+            raise ConfigError(
+                f"--scale {name}=...: name `responses`, a role, or one of {', '.join(known)}."
+            )
+
+
+def _places(graph: Graph, role: str, asked: str | Sequence[int]) -> Sequence[int]:
+    """Numbers of devices."""
+    mine = sorted({node.place for node in graph.nodes if node.role == role and node.place >= 0})
+    if asked == OWN:
+        return range(len(graph.places), len(graph.places) + len(mine))
+    if isinstance(asked, str):
+        others = {node.place for node in graph.nodes if node.role == asked and node.place >= 0}
+        if not others:
+            raise ConfigError(
+                f"--move {role}={asked}: name devices by their numbers (2,3), another role, or "
+                f"`{OWN}`."
+            )
+        return sorted(others)
+    return asked
+
+
+def _planned_otherwise(run: RecordedRun, question: Question, graph: Graph) -> Graph:
+    """With other settings, on other devices: each call in proportion to its plans."""
+    config = changed(run.config, list(question.settings))
+    cluster, placement = run.cluster, run.placement
+    if question.devices is not None:
+        config = replace(config, num_devices=question.devices)
+        cluster = of_size(cluster, question.devices)
+        placement = check_placement(_free(config), cluster)
+    lengths = run.lengths
+    old = _times(run.config, run.cluster, run.placement, lengths).phases
+    new = _times(config, cluster, placement, lengths).phases
+    ratios = {key: new[key] / old[key] for key in old.keys() & new.keys() if old[key]}
+    if question.devices is not None:
+        for role, place in placement.roles.items():
+            of_role = {phase: ratio for (name, phase), ratio in ratios.items() if name == role}
+            if any(node.role == role and node.place >= 0 for node in graph.nodes):
+                graph = moved(graph, role, place.devices, of_role)
+        return graph
+    for (role, phase), ratio in ratios.items():
+        graph = with_speed(graph, Where(role, phase), 1 / ratio)
+    return graph
+
+
+def _free(config: Config) -> Config:
+    """That asks for no placement by device numbers, which other devices do not have."""
+    if config.placement.strategy in ("explicit", "file"):
+        raise ConfigError(
+            f"--set devices=...: placement={config.placement.strategy} names devices by their "
+            "numbers. Add --set placement.strategy=flattening, or another one."
+        )
+    if config.placement.strategy == "auto":
+        return changed(config, [("placement.strategy", "flattening")])
+    return config
+
+
+def of_size(cluster: Cluster, number: int) -> Cluster:
+    """As many devices of the same make, on as many nodes more, or fewer."""
+    per_node, first = cluster.devices_per_node, cluster.devices[0]
+    nodes = [*cluster.nodes, *(f"node {n}" for n in range(len(cluster.nodes), number))]
+    devices = [
+        Device(first.kind, nodes[n // per_node], n % per_node, first.model) for n in range(number)
+    ]
+    hosts = dict(cluster.hosts)
+    if hosts:
+        some = hosts[cluster.nodes[0]]
+        hosts = {device.node: hosts.get(device.node, some) for device in devices}
+    return Cluster(devices, cluster.models, hosts)
+
+
+def link_speed(run: RecordedRun, wanted: Link) -> float:
+    """How many times as fast links of this rate are as those of a run.
+
+    Raises:
+        ConfigError: if nobody knows those of the run.
+    """
+    nodes = run.cluster.nodes
+    host = run.cluster.hosts.get(nodes[0])
+    if host is None:
+        raise ConfigError(
+            f"--set link=...: {run.folder}/cluster.json does not say how fast the run's links are. "
+            "Say how many times as fast: --set link=2x; or write `hosts` into that file, as "
+            "`hybridrl cluster probe --json` prints them."
+        )
+    now = host.network if len(nodes) > 1 else host.inside
+    return wanted.bandwidth / now.bandwidth
+
+
+def planned_seconds(run: RecordedRun) -> float:
+    """Of a step of a run, as its plan has it, for samples as long as they were."""
+    return _times(run.config, run.cluster, run.placement, run.lengths).step
+
+
+def _times(
+    config: Config, cluster: Cluster, placement: Placement, lengths: tuple[float, float]
+) -> Times:
+    machines = cluster if cluster.rates_known else with_rates(cluster)
+    rates = Rates.known(machines, with_dtype(config, cluster.kind).model.dtype)
+    plan = make_plan(config, machines, placement, lengths, rates)
+    assert plan.times is not None  # for there are rates
+    return plan.times

@@ -1,0 +1,228 @@
+"""What runs record of their steps, and questions that are put to such runs."""
+
+import argparse
+import json
+from dataclasses import replace
+
+import pytest
+from settings import configured
+
+from hybridrl import cli
+from hybridrl.commands.what_if import question_of
+from hybridrl.config.load import to_yaml
+from hybridrl.core.cluster import Cluster, DeviceModel, Host, Link
+from hybridrl.core.record import Record, Span
+from hybridrl.data.tasks.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.errors import ConfigError, DataError
+from hybridrl.models import make_tiny_model
+from hybridrl.observe import recorded_steps
+from hybridrl.observe.recorded_steps import RecordedStep, RecordedSteps, read_steps
+from hybridrl.planner import backtest, devices, run_questions
+from hybridrl.planner.recorded_run import RecordedRun
+from hybridrl.planner.run_questions import Question, of_size, predict
+
+BEGIN = 1_700_000_000.0
+SHAPE = {"hidden_size": 64, "layers": 2, "heads": 2, "context": 128}
+ASKED = {"set": [], "move": [], "scale": [], "fix": None}
+
+
+def record(call, role, rank, host, spans, reads=(), waited=0.0, tokens=0):
+    """A call that is nothing but its phases, in seconds since `BEGIN`."""
+    found = Record(role, rank, "m", BEGIN + spans[0][1], BEGIN + spans[-1][2])
+    found.spans = [Span(name, BEGIN + s, BEGIN + e, w) for name, s, e, w in spans]
+    for name, start, end, _ in spans:
+        found.phases[name] += end - start
+    found.call, found.host, found.reads, found.waited = call, host, reads, waited
+    found.tokens = tokens
+    return found
+
+
+def step(number, at, slow=1.0, waits=(0.2, 1.2)):
+    """Four seconds: generation, scores, an update of two ranks of which one is slow, or waits for
+    the link alone."""
+    call = 10 * number
+    train = at + 2.5
+    ends = train + 0.3 + 1.2 * slow
+    return RecordedStep(
+        number,
+        BEGIN + at,
+        BEGIN + ends,
+        [
+            record(call, "actor", 0, 0, [("generate", at, at + 2, 0.0)], tokens=300),
+            record(call, "actor", 1, 1, [("generate", at, at + 2, 0.0)], tokens=340),
+            record(call + 1, "reward", 0, 0, [("score", at + 2, at + 2.5, 0.0)], (call,)),
+            record(
+                call + 2, "actor", 0, 0, [("train", train, ends, waits[0])], (call + 1,), waits[0]
+            ),
+            record(
+                call + 2, "actor", 1, 1, [("train", train, ends, waits[1])], (call + 1,), waits[1]
+            ),
+        ],
+        {},
+    )
+
+
+def with_known_rates(cluster):
+    """As a probe of slow devices would have it."""
+    model = DeviceModel(1e10, {"float32": 1e9, "bfloat16": 1e9}, 1e9, 1e-5, measured=True)
+    host = Host(Link(1e9), Link(1e9))
+    models = dict.fromkeys(cluster.model_names, model)
+    return replace(cluster, models=models, hosts=dict.fromkeys(cluster.nodes, host))
+
+
+@pytest.fixture
+def run_of(tmp_path, monkeypatch):
+    """Folders of runs as they are left behind."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = tmp_path / "model"
+    make_tiny_model(model, build_tokenizer(TEXT), seed=0, **SHAPE)
+    monkeypatch.setattr(run_questions, "with_rates", with_known_rates)
+
+    def make(name, overrides=(), number=2, steps=None):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = configured([f"model.path={model}", f"num_devices={number}", *overrides])
+        (folder / "config.yaml").write_text(to_yaml(config))
+        cluster = devices.present(Cluster.of_one_node("cpu", number))
+        (folder / "cluster.json").write_text(cluster.to_json())
+        everywhere = {"devices": list(range(number))}
+        roles = {"actor": everywhere, "reward": everywhere}
+        (folder / "placement.json").write_text(json.dumps({"roles": roles}))
+        for one in steps or [step(1, 0.0), step(2, 10.0)]:
+            RecordedSteps(folder).write(one)
+        return folder
+
+    return make
+
+
+def asked(folder, **options):
+    run = RecordedRun.at(folder)
+    return predict(run, question_of(run, argparse.Namespace(**ASKED | options)))
+
+
+def test_steps_are_read_as_they_were_written(tmp_path):
+    written = [step(1, 0.0), step(2, 4.5)._replace(ahead={1: 0.25})]
+    for one in written:
+        RecordedSteps(tmp_path).write(one)
+    for one, read in zip(written, read_steps(tmp_path), strict=True):
+        assert (read.step, read.ahead) == (one.step, one.ahead)
+        assert read.end == pytest.approx(one.end, abs=1e-5)
+        for before, after in zip(one.records, read.records, strict=True):
+            assert (after.role, after.rank, after.call, after.host, after.reads) == (
+                *(before.role, before.rank, before.call, before.host, before.reads),
+            )
+            assert after.end == pytest.approx(before.end, abs=1e-5)
+            assert after.phases == pytest.approx(before.phases, abs=1e-5)
+            assert after.spans[0].waited == before.spans[0].waited
+
+
+def test_what_is_done_again_is_forgotten_and_a_line_that_was_cut_left_out(tmp_path):
+    file = RecordedSteps(tmp_path)
+    file.forget_after(3)  # there is none
+    for number in (1, 2, 3):
+        file.write(step(number, 5.0 * number))
+    file.forget_after(2)
+    assert [one.step for one in read_steps(tmp_path)] == [1, 2]
+    with file.file.open("a") as opened:
+        opened.write('{"step": 3, "beg')
+    assert [one.step for one in read_steps(tmp_path)] == [1, 2]
+
+
+def test_a_run_that_went_on_counts_from_there(tmp_path):
+    for one in (step(1, 0.0), step(2, 5.0), step(1, 9.0)._replace(step=3)):  # its calls begin anew
+        RecordedSteps(tmp_path).write(one)
+    assert [one.step for one in read_steps(tmp_path)] == [3]
+
+
+def test_the_newest_steps_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorded_steps, "KEPT_BYTES", 4_000)
+    for number in range(1, 40):
+        RecordedSteps(tmp_path).write(step(number, 5.0 * number))
+    assert (tmp_path / "steps.jsonl").stat().st_size <= 8_000
+    read = [one.step for one in read_steps(tmp_path)]
+    assert read == list(range(read[0], 40))
+
+
+def test_where_nothing_was_recorded_it_is_a_sentence(tmp_path):
+    with pytest.raises(DataError, match=r"no steps\.jsonl"):
+        read_steps(tmp_path)
+    with pytest.raises(ConfigError, match=r"no config\.yaml"):
+        RecordedRun.at(tmp_path)
+
+
+def test_a_run_is_replayed_as_it_was_without_what_passed_between_its_steps(run_of):
+    run = RecordedRun.at(run_of("run", steps=[step(n, 10.0 * n) for n in (1, 2, 3)]))
+    assert run.seconds == pytest.approx(4.0)
+    found = predict(run, Question())
+    assert (found.steps, found.replayed) == (2, pytest.approx(4.0))
+    prompt, response = run.lengths
+    assert response == run.config.rollout.max_tokens and prompt >= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [
+        ({"scale": ["actor.generate=1.5x"]}, 5.0),
+        ({"scale": ["reward=3x"]}, 5.0),
+        ({"set": ["link=2x"]}, 3.9),  # 0.2 s of an update are the link's
+        ({"fix": "slowest"}, 3.0),  # the other rank works for 0.5 s
+        ({"move": ["reward=own"]}, 4.0),  # nothing else could have begun
+    ],
+)
+def test_questions_to_a_run(run_of, options, seconds):
+    assert asked(run_of("run"), **options).seconds == pytest.approx(seconds)
+
+
+def test_a_setting_counts_as_far_as_the_plan_says(run_of, monkeypatch):
+    folder = run_of("run")
+    assert asked(folder, set=["observe.show_every=7"]).change == pytest.approx(0.0)
+    assert asked(folder, set=["actor.gradient_checkpointing=full"]).change > 0.01
+    assert asked(folder, set=["devices=1"]).change > 0.2
+    assert asked(folder, set=["devices=4"]).change < -0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"set": ["rollout.max_tokns=3"]}, "rollout.max_tokens"),
+        ({"set": ["trainer.steps=-3"]}, "trainer.steps"),
+        ({"set": ["devices=0"]}, "--set devices=0"),
+        ({"set": ["link=fast"]}, "400Gbps"),
+        ({"set": ["link=100Mbps"]}, "link=2x"),
+        ({"set": ["placement=separation"]}, "placement.strategy"),
+        ({"move": ["critic=own"]}, "actor, reward"),
+        ({"move": ["reward=critic"]}, "name devices by their numbers"),
+        ({"scale": ["responses=two"]}, "responses=2x"),
+        ({"scale": ["reward.train=2x"]}, "reward.score"),
+        ({"set": ["devices"]}, "NAME=VALUE"),
+    ],
+)
+def test_what_cannot_be_asked_is_a_sentence(run_of, options, words):
+    with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
+        asked(run_of("run"), **options)
+
+
+def test_a_cluster_of_another_size():
+    cluster = Cluster.of_one_node("cpu", 2, "a")
+    larger = of_size(cluster, 5)
+    assert [(one.node, one.index) for one in larger.devices] == [
+        *(("a", 0), ("a", 1), ("node 1", 0), ("node 1", 1), ("node 2", 0)),
+    ]
+    assert of_size(cluster, 1).devices == cluster.devices[:1]
+
+
+def test_predictions_are_compared_and_remembered(run_of, capsys):
+    checkpointed = ["actor.gradient_checkpointing=full"]
+    slower = [step(1, 0.0, slow=1.2), step(2, 10.0, slow=1.2)]
+    one, other = run_of("one"), run_of("other", checkpointed, steps=slower)
+    assert backtest.spread() is None
+    cli.COMMANDS["whatif"].run(argparse.Namespace(run=str(one), steps=10, json=False, **ASKED))
+    assert "no prediction has been compared" in capsys.readouterr().out
+    with_runs = ["plan", "--backtest", str(one), str(other), "--json"]
+    cli.main(with_runs)
+    found = json.loads(capsys.readouterr().out)
+    assert {row["kind"] for row in found} == {"plan", "replay", "whatif"}
+    assert all(abs(row["error"]) < 1e-6 for row in found if row["kind"] == "replay")
+    asked_of = {row["what"]: row["error"] for row in found if row["kind"] == "whatif"}
+    assert set(asked_of) == {"one -> other", "other -> one"}
+    assert backtest.spread() == pytest.approx(sum(map(abs, asked_of.values())) / 2, abs=1e-3)
