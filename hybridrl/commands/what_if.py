@@ -22,6 +22,8 @@ from hybridrl.planner.replay import Replayed
 from hybridrl.planner.run_questions import OWN, Prediction, Question, link_speed, predict
 
 _TIMES = re.compile(r"(\d+(?:\.\d+)?)x")
+SHOWN_SHARE = 0.005
+"""Of a step: what is less of it is not worth a line."""
 RESPONSES, LINK, DEVICES = "responses", "link", "devices"
 
 
@@ -168,12 +170,15 @@ def _table(found: Prediction) -> Table:
     table = Table(title="what a step's time is made of", title_justify="left", box=None)
     for column in ("", "as it was", "", "changed", ""):
         table.add_column(column, justify="left" if not table.columns else "right")
-    before, after = _path(found.before), _path(found.after)
-    for name in {**before, **after}:
+    paths = [_path(found.before), _path(found.after)]
+    wholes = [found.before.makespan or 1.0, found.after.makespan or 1.0]
+    for name in {**paths[0], **paths[1]}:
         cells = []
-        for path, whole in ((before, found.before), (after, found.after)):
+        shares = [path.get(name, 0.0) / whole for path, whole in zip(paths, wholes, strict=True)]
+        if max(shares) < SHOWN_SHARE:
+            continue
+        for path, share in zip(paths, shares, strict=True):
             seconds = path.get(name, 0.0)
-            share = seconds / (whole.makespan or 1.0)
             cells += [f"{seconds / found.steps:.4g} s", f"{share:.0%}"]
         table.add_row(name, *cells)
     idle = [
