@@ -28,15 +28,8 @@ from pathlib import Path
 import numpy as np
 from figures import report
 
-from hybridrl.planner.operator_cost import (
-    OPS,
-    Device,
-    OperatorCosts,
-    Table,
-    Work,
-    chosen,
-    roofline,
-)
+from hybridrl.planner.operator_cost import OperatorCosts
+from hybridrl.planner.work import OPS, Device, Table, Work, chosen, roofline
 
 FEW = 50
 DEVICES = {

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hybridrl.config.schema import Config
     from hybridrl.core.cluster import Cluster
     from hybridrl.planner.plan import Plan
-    from hybridrl.planner.step_time import Rates
+    from hybridrl.planner.rates import Rates
 
 FURTHER_PLANS = {
     "generation": "hybridrl.plan_generation",
@@ -172,7 +172,7 @@ def cluster_of(config: Config, text: str | None) -> Cluster:
 
 def _rates(config: Config, plan: Plan) -> Rates | list[Rates]:
     """Known ones, or measured here."""
-    from hybridrl.planner.step_time import Rates
+    from hybridrl.planner.rates import Rates
 
     if plan.cluster.rates_known:
         return Rates.known(plan.cluster, plan.config.model.dtype)

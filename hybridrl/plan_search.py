@@ -27,9 +27,9 @@ from hybridrl.planner.auto import (
 from hybridrl.planner.cluster_probe import with_rates
 from hybridrl.planner.described import with_described_models
 from hybridrl.planner.precision import with_dtype
+from hybridrl.planner.rates import Rates
 from hybridrl.planner.search import Objective
 from hybridrl.planner.search_table import reasons, side_by_side, words
-from hybridrl.planner.step_time import Rates
 from hybridrl.preflight import preflight
 
 DEADLINE_S = 60.0

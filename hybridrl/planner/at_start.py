@@ -14,7 +14,7 @@ from hybridrl.planner.devices import present
 from hybridrl.planner.plan import Plan, make_plan
 from hybridrl.planner.planner import shape_at
 from hybridrl.planner.precision import with_dtype
-from hybridrl.planner.step_time import Rates
+from hybridrl.planner.rates import Rates
 from hybridrl.trainers.role_spec import RoleSpec
 
 SEARCH_SECONDS = 30.0

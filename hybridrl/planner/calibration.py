@@ -27,7 +27,8 @@ from hybridrl.models import Packing
 from hybridrl.models.attention import NAME
 from hybridrl.models.log_probs import token_log_probs
 from hybridrl.planner.model_shape import narrowed, shape_of
-from hybridrl.planner.operator_cost import (
+from hybridrl.planner.probe import memory_rate, on_all, sample_bounds, small_op
+from hybridrl.planner.work import (
     DECODE,
     FORWARD,
     GATHER,
@@ -41,7 +42,6 @@ from hybridrl.planner.operator_cost import (
     Work,
     chosen,
 )
-from hybridrl.planner.probe import memory_rate, on_all, sample_bounds, small_op
 
 LAYERS = 2
 SECONDS = 0.06

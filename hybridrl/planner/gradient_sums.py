@@ -33,7 +33,7 @@ values once, which have not been measured."""
 
 @dataclass(frozen=True)
 class Links:
-    """What sums cost a device (see `step_time.Rates`).
+    """What sums cost a device (see `rates.Rates`).
 
     Attributes:
         memory, link, network: Bytes in a second.

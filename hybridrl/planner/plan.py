@@ -16,7 +16,8 @@ from hybridrl.planner.dataflow import MicroBatches, Sizes, sizes_of
 from hybridrl.planner.device_memory import DeviceMemory, lacking_of, memory_of
 from hybridrl.planner.planner import Planner
 from hybridrl.planner.precision import with_dtype
-from hybridrl.planner.step_time import Rates, Times, estimate
+from hybridrl.planner.rates import Rates
+from hybridrl.planner.step_time import Times, estimate
 from hybridrl.trainers.role_spec import RoleSpec
 
 

@@ -29,7 +29,7 @@ from hybridrl.models import Packing, load_config
 from hybridrl.models.attention import NAME
 from hybridrl.planner.devices import cores_per_device
 from hybridrl.planner.model_shape import narrowed, shape_of
-from hybridrl.planner.step_time import Rates
+from hybridrl.planner.rates import Rates
 
 LAYERS = 2
 SECONDS = 0.15

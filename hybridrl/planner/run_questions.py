@@ -20,9 +20,10 @@ from hybridrl.planner.cluster_probe import with_rates
 from hybridrl.planner.cures import changed
 from hybridrl.planner.plan import make_plan
 from hybridrl.planner.precision import with_dtype
+from hybridrl.planner.rates import Rates
 from hybridrl.planner.recorded_run import RecordedRun
 from hybridrl.planner.replay import NOWHERE, Graph, Replayed, replay
-from hybridrl.planner.step_time import Rates, Times
+from hybridrl.planner.step_time import Times
 from hybridrl.planner.what_if import (
     Where,
     moved,

@@ -14,14 +14,15 @@ from hybridrl.core.training_mesh import check_sizes, devices_of
 from hybridrl.errors import ConfigError
 from hybridrl.models import load_config
 from hybridrl.placement import ACTOR, GENERATOR, Placement, Role, RolePlace
+from hybridrl.planner.call_clock import CallClock
 from hybridrl.planner.cures import changed
 from hybridrl.planner.dataflow import Call, sizes_of
 from hybridrl.planner.device_memory import RoleMemory, lacking_of, process_bytes, role_memory
 from hybridrl.planner.planner import Planner
 from hybridrl.planner.precision import with_dtype
+from hybridrl.planner.rates import Rates
 from hybridrl.planner.search import Found, Option, Settings, Taken
 from hybridrl.planner.search_space import LARGEST_PP, LARGEST_TP, Shape, powers
-from hybridrl.planner.step_time import CallClock, Rates
 from hybridrl.trainers.role_spec import RoleSpec
 
 HALVINGS = 2

@@ -14,7 +14,7 @@ from hybridrl.placement import Placement
 from hybridrl.planner.auto import fewest_devices, per_dollar, prices_of, propose
 from hybridrl.planner.devices import named
 from hybridrl.planner.plan import make_plan
-from hybridrl.planner.step_time import Rates
+from hybridrl.planner.rates import Rates
 
 PPO = [
     *("algorithm=ppo", "algorithm.kl_coefficient=0.1", "model.dtype=bfloat16", "placement=auto"),

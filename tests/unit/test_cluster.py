@@ -13,7 +13,7 @@ from hybridrl.planner import cluster_probe, probe
 from hybridrl.planner.described import with_described_models
 from hybridrl.planner.devices import GIB, named
 from hybridrl.planner.plan import make_plan
-from hybridrl.planner.step_time import Rates
+from hybridrl.planner.rates import Rates
 
 
 def test_several_kinds_and_their_network():

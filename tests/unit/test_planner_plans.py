@@ -15,7 +15,8 @@ from hybridrl.planner.dataflow import Call
 from hybridrl.planner.described import with_described_models
 from hybridrl.planner.devices import named
 from hybridrl.planner.plan import make_plan, to_json
-from hybridrl.planner.step_time import Rates, simulate
+from hybridrl.planner.rates import Rates
+from hybridrl.planner.step_time import simulate
 from hybridrl.planner.table import sizes_lines
 
 PAPER = [  # section 8 of the HybridFlow paper

@@ -1,0 +1,242 @@
+"""How long each call of a step lasts, from the rates of the devices of its role."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hybridrl.compress.gradient_choice import Choice
+from hybridrl.core.training_mesh import devices_of
+from hybridrl.planner.dataflow import Call
+from hybridrl.planner.gradient_sums import Links, chosen, units_of, ways
+from hybridrl.planner.memory import MASTER, ModelPart, cache_bytes, generation_copy
+from hybridrl.planner.model_shape import ModelShape
+from hybridrl.planner.rates import Rates
+from hybridrl.planner.work import DECODE, FORWARD, HEAD, HEAD_TRAIN, OPTIMIZER, TRAIN, Work
+
+if TYPE_CHECKING:
+    from hybridrl.planner.planner import Planner
+
+HOST_LINK = 20e9
+"""Bytes per second between an accelerator and its host, of what is offloaded."""
+ADAM_TOUCHES = 10
+"""Times that AdamW and the gradients' norm and scaling read or write an element."""
+LOGIT_TOUCHES = 24
+"""Times that an update reads or writes a logit; scoring does half as often."""
+SMALL_OPS = {
+    "call": 700,
+    "sample": 7,
+    "tensor": 7,
+    "synced tensor": 200,
+    "vllm step": 300,
+    "vllm sample": 28,
+    "transformers step": 40,
+    "transformers layer": 260,
+}
+"""What costs no arithmetic, in small operations: a call of a group and a sample in it; a tensor
+that the optimizer steps, or a sync brings to the generator; a token-step of a generator, and a
+sample or a layer in it. Counted once, from the default job and one more; the probe says what a
+small operation takes."""
+
+
+class CallClock:
+    """Seconds of the calls of a role, whose devices have these rates.
+
+    Attributes:
+        sums: See `Times`; known once the call is.
+    """
+
+    def __init__(self, planner: Planner, rates: Rates) -> None:
+        self.sums: dict[str, Choice] = {}
+        self.planner, self.rates = planner, rates
+        self.devices = planner.cluster.devices
+
+    def seconds(self, call: Call) -> float:
+        """Of one call on its devices."""
+        place = self.planner.placement.roles[call.role]
+        rows = call.samples / len(place.devices)
+        fixed = SMALL_OPS["call"] * call.updates + SMALL_OPS["sample"] * rows
+        driver = fixed * self.rates.small_op
+        if call.phase == "sync":
+            return self._sync(call.role)
+        if call.phase == "generate":
+            return driver + self._generate(call)
+        if not self.planner.has_model(call.role):
+            return driver
+        stages = range(place.parallel.pp)
+        parts = [self.planner.part(call.role, stage) for stage in stages]
+        work = self._train if call.phase == "train" else self._score
+        slowest = max(work(call, part) for part in parts)
+        batch = self.planner.batches[call.role, call.phase]
+        bubble = (batch.count + len(stages) - 1) / batch.count
+        moves = 0.0
+        if self.planner.cluster.is_cuda and self.planner.config.actor.offload_between_calls:
+            moves = 2 * max(sum(part.resident().values()) for part in parts) / HOST_LINK
+        return driver + moves + slowest * bubble
+
+    def _score(self, call: Call, part: ModelPart) -> float:
+        rates, batch = self.rates, self.planner.batches[call.role, "score"]
+        compute = self._layers(part, batch.count, batch.total, False)
+        compute += self._head(part, batch.total, 2, LOGIT_TOUCHES / 2)
+        moved = part.shape.item * part.parameters.all
+        rounds = 1 if part.is_small else batch.count
+        copies = 3 * rounds * moved / rates.memory
+        return self._with_transfer(compute + copies, call.role, part, part.gathers(rounds, False))
+
+    def _train(self, call: Call, part: ModelPart) -> float:
+        rates, batch = self.rates, self.planner.batches[call.role, "train"]
+        again = self.planner.config.actor.gradient_checkpointing in ("full", "offload")
+        compute = self._layers(part, batch.count, batch.total, True)
+        compute += self._layers(part, batch.count, batch.total, False) if again else 0.0
+        compute += self._head(part, batch.total, 8, LOGIT_TOUCHES)
+        gathers = batch.count * (1 if part.is_small else 2)
+        reduces = 1 if part.is_small else batch.count
+        gathered = gathers * part.shape.item * part.parameters.all
+        received = part.gathers(gathers, True)
+        reduced = reduces * MASTER * part.parameters.trained
+        copies = (3 * gathered + 4 * reduced) / rates.memory
+        elements = part.parameters.trained / part.shards
+        step = ADAM_TOUCHES * MASTER * elements / rates.memory
+        if rates.costs is not None and elements:
+            step = rates.costs.seconds(Work(OPTIMIZER, elements))
+        step += SMALL_OPS["tensor"] * part.shape.tensors * part.layers * rates.small_op
+        actor, is_cuda = self.planner.config.actor, self.planner.cluster.is_cuda
+        if is_cuda and actor.offload_optimizer and not actor.offload_parameters:
+            step += 2 * 2 * part.moment * part.parameters.trained / part.shards / HOST_LINK
+        backward = compute * (1 / 2 if again else 2 / 3) / batch.count
+        codec, link = self._sum(call.role, part, backward)
+        coding, summing = reduces * codec, reduces * link
+        one = self._with_transfer(
+            compute + copies + coding, call.role, part, received, summing, coding
+        )
+        return call.updates * (one + step)
+
+    def _sum(self, role: str, part: ModelPart, backward: float) -> tuple[float, float]:
+        """Seconds of codecs and of the link, to sum all gradients once."""
+        place = self.planner.placement.roles[role]
+        row = part.shards * devices_of(replace(place.parallel, ring=1, ulysses=1))
+        nodes = {self.devices[device].node for device in place.devices[:row]}
+        rates, ring = self.rates, self._wire(place.devices)
+        links = Links(rates.memory, rates.link, rates.network, ring, rates.sums)
+        found = ways(links, part.device, part.shards, len(nodes))
+        choice = chosen(place.parallel.gradients, part, found, backward)
+        self.sums[role] = choice
+        pairs = Counter(zip(units_of(part), choice.ways, strict=True)).items()
+        return (
+            sum(count * found[name].codec(values) for (values, name), count in pairs),
+            sum(count * found[name].link(values) for (values, name), count in pairs),
+        )
+
+    def _layers(self, part: ModelPart, count: int, tokens: float, trains: bool) -> float:
+        """All layers over all micro-batches: matrix products and attention."""
+        rates, shape = self.rates, part.shape
+        length = self.planner.sizes.sample_tokens
+        if rates.costs is not None:
+            work = _layer(TRAIN if trains else FORWARD, shape, tokens / count, length)
+            return part.layers * count * rates.costs.seconds(work)
+        passes = 3 if trains else 1
+        # Two operations for each parameter, and causal attention over half of the sample.
+        operations = 2 * shape.active_of_layer + 2 * length * shape.query
+        overhead, rate = rates.forward_overhead, rates.forward
+        if trains:
+            overhead, rate = rates.training_overhead, rates.training
+        return part.layers * (count * overhead + tokens * passes * operations / rate)
+
+    def _head(self, part: ModelPart, tokens: float, operations: int, touches: float) -> float:
+        """The output embedding: `operations` for each of its parameters and response tokens."""
+        if not part.ends[1] or part.shape.vocabulary == 1:
+            return 0.0
+        shape, sizes = part.shape, self.planner.sizes
+        tokens *= sizes.response_tokens / sizes.sample_tokens
+        if self.rates.costs is not None:
+            op = HEAD if operations == 2 else HEAD_TRAIN
+            parameters = float(shape.head.all)
+            work = Work(op, tokens, 1.0, shape.hidden, parameters, item=shape.item)
+            return self.rates.costs.seconds(work)
+        products = operations * tokens * shape.head.all / self.rates.forward
+        return products + touches * MASTER * tokens * shape.vocabulary / self.rates.memory
+
+    def _with_transfer(
+        self,
+        compute: float,
+        role: str,
+        part: ModelPart,
+        size: float,
+        summing: float = 0.0,
+        coding: float = 0.0,
+    ) -> float:
+        """GPUs gather the next layer while they compute; CPUs have one thread for both.
+
+        Args:
+            summing: Seconds of the link besides.
+            coding: Of the computation, what the link waits for.
+        """
+        place = self.planner.placement.roles[role]
+        wire = self._wire(place.devices)
+        moved = size * (1 - 1 / part.shards) / wire + summing
+        tp = place.parallel.tp
+        if tp > 1:  # two sums of the states in a layer's forward, two in its backward
+            batch = self.planner.batches.get((role, "train")) or self.planner.batches[role, "score"]
+            states = batch.total * part.shape.hidden * part.shape.item * part.layers
+            compute += 4 * states * 2 * (1 - 1 / tp) / self.rates.link
+        return max(compute, moved + coding) if self.planner.cluster.is_cuda else compute + moved
+
+    def _wire(self, devices: Sequence[int]) -> float:
+        """Bytes per second that each of these receives in a collective. Between nodes a ring goes
+        through the network cards of all devices of a node, each with a part of the data."""
+        nodes = [self.devices[device].node for device in devices]
+        if len(set(nodes)) == 1:
+            return self.rates.link
+        return min(self.rates.link, self.rates.network * nodes.count(nodes[0]))
+
+    def _sync(self, role: str) -> float:
+        shape = self.planner.generation_shape(role)
+        place = self.planner.placement.roles[role]
+        copies = 4 * generation_copy(shape) / self.rates.memory
+        small = SMALL_OPS["synced tensor"] * shape.tensors * shape.layers * self.rates.small_op
+        return copies + small + self.planner.sync_bytes(role) / self._wire(place.devices)
+
+    def _generate(self, call: Call) -> float:
+        planner, rates = self.planner, self.rates
+        rollout, sizes = planner.config.rollout, planner.sizes
+        shape = planner.generation_shape(call.role)
+        replicas = len(planner.placement.roles[call.role].devices) / planner.rollout_tp(call.role)
+        rows = max(1.0, call.samples / replicas)
+        running = min(rows, rollout.max_sequences)
+        rounds = max(1.0, rows / running)
+        steps = sizes.response_tokens
+        kv = cache_bytes(shape, running * (sizes.prompt_tokens + steps / 2))
+        operations = 2 * shape.active_of_layer * shape.layers
+        head = 2 * running * shape.head.all / rates.forward
+        head += 8 * MASTER * running * shape.vocabulary / rates.memory
+        copy = generation_copy(shape, rollout.quantization) / rates.memory
+        products = max(copy, operations * running / rates.forward)
+        layers = shape.layers * rates.forward_overhead
+        if rates.costs is not None:
+            work = _layer(DECODE, shape, running, sizes.prompt_tokens + steps / 2)
+            products, layers, kv = shape.layers * rates.costs.seconds(work), 0.0, 0.0
+        if rollout.engine == "vllm":
+            layers = 0.0 if planner.cluster.is_cuda and rollout.cuda_graphs else layers
+            small = SMALL_OPS["vllm step"] + SMALL_OPS["vllm sample"] * running
+            prompts = rows / max(1, rollout.samples_per_prompt)
+        else:  # its cache grows by copying
+            small = SMALL_OPS["transformers step"] + running
+            small += SMALL_OPS["transformers layer"] * shape.layers
+            kv *= 3
+            prompts = rows
+        step = layers + products + head + kv / rates.memory + small * rates.small_op
+        prefill = operations * prompts * sizes.prompt_tokens / rates.forward
+        if rates.costs is not None:
+            tokens = running * sizes.prompt_tokens
+            first = rates.costs.seconds(_layer(FORWARD, shape, tokens, sizes.prompt_tokens))
+            prefill = shape.layers * first * prompts / running
+        return rounds * steps * step + prefill
+
+
+def _layer(op: str, shape: ModelShape, tokens: float, length: float) -> Work:
+    return Work(
+        *(op, max(1.0, tokens), max(1.0, length), shape.hidden, shape.active_of_layer),
+        *(shape.query, shape.key_value, shape.item),
+    )

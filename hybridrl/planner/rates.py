@@ -1,0 +1,98 @@
+"""What a device does in a second, as makers say, as a probe has found, or as work was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from hybridrl.core.cluster import Cluster, DeviceModel, Host
+from hybridrl.planner.operator_cost import DeviceCosts
+
+COMPUTE, BANDWIDTH, WIRE = 0.45, 0.7, 0.7
+"""Of what the makers promise, the shares that training reaches in matrix products, and memory and
+links in streaming; for machines that cannot be probed."""
+LAUNCH_OPS = 15
+"""A layer's kernels are launched in so many small operations; a backward takes twice as many."""
+TAKEN = ("forward_overhead", "training_overhead", "sums", "small_op")
+"""Of the rates, those of which less is quicker."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one device does in a second, while all work.
+
+    Attributes:
+        forward, training: Floating-point operations in a layer's forward, or forward and backward.
+        forward_overhead, training_overhead: Seconds of a layer that do not grow with its tokens.
+        memory: Bytes of memory, read or written.
+        link, network: Bytes from other devices of its node, and of other nodes, as a layer's
+            parameters are gathered.
+        sums: Times that a reduce-scatter takes of an all-gather of as much.
+        small_op: Seconds of an operation on a handful of numbers, dispatched from Python.
+        source: Where this is from.
+        costs: What pieces of work were measured to take, where they were; goes before the rates.
+    """
+
+    forward: float
+    training: float
+    forward_overhead: float
+    training_overhead: float
+    memory: float
+    link: float
+    network: float
+    sums: float
+    small_op: float
+    source: str
+    costs: DeviceCosts | None = None
+
+    @classmethod
+    def known(cls, cluster: Cluster, dtype: str, costs: DeviceCosts | None = None) -> list[Rates]:
+        """Of each device of a cluster whose rates are known.
+
+        Args:
+            dtype: Name of the precision of computation.
+            costs: Of these devices, if they were measured.
+        """
+        made: dict[tuple[str, Host], Rates] = {}
+        found = []
+        for device in cluster.devices:
+            key = device.model, cluster.hosts[device.node]
+            if key not in made:
+                made[key] = _known(cluster.models[device.model], key[1], dtype, costs)
+            found.append(made[key])
+        return found
+
+    @classmethod
+    def of_slowest(cls, several: Iterable[Rates]) -> Rates:
+        """Of devices that work together: each waits for the slowest of them."""
+        found = set(several)
+        if len(found) == 1:
+            return found.pop()
+        rates = {
+            one.name: (max if one.name in TAKEN else min)(getattr(each, one.name) for each in found)
+            for one in fields(cls)
+            if one.name != "costs"
+        }
+        return cls(**rates)
+
+
+def _known(model: DeviceModel, host: Host, dtype: str, costs: DeviceCosts | None) -> Rates:
+    compute, bandwidth, wire, said = COMPUTE, BANDWIDTH, WIRE, "known rates"
+    if model.measured:
+        compute = bandwidth = wire = 1.0
+        said = "measured rates"
+    precision = "float32" if dtype == "float32" else "bfloat16"
+    return Rates(
+        forward=compute * model.flops[precision],
+        training=compute * model.flops[precision],
+        forward_overhead=LAUNCH_OPS * model.small_op,
+        training_overhead=3 * LAUNCH_OPS * model.small_op,
+        memory=bandwidth * model.bandwidth,
+        link=wire * host.inside.bandwidth,
+        network=wire * host.network.bandwidth,
+        sums=1.0,
+        small_op=model.small_op,
+        source=f"{said}, of which {compute:.0%} in products, {bandwidth:.0%} of memory and "
+        f"{wire:.0%} of links{', and measured work' if costs else ''}",
+        costs=costs,
+    )

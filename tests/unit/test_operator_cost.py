@@ -1,0 +1,126 @@
+"""Costs of operators: learned from tables of devices that are made up, so that nothing is timed."""
+
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hybridrl.core.cluster import Cluster
+from hybridrl.planner import calibration
+from hybridrl.planner.operator_cost import OperatorCosts
+from hybridrl.planner.work import (
+    DECODE,
+    FORWARD,
+    GATHER,
+    HEAD,
+    OPTIMIZER,
+    TRAIN,
+    Device,
+    Sample,
+    Table,
+    Work,
+    chosen,
+    roofline,
+)
+
+SLOW = Device(1e10, 2e9, 5e9, 1e9, 2e-6)
+FAST = Device(1e12, 1e11, 1e11, 1e10, 1e-6)
+BETWEEN = Device(1e11, 1e10, 2e10, 3e9, 1.5e-6)
+
+
+def works(number, seed):
+    """Of all kinds, in sizes from a few tokens to a few thousand."""
+    draws = random.Random(seed)
+    found = []
+    for _ in range(number):
+        hidden = draws.choice([64, 128, 256, 512, 1024])
+        op = draws.choice([FORWARD, TRAIN, DECODE, HEAD, OPTIMIZER, GATHER])
+        parameters = hidden**2 * draws.uniform(6, 16)
+        tokens = draws.choice([8, 64, 256, 2048])
+        if op in (OPTIMIZER, GATHER):
+            found.append(Work(op, parameters))
+        else:
+            length = draws.choice([32, 128, 512])
+            found.append(Work(op, tokens, length, hidden, parameters, hidden, hidden))
+    return found
+
+
+def table(device, number=150, seed=0, quirk=1.0):
+    """As a device has it on which small products are slow, and one kind of work takes longer."""
+    some = works(number, seed)
+    line = roofline(some, device)
+    factor = [
+        1.2
+        * (1 + 0.8 / (1 + work.tokens * work.hidden / 2e4))
+        * (quirk if work.op == HEAD else 1.0)
+        for work in some
+    ]
+    return Table(device, [Sample(w, s * f) for w, s, f in zip(some, line, factor, strict=True)])
+
+
+def error(costs, of):
+    said = costs.seconds([sample.work for sample in of.samples], of.device)
+    return float(np.abs(said / [sample.seconds for sample in of.samples] - 1).mean())
+
+
+@pytest.fixture(scope="module")
+def costs():
+    return OperatorCosts([table(SLOW, seed=1), table(FAST, seed=2)])
+
+
+def test_what_was_not_measured_is_predicted(costs):
+    assert error(costs, table(SLOW, seed=7)) < 0.08
+    assert error(costs, table(FAST, seed=8)) < 0.08
+
+
+def test_a_device_of_which_only_the_rates_are_known(costs):
+    assert error(costs, table(BETWEEN, seed=9)) < 0.15
+
+
+def test_a_few_samples_tell_what_is_peculiar_to_a_device():
+    costs = OperatorCosts([table(SLOW, seed=1), table(FAST, seed=2)])
+    seen, unseen = table(BETWEEN, seed=3, quirk=2.0), table(BETWEEN, seed=4, quirk=2.0)
+    before = error(costs, unseen)
+    few = chosen([sample.work for sample in seen.samples], BETWEEN, 50)
+    costs.add(Table(BETWEEN, [seen.samples[n] for n in few]))
+    assert error(costs, unseen) < before / 2
+    assert error(costs, table(SLOW, seed=7)) < 0.08  # the others are what they were
+
+
+def test_those_are_chosen_that_stand_for_the_rest():
+    some = works(300, 5)
+    few = chosen(some, SLOW, 40)
+    assert len(few) == len(set(few)) <= 40
+    assert {some[n].op for n in few} == {work.op for work in some}
+    assert chosen(some[:3], SLOW, 40) == [0, 1, 2]
+    assert len(chosen([some[0]] * 5, SLOW, 4)) == 1
+
+
+def test_tables_are_plain_data(costs):
+    made = table(SLOW, 20)
+    read = Table.of_data(json.loads(json.dumps(made.to_data())))
+    assert read == Table(made.device, list(made.samples))
+
+
+def test_more_work_takes_longer_on_the_roofline():
+    work = Work(TRAIN, 256, 64, 128, 2e5, 128, 128)
+    least = roofline([work], SLOW)[0]
+    for more in (
+        replace(work, tokens=512.0),
+        replace(work, length=128.0),
+        replace(work, parameters=4e5),
+    ):
+        assert roofline([more], SLOW)[0] > least
+    assert roofline([work], FAST)[0] < least
+
+
+def test_every_kind_of_work_is_measured(monkeypatch):
+    monkeypatch.setattr(calibration, "SECONDS", 1e-4)
+    monkeypatch.setattr(calibration, "REPEATS", 1)
+    found = calibration.calibrate(Cluster.of_one_node("cpu", 1), "float32", ["qwen3"], [128])
+    assert {sample.work.op for sample in found.samples} == (
+        {FORWARD, TRAIN, DECODE, HEAD, "head train", OPTIMIZER}
+    )
+    assert all(sample.seconds > 0 for sample in found.samples)
