@@ -298,7 +298,8 @@ def check_lengths(config: Config, kind: str, rows: Rows, model: PretrainedConfig
     if limit is not None and length > limit:
         raise ConfigError(
             f"{wanted}, but the model takes {limit}. Lower {setting}, or leave long rows out "
-            "with data.max_prompt_tokens and data.too_long=drop."
+            "with data.max_prompt_tokens and data.too_long=drop"
+            f"{', or raise model.tiny.context' if config.model.path is None else ''}."
         )
     if limit is not None and rows.longest_evaluated > limit:
         raise ConfigError(
@@ -392,13 +393,14 @@ def check_normalise_by(config: Config, training: Batch) -> None:
 
 
 def tiny_tokenizer(config: Config) -> Any:
-    """That of the tiny model: it knows the characters of the built-in task; with an environment
-    those of English texts, and has a chat template."""
+    """That of the tiny model: it knows the characters of the built-in task; with an environment, or
+    an endpoint, those of English texts, and has a chat template."""
     from hybridrl.data.environment_tasks import ENVIRONMENT
     from hybridrl.data.mixture import characters_of
     from hybridrl.data.tasks.character_tokenizer import TEXT, build_tokenizer
 
-    if config.environment.name is not None or config.data.task == ENVIRONMENT:
+    talks = config.environment.name is not None or config.rollout.serve
+    if talks or config.data.task == ENVIRONMENT:
         return build_tokenizer(TEXT, chat=True)
     return build_tokenizer(characters_of(config.data))
 

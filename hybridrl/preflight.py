@@ -22,6 +22,7 @@ from hybridrl.checks.placement import wanted_roles
 from hybridrl.checks.reward_data import check_rewards
 from hybridrl.checks.roles import check_models, model_of
 from hybridrl.checks.settings import check, devices_here
+from hybridrl.checks.teachers import check_rubrics, check_teachers
 from hybridrl.checks.tokenizer import check_tokenizer
 from hybridrl.config.load import to_plain
 from hybridrl.config.schema import Config
@@ -131,6 +132,10 @@ def load_inputs(
         if inputs.needs_held_out(config, trainer.TRAINS) or trainer.TRAINS:
             with problems.noted():
                 remarks += check_rewards(config, rows.training, rows.held_out)
+        with problems.noted():
+            check_teachers(config, rows.training)
+        with problems.noted():
+            check_rubrics(config, rows.training)
         with problems.noted():
             remarks += check_sets(config, rows.sets)
     problems.raise_if_any()

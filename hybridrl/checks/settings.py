@@ -94,8 +94,8 @@ def _check_data(config: Config) -> None:
         )
     if data.task is None and not data.path and not data.sources:
         raise ConfigError(
-            "There are no prompts: set data=jsonl data.path=<file, folder or data set>, or "
-            "data=arithmetic."
+            "There are no prompts: set data=jsonl data.path=<file, folder or data set>, "
+            "data=arithmetic, or data=mixture with data.sources.<name>.path=<file> for each source."
         )
     if data.task is not None and data.path:
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""A piece of work: what a planner has to know of it, what was measured of it, and which pieces stand
-for others."""
+"""A piece of work: what a planner has to know of it, what was measured of it, and which pieces
+stand for others."""
 
 from __future__ import annotations
 

@@ -42,6 +42,14 @@ def json_object(raw: bytes) -> dict[str, Any]:
         raise RefusedError(400, f"The body of the request is no valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise RefusedError(400, "The body of the request must be a JSON object.")
+    if b"\\ud" in raw.lower():  # halves of characters may be written so, and no tokenizer takes one
+        try:
+            json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise RefusedError(
+                400,
+                f"The body of the request is no valid text: {error.reason} (half of an emoji?).",
+            ) from error
     return body
 
 

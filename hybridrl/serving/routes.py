@@ -60,6 +60,7 @@ class Routes:
         patience_s: float,
     ) -> None:
         self._tokenizer = tokenizer
+        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         self._chat = chat
         self._sessions = sessions
         self._exchange = exchange
@@ -101,6 +102,7 @@ class Routes:
                 f"The tokenizer of `{self._model}` has no chat template; use `/v1/completions`, or "
                 "give it a template.",
             )
+        self._check_length(*(str(message.get("content") or "") for message in asked.messages))
         place = self._place(request, asked.wishes.seed)
         try:
             prompt_ids = self._chat_prompt(self._chat, asked, place)
@@ -114,6 +116,8 @@ class Routes:
         """What follows texts or tokens."""
         asked = completion_request(json_object(await request.read()))
         self._check_model(asked.model)
+        for one in asked.prompts:
+            self._check_length(one if isinstance(one, str) else "")
         prompts = [
             one if isinstance(one, list) else list(self._tokenizer(one)["input_ids"])
             for one in asked.prompts
@@ -130,7 +134,8 @@ class Routes:
         return await self._answer(request, place, [asked.token_ids], shape)
 
     async def reward(self, request: web.Request) -> web.StreamResponse:
-        """A program says what its episode was worth."""
+        """A program says what its episode was worth. If the job has not started it, the episode is
+        over then."""
         report = Report(*report_of(json_object(await request.read())))
         place = self._place(request, None)
         place.session.report = report
@@ -226,15 +231,25 @@ class Routes:
             )
         room = self._context_length - len(prompt_ids)
         if room < 1:
-            raise RefusedError(
-                400,
-                f"This model's maximum context length is {self._context_length} tokens. However, "
-                f"your messages resulted in {len(prompt_ids)} tokens. Please reduce the length of "
-                "the messages.",
-                code="context_length_exceeded",
-                param="messages",
-            )
+            raise self._too_long(f"{len(prompt_ids)} tokens")
         return room
+
+    def _check_length(self, *texts: str) -> None:
+        """Refuses what cannot have few enough tokens, without counting them: that would hold up
+        everybody else."""
+        characters = sum(map(len, texts))
+        least = characters // self._longest_token
+        if least >= self._context_length:
+            raise self._too_long(f"more than {least} tokens ({characters} characters)")
+
+    def _too_long(self, much: str) -> RefusedError:
+        return RefusedError(
+            400,
+            f"This model's maximum context length is {self._context_length} tokens. However, "
+            f"your messages resulted in {much}. Please reduce the length of the messages.",
+            code="context_length_exceeded",
+            param="messages",
+        )
 
     def _place(self, request: web.Request, seed: int | None) -> Place:
         """The session that a request names in its address or header; one of its own otherwise."""
@@ -243,7 +258,7 @@ class Routes:
             session = self._sessions.untrained(seed)
             return Place(session, session.name)
         session = self._sessions.find(part)
-        if session is None:
+        if session is None or (self._outside is not None and session.report is not None):
             raise RefusedError(
                 404,
                 f"There is no session `{part}`, or it is over.",

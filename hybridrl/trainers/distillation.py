@@ -130,7 +130,7 @@ class Trainer(PolicyTrainer):
             said: BatchRef = getattr(self.groups[TEACHER], method)(tokens)
             return said
         values = samples.collect([settings.by])[settings.by]
-        rows = _rows_by_teacher(values, settings.by, list(self.groups))
+        rows = rows_by_teacher(values, settings.by, list(self.groups))
         if not rows:  # every episode has failed; any teacher says nothing of none
             teacher = next(name for name in self.groups if _is_teacher(name, settings.by))
             rows = {teacher: np.arange(0)}
@@ -173,7 +173,7 @@ def _is_teacher(name: str, by: str | None) -> bool:
     return name == TEACHER or (by is not None and name.startswith(f"{TEACHER}_"))
 
 
-def _rows_by_teacher(
+def rows_by_teacher(
     values: Sequence[object], by: str, groups: Sequence[str]
 ) -> dict[str, np.ndarray]:
     """The rows of each teacher: of its value, or of all values that have none where there is a

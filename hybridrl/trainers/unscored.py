@@ -39,9 +39,13 @@ class Unscored:
                         "dropped, as environment.on_error=drop says: nothing is left to learn "
                         f"from. {first}".rstrip()
                     )
+                plays = any("episode_turns" in record.metrics for record in records)
                 why = (
                     f"could be scored, and all were dropped, as {kind}.on_error=drop says"
                     if first
+                    else "has a reward: their episodes returned None and reported none, or a "
+                    f"function of {kind}.function returned None, which drops a sample"
+                    if plays
                     else f"has a score, because a function of {kind}.function returned None for "
                     "each, which drops it"
                 )

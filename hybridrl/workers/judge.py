@@ -19,15 +19,10 @@ from hybridrl.core.batch import Batch
 from hybridrl.models import load_tokenizer
 from hybridrl.parallel.process_group import join
 from hybridrl.rewards.round import neighbours
+from hybridrl.rewards.rubrics import load_rubric, rubric_of, share_met
 from hybridrl.rollout import Sampling
 from hybridrl.workers.engines import ModelSource
-from hybridrl.workers.judge_texts import (
-    load_rubric,
-    read_grade,
-    read_ranking,
-    rubric_of,
-    share_met,
-)
+from hybridrl.workers.judge_texts import read_grade, read_ranking
 from hybridrl.workers.rollout_engines import build_generator
 
 TEMPLATE = """Grade the answer to a question.

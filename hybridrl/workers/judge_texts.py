@@ -1,92 +1,9 @@
-"""What a judge is asked by and what it wrote, read: rubrics, grades, rankings."""
+"""What a judge wrote, read: grades and rankings."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
-
-import yaml
-
-from hybridrl.errors import ConfigError, DataError
-
-
-class Criterion(NamedTuple):
-    """What an answer should be like, and how much that counts; a negative weight: should not."""
-
-    text: str
-    weight: float
-
-
-def load_rubric(path: str) -> list[Criterion]:
-    """The criteria of a file.
-
-    Raises:
-        ConfigError: if it cannot be read, or holds none.
-    """
-    try:
-        given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        return read_rubric(given)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
-        raise ConfigError(
-            f"reward.judge.rubric={path} could not be read: {error}. It is a list of criteria in "
-            "JSON or YAML, each a text, or {criterion: text, weight: number}."
-        ) from error
-
-
-def rubric_of(row: Mapping[str, Any], column: str) -> list[Criterion]:
-    """The criteria of a row, a list or one as JSON.
-
-    Raises:
-        DataError: if there are none.
-    """
-    given = row.get(column)
-    try:
-        return read_rubric(json.loads(given) if isinstance(given, str) else given)
-    except ValueError as error:
-        raise DataError(
-            f"reward.judge.rubric_column={column}: the row whose prompt begins with "
-            f"{str(row.get('prompt', ''))[:60]!r} has no rubric there: {error}."
-        ) from error
-
-
-def read_rubric(given: Any) -> list[Criterion]:
-    """Criteria as they stand in data: texts, or objects with `criterion` and `weight` (or `points`,
-    as HealthBench calls it).
-
-    Raises:
-        ValueError: if it is no such list, or nothing in it counts for an answer.
-    """
-    if not isinstance(given, list) or not given:
-        raise ValueError("it must be a list with a criterion or more")
-    found = []
-    for one in given:
-        entry = {"criterion": one} if isinstance(one, str) else one
-        if not isinstance(entry, Mapping) or not str(entry.get("criterion") or "").strip():
-            raise ValueError(f"{str(one)[:80]!r} is no criterion")
-        weight = next((entry[k] for k in ("weight", "points") if entry.get(k) is not None), 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, int | float):
-            raise ValueError(f"the weight {weight!r} is no number")
-        if not math.isfinite(weight):
-            raise ValueError(f"the weight {weight!r} is not finite")
-        found.append(Criterion(str(entry["criterion"]), float(weight)))
-    if not any(criterion.weight > 0 for criterion in found):
-        raise ValueError("no criterion has a weight above 0, so that no answer could be good")
-    return found
-
-
-def share_met(rubric: Sequence[Criterion], grades: Sequence[float]) -> float:
-    """The weighted share of what an answer should be like that it is, from 0 to 1; what it should
-    not be takes away from it. NaN if a criterion has no grade (NaN).
-
-    Arora et al. 2025 (HealthBench), arXiv:2505.08775, section 3.
-    """
-    earned = sum(c.weight * grade for c, grade in zip(rubric, grades, strict=True))
-    share = earned / sum(max(0.0, criterion.weight) for criterion in rubric)
-    return share if math.isnan(share) else min(max(share, 0.0), 1.0)
 
 
 def read_grade(text: str, pattern: str, scale: float) -> float:

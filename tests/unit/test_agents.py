@@ -282,6 +282,7 @@ def outside_rollout(tmp_path, closing, timeout_s=60.0):
 def test_programs_from_outside_ask_for_rows(tmp_path, http, closing):
     rollout = outside_rollout(tmp_path, closing)
     headers = {"Authorization": f"Bearer {rollout.endpoint.token}"}
+    refused = []
 
     def program():
         while True:
@@ -297,6 +298,8 @@ def test_programs_from_outside_ask_for_rows(tmp_path, http, closing):
             session = given["url"].removesuffix("/v1")
             body = {"reward": given["row"]["number"]}
             assert http.post(f"{session}/reward", json=body, headers=headers).status_code == 200
+            again = {"reward": 99.0}  # the first has ended the episode
+            refused.append(http.post(f"{session}/reward", json=again, headers=headers).status_code)
 
     threads = [threading.Thread(target=program, daemon=True) for _ in range(3)]
     for thread in threads:
@@ -305,6 +308,7 @@ def test_programs_from_outside_ask_for_rows(tmp_path, http, closing):
         batch = rollout.generate(rows(7), TRAINED, seed)
         assert batch["episode_rewards"].tolist() == list(range(7))
         assert batch["turns"].tolist() == [1] * 7
+    assert refused and set(refused) == {404}
 
 
 def test_the_program_of_the_endpoints_page_plays(tmp_path, closing):

@@ -218,7 +218,9 @@ def test_what_an_episode_may_return():
     for wrong in ("1", {"score": 1}, {"reward": "much"}, [1.0]):
         with pytest.raises(EpisodeError, match="expected a number, or a dictionary"):
             scored(wrong)
-    for wrong in (math.inf, Score(math.nan), {"reward": 1, "turn_rewards": [math.inf]}):
+    with pytest.raises(EpisodeError, match="the metric `x`"):
+        scored({"reward": 1, "metrics": {"x": math.inf}})
+    for wrong in (math.inf, 10**400, Score(math.nan), {"reward": 1, "turn_rewards": [math.inf]}):
         with pytest.raises(EpisodeError, match="nothing to learn from"):
             scored(wrong)
 

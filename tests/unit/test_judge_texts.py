@@ -5,15 +5,9 @@ import math
 import pytest
 
 from hybridrl.errors import ConfigError, DataError
+from hybridrl.rewards.rubrics import load_rubric, read_rubric, rubric_of, share_met
 from hybridrl.workers.judge import PATTERNS
-from hybridrl.workers.judge_texts import (
-    load_rubric,
-    read_grade,
-    read_ranking,
-    read_rubric,
-    rubric_of,
-    share_met,
-)
+from hybridrl.workers.judge_texts import read_grade, read_ranking
 
 
 def ranking(text, answers):

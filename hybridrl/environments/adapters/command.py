@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from .episode import MODEL, BaseAdapter, Episode, EpisodeError, Returned, Score, SetupError
@@ -50,6 +51,8 @@ class Adapter(BaseAdapter):
                 f"`{self._command[0]}`."
             )
         self._cwd = own["cwd"]
+        if self._cwd is not None and not Path(self._cwd).is_dir():
+            raise SetupError(f"environment.options.cwd={self._cwd}: there is no such folder.")
 
     async def play(self, episode: Episode) -> Returned:
         row = json.dumps(episode.row)

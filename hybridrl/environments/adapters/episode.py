@@ -131,6 +131,9 @@ def scored(returned: Returned) -> Score:
         for value in values:
             if value is not None and not math.isfinite(value):
                 raise EpisodeError(f"An episode returned {name} of {value}: nothing to learn from.")
+    for name, metric in score.metrics.items():
+        if not math.isfinite(metric):
+            raise EpisodeError(f"An episode returned the metric `{name}` of {metric}.")
     return score
 
 
@@ -138,14 +141,14 @@ def _score(returned: Returned) -> Score:
     if isinstance(returned, Score):
         return returned
     if returned is None or isinstance(returned, int | float):
-        return Score(None if returned is None else float(returned))
+        return Score(None if returned is None else _float(returned))
     if isinstance(returned, dict) and set(returned) <= {"reward", "turn_rewards", "metrics"}:
         try:
             reward, turns = returned.get("reward"), returned.get("turn_rewards")
             return Score(
-                None if reward is None else float(reward),
-                None if turns is None else [float(turn) for turn in turns],
-                {str(name): float(value) for name, value in returned.get("metrics", {}).items()},
+                None if reward is None else _float(reward),
+                None if turns is None else [_float(turn) for turn in turns],
+                {str(name): _float(value) for name, value in returned.get("metrics", {}).items()},
             )
         except (TypeError, ValueError, AttributeError):
             pass
@@ -153,6 +156,13 @@ def _score(returned: Returned) -> Score:
         return Score(float(returned.item()))
     raise EpisodeError(
         f"An episode returned {str(returned)[:200]!r} ({type(returned).__name__}), expected a "
-        "number, or a dictionary with `reward`, and `turn_rewards` (a list) and `metrics` (a "
-        "dictionary) if there are any."
+        "number, or a dictionary with `reward`, and `turn_rewards` (a list of numbers) "
+        "and `metrics` (numbers by name) if there are any."
     )
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number that no float holds
+        return math.inf

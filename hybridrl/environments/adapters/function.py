@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
+import itertools
 import sys
 import threading
 from pathlib import Path
@@ -79,7 +80,7 @@ class Adapter(BaseAdapter):
         if own is None:
             return await super().rows(count)
         found = own(count)
-        return list(await found if inspect.isawaitable(found) else found)
+        return list(itertools.islice(await found if inspect.isawaitable(found) else found, count))
 
 
 def _load(place: str) -> Any:

@@ -64,7 +64,13 @@ class Adapter(BaseAdapter):
             known = gymnasium.spec(own["id"])
         except gymnasium.error.Error as error:
             raise SetupError(f"environment.options.id={own['id']}: {error}") from error
-        environment = gymnasium.make(known, **own["kwargs"])
+        try:
+            environment = gymnasium.make(known, **own["kwargs"])
+        except Exception as error:  # whatever its constructor says of its arguments
+            raise SetupError(
+                f"environment.options.id={own['id']} cannot be made with "
+                f"environment.options.kwargs={own['kwargs']}: {error}"
+            ) from error
         modes = environment.metadata.get("render_modes") or []
         space, names = environment.action_space, own["actions"]
         environment.close()

@@ -25,7 +25,7 @@ class Adapter(BaseAdapter):
         super().__init__(options, name)
         known = {"servers": {}, "column": None, "system": None, "max_turns": 16, "request": {}}
         self._own = self.take(known)
-        if not self._own["servers"]:
+        if not self._own["servers"] or not isinstance(self._own["servers"], dict):
             raise SetupError(
                 "environment.name=mcp needs environment.options.servers, such as "
                 "{files: {command: [python, server.py]}}."
