@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hybridrl import __version__
-from hybridrl.commands import checkpoint, cluster, what_if
+from hybridrl.commands import calibrate, checkpoint, cluster, what_if
 from hybridrl.errors import ConfigError, HybridRLError, Problems
 
 if TYPE_CHECKING:
@@ -35,7 +35,12 @@ FURTHER_PLANS = {
     "precision": "hybridrl.plan_precision",
 }
 """What else `hybridrl plan` makes, by the first word after it, and the module whose `run` does."""
-COMMANDS = {"checkpoint": checkpoint, "cluster": cluster, "whatif": what_if}
+COMMANDS = {
+    "calibrate": calibrate,
+    "checkpoint": checkpoint,
+    "cluster": cluster,
+    "whatif": what_if,
+}
 """Other subcommands, and the module whose `run` does each."""
 REFUSED = 2
 """Exit code for wrong settings and for what does not fit, as of `python -m hybridrl.main`."""
@@ -99,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     checkpoint.add_parser(commands)
     cluster.add_parser(commands)
+    calibrate.add_parser(commands)
     what_if.add_parser(commands)
     chosen, overrides = parser.parse_known_args(arguments)
     plans = chosen.command == "plan"

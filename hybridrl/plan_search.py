@@ -26,8 +26,8 @@ from hybridrl.planner.auto import (
 )
 from hybridrl.planner.cluster_probe import with_rates
 from hybridrl.planner.described import with_described_models
+from hybridrl.planner.kept_costs import rates_of
 from hybridrl.planner.precision import with_dtype
-from hybridrl.planner.rates import Rates
 from hybridrl.planner.search import Objective
 from hybridrl.planner.search_table import reasons, side_by_side, words
 from hybridrl.preflight import preflight
@@ -50,7 +50,7 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     objective = _objective(chosen, cluster)
     with with_described_models(config, tiny_of(config)) as described:
         machines = cluster if cluster.rates_known else with_rates(cluster)
-        rates = Rates.known(machines, with_dtype(described, machines.kind).model.dtype)
+        rates = rates_of(machines, with_dtype(described, machines.kind).model.dtype)
         found = propose(
             described,
             machines,

@@ -11,10 +11,10 @@ from hybridrl.planner.auto import Proposals, propose
 from hybridrl.planner.cluster_probe import with_rates
 from hybridrl.planner.cures import refuse
 from hybridrl.planner.devices import present
+from hybridrl.planner.kept_costs import rates_of
 from hybridrl.planner.plan import Plan, make_plan
 from hybridrl.planner.planner import shape_at
 from hybridrl.planner.precision import with_dtype
-from hybridrl.planner.rates import Rates
 from hybridrl.trainers.role_spec import RoleSpec
 
 SEARCH_SECONDS = 30.0
@@ -71,5 +71,5 @@ def choose_placement(
         ConfigError: if nothing fits.
     """
     machines = with_rates(cluster)
-    rates = Rates.known(machines, with_dtype(config, cluster.kind).model.dtype)
+    rates = rates_of(machines, with_dtype(config, cluster.kind).model.dtype)
     return propose(config, machines, rates, lengths, roles, deadline_s=SEARCH_SECONDS)

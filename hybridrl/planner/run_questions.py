@@ -18,9 +18,9 @@ from hybridrl.errors import ConfigError
 from hybridrl.placement import Placement
 from hybridrl.planner.cluster_probe import with_rates
 from hybridrl.planner.cures import changed
+from hybridrl.planner.kept_costs import rates_of
 from hybridrl.planner.plan import make_plan
 from hybridrl.planner.precision import with_dtype
-from hybridrl.planner.rates import Rates
 from hybridrl.planner.recorded_run import RecordedRun
 from hybridrl.planner.replay import NOWHERE, Graph, Replayed, replay
 from hybridrl.planner.step_time import Times
@@ -232,7 +232,7 @@ def _times(
     config: Config, cluster: Cluster, placement: Placement, lengths: tuple[float, float]
 ) -> Times:
     machines = cluster if cluster.rates_known else with_rates(cluster)
-    rates = Rates.known(machines, with_dtype(config, cluster.kind).model.dtype)
+    rates = rates_of(machines, with_dtype(config, cluster.kind).model.dtype)
     plan = make_plan(config, machines, placement, lengths, rates)
     assert plan.times is not None  # for there are rates
     return plan.times

@@ -6,10 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from settings import configured
 
-from hybridrl.core.cluster import Cluster
-from hybridrl.planner import calibration
-from hybridrl.planner.operator_cost import OperatorCosts
+from hybridrl.core.cluster import Cluster, DeviceModel, Host, Link
+from hybridrl.data.tasks.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.models import make_tiny_model
+from hybridrl.planner import calibration, devices
+from hybridrl.planner.kept_costs import keep_table, other_tables, rates_of
+from hybridrl.planner.operator_cost import DeviceCosts, OperatorCosts
+from hybridrl.planner.plan import make_plan
+from hybridrl.planner.rates import Rates
 from hybridrl.planner.work import (
     DECODE,
     FORWARD,
@@ -114,6 +120,43 @@ def test_more_work_takes_longer_on_the_roofline():
     ):
         assert roofline([more], SLOW)[0] > least
     assert roofline([work], FAST)[0] < least
+
+
+def test_plans_take_what_was_measured_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here = devices.present(Cluster.of_one_node("cpu", 2))
+    known = DeviceModel(1e10, {"float32": 1e10, "bfloat16": 1e10}, 5e9, 2e-6, measured=True)
+    host = Host(Link(1e9), Link(1e9))
+    here = replace(here, models=dict.fromkeys(here.model_names, known), hosts={"localhost": host})
+    assert [one.costs for one in rates_of(here, "float32")] == [None, None]
+    (tmp_path / "hybridrl" / "costs").mkdir(parents=True)
+    (tmp_path / "hybridrl" / "costs" / "other-float32.json").write_text("{")  # cut short
+    assert other_tables(here, "float32") == []
+    measured = table(SLOW, seed=1)
+    assert keep_table(here, "float32", measured).is_file()
+    costs = rates_of(here, "float32")[0].costs
+    work, seconds = measured.samples[0]
+    assert costs.seconds(work) == pytest.approx(seconds, rel=0.2)
+    assert rates_of(here, "bfloat16")[0].costs is None
+    elsewhere = devices.named("8xH100")
+    assert rates_of(elsewhere, "float32")[0].costs is None
+
+
+def test_a_plan_is_made_of_measured_work(tmp_path):
+    make_tiny_model(
+        tmp_path, build_tokenizer(TEXT), seed=0, hidden_size=64, layers=2, heads=2, context=128
+    )
+    config = configured([f"model.path={tmp_path}", "algorithm=ppo", "num_devices=1"])
+    here = devices.present(Cluster.of_one_node("cpu", 1))
+    rates = Rates(1e10, 1e10, 1e-4, 3e-4, 5e9, 1e9, 1e9, 1.0, 2e-6, "made up")
+
+    def seconds(device):
+        costs = DeviceCosts(table(device, seed=1))
+        return make_plan(config, here, rates=replace(rates, costs=costs)).times.phases
+
+    slow, fast = seconds(SLOW), seconds(FAST)
+    for phase in (("actor", "train"), ("actor", "generate"), ("critic", "score")):
+        assert slow[phase] > fast[phase]
 
 
 def test_every_kind_of_work_is_measured(monkeypatch):

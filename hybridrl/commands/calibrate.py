@@ -1,0 +1,78 @@
+"""`hybridrl calibrate`: measures what pieces of work take on this machine, for plans."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from hybridrl.commands.steps import show
+from hybridrl.core.cluster import Cluster, choose_devices
+from hybridrl.errors import ConfigError
+
+FEW, MANY = 50, 160
+"""Samples of a device where tables of others are there, and where there are none."""
+TRIED = 0.2
+"""Of the samples, those that are held back to say how well the others tell them."""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `calibrate` to the subcommands of a parser."""
+    what = "measures layers, heads, generation, updates and gathers on this machine, for plans"
+    parser = commands.add_parser("calibrate", help=what, description=what)
+    parser.add_argument("--devices", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--number", type=int, help="of devices; else every GPU, or two CPU slots")
+    parser.add_argument("--dtype", default="float32", help="of computation (float32), or bfloat16")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        help=f"that stand for the rest ({MANY}; {FEW} where other devices are known)",
+    )
+    parser.add_argument("--json", action="store_true", help="the table as data, too")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Measures and keeps.
+
+    Raises:
+        ConfigError: for devices that are not here.
+    """
+    import json
+    import os
+
+    import numpy as np
+    import torch
+
+    from hybridrl.planner.calibration import calibrate
+    from hybridrl.planner.devices import present
+    from hybridrl.planner.kept_costs import keep_table, other_tables
+    from hybridrl.planner.operator_cost import OperatorCosts
+    from hybridrl.planner.work import Table
+
+    if chosen.devices not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--devices {chosen.devices}: must be auto, cpu or cuda.")
+    if chosen.dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"--dtype {chosen.dtype}: must be float32 or bfloat16.")
+    if chosen.samples is not None and chosen.samples < 10:
+        raise ConfigError(f"--samples {chosen.samples}: must be 10 or more.")
+    gpus, cpus = torch.accelerator.device_count(), os.cpu_count() or 1
+    asked = choose_devices(chosen.devices, chosen.number, gpus, cpus)
+    cluster = present(Cluster.of_one_node(*asked))
+    others = other_tables(cluster, chosen.dtype)
+    table = calibrate(cluster, chosen.dtype, limit=chosen.samples or (FEW if others else MANY))
+    file = keep_table(cluster, chosen.dtype, table)
+    if chosen.json:
+        sys.stdout.write(json.dumps(table.to_data()) + "\n")
+        return 0
+    number = len(table.samples)
+    held = range(0, number, round(1 / TRIED))
+    rest = [sample for n, sample in enumerate(table.samples) if n not in held]
+    costs = OperatorCosts([Table(table.device, rest), *others])
+    tried = [table.samples[n] for n in held]
+    said = costs.seconds([sample.work for sample in tried], table.device)
+    off = np.abs(said / np.array([sample.seconds for sample in tried]) - 1).mean()
+    return show(
+        f"{cluster}: {number} pieces of work measured, {len(others)} other tables known",
+        f"{len(tried)} of them, told by the others, are off by {off:.0%} in the mean",
+        f"kept in {file}" if file else "not kept: the cache folder cannot be written",
+    )

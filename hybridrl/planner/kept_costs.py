@@ -1,0 +1,78 @@
+"""What was measured of this machine's devices by `hybridrl calibrate`, for plans."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from hybridrl.core.cluster import Cluster
+from hybridrl.planner.operator_cost import DeviceCosts
+from hybridrl.planner.rates import Rates
+from hybridrl.planner.work import Table
+
+
+def keep_table(cluster: Cluster, dtype: str, table: Table) -> Path | None:
+    """Notes what was measured; gives the file, or None where it cannot be written.
+
+    Args:
+        cluster: The devices, by the names that `planner.devices.present` gives them.
+        dtype: Name of the precision of computation.
+    """
+    file = _file(cluster, dtype)
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}")
+        data = {"model": cluster.devices[0].model, "dtype": dtype, **table.to_data()}
+        part.write_text(json.dumps(data))
+        part.replace(file)
+        return file
+    return None
+
+
+def other_tables(cluster: Cluster, dtype: str) -> list[Table]:
+    """Of other devices, from which something can be learned about these: all that lie in the same
+    folder, whoever has put them there."""
+    own = _file(cluster, dtype)
+    files = sorted(own.parent.glob(f"*-{dtype}.json"))
+    return [table for file in files if file != own and (table := _read(file)) is not None]
+
+
+def rates_of(cluster: Cluster, dtype: str) -> Sequence[Rates]:
+    """Of each device of a cluster whose rates are known; with the costs of its work, if they were
+    measured on this machine."""
+    file = _file(cluster, dtype)
+    if not file.is_file():
+        return Rates.known(cluster, dtype)
+    costs = _costs(file, file.stat().st_mtime_ns, cluster.devices[0].model)
+    return Rates.known(cluster, dtype, costs)
+
+
+@lru_cache(maxsize=4)
+def _costs(file: Path, written: int, model: str) -> DeviceCosts | None:
+    """Of the file as it was then: to learn from it takes a second."""
+    table = _read(file, model)
+    if table is None:
+        return None
+    dtype = file.stem.rpartition("-")[2]
+    others = [_read(one) for one in sorted(file.parent.glob(f"*-{dtype}.json")) if one != file]
+    return DeviceCosts(table, [one for one in others if one is not None])
+
+
+def _read(file: Path, model: str | None = None) -> Table | None:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        data = json.loads(file.read_text())
+        if model in (None, data["model"]):
+            return Table.of_data(data)
+    return None
+
+
+def _file(cluster: Cluster, dtype: str) -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    number = cluster.devices_per_node
+    name = f"{socket.gethostname()}-{number}x{cluster.kind}-{os.cpu_count()}cores-{dtype}.json"
+    return Path(cache) / "hybridrl" / "costs" / name
