@@ -1,0 +1,158 @@
+"""Questions to recorded runs, and what was then measured.
+
+    python benchmarks/what_if.py [name of a question ...] [--steps 8] [--links]
+
+For each question a job runs as it is and then with what is asked about, over two devices (GRPO with
+a reference, a model of 5 million parameters, responses of equal length). The first run is asked how
+long a step of the second would take. A figure is predicted / measured, and the replay of each run
+as it was. `--links` asks for links of 100, 200 and 400 Mbit/s instead, between two hosts (network
+namespaces; see tests/netlab.py; needs root).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from figures import report
+
+from hybridrl.planner.recorded_run import RecordedRun
+from hybridrl.planner.run_questions import Question, predict
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from netlab import network, ray_nodes
+
+JOB = [
+    *("model.tiny.hidden_size=256", "model.tiny.layers=6", "model.tiny.heads=4"),
+    *("num_devices=2", "rollout=transformers", "algorithm.kl_coefficient=0.05"),
+    *("warmup.steps=0", "eval.prompts=4", "eval.every=0", "actor.optimizer.learning_rate=1e-6"),
+    *("data.prompts_per_step=8", "rollout.samples_per_prompt=4"),
+    *("rollout.max_tokens=48", "rollout.min_tokens=48", "model.tiny.context=256"),
+    *("actor.tokens_per_microbatch=512", "observe.samples_every=0", "observe.show_every=0"),
+]
+EXPLICIT = [
+    *("placement=explicit", "placement.roles.actor.devices=[0,1]"),
+    "placement.roles.reward.devices=[0,1]",
+]
+QUESTIONS: dict[str, tuple[list[str], list[str], Question]] = {
+    "responses twice as long": (
+        [],
+        ["rollout.max_tokens=96", "rollout.min_tokens=96"],
+        Question(responses=2.0),
+    ),
+    "twice as many prompts": (
+        [],
+        ["data.prompts_per_step=16"],
+        Question([("data.prompts_per_step", 16)]),
+    ),
+    "gradient checkpointing": (
+        [],
+        ["actor.gradient_checkpointing=full"],
+        Question([("actor.gradient_checkpointing", "full")]),
+    ),
+    "small micro-batches": (
+        [],
+        ["actor.tokens_per_microbatch=128"],
+        Question([("actor.tokens_per_microbatch", 128)]),
+    ),
+    "one device": (["num_devices=2"], ["num_devices=1"], Question(devices=1)),
+    "two devices": (["num_devices=1"], ["num_devices=2"], Question(devices=2)),
+    "reference moved": (
+        [*EXPLICIT, "placement.roles.reference.devices=[0,1]"],
+        [*EXPLICIT, "placement.roles.reference.devices=[1]"],
+        Question(moves={"reference": [1]}),
+    ),
+    "a slower reward": (
+        ["reward.function=FOLDER/slow.py:slow"],
+        ["reward.function=FOLDER/slow.py:slower"],
+        Question(longer={"reward.score": 3.0}),
+    ),
+}
+SLOW = """
+import time
+def slow(prompts, responses):
+    time.sleep(0.4)
+    return [0.5] * len(responses)
+def slower(prompts, responses):
+    time.sleep(1.2)
+    return [0.5] * len(responses)
+"""
+RATES = {"100 Mbit/s": 100, "200 Mbit/s": 200, "400 Mbit/s": 400}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("questions", nargs="*", metavar="name")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--links", action="store_true")
+    options = parser.parse_args()
+    errors: list[float] = []
+    replays: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="what-if-") as name:
+        folder = Path(name)
+        (folder / "slow.py").write_text(SLOW)
+        if options.links:
+            ask_of_links(folder, options.steps, errors, replays)
+        else:
+            for asked in options.questions or QUESTIONS:
+                before, after, question = QUESTIONS[asked]
+                was = recorded(folder / f"{asked} before", before, options.steps)
+                then = recorded(folder / f"{asked} after", after, options.steps)
+                compare(asked, was, then, question, errors, replays)
+    report("replay of a step, worst", max(replays), 1.0, "<= 0.03", "off")
+    report("answers, median", statistics.median(errors), 1.0, "<= 0.1", "off")
+    report("answers, worst", max(errors), 1.0, "<= 0.2", "off")
+
+
+def recorded(folder: Path, settings: Sequence[str], steps: int) -> RecordedRun:
+    """A run with these settings."""
+    own = [one.replace("FOLDER", str(folder.parent)) for one in settings]
+    subprocess.run(command(folder, [*JOB, *own], steps), check=True, capture_output=True)
+    return RecordedRun.at(folder, steps - 2)
+
+
+def command(folder: Path, settings: Sequence[str], steps: int) -> list[str]:
+    return [
+        *(sys.executable, "-m", "hybridrl.main", *settings),
+        *(f"run.directory={folder}", f"trainer.steps={steps}"),
+    ]
+
+
+def compare(
+    name: str,
+    was: RecordedRun,
+    then: RecordedRun,
+    question: Question,
+    errors: list[float],
+    replays: list[float],
+) -> None:
+    said = predict(was, question)
+    errors.append(abs(said.seconds / then.seconds - 1))
+    replays.append(abs(said.replayed / was.seconds - 1))
+    print(f"  {name}: {was.seconds:.3f} s before", flush=True)
+    report(name, said.seconds, then.seconds, "report", "s")
+
+
+def ask_of_links(folder: Path, steps: int, errors: list[float], replays: list[float]) -> None:
+    """Each rate's run is asked about the others'."""
+    runs = {}
+    for name, rate in RATES.items():
+        with network(2, f"{rate}mbit", cpus=[{0}, {1}]) as hosts, ray_nodes(hosts, cpus=1) as nodes:
+            place = folder / f"{rate}"
+            job = [*JOB, f"ray.address={nodes[0].cluster}"]
+            hosts[0].run(command(place, job, steps), timeout=900)
+            runs[name] = RecordedRun.at(place, steps - 2)
+    for name, was in runs.items():
+        for other, then in runs.items():
+            if name != other:
+                question = Question(link=RATES[other] / RATES[name])
+                compare(f"{name} to {other}", was, then, question, errors, replays)
+
+
+if __name__ == "__main__":
+    main()
