@@ -28,8 +28,8 @@ from hybridrl.planner.cluster_probe import with_rates
 from hybridrl.planner.described import with_described_models
 from hybridrl.planner.kept_costs import rates_of
 from hybridrl.planner.precision import with_dtype
-from hybridrl.planner.search import Objective
 from hybridrl.planner.search_table import reasons, side_by_side, words
+from hybridrl.planner.search_terms import Objective
 from hybridrl.preflight import preflight
 
 DEADLINE_S = 60.0

@@ -14,8 +14,9 @@ from hybridrl.placement import Placement
 from hybridrl.planner.cures import changed
 from hybridrl.planner.plan import Plan, make_plan
 from hybridrl.planner.rates import Rates
-from hybridrl.planner.search import Found, Objective, Report, Settings, search
+from hybridrl.planner.search import search
 from hybridrl.planner.search_costs import PlannedCosts
+from hybridrl.planner.search_terms import Found, Objective, Report, Settings
 from hybridrl.trainers.role_spec import RoleSpec
 
 SECONDS_PER_HOUR = 3600.0

@@ -12,142 +12,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import product
-from operator import le
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from hybridrl.planner.dataflow import Call
+from hybridrl.planner.search_memory import (
+    MemoryState,
+    leanness,
+    stages_of,
+    undominated,
+    undominated_states,
+)
 from hybridrl.planner.search_space import Shape, marks, ranges, shapes
+from hybridrl.planner.search_terms import Costs, Found, Objective, Option, Report, Settings
 from hybridrl.planner.step_graph import FLOW, SteadySteps
 
 SHOWN = 5
-
-Settings = tuple[tuple[str, Any], ...]
-
-
-class Taken(NamedTuple):
-    """Bytes of a device that a role takes; see `RoleMemory`.
-
-    Attributes:
-        working: By phase.
-    """
-
-    resident: float
-    loaded: float
-    awake: float
-    working: tuple[float, ...]
-
-    @property
-    def fullest(self) -> float:
-        """At the fullest moment of the role alone."""
-        return max(self.loaded + self.awake, self.resident + max(self.working, default=0.0))
-
-
-class Option(NamedTuple):
-    """A way to cut a role's model over some devices.
-
-    Attributes:
-        cut: What it is called in a plan; opaque here.
-        seconds: Of each of its calls, in the order of calls.
-        taken: Of a device, by its model.
-    """
-
-    cut: Any
-    seconds: tuple[float, ...]
-    taken: Mapping[str, Taken]
-
-
-class Costs(Protocol):
-    """What a search has to know.
-
-    Attributes:
-        roles, learning: Roles that hold models, and those of them that learn.
-        generator: See `shapes`.
-        devices: How many there are.
-        differ: Whether devices differ, so that it matters which ones a role gets.
-        variants: Settings of a whole job that may make it fit. With the first, what was asked, no
-            call of any cut takes longer than with another.
-        staleness: What a separated generator may have, in steps.
-    """
-
-    roles: Sequence[str]
-    learning: Sequence[str]
-    generator: tuple[str, str] | None
-    devices: int
-    differ: bool
-    variants: Sequence[Settings]
-    staleness: int
-
-    def calls(self, shape: Shape) -> Sequence[Call]:
-        """Of a step, in order."""
-
-    def options(self, variant: Settings, shape: Shape, role: str, devices: range) -> list[Option]:
-        """Every way to cut a role's model over these devices."""
-
-    def capacities(self, devices: range) -> Mapping[str, float]:
-        """Bytes that these devices have, by model."""
-
-    def process(self, shape: Shape, roles: Sequence[str]) -> float:
-        """Bytes of a process with these roles."""
-
-    def offloads(self, variant: Settings) -> bool:
-        """Whether roles leave a device while another one works there."""
-
-
-class Found(NamedTuple):
-    """A way to place all roles.
-
-    Attributes:
-        value: What is to be small; see `Objective`.
-        step: Seconds.
-        where: Devices of each role.
-        cuts: Of each role.
-    """
-
-    value: tuple[float, ...]
-    step: float
-    shape: Shape
-    variant: Settings
-    where: Mapping[str, range]
-    cuts: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What is to be small.
-
-    Attributes:
-        of: `(seconds of a step, devices) -> value`.
-        with_fewer: Whether fewer devices than there are can be better.
-    """
-
-    of: Callable[[float, int], tuple[float, ...]] = lambda step, devices: (step,)
-    with_fewer: bool = False
-
-
-@dataclass
-class Report:
-    """What a search has found.
-
-    Attributes:
-        best: Of each of the best shapes its best, in order.
-        looked_at: Ways to place the roles that were judged, of `ways` that there are.
-        misfits: Shapes of which no way that was looked at fits, with the least that lacks there:
-            bytes needed over bytes there are.
-        complete: Whether nothing better can be left; else the time was over.
-        seconds: That it took.
-    """
-
-    best: list[Found] = field(default_factory=list)
-    looked_at: int = 0
-    ways: int = 0
-    misfits: dict[Shape, float] = field(default_factory=dict)
-    complete: bool = True
-    seconds: float = 0.0
 
 
 class _Way(NamedTuple):
@@ -306,7 +188,7 @@ class _Search:
         key = variant, self._kind(shape), role, devices
         if key not in self._options:
             found = self.costs.options(variant, shape, role, devices)
-            self._options[key] = _undominated(found)
+            self._options[key] = undominated(found)
         return self._options[key]
 
     def _kind(self, shape: Shape) -> bool:
@@ -323,7 +205,7 @@ class _Search:
             own = [call for call in calls if call.role == role]
             self._least[key] = None
             if options:
-                stages = [_stages(own, option.seconds) for option in options]
+                stages = [stages_of(own, option.seconds) for option in options]
                 self._least[key] = tuple(min(times) for times in zip(*stages, strict=True))
         return self._least[key]
 
@@ -405,17 +287,17 @@ class _Search:
             room = self.costs.capacities(devices)
             offloads = self.costs.offloads(variant)
             calls = self.costs.calls(shape)
-            start = _State.of(room, process)
+            start = MemoryState.of(room, process)
             for option in base:
                 start = start.with_option(option, (), offloads)
             states = [start]
             for role, options in zip(roles, per_role, strict=True):
                 own = [call for call in calls if call.role == role]
-                states = _undominated_states(
+                states = undominated_states(
                     [
                         # Of roles that share all of their devices with the same others, only what
                         # they take together in each stage of the flow counts.
-                        state.with_option(option, _stages(own, option.seconds), offloads)
+                        state.with_option(option, stages_of(own, option.seconds), offloads)
                         if not base
                         else state.with_option(option, option.seconds, offloads, apart=True)
                         for state in states
@@ -426,105 +308,6 @@ class _Search:
             self._fronts[key] = [state.chosen[len(base) :] for state in states]
             leanest = start
             for options in per_role:
-                leanest = leanest.with_option(min(options, key=_leanness), (), offloads)
+                leanest = leanest.with_option(min(options, key=leanness), (), offloads)
             self._lacks[key] = leanest.full(room)
         return self._fronts[key], self._lacks[key]
-
-
-class _State(NamedTuple):
-    """Some roles on some devices. All of its numbers only grow as more roles come.
-
-    Attributes:
-        seconds: By stage of the flow, or call by call.
-        memory: Of each kind of device: what is there between calls; the most that a phase adds to
-            it; what is built; the most while it is built; the most of a role alone.
-    """
-
-    seconds: tuple[float, ...]
-    memory: tuple[tuple[str, float, float, float, float, float], ...]
-    chosen: tuple[Option, ...]
-    process: float
-    offloads: bool = False
-
-    @classmethod
-    def of(cls, kinds: Iterable[str], process: float) -> _State:
-        """No roles yet."""
-        memory = tuple((kind, process, 0.0, process, 0.0, process) for kind in kinds)
-        return cls((), memory, (), process)
-
-    def with_option(
-        self, option: Option, seconds: Sequence[float], offloads: bool, apart: bool = False
-    ) -> _State:
-        """With a role more.
-
-        Args:
-            apart: Its seconds count beside the others', not in their sum.
-        """
-        together = (*self.seconds, *seconds)
-        if not apart and self.seconds and seconds:
-            together = tuple(a + b for a, b in zip(self.seconds, seconds, strict=True))
-        memory = []
-        for kind, resident, most, built, loading, alone in self.memory:
-            taken = option.taken[kind]
-            works = max(taken.working, default=-math.inf)
-            built += taken.loaded
-            if taken.loaded or taken.awake:
-                loading = max(loading, built + taken.awake)
-            alone = max(alone, self.process + taken.resident + works)
-            memory.append(
-                (kind, resident + taken.resident, max(most, works), built, loading, alone)
-            )
-        chosen = (*self.chosen, option)
-        return _State(tuple(together), tuple(memory), chosen, self.process, offloads)
-
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        """All of them."""
-        return (*self.seconds, *(number for one in self.memory for number in one[1:]))
-
-    def full(self, room: Mapping[str, float]) -> float:
-        """Bytes needed over bytes there are, at the fullest moment of the fullest device: while
-        roles are built, one after the other, and while each works, beside the others or
-        (`offloads`) without them."""
-        return max(
-            max(loading, alone if self.offloads else resident + most) / room[kind]
-            for kind, resident, most, _, loading, alone in self.memory
-        )
-
-
-def _undominated_states(states: Sequence[_State], room: Mapping[str, float]) -> list[_State]:
-    """Those that fit, without those that another one is at least as good as in everything."""
-    fitting = [state for state in states if state.full(room) <= 1]
-    kept: list[tuple[tuple[float, ...], _State]] = []
-    for numbers, _, state in sorted(
-        (state.numbers, number, state) for number, state in enumerate(fitting)
-    ):  # whoever is better in everything comes first
-        if not any(all(map(le, known, numbers)) for known, _ in kept):
-            kept.append((numbers, state))
-    return [state for _, state in kept]
-
-
-def _stages(calls: Sequence[Call], seconds: Sequence[float]) -> list[float]:
-    """Seconds by stage of the flow."""
-    found: defaultdict[str, float] = defaultdict(float)
-    for call, taken in zip(calls, seconds, strict=True):
-        found[call.phase] += taken
-    return [sum(found[phase] for phase in phases) for phases, _, _ in FLOW]
-
-
-def _leanness(option: Option) -> float:
-    return max(taken.fullest for taken in option.taken.values())
-
-
-def _undominated(options: Sequence[Option]) -> list[Option]:
-    """Without those that another one is at least as good as, in each call and in memory."""
-
-    def numbers(option: Option) -> tuple[float, ...]:
-        taken = [(t.resident, t.loaded, t.awake, *t.working) for t in option.taken.values()]
-        return (*option.seconds, *(number for one in taken for number in one))
-
-    kept: list[tuple[tuple[float, ...], Option]] = []
-    for found, _, option in sorted((numbers(o), n, o) for n, o in enumerate(options)):
-        if not any(all(map(le, known, found)) for known, _ in kept):
-            kept.append((found, option))
-    return [option for _, option in kept]

@@ -21,8 +21,8 @@ from hybridrl.planner.device_memory import RoleMemory, lacking_of, process_bytes
 from hybridrl.planner.planner import Planner
 from hybridrl.planner.precision import with_dtype
 from hybridrl.planner.rates import Rates
-from hybridrl.planner.search import Found, Option, Settings, Taken
 from hybridrl.planner.search_space import LARGEST_PP, LARGEST_TP, Shape, powers
+from hybridrl.planner.search_terms import Found, Option, Settings, Taken
 from hybridrl.trainers.role_spec import RoleSpec
 
 HALVINGS = 2

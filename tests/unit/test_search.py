@@ -6,8 +6,9 @@ from itertools import product
 import pytest
 
 from hybridrl.planner.dataflow import Call
-from hybridrl.planner.search import Objective, Option, Taken, search
+from hybridrl.planner.search import search
 from hybridrl.planner.search_space import Shape, marks, partitions, ranges
+from hybridrl.planner.search_terms import Objective, Option, Taken
 from hybridrl.planner.step_graph import SteadySteps
 
 
