@@ -141,9 +141,16 @@ class Endpoint:
             client_max_size=self._most_bytes, middlewares=[_tell_errors, self._check_token]
         )
         self._routes.add_to(app)
+        # What is no HTTP is answered by a 400. Failures here are told by `_tell_errors`.
+        quiet = logging.getLogger(f"{__name__}.http")
+        quiet.setLevel(logging.CRITICAL)
         # A program that goes away ends what it asked for.
         runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=CLOSE_S,
+            logger=quiet,
         )
         try:
             self._loop.run_until_complete(self._listen(runner))
