@@ -11,10 +11,11 @@ train: .venv/.installed
 	$(BIN)/python -m hybridrl.main $(ARGS)
 
 # Unit tests share out the cores. Integration tests wait as much as they work, for Ray and for each
-# other's processes, so two files of them go on at a time.
+# other's processes, so two files of them go on at a time, in order: by the number of their tests,
+# those with few slow ones would come last, one after the other.
 ifeq ($(ARGS),)
 test: test-unit
-	$(BIN)/python -m pytest tests/integration -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests/integration -n 2 --dist loadfile --no-loadscope-reorder
 else
 test: .venv/.installed
 	$(BIN)/python -m pytest $(ARGS)
