@@ -12,6 +12,7 @@ namespaces; see tests/netlab.py; needs root).
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -75,12 +76,12 @@ QUESTIONS: dict[str, tuple[list[str], list[str], Question]] = {
 }
 SLOW = """
 import time
-def slow(prompts, responses):
+def slow(prompts, completions, **columns):
     time.sleep(0.4)
-    return [0.5] * len(responses)
-def slower(prompts, responses):
+    return [0.5] * len(completions)
+def slower(prompts, completions, **columns):
     time.sleep(1.2)
-    return [0.5] * len(responses)
+    return [0.5] * len(completions)
 """
 RATES = {"100 Mbit/s": 100, "200 Mbit/s": 200, "400 Mbit/s": 400}
 
@@ -112,7 +113,14 @@ def main() -> None:
 def recorded(folder: Path, settings: Sequence[str], steps: int) -> RecordedRun:
     """A run with these settings."""
     own = [one.replace("FOLDER", str(folder.parent)) for one in settings]
-    subprocess.run(command(folder, [*JOB, *own], steps), check=True, capture_output=True)
+    done = subprocess.run(
+        command(folder, [*JOB, *own], steps),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # so that one device is half of this machine
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
     return RecordedRun.at(folder, steps - 2)
 
 
