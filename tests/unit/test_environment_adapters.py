@@ -225,23 +225,32 @@ def test_what_an_episode_may_return():
             scored(wrong)
 
 
-def test_scores_are_those_of_gymnasium(play):
+@pytest.mark.parametrize(
+    ("name", "kwargs", "actions"),
+    [
+        ("Blackjack-v1", {}, "011"),
+        ("FrozenLake-v1", {"is_slippery": False}, "0111222"),
+        ("CliffWalking-v1", {}, "0123"),
+    ],
+)
+def test_scores_are_those_of_gymnasium(play, name, kwargs, actions):
     """Of 200 episodes, the answers that were given, played again, return what was reported."""
     import gymnasium
 
     draws = random.Random(0)
     found, endpoint = play(
-        lambda messages: draws.choice(["0", "1", "1", "hit me"]),
+        lambda messages: draws.choice([*actions, "hit me"]),
         [{"seed": seed} for seed in range(200)],
         "gymnasium",
-        id="Blackjack-v1",
-        max_turns=8,
+        id=name,
+        kwargs=kwargs,
+        max_turns=12,
     )
     answers = defaultdict(list)
     for session, said in endpoint.answers:
         answers[session].append(said)
     for number, played in enumerate(found):
-        environment, total = gymnasium.make("Blackjack-v1"), 0.0
+        environment, total = gymnasium.make(name, **kwargs), 0.0
         environment.reset(seed=number)
         for said in answers[f"s{number}"]:
             if said != "hit me":
