@@ -8,10 +8,14 @@ from typing import Any
 
 from hybridrl.commands.steps import show
 from hybridrl.core.cluster import Cluster, choose_devices
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, HybridRLError
 
 FEW, MANY = 50, 160
 """Samples of a device where tables of others are there, and where there are none."""
+LEAST = {True: 30, False: 100}
+"""Samples, by whether others are there: a network that has seen fewer tells anything."""
+MOST_OFF = 0.5
+"""As a share: a table that tells its own samples no better would make plans worse."""
 TRIED = 0.2
 """Of the samples, those that are held back to say how well the others tell them."""
 
@@ -35,7 +39,8 @@ def run(chosen: argparse.Namespace) -> int:
     """Measures and keeps.
 
     Raises:
-        ConfigError: for devices that are not here.
+        ConfigError: for devices that are not here, or too few samples.
+        HybridRLError: if what was measured tells nothing.
     """
     import json
     import os
@@ -53,17 +58,16 @@ def run(chosen: argparse.Namespace) -> int:
         raise ConfigError(f"--devices {chosen.devices}: must be auto, cpu or cuda.")
     if chosen.dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"--dtype {chosen.dtype}: must be float32 or bfloat16.")
-    if chosen.samples is not None and chosen.samples < 10:
-        raise ConfigError(f"--samples {chosen.samples}: must be 10 or more.")
     gpus, cpus = torch.accelerator.device_count(), os.cpu_count() or 1
     asked = choose_devices(chosen.devices, chosen.number, gpus, cpus)
     cluster = present(Cluster.of_one_node(*asked))
     others = other_tables(cluster, chosen.dtype)
+    least = LEAST[bool(others)]
+    if chosen.samples is not None and chosen.samples < least:
+        raise ConfigError(
+            f"--samples {chosen.samples}: must be {least} or more, with {len(others)} other tables."
+        )
     table = calibrate(cluster, chosen.dtype, limit=chosen.samples or (FEW if others else MANY))
-    file = keep_table(cluster, chosen.dtype, table)
-    if chosen.json:
-        sys.stdout.write(json.dumps(table.to_data()) + "\n")
-        return 0
     number = len(table.samples)
     held = range(0, number, round(1 / TRIED))
     rest = [sample for n, sample in enumerate(table.samples) if n not in held]
@@ -71,6 +75,15 @@ def run(chosen: argparse.Namespace) -> int:
     tried = [table.samples[n] for n in held]
     said = costs.seconds([sample.work for sample in tried], table.device)
     off = np.abs(said / np.array([sample.seconds for sample in tried]) - 1).mean()
+    if off > MOST_OFF:
+        raise HybridRLError(
+            f"The samples tell each other only within {off:.0%}, so they are not kept. This "
+            "machine was busy with other things, or takes more --samples."
+        )
+    file = keep_table(cluster, chosen.dtype, table)
+    if chosen.json:
+        sys.stdout.write(json.dumps(table.to_data()) + "\n")
+        return 0
     return show(
         f"{cluster}: {number} pieces of work measured, {len(others)} other tables known",
         f"{len(tried)} of them, told by the others, are off by {off:.0%} in the mean",

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import NamedTuple
 
 from hybridrl.config.presets import leaves
 from hybridrl.errors import ConfigError
+from hybridrl.planner.cache import cache_file, write_cached
 from hybridrl.planner.recorded_run import RecordedRun
 from hybridrl.planner.replay import replay
 from hybridrl.planner.run_questions import Question, planned_seconds, predict
 
 PLAN, REPLAY, ASKED = "plan", "replay", "whatif"
+FILE = "backtests.json"
+"""In the cache."""
 KEPT = 500
 """Errors that are kept, the newest."""
 _NO_TIME = ("run.", "observe.", "metrics", "checkpoint.", "recover.", "ray.", "trainer.steps")
@@ -90,13 +91,8 @@ def between(run: RecordedRun, other: RecordedRun) -> Question | None:
 
 def keep(found: Sequence[Tested]) -> None:
     """Notes how far questions were off, for `spread`."""
-    file = _file()
     errors = [*_kept(), *(round(one.error, 4) for one in found if one.kind == ASKED)]
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(errors[-KEPT:]))
-        part.replace(file)
+    write_cached(cache_file(FILE), json.dumps(errors[-KEPT:]))
 
 
 def spread() -> float | None:
@@ -107,10 +103,5 @@ def spread() -> float | None:
 
 def _kept() -> list[float]:
     with contextlib.suppress(OSError, ValueError):
-        return [float(error) for error in json.loads(_file().read_text())]
+        return [float(error) for error in json.loads(cache_file(FILE).read_text())]
     return []
-
-
-def _file() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "hybridrl" / "backtests.json"

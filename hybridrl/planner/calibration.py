@@ -295,7 +295,7 @@ def _decode(model: Any, work: Work, dtype: torch.dtype, device: torch.device) ->
     def once() -> None:
         with torch.no_grad():
             model.base_model(input_ids=one, past_key_values=cache, use_cache=True)
-        cache.crop(length)
+        cache.crop(-1)  # the token that came
 
     return once
 

@@ -20,6 +20,7 @@ from hybridrl.core.device import make_current
 from hybridrl.errors import ConfigError
 from hybridrl.models.int8_products import int8_product
 from hybridrl.models.rounded_rows import Rows
+from hybridrl.planner.cache import cache_file, write_cached
 from hybridrl.planner.devices import ACCELERATORS, present
 from hybridrl.planner.probe import collectives, memory_rate, on_all, small_op, timed
 
@@ -82,13 +83,7 @@ def with_rates(cluster: Cluster) -> Cluster:
 def keep(cluster: Cluster) -> Path | None:
     """Notes a probe for later plans; gives the file, or None where it cannot be written."""
     file = _file(cluster)
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}")
-        part.write_text(cluster.to_json())
-        part.replace(file)
-        return file
-    return None
+    return file if write_cached(file, cluster.to_json()) else None
 
 
 def kept_probe(cluster: Cluster) -> Cluster | None:
@@ -101,10 +96,9 @@ def kept_probe(cluster: Cluster) -> Cluster | None:
 
 
 def _file(cluster: Cluster) -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     number, cores = cluster.devices_per_node, os.cpu_count()
     name = f"{socket.gethostname()}-{number}x{cluster.kind}-{cores}cores.json"
-    return Path(cache) / "hybridrl" / "clusters" / name
+    return cache_file("clusters", name)
 
 
 def _measure(rank: int, world: int, kind: str, threads: int) -> dict[str, float]:

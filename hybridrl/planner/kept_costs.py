@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from hybridrl.core.cluster import Cluster
+from hybridrl.planner.cache import cache_file, write_cached
 from hybridrl.planner.operator_cost import DeviceCosts
 from hybridrl.planner.rates import Rates
 from hybridrl.planner.work import Table
@@ -24,22 +25,14 @@ def keep_table(cluster: Cluster, dtype: str, table: Table) -> Path | None:
         dtype: Name of the precision of computation.
     """
     file = _file(cluster, dtype)
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}")
-        data = {"model": cluster.devices[0].model, "dtype": dtype, **table.to_data()}
-        part.write_text(json.dumps(data))
-        part.replace(file)
-        return file
-    return None
+    data = {"model": cluster.devices[0].model, "dtype": dtype, **table.to_data()}
+    return file if write_cached(file, json.dumps(data)) else None
 
 
 def other_tables(cluster: Cluster, dtype: str) -> list[Table]:
     """Of other devices, from which something can be learned about these: all that lie in the same
     folder, whoever has put them there."""
-    own = _file(cluster, dtype)
-    files = sorted(own.parent.glob(f"*-{dtype}.json"))
-    return [table for file in files if file != own and (table := _read(file)) is not None]
+    return _beside(_file(cluster, dtype), dtype)
 
 
 def rates_of(cluster: Cluster, dtype: str) -> Sequence[Rates]:
@@ -58,9 +51,12 @@ def _costs(file: Path, written: int, model: str) -> DeviceCosts | None:
     table = _read(file, model)
     if table is None:
         return None
-    dtype = file.stem.rpartition("-")[2]
-    others = [_read(one) for one in sorted(file.parent.glob(f"*-{dtype}.json")) if one != file]
-    return DeviceCosts(table, [one for one in others if one is not None])
+    return DeviceCosts(table, _beside(file, file.stem.rpartition("-")[2]))
+
+
+def _beside(own: Path, dtype: str) -> list[Table]:
+    files = sorted(own.parent.glob(f"*-{dtype}.json"))
+    return [table for file in files if file != own and (table := _read(file)) is not None]
 
 
 def _read(file: Path, model: str | None = None) -> Table | None:
@@ -72,7 +68,6 @@ def _read(file: Path, model: str | None = None) -> Table | None:
 
 
 def _file(cluster: Cluster, dtype: str) -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     number = cluster.devices_per_node
     name = f"{socket.gethostname()}-{number}x{cluster.kind}-{os.cpu_count()}cores-{dtype}.json"
-    return Path(cache) / "hybridrl" / "costs" / name
+    return cache_file("costs", name)
