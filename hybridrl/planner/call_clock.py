@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hybridrl.compress.gradient_choice import Choice
 from hybridrl.core.training_mesh import devices_of
@@ -39,6 +40,20 @@ SMALL_OPS = {
 that the optimizer steps, or a sync brings to the generator; a token-step of a generator, and a
 sample or a layer in it. Counted once, from the default job and one more; the probe says what a
 small operation takes."""
+
+
+class Ring(NamedTuple):
+    """What a collective costs ranks that may lie on several nodes. A ring goes through the network
+    cards of those of its ranks that are on a node, each with a part of the data; rings side by
+    side, as tensor parallelism makes them, share the cards of their node.
+
+    Attributes:
+        rate: Bytes per second that each rank receives.
+        delay: Seconds of going round, whatever the size.
+    """
+
+    rate: float
+    delay: float
 
 
 class CallClock:
@@ -83,7 +98,8 @@ class CallClock:
         moved = part.shape.item * part.parameters.all
         rounds = 1 if part.is_small else batch.count
         copies = 3 * rounds * moved / rates.memory
-        return self._with_transfer(compute + copies, call.role, part, part.gathers(rounds, False))
+        received = part.gathers(rounds, False)
+        return self._with_transfer(compute + copies, call, part, received, rounds)
 
     def _train(self, call: Call, part: ModelPart) -> float:
         rates, batch = self.rates, self.planner.batches[call.role, "train"]
@@ -107,10 +123,9 @@ class CallClock:
             step += 2 * 2 * part.moment * part.parameters.trained / part.shards / HOST_LINK
         backward = compute * (1 / 2 if again else 2 / 3) / batch.count
         codec, link = self._sum(call.role, part, backward)
-        coding, summing = reduces * codec, reduces * link
-        one = self._with_transfer(
-            compute + copies + coding, call.role, part, received, summing, coding
-        )
+        coding, summing = reduces * codec, reduces * (link + self._between_copies(call.role, part))
+        compute += copies + coding
+        one = self._with_transfer(compute, call, part, received, gathers, summing, coding)
         return call.updates * (one + step)
 
     def _sum(self, role: str, part: ModelPart, backward: float) -> tuple[float, float]:
@@ -118,16 +133,26 @@ class CallClock:
         place = self.planner.placement.roles[role]
         row = part.shards * devices_of(replace(place.parallel, ring=1, ulysses=1))
         nodes = {self.devices[device].node for device in place.devices[:row]}
-        rates, ring = self.rates, self._wire(place.devices)
-        links = Links(rates.memory, rates.link, rates.network, ring, rates.sums)
+        rates, ring = self.rates, self._ring(role, part.shards)
+        links = Links(rates.memory, rates.link, rates.network, ring.rate, rates.sums)
         found = ways(links, part.device, part.shards, len(nodes))
         choice = chosen(place.parallel.gradients, part, found, backward)
         self.sums[role] = choice
         pairs = Counter(zip(units_of(part), choice.ways, strict=True)).items()
         return (
             sum(count * found[name].codec(values) for (values, name), count in pairs),
-            sum(count * found[name].link(values) for (values, name), count in pairs),
+            sum(count * (found[name].link(values) + ring.delay) for (values, name), count in pairs),
         )
+
+    def _between_copies(self, role: str, part: ModelPart) -> float:
+        """Seconds to sum gradients over ranks that have the same shards (`parallel.shards`)."""
+        place = self.planner.placement.roles[role]
+        cut = part.shards * place.parallel.tp * place.parallel.pp
+        if (copies := len(place.devices) // cut) == 1:
+            return 0.0
+        ring, units = self._ring(role, copies, part.shards), units_of(part)
+        moved = 2 * (1 - 1 / copies) * MASTER * sum(units) / part.shards
+        return moved / ring.rate + 2 * len(units) * ring.delay
 
     def _layers(self, part: ModelPart, count: int, tokens: float, trains: bool) -> float:
         """All layers over all micro-batches: matrix products and attention."""
@@ -161,31 +186,55 @@ class CallClock:
     def _with_transfer(
         self,
         compute: float,
-        role: str,
+        call: Call,
         part: ModelPart,
         size: float,
+        rounds: int,
         summing: float = 0.0,
         coding: float = 0.0,
     ) -> float:
         """GPUs gather the next layer while they compute; CPUs have one thread for both.
 
         Args:
+            size: Bytes that are gathered.
+            rounds: Times that each unit is.
             summing: Seconds of the link besides.
             coding: Of the computation, what the link waits for.
         """
-        place = self.planner.placement.roles[role]
-        wire = self._wire(place.devices)
-        moved = size * (1 - 1 / part.shards) / wire + summing
-        tp = place.parallel.tp
+        ring, units = self._ring(call.role, part.shards), 1 if part.is_small else part.layers + 1
+        moved = size * (1 - 1 / part.shards) / ring.rate + rounds * units * ring.delay + summing
+        tp = self.planner.placement.roles[call.role].parallel.tp
         if tp > 1:  # two sums of the states in a layer's forward, two in its backward
-            batch = self.planner.batches.get((role, "train")) or self.planner.batches[role, "score"]
+            batch = self.planner.batches[call.role, call.phase]
             states = batch.total * part.shape.hidden * part.shape.item * part.layers
-            compute += 4 * states * 2 * (1 - 1 / tp) / self.rates.link
+            sums = 4 if call.phase == "train" else 2
+            compute += sums * self._tensor_sum(states, tp, batch.count * part.layers)
         return max(compute, moved + coding) if self.planner.cluster.is_cuda else compute + moved
 
+    def _tensor_sum(self, size: float, tp: int, times: float) -> float:
+        """Seconds of sums over a tensor-parallel group, of so many bytes in all, in so many
+        messages. Inside a node they go down and up a tree."""
+        hops = 2 * math.ceil(math.log2(tp))
+        return 2 * (1 - 1 / tp) * size / self.rates.link + times * hops * self.rates.hop
+
+    def _ring(self, role: str, ranks: int, apart: int = 1) -> Ring:
+        """Of so many ranks with the same part of a model that tensors and pipelines cut.
+
+        Args:
+            apart: Of ranks that are counted without such cuts, from each to the next.
+        """
+        place, rates = self.planner.placement.roles[role], self.rates
+        stride = apart * place.parallel.tp * place.parallel.pp
+        nodes = [self.devices[device].node for device in place.devices[: ranks * stride]]
+        if len(set(nodes)) == 1:
+            return Ring(rates.link, (ranks - 1) * rates.hop)
+        near = max(1, nodes.count(nodes[0]) // stride)
+        far = math.ceil(ranks / near)
+        delay = (ranks - far) * rates.hop + far * rates.network_hop
+        return Ring(min(rates.link, rates.network * near), delay)
+
     def _wire(self, devices: Sequence[int]) -> float:
-        """Bytes per second that each of these receives in a collective. Between nodes a ring goes
-        through the network cards of all devices of a node, each with a part of the data."""
+        """Bytes per second that each of these receives of a sync, in which all take part."""
         nodes = [self.devices[device].node for device in devices]
         if len(set(nodes)) == 1:
             return self.rates.link
@@ -227,6 +276,10 @@ class CallClock:
             kv *= 3
             prompts = rows
         step = layers + products + head + kv / rates.memory + small * rates.small_op
+        tp = planner.rollout_tp(call.role)
+        if tp > 1:  # a layer sums twice
+            states = 2 * shape.layers * running * shape.hidden * shape.item
+            step += self._tensor_sum(states, tp, 2 * shape.layers)
         prefill = operations * prompts * sizes.prompt_tokens / rates.forward
         if rates.costs is not None:
             tokens = running * sizes.prompt_tokens

@@ -13,7 +13,7 @@ COMPUTE, BANDWIDTH, WIRE = 0.45, 0.7, 0.7
 links in streaming; for machines that cannot be probed."""
 LAUNCH_OPS = 15
 """A layer's kernels are launched in so many small operations; a backward takes twice as many."""
-TAKEN = ("forward_overhead", "training_overhead", "sums", "small_op")
+TAKEN = ("forward_overhead", "training_overhead", "sums", "small_op", "hop", "network_hop")
 """Of the rates, those of which less is quicker."""
 
 
@@ -30,6 +30,8 @@ class Rates:
         sums: Times that a reduce-scatter takes of an all-gather of as much.
         small_op: Seconds of an operation on a handful of numbers, dispatched from Python.
         source: Where this is from.
+        hop, network_hop: Seconds from one rank of a collective to the next, in its node or in
+            another; 0 where `link` has them in it.
         costs: What pieces of work were measured to take, where they were; goes before the rates.
     """
 
@@ -43,6 +45,8 @@ class Rates:
     sums: float
     small_op: float
     source: str
+    hop: float = 0.0
+    network_hop: float = 0.0
     costs: DeviceCosts | None = None
 
     @classmethod
@@ -94,5 +98,7 @@ def _known(model: DeviceModel, host: Host, dtype: str, costs: DeviceCosts | None
         small_op=model.small_op,
         source=f"{said}, of which {compute:.0%} in products, {bandwidth:.0%} of memory and "
         f"{wire:.0%} of links{', and measured work' if costs else ''}",
+        hop=host.inside.latency,
+        network_hop=host.network.latency,
         costs=costs,
     )

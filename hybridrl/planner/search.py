@@ -49,6 +49,7 @@ def search(
     deadline_s: float = 60.0,
     accept: Callable[[Found], bool] = lambda found: True,
     shown: int = SHOWN,
+    among: Sequence[Shape] | None = None,
 ) -> Report:
     """The best ways to place the roles, one of each shape.
 
@@ -56,8 +57,11 @@ def search(
         deadline_s: Seconds after which the best so far is given.
         accept: Asked of each that would be among the best: whether a job would start so.
         shown: How many.
+        among: Shapes to look at; None: all that there are.
     """
-    return _Search(costs, objective or Objective(), deadline_s, accept, shown).run()
+    if among is None:
+        among = list(shapes(costs.roles, costs.learning, costs.generator))
+    return _Search(costs, objective or Objective(), deadline_s, accept, shown, among).run()
 
 
 class _Search:
@@ -68,8 +72,10 @@ class _Search:
         deadline_s: float,
         accept: Callable[[Found], bool],
         shown: int,
+        among: Sequence[Shape],
     ) -> None:
         self.costs, self.objective, self.accept, self.shown = costs, objective, accept, shown
+        self.among = among
         self.begin = time.monotonic()
         self.until = self.begin + deadline_s
         self._options: dict[Any, list[Option]] = {}
@@ -135,10 +141,9 @@ class _Search:
 
     def _ways(self) -> list[_Way]:
         found: list[_Way] = []
-        all_shapes = list(shapes(self.costs.roles, self.costs.learning, self.costs.generator))
         for total in self._totals():
             borders = marks(total)
-            for shape in all_shapes:
+            for shape in self.among:
                 calls = self.costs.calls(shape)
                 for parts in ranges(borders, len(shape.sets), self.costs.differ):
                     bound = self._bound(shape, calls, self.costs.variants[0], parts, total)

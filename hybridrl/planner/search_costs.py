@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from hybridrl.checks.placement import check_model_fits, placed_roles, wanted_roles
@@ -263,11 +264,19 @@ class PlannedCosts:
                 if generates:
                     rollout = self.config.rollout.parallel
                     rollouts = self._tps(runs, rollout.tp, self._may_cut_generation())
-                for rollout_tp in rollouts:
+                for rollout_tp, shards in product(rollouts, self._shards(cut, runs, may_cut)):
                     ranks = max(1, rollout_tp * self.config.rollout.parallel.pp)
-                    if self._allowed(role, cut, number, ranks if rollout_tp else 1):
-                        found.append(Cut(cut, rollout_tp))
+                    whole = replace(cut, shards=shards)
+                    if self._allowed(role, whole, number, ranks if rollout_tp else 1):
+                        found.append(Cut(whole, rollout_tp))
         return found
+
+    def _shards(self, cut: ParallelConfig, runs: Sequence[int], free: bool) -> list[int | None]:
+        """As asked; or over all devices, or over those of a node, with copies on the others."""
+        near = min(runs) // (cut.pp * cut.tp)
+        if cut.shards is not None or not free or len(runs) == 1 or near < 2:
+            return [cut.shards]
+        return [None, near]
 
     def _place_of(self, role: str) -> Role:
         if role == GENERATOR:
