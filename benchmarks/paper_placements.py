@@ -4,9 +4,9 @@ each, PPO with four models of one size, 1,024 prompts and responses of 1,024 tok
 
     python benchmarks/paper_placements.py [13b 34b ...]
 
-The paper found all models on the same devices best with 16 to 64 of them; two halves best with 96 and
-128 for 34B, models apart from each other best with 128 for 13B. Nothing runs here: the times are
-those of the plan's search.
+The paper found all models on the same devices best with 16 to 64 of them; two halves best with 96
+and 128 for 34B, models apart from each other best with 128 for 13B. Nothing runs here: the times
+are those of the plan's search.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def main() -> None:
             best = min(seconds, key=lambda name: seconds[name]) if seconds else "nothing fits"
             said = FOUND.get(size, {}).get(devices)
             cells = "".join(
-                f"{seconds[name]:>10.1f}" if name in seconds else f"{'-':>10}" for name in PLACEMENTS
+                f"{seconds[name]:>10.1f}" if name in seconds else f"{'-':>10}"
+                for name in PLACEMENTS
             )
             print(f"{size:6}{devices:>8}{cells}   best: {best}; paper: {said or 'not shown'}")
             if said is not None:

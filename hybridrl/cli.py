@@ -135,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _plan(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     from hybridrl.config.load import load_config
     from hybridrl.planner import table
-    from hybridrl.planner.cures import refuse
+    from hybridrl.planner.chosen_settings import choose_settings
+    from hybridrl.planner.cures import changed, refuse
     from hybridrl.planner.described import with_described_models
     from hybridrl.planner.plan import make_plan, to_json
     from hybridrl.preflight import preflight
@@ -147,6 +148,7 @@ def _plan(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     problems.raise_if_any()
     machines = cluster_of(config, chosen.devices)
     with with_described_models(config, tiny_of(config)) as described:
+        described = changed(described, choose_settings(described, machines, lengths))
         plan = make_plan(described, machines, lengths=lengths)
         if plan.fits():
             rates = _rates(described, plan)

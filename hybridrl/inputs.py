@@ -309,7 +309,7 @@ def check_lengths(config: Config, kind: str, rows: Rows, model: PretrainedConfig
     parallel, budget = config.actor.parallel, config.actor.tokens_per_microbatch
     sharing = parallel.ring * parallel.ulysses  # ranks that take the budget each
     needed = -(-length * (2 if kind == "pairs" else 1) // sharing)
-    if needed > budget:
+    if budget is not None and needed > budget:
         raise ConfigError(
             f"{wanted}, but actor.tokens_per_microbatch={budget}: a sample (or a pair) is "
             f"never cut. Raise actor.tokens_per_microbatch to {needed} or more, or lower "

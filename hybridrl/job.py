@@ -87,6 +87,7 @@ class Job:
         remarks: What the user should know of the data, and what reward functions have to say before
             they start.
         dtype_notice: What `model.dtype=auto` has chosen, if that is a surprise; else empty.
+        settings_notice: What was chosen of the settings that were left to the planner; else empty.
         placement_notice: What `placement=auto` has chosen; else empty.
         groups: The worker groups, by role.
         command: The command line, without secrets.
@@ -109,7 +110,7 @@ class Job:
         self.config = config = with_objects(config, reward, data, trainer)
         self.name = _new_name()
         self._as_asked: Config | None = None
-        self.placement_notice = ""
+        self.placement_notice = self.settings_notice = ""
         self._is_whole = is_whole
         self.trainer_class = load_trainer(config.trainer.name)
         self.roles = wanted_roles(config, roles)
@@ -169,6 +170,7 @@ class Job:
             self.executor = self._start_executor()
         loading.result()
         self._choose_dtype()
+        self._choose_settings()
         self._place(progress)
         check_planned_faults(self)  # once: after a loss there may be fewer ranks than were planned
         self._build(progress)
@@ -184,6 +186,22 @@ class Job:
         self.dtype_notice = notice(asked, self.config, kind)
         if asked != self.config and (asked.resume is None or self.resumed.folder is None):
             self.write_settings()
+
+    def _choose_settings(self) -> None:
+        """Of those that are left to the planner. Whoever resumes the run finds what was chosen."""
+        from hybridrl.planner.chosen_settings import choose_settings
+        from hybridrl.planner.cures import changed
+        from hybridrl.planner.devices import present
+        from hybridrl.planner.search_table import words
+
+        lengths = (self.longest_prompt, self.longest_response)
+        cluster = present(self.executor.cluster)
+        chosen = choose_settings(self._with_model(), cluster, lengths, self.roles)
+        if chosen:
+            self.config = changed(self.config, chosen)
+            self.settings_notice = f"Chosen: {', '.join(words(tuple(chosen)))}."
+            if self.config.resume is None or self.resumed.folder is None:
+                self.write_settings()
 
     def _place(self, progress: Callable[[str], None]) -> None:
         """Places the roles on the devices that there are."""

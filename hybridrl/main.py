@@ -109,6 +109,7 @@ def run(config: Config) -> dict[str, Any]:
             view.message(overview(job, short(job.plan)))
             choices = (
                 job.dtype_notice,
+                job.settings_notice,
                 job.placement_notice,
                 correction_notice(config, job.trainer_class),
                 job.plan.notice,

@@ -79,7 +79,7 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
         with tempfile.TemporaryDirectory(prefix="hybridrl-plan-") as folder:
             path = path or model_folder(config, Path(folder))
             sizes = sizes_of(config, lengths_of(chosen.lengths))
-            tokens = min(PROBE_TOKENS, config.actor.tokens_per_microbatch)
+            tokens = min(PROBE_TOKENS, config.actor.tokens_per_microbatch or PROBE_TOKENS)
             samples, device = _samples(config, path), torch.device(cluster.kind)
             dtype = config.model.dtype
             plan = make_plan(use, path, dtype, sizes, samples, devices, device, tokens)

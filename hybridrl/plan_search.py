@@ -24,7 +24,9 @@ from hybridrl.planner.auto import (
     prices_of,
     propose,
 )
+from hybridrl.planner.chosen_settings import choose_settings
 from hybridrl.planner.cluster_probe import with_rates
+from hybridrl.planner.cures import changed
 from hybridrl.planner.described import with_described_models
 from hybridrl.planner.kept_costs import rates_of
 from hybridrl.planner.precision import with_dtype
@@ -50,6 +52,7 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     objective = _objective(chosen, cluster)
     with with_described_models(config, tiny_of(config)) as described:
         machines = cluster if cluster.rates_known else with_rates(cluster)
+        described = changed(described, choose_settings(described, machines, lengths))
         rates = rates_of(machines, with_dtype(described, machines.kind).model.dtype)
         found = propose(
             described,

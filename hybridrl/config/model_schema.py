@@ -159,8 +159,9 @@ class ActorConfig:
     """How the model is trained: the policy, or with trainer `reward_model` the reward model. Other
     models are trained alike, but for what `models.<role>` says."""
 
-    tokens_per_microbatch: PositiveInt = 16384
-    """Tokens, prompts included, of one forward and backward on one device."""
+    tokens_per_microbatch: PositiveInt | None = 16384
+    """Tokens, prompts included, of one forward and backward on one device; null: as many as its
+    memory has room for, by the plan."""
     updates_per_step: PositiveInt = 1
     """Optimizer updates on the samples of one step, each on its own part of them."""
     router_loss_weight: NonNegativeFloat = 0.0

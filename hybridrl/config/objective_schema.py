@@ -98,8 +98,9 @@ class RewardConfig:
     """A function, or a list: measured on all samples as `check/<name>` and never rewarded, so that
     `guard.tripwires` can see a reward rise that means nothing."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
-    processes: Annotated[int, Range(least=1, most=1024)] = 1
-    """Processes per device that run the functions."""
+    processes: Annotated[int | None, Range(least=1, most=1024)] = 1
+    """Processes per device that run the functions; null: one for each core that the device has
+    beside its own."""
     timeout_s: Seconds = 30.0
     """Longest time for one sample."""
     on_error: Annotated[str, OneOf("fail", "drop", "value")] = "fail"

@@ -94,7 +94,10 @@ __all__ = [
 
 PLACED = With("placement.strategy=explicit", "placement.strategy=interleaving")
 PAIRS = With("trainer.name=dpo", "trainer.name=online_dpo", "trainer.name=reward_model")
-SAVED = With("checkpoint.every", "checkpoint.every_minutes", "checkpoint.best")
+SAVED = With(
+    *("checkpoint.every", "checkpoint.every_minutes", "checkpoint.best"),
+    "checkpoint.hours_between_failures",
+)
 RAY = With("executor=ray")
 
 
@@ -202,6 +205,10 @@ class CheckpointConfig:
     reason."""
     every_minutes: NonNegativeFloat = 0.0
     """Minutes after which the next step is saved, if no other was; 0: none for that reason."""
+    hours_between_failures: NonNegativeFloat = 0.0
+    """How long the job is expected to run until something fails: steps are saved as often as wastes
+    least, by the time that the one before has held up the job (Young 1974, Daly 2006); 0: none for
+    that reason."""
     keep_last: Annotated[PositiveInt, SAVED] = 2
     """So many of the newest stay; older ones are removed."""
     keep_every: Annotated[NonNegativeInt, SAVED] = 0
@@ -223,7 +230,7 @@ class CheckpointConfig:
     @property
     def wanted(self) -> bool:
         """Whether steps are saved."""
-        return bool(self.every or self.every_minutes or self.best)
+        return bool(self.every or self.every_minutes or self.best or self.hours_between_failures)
 
 
 @dataclass

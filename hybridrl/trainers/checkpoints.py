@@ -30,6 +30,7 @@ from hybridrl.trainers.resumed import Resumed
 from hybridrl.trainers.same_model import MADE_WITH
 from hybridrl.trainers.saving import Saving
 from hybridrl.trainers.warmup import keep_copies, load_copies, warms_up
+from hybridrl.trainers.when_to_save import WhenToSave
 
 if TYPE_CHECKING:
     from hybridrl.core.batch import Batch
@@ -58,18 +59,13 @@ class Checkpoints:
         self._keep = KeepRule(settings.keep_last, settings.keep_every, settings.best)
         copies = job.keep_copies()
         self._copies = None if copies is None else MemoryCopies(copies)
-        self._saved_at = time.monotonic()
+        self._when = WhenToSave(settings)
         self._warmed_up = warms_up(job)
         self._saving: Saving | None = None
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether this step is to be saved, however good it is."""
-        settings = self.job.config.checkpoint
-        return settings.wanted and (
-            step == last
-            or bool(settings.every and step % settings.every == 0)
-            or 0 < 60 * settings.every_minutes <= time.monotonic() - self._saved_at
-        )
+        return self._when.is_due(step, last)
 
     def is_best(self, figures: Mapping[str, float]) -> bool:
         """Whether a step is to be saved because none that was is as good.
@@ -116,7 +112,7 @@ class Checkpoints:
         self.job.executor.take_records()
         # Samples of later steps must not depend on weights that a resumed run does not have.
         self.job.publish()
-        self._saved_at = time.monotonic()
+        self._when.begins()
         self._saving.stall += time.perf_counter() - begin
 
     def ask(self) -> None:
@@ -206,6 +202,7 @@ class Checkpoints:
         if self._copies is not None:
             self._copies.complete(saving, self._folders, self._evaluated)
         saving.stall += time.perf_counter() - begin
+        self._when.ends(saving.stall)
         return saving
 
     def newest_step(self) -> int:

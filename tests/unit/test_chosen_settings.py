@@ -1,0 +1,84 @@
+"""Settings that are left to the planner, and how often steps are saved."""
+
+import math
+
+import pytest
+from scipy.optimize import minimize_scalar
+
+from hybridrl.config.load import load_config
+from hybridrl.config.schema import CheckpointConfig
+from hybridrl.planner.chosen_settings import choose_settings
+from hybridrl.planner.cures import changed
+from hybridrl.planner.described import with_described_models
+from hybridrl.planner.devices import named
+from hybridrl.planner.plan import make_plan
+from hybridrl.trainers import when_to_save
+from hybridrl.trainers.when_to_save import WhenToSave, best_interval
+
+
+@pytest.mark.parametrize("cost", [0.1, 5.0, 60.0, 600.0])
+@pytest.mark.parametrize("between", [3600.0, 86400.0])
+def test_the_interval_wastes_least(cost: float, between: float) -> None:
+    # A run of one second's work, of which all since the last checkpoint is lost at a failure
+    # (Daly 2006, equation 20).
+    def seconds(interval: float) -> float:
+        return between * math.expm1((interval + cost) / between) / interval
+
+    best = minimize_scalar(seconds, bounds=(cost / 100, between), method="bounded").x
+    assert seconds(best_interval(cost, between)) == pytest.approx(seconds(best), rel=1e-3)
+
+
+def test_a_checkpoint_that_takes_longer_than_the_job_lives() -> None:
+    assert best_interval(100.0, 40.0) == 40.0
+    assert best_interval(0.0, 3600.0) == 0.0
+
+
+def test_steps_are_saved_by_what_the_last_one_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(when_to_save.time, "monotonic", lambda: now[0])
+    when = WhenToSave(CheckpointConfig(hours_between_failures=1.0))
+    assert when.is_due(1, 100)  # what it costs is not known
+    when.begins()
+    assert not when.is_due(2, 100)  # while the first is being written
+    when.ends(0.5)
+    interval = best_interval(0.5, 3600.0)
+    now[0] = interval - 1
+    assert not when.is_due(3, 100)
+    now[0] = interval + 1
+    assert when.is_due(4, 100)
+    assert not WhenToSave(CheckpointConfig()).is_due(100, 100)
+
+
+def test_micro_batches_have_room() -> None:
+    cluster = named("8xA100-40GB")
+    settings = ["model.path=llama-7b", "actor.tokens_per_microbatch=null", "reward.processes=4"]
+    settings += ["rollout.max_tokens=1024", "actor.parallel.tp=2"]
+    with with_described_models(load_config(settings), None) as config:
+        found = choose_settings(config, cluster)
+        ((name, tokens),) = found
+        assert name == "actor.tokens_per_microbatch"
+        plan = make_plan(changed(config, found), cluster)
+        assert plan.filled(plan.fullest) <= 0.9
+        more = make_plan(changed(config, [(name, 2 * tokens)]), cluster)
+        assert more.filled(more.fullest) > 0.9
+
+
+def test_a_micro_batch_takes_the_longest_sample() -> None:
+    cluster = named("1xH100")
+    settings = ["model.path=llama-7b", "actor.tokens_per_microbatch=null"]
+    with with_described_models(load_config(settings), None) as config:
+        assert (
+            dict(choose_settings(config, cluster, (30_000, 30_000)))["actor.tokens_per_microbatch"]
+            >= 60_000
+        )
+
+
+def test_processes_are_the_cores_that_devices_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(["reward.processes=null"])
+    for cores, processes in ((2, 1), (64, 7), (2048, 16)):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        assert choose_settings(config, named("8xH100")) == [("reward.processes", processes)]
+
+
+def test_what_is_set_stays() -> None:
+    assert choose_settings(load_config([]), named("8xH100")) == []
