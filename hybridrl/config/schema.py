@@ -94,10 +94,7 @@ __all__ = [
 
 PLACED = With("placement.strategy=explicit", "placement.strategy=interleaving")
 PAIRS = With("trainer.name=dpo", "trainer.name=online_dpo", "trainer.name=reward_model")
-SAVED = With(
-    *("checkpoint.every", "checkpoint.every_minutes", "checkpoint.best"),
-    "checkpoint.hours_between_failures",
-)
+SAVED = With("checkpoint.every", "checkpoint.every_minutes", "checkpoint.best")
 RAY = With("executor=ray")
 
 
@@ -203,12 +200,9 @@ class CheckpointConfig:
     every: NonNegativeInt = 0
     """Steps between two checkpoints; there is one after the last step, too. 0: none for that
     reason."""
-    every_minutes: NonNegativeFloat = 0.0
-    """Minutes after which the next step is saved, if no other was; 0: none for that reason."""
-    hours_between_failures: NonNegativeFloat = 0.0
-    """How long the job is expected to run until something fails: steps are saved as often as wastes
-    least, by the time that the one before has held up the job (Young 1974, Daly 2006); 0: none for
-    that reason."""
+    every_minutes: NonNegativeFloat | None = 0.0
+    """Minutes after which the next step is saved, if no other was; 0: none for that reason; null:
+    as many as waste least, by what the last checkpoint has cost and how often devices fail."""
     keep_last: Annotated[PositiveInt, SAVED] = 2
     """So many of the newest stay; older ones are removed."""
     keep_every: Annotated[NonNegativeInt, SAVED] = 0
@@ -230,7 +224,7 @@ class CheckpointConfig:
     @property
     def wanted(self) -> bool:
         """Whether steps are saved."""
-        return bool(self.every or self.every_minutes or self.best or self.hours_between_failures)
+        return bool(self.every or self.every_minutes != 0 or self.best)
 
 
 @dataclass

@@ -87,7 +87,8 @@ def moved(
         numbers[number] = []
         for rank in ranks:
             numbers[number].append(len(nodes))
-            seconds, tokens = node.seconds * share, round(node.tokens * share)
+            seconds = node.seconds * (planned or {}).get(node.phase, share)
+            tokens = round(node.tokens * share)
             nodes.append(
                 node._replace(
                     rank=rank, place=places[rank], seconds=seconds, after=after, tokens=tokens

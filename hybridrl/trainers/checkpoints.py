@@ -59,7 +59,7 @@ class Checkpoints:
         self._keep = KeepRule(settings.keep_last, settings.keep_every, settings.best)
         copies = job.keep_copies()
         self._copies = None if copies is None else MemoryCopies(copies)
-        self._when = WhenToSave(settings)
+        self._when = WhenToSave(settings, len(job.executor.cluster.devices))
         self._warmed_up = warms_up(job)
         self._saving: Saving | None = None
 

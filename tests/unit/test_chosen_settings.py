@@ -36,17 +36,17 @@ def test_a_checkpoint_that_takes_longer_than_the_job_lives() -> None:
 def test_steps_are_saved_by_what_the_last_one_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(when_to_save.time, "monotonic", lambda: now[0])
-    when = WhenToSave(CheckpointConfig(hours_between_failures=1.0))
+    when = WhenToSave(CheckpointConfig(every_minutes=None), 8)
     assert when.is_due(1, 100)  # what it costs is not known
     when.begins()
     assert not when.is_due(2, 100)  # while the first is being written
     when.ends(0.5)
-    interval = best_interval(0.5, 3600.0)
+    interval = best_interval(0.5, 50_000 * 3600.0 / 8)
     now[0] = interval - 1
     assert not when.is_due(3, 100)
     now[0] = interval + 1
     assert when.is_due(4, 100)
-    assert not WhenToSave(CheckpointConfig()).is_due(100, 100)
+    assert not WhenToSave(CheckpointConfig(), 8).is_due(100, 100)
 
 
 def test_micro_batches_have_room() -> None:
