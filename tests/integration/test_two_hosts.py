@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import threading
@@ -14,6 +15,10 @@ from pathlib import Path
 import pytest
 from netlab import RAY_ENVIRONMENT, network, ray_nodes
 from settings import LEARNS, SHORT
+
+from hybridrl.observe.recorded_steps import read_steps
+from hybridrl.planner.recorded_run import RecordedRun
+from hybridrl.planner.replay import replay
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 LEARNING = [*SHORT, *LEARNS, "warmup.steps=0", "trainer.steps=8", "num_devices=2"]
@@ -128,3 +133,20 @@ def test_a_node_that_does_not_see_the_run_is_named(hosts, tmp_path):
     assert code == 2
     assert f"run.directory={tmp_path / 'run'} is not on {hosts[1].address}\n" in output
     assert "file system" in output and "Traceback" not in output
+
+
+def test_a_clock_that_is_ahead_is_found(hosts, tmp_path):
+    """Python on the second host lives half a second in the future; a replay of the run's steps does
+    not."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import time\nnow = time.time\ntime.time = lambda: now() + 0.5\n"
+    )
+    environments = [{}, {"PYTHONPATH": str(tmp_path)}]
+    settings = [*SHORT, "trainer.steps=4", "rollout=transformers", "num_devices=2"]
+    with ray_nodes(hosts, cpus=1, environments=environments) as nodes:
+        Driver(nodes, tmp_path, *settings).rewards()
+    steps = read_steps(tmp_path / "run")
+    assert statistics.median(step.ahead[0] for step in steps) == pytest.approx(0.0, abs=5e-3)
+    assert statistics.median(step.ahead[1] for step in steps) == pytest.approx(0.5, abs=5e-3)
+    run = RecordedRun.at(tmp_path / "run")
+    assert replay(run.graph).makespan / len(run.steps) == pytest.approx(run.seconds, rel=0.03)
