@@ -226,7 +226,7 @@ class Job:
 
         self.config = self._as_asked = self._as_asked or self.config
         lengths = (self.longest_prompt, self.longest_response)
-        found = choose_placement(self._with_model(), self.executor.cluster, lengths, self.roles)
+        found = choose_placement(self._with_model(), self.executor, lengths, self.roles)
         best = found.best[0]
         self.config = changed(self._as_asked, list(best.settings))
         self.placement, self.plan = best.placement, best.plan

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hybridrl.config.schema import Config
+from hybridrl.controller.executor import Executor
 from hybridrl.core.cluster import Cluster
 from hybridrl.placement import Placement
 from hybridrl.planner.auto import Proposals, propose
-from hybridrl.planner.cluster_probe import with_rates
+from hybridrl.planner.cluster_probe import with_makers_rates, with_rates
 from hybridrl.planner.cures import refuse
+from hybridrl.planner.dataflow import sizes_of
 from hybridrl.planner.devices import present
-from hybridrl.planner.kept_costs import rates_of
+from hybridrl.planner.job_probe import probe_job
+from hybridrl.planner.kept_costs import has_costs, rates_of
 from hybridrl.planner.plan import Plan, make_plan
 from hybridrl.planner.planner import shape_at
 from hybridrl.planner.precision import with_dtype
+from hybridrl.planner.rates import Rates
 from hybridrl.trainers.role_spec import RoleSpec
 
 SEARCH_SECONDS = 30.0
@@ -57,11 +61,12 @@ def plan_job(
 
 def choose_placement(
     config: Config,
-    cluster: Cluster,
+    executor: Executor,
     lengths: tuple[int, int],
     roles: Mapping[str, RoleSpec],
 ) -> Proposals:
-    """For `placement=auto`: the best ways to run the job on its devices.
+    """For `placement=auto`: the best ways to run the job on its devices, by their makers' figures,
+    by what `hybridrl calibrate` has kept, or by a probe that the job's own hosts make now.
 
     Args:
         config: With the model's folder.
@@ -70,6 +75,14 @@ def choose_placement(
     Raises:
         ConfigError: if nothing fits.
     """
-    machines = with_rates(cluster)
-    rates = rates_of(machines, with_dtype(config, cluster.kind).model.dtype)
+    dtype = with_dtype(config, executor.cluster.kind).model.dtype
+    machines = present(executor.cluster)
+    rates: Rates | Sequence[Rates]
+    if (known := with_makers_rates(machines)) is not None or has_costs(machines, dtype):
+        machines = known or with_rates(executor.cluster)
+        rates = rates_of(machines, dtype)
+    else:
+        sizes = sizes_of(config, lengths)
+        tokens = min(config.actor.tokens_per_microbatch, sizes.tokens // len(machines.devices) + 1)
+        rates = probe_job(executor, config.model.path, dtype, tokens, sizes.sample_tokens)
     return propose(config, machines, rates, lengths, roles, deadline_s=SEARCH_SECONDS)

@@ -64,11 +64,8 @@ def with_rates(cluster: Cluster) -> Cluster:
     """A job's devices with all that is known of them: of accelerators what their makers say, else
     what a probe of this machine has found, now or earlier."""
     here = present(cluster)
-    for name, (model, host) in ACCELERATORS.items():
-        if here.is_cuda and name.split("-")[0] in here.devices[0].model.replace(" ", ""):
-            model = replace(model, memory=here.memory)
-            models = dict.fromkeys(here.model_names, model)
-            return replace(here, models=models, hosts=dict.fromkeys(here.nodes, host))
+    if (known := with_makers_rates(here)) is not None:
+        return known
     kept = kept_probe(here)
     if kept is None:
         with tempfile.TemporaryDirectory() as folder:
@@ -78,6 +75,16 @@ def with_rates(cluster: Cluster) -> Cluster:
         keep(kept)
     (host,) = set(kept.hosts.values())
     return replace(here, models=kept.models, hosts=dict.fromkeys(here.nodes, host))
+
+
+def with_makers_rates(here: Cluster) -> Cluster | None:
+    """Devices of this machine with what their makers say; None for those that are not known."""
+    for name, (model, host) in ACCELERATORS.items():
+        if here.is_cuda and name.split("-")[0] in here.devices[0].model.replace(" ", ""):
+            model = replace(model, memory=here.memory)
+            models = dict.fromkeys(here.model_names, model)
+            return replace(here, models=models, hosts=dict.fromkeys(here.nodes, host))
+    return None
 
 
 def keep(cluster: Cluster) -> Path | None:

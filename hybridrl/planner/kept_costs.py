@@ -45,6 +45,11 @@ def rates_of(cluster: Cluster, dtype: str) -> Sequence[Rates]:
     return Rates.known(cluster, dtype, costs)
 
 
+def has_costs(cluster: Cluster, dtype: str) -> bool:
+    """Whether work was measured on these devices of this machine."""
+    return _file(cluster, dtype).is_file()
+
+
 @lru_cache(maxsize=4)
 def _costs(file: Path, written: int, model: str) -> DeviceCosts | None:
     """Of the file as it was then: to learn from it takes a second."""

@@ -59,7 +59,7 @@ def probe(path: str, dtype: str, cluster: Cluster, tokens: int, length: float) -
         tokens: Of a micro-batch.
         length: Tokens of a sample.
     """
-    found = on_all(_measure, cluster, path, dtype, tokens, round(length))
+    found = on_all(measure_layers, cluster, path, dtype, tokens, round(length))
     mean = {name: sum(f[name] for f in found) / len(found) for name in found[0]}
     return Rates(**mean, source=f"a probe of {len(found)} device(s) of this machine")
 
@@ -113,9 +113,14 @@ def _child(measure: Measure, rank: int, world: int, *job: Any) -> None:
     dist.destroy_process_group()
 
 
-def _measure(
+def measure_layers(
     rank: int, world: int, kind: str, threads: int, path: str, dtype: str, tokens: int, length: int
 ) -> dict[str, float]:
+    """What one of several devices finds, all at once; see `probe`.
+
+    Args:
+        threads: Of this process, where there is more than one.
+    """
     device = make_current(kind, rank)
     if world > 1:
         torch.set_num_threads(threads)

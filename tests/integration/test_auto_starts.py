@@ -1,7 +1,6 @@
 """What a search proposes also starts: the best plans of random small settings, on devices that seem
 quick at one thing and slow at another, take a step here."""
 
-import json
 import math
 import random
 
@@ -9,9 +8,9 @@ import pytest
 from settings import TINY
 
 from hybridrl import load_config
-from hybridrl.core.cluster import Cluster
 from hybridrl.placement import GENERATOR
-from hybridrl.planner import cluster_probe
+from hybridrl.planner import at_start
+from hybridrl.planner.rates import Rates
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
 SETTINGS = 20
@@ -22,7 +21,8 @@ def test_the_best_plan_starts(seed, hosts, tmp_path, monkeypatch):
     draw = random.Random(seed)
     devices = draw.choice([1, 2, 2, 3, 4])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cluster_probe.keep(Cluster.from_json(json.dumps(_probed(draw, devices))))
+    rates = _probed(draw)
+    monkeypatch.setattr(at_start, "probe_job", lambda *job: rates)
     algorithm = draw.choice(["grpo", "ppo", "remax", "rloo", "online_dpo"])
     may_be_stale = algorithm in ("grpo", "ppo")
     settings = [
@@ -52,21 +52,18 @@ def test_the_best_plan_starts(seed, hosts, tmp_path, monkeypatch):
     assert math.isfinite(figures["loss"]), (separated, cuts)
 
 
-def _probed(draw, number):
+def _probed(draw):
     """Devices as no machine has them: the search then cuts and parts what it never would here."""
     rate, link = 10 ** draw.uniform(8, 12), 10 ** draw.uniform(6, 12)
-    model = {
-        "memory": 4e9,
-        "flops": {"float32": rate, "bfloat16": rate},
-        "bandwidth": 10 ** draw.uniform(8, 12),
-        "small_op": 10 ** draw.uniform(-7, -4),
-        "measured": True,
-    }
-    wire = {"bandwidth": link, "latency": 10 ** draw.uniform(-7, -3)}
-    return {
-        "devices": [
-            {"kind": "cpu", "node": "localhost", "model": "CPU slot", "count": number},
-        ],
-        "models": {"CPU slot": model},
-        "hosts": {"localhost": {"inside": wire, "network": wire}},
-    }
+    return Rates(
+        forward=rate,
+        training=rate / draw.uniform(1, 3),
+        forward_overhead=10 ** draw.uniform(-6, -3),
+        training_overhead=10 ** draw.uniform(-6, -3),
+        memory=10 ** draw.uniform(8, 12),
+        link=link,
+        network=link,
+        sums=draw.uniform(1, 3),
+        small_op=10 ** draw.uniform(-7, -4),
+        source="made up",
+    )

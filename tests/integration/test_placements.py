@@ -9,8 +9,6 @@ import pytest
 from settings import TINY
 
 from hybridrl import load_config
-from hybridrl.core.cluster import Cluster
-from hybridrl.planner import cluster_probe
 from hybridrl.planner.recorded_graph import graph_of
 from hybridrl.planner.replay import replay
 from hybridrl.trainers import ppo
@@ -36,10 +34,6 @@ PLACEMENTS = {
     "separation": ["placement=separation"],
     "auto": ["placement=auto"],
 }
-PROBED = """{"devices": [{"kind": "cpu", "node": "localhost", "model": "CPU slot", "count": 2}],
-"models": {"CPU slot": {"memory": 4e9, "flops": {"float32": 2e10, "bfloat16": 2e10},
-    "bandwidth": 1e10, "small_op": 7e-6, "measured": true}},
-"hosts": {"localhost": {"inside": {"bandwidth": 1e8}, "network": {"bandwidth": 1e8}}}}"""
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +43,7 @@ def on_policy(hosts, tmp_path_factory):
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_every_placement_learns_the_same(placement, on_policy, hosts, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cluster_probe.keep(Cluster.from_json(PROBED))  # so that `auto` need not measure
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # so that `auto` measures
     found, versions = run(hosts, tmp_path, *PLACEMENTS[placement])
     assert found == pytest.approx(on_policy[0], abs=1e-5)
     assert versions == on_policy[1]
@@ -119,7 +112,7 @@ def place_is_what_was_written(job):
 
 
 def all_was_chosen_and_kept(job):
-    """Roles on devices, and no probe but the one that was kept. Who resumes searches again."""
+    """Roles on devices. Who resumes searches again."""
     written = json.loads((job.directory.path / "placement.json").read_text())
     assert written["strategy"] == "auto" and written["settings"] == {}
     assert written["roles"].keys() == {"actor", "critic", "reference", "reward"} == set(job.groups)

@@ -60,7 +60,7 @@ MAY_IMPORT = {
         *("core", "controller", "models", "placement", "trainers"),
         *("=rollout", "=checks.placement", "=compress", "=compress.gradient_choice"),
         *("=compress.weights", "=config.load", "=config.presets"),
-        *("=observe.recorded_steps", "=observe.metrics_history"),
+        *("=observe.recorded_steps", "=observe.metrics_history", "=parallel.process_group"),
     },
     # Modules beside the rooms: they put the others together.
     "": EVERYTHING,
