@@ -231,9 +231,11 @@ class Job:
         self.config = changed(self._as_asked, list(best.settings))
         self.placement, self.plan = best.placement, best.plan
         self.directory.write_placement(best.to_json())
-        self.placement_notice = " ".join(
-            [f"placement=auto chose {best.found.shape}.", *words(best.settings)]
+        said = (
+            f"placement=auto chose {best.found.shape}: a step of about {best.found.step:.3g} s, with "
+            "samples as long as they may be."
         )
+        self.placement_notice = " ".join([said, *words(best.settings)])
 
     def _build(self, progress: Callable[[str], None]) -> None:
         """Builds the workers of the roles where they are placed."""
