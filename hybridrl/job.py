@@ -232,8 +232,8 @@ class Job:
         self.placement, self.plan = best.placement, best.plan
         self.directory.write_placement(best.to_json())
         said = (
-            f"placement=auto chose {best.found.shape}: a step of about {best.found.step:.3g} s, with "
-            "samples as long as they may be."
+            f"placement=auto chose {best.found.shape}: a step of about {best.found.step:.3g} s, "
+            "with samples as long as they may be."
         )
         self.placement_notice = " ".join([said, *words(best.settings)])
 

@@ -148,7 +148,8 @@ def tiny_config(
         "intermediate_size": 4 * hidden_size,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": max(1, heads // 2),
+        # Half as many where that can be: each is read by equally many heads.
+        "num_key_value_heads": next(n for n in range(max(1, heads // 2), 0, -1) if heads % n == 0),
         "max_position_embeddings": context,
         "tie_word_embeddings": True,
     }

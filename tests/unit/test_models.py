@@ -20,6 +20,7 @@ from hybridrl.models import (
     token_log_probs,
 )
 from hybridrl.models.attention import NAME
+from hybridrl.models.loading import tiny_config
 from hybridrl.models.packing import WASTE
 
 CPU = torch.device("cpu")
@@ -328,3 +329,11 @@ def test_packed_samples_know_where_each_token_is(lengths, seed):
         expected.extend(range(start + prompt - 1, start + prompt - 1 + response))
     assert samples.predictors.tolist() == expected
     assert torch.equal(samples.response_bounds, batch["response_ids"].cu_seqlens)
+
+
+@pytest.mark.parametrize("heads", range(1, 13))
+def test_tiny_heads_share_keys_evenly(heads):
+    config = tiny_config(hidden_size=8 * heads, layers=1, heads=heads, context=8)
+    config.vocab_size = 16
+    model = AutoModelForCausalLM.from_config(config)
+    assert model(torch.zeros(1, 3, dtype=torch.int64)).logits.shape == (1, 3, 16)
