@@ -72,7 +72,9 @@ MAY_IMPORT = {
     "interrupts": EVERYTHING,
     "commands": {
         *("core", "checkpoint", "observe", "planner"),
-        *("=config.overrides", "=config.values"),
+        *("=config.overrides", "=config.values", "=config.load", "=checks.settings"),
+        *("=inputs", "=models", "=preflight"),
+        *("=plan_generation", "=plan_precision", "=plan_search"),
     },
     "job": EVERYTHING,
     "plan_precision": EVERYTHING,
