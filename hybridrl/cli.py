@@ -15,6 +15,10 @@ from hybridrl import __version__
 from hybridrl.errors import HybridRLError
 
 COMMANDS = {
+    "doctor": (
+        "doctor",
+        "looks whether this machine and its packages are fit for jobs, and says what to do",
+    ),
     "plan": ("plan", "what a job will do and take, before it starts"),
     "checkpoint": ("checkpoint", "lists, verifies, compares, exports and removes checkpoints"),
     "cluster": ("cluster", "measures devices and links, for plans"),

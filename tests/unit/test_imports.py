@@ -71,11 +71,12 @@ MAY_IMPORT = {
     "groups": EVERYTHING,
     "interrupts": EVERYTHING,
     "commands": {
-        *("core", "checkpoint", "observe", "planner"),
+        *("core", "checkpoint", "doctor", "observe", "planner"),
         *("=config.overrides", "=config.values", "=config.load", "=checks.settings"),
         *("=inputs", "=models", "=preflight"),
         *("=plan_generation", "=plan_precision", "=plan_search"),
     },
+    "doctor": {"core", "=checks.open_files", "=observe.storage", "=observe.summary"},
     "job": EVERYTHING,
     "plan_precision": EVERYTHING,
     "plan_search": EVERYTHING,
