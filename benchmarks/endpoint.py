@@ -37,12 +37,12 @@ from figures import interleave, report
 from hybridrl.config.schema import EnvironmentConfig, RolloutConfig
 from hybridrl.controller import Context
 from hybridrl.core.batch import Batch
+from hybridrl.core.shared_memory import remove_shared_memory
 from hybridrl.data.tasks.character_tokenizer import TEXT, build_tokenizer
 from hybridrl.environments.play import Play, Played
 from hybridrl.models import make_tiny_model
 from hybridrl.parallel.process_group import join
 from hybridrl.rollout import Sampling
-from hybridrl.rollout.shared_memory import remove_shared_memory
 from hybridrl.rollout.vllm import VLLMRollout
 from hybridrl.serving.agents import AgentRollout
 from hybridrl.serving.endpoint import Endpoint

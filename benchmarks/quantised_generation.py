@@ -30,10 +30,10 @@ from hybridrl.algorithms.corrections import mismatch
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.controller.worker import Context
 from hybridrl.core.batch import Batch
+from hybridrl.core.shared_memory import remove_shared_memory
 from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.parallel.process_group import join
 from hybridrl.rollout import Sampling
-from hybridrl.rollout.shared_memory import remove_shared_memory
 
 CONFIG = Qwen2Config(
     vocab_size=4096,

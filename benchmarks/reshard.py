@@ -31,6 +31,7 @@ from hybridrl.controller.worker import Context, Rendezvous
 from hybridrl.core.boxes import extent
 from hybridrl.core.hybrid_mesh import HybridMesh, VanillaMesh
 from hybridrl.core.layout import Layout
+from hybridrl.core.shared_memory import remove_shared_memory
 from hybridrl.core.training_mesh import training_mesh
 from hybridrl.core.transition import Parameter, Transition, gather_all, nested, vanilla
 from hybridrl.data.tasks.character_tokenizer import build_tokenizer
@@ -41,7 +42,6 @@ from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.process_group import join
 from hybridrl.reshard.collectives import Reshard
 from hybridrl.reshard.parcels import into
-from hybridrl.rollout.shared_memory import remove_shared_memory
 
 RANKS, TRAIN_TP, ROLLOUT_TP = 4, 4, 2
 CPU = torch.device("cpu")

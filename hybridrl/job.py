@@ -251,7 +251,7 @@ class Job:
             LostError: if something is lost meanwhile.
             WorkerError: if too few devices come back, or the job does not fit on them.
         """
-        from hybridrl.rollout.shared_memory import remove_shared_memory
+        from hybridrl.core.shared_memory import remove_shared_memory
 
         self.executor.close()
         remove_shared_memory(self.name)
@@ -350,7 +350,7 @@ class Job:
         writer.close(self._outcome)
 
     def _start_executor(self) -> Executor:
-        from hybridrl.rollout.shared_memory import remove_leftovers, remove_shared_memory
+        from hybridrl.core.shared_memory import remove_leftovers, remove_shared_memory
 
         remove_leftovers()
         self._opened.callback(lambda: remove_shared_memory(self.name))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from hybridrl import __version__
+from hybridrl.cli import COMMANDS
 from hybridrl.config.load import load_config, shown
 from hybridrl.config.schema import Config
 from hybridrl.config.shown import idle
@@ -185,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _refuse_commands(words: Sequence[str]) -> None:
-    if named := {"plan", "checkpoint"} & {*words[:1]}:
+    if named := COMMANDS.keys() & {*words[:1]}:
         raise ConfigError(
             f"`{named.pop()}` is a command of the program `hybridrl`, and this one runs jobs. "
             f"Write: hybridrl {shlex.join(sys.argv[1:])}"

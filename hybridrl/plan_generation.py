@@ -251,7 +251,7 @@ def _lengths(
     config: Config, chosen: argparse.Namespace, prompts: Sequence[Tensor]
 ) -> tuple[int, int]:
     """Tokens of a prompt and of a response."""
-    from hybridrl.cli import lengths_of
+    from hybridrl.commands.plan_options import lengths_of
 
     if (said := lengths_of(chosen.lengths)) is not None:
         return math.ceil(said[0]), math.ceil(said[1])

@@ -59,7 +59,7 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     Raises:
         ConfigError: for what is wrong with settings, devices or the model.
     """
-    from hybridrl.cli import lengths_of
+    from hybridrl.commands.plan_options import lengths_of
 
     config = load_config(overrides)
     check(config)

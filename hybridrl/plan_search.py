@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
-from hybridrl.cli import cluster_of, lengths_of, tiny_of
+from hybridrl.commands.plan_options import cluster_of, lengths_of, tiny_of
 from hybridrl.config.load import load_config
 from hybridrl.core.cluster import Cluster
 from hybridrl.errors import ConfigError, Problems

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import resource
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from hybridrl.checks.checkpoints import check_checkpoints
 from hybridrl.checks.environment import check_environment
 from hybridrl.checks.evaluation import check_evaluation
 from hybridrl.checks.model_folder import check_generator
+from hybridrl.checks.open_files import check_open_files
 from hybridrl.checks.placement import check_placement
 from hybridrl.checks.roles import check_models, check_roles
 from hybridrl.checks.rollout import check_rollout
@@ -22,9 +22,6 @@ from hybridrl.config.values import with_defaults, wrong_values
 from hybridrl.core.cluster import Cluster, choose_devices
 from hybridrl.errors import ConfigError, MissingPackageError, Problems
 from hybridrl.trainers.role_spec import RoleSpec
-
-LEAST_OPEN_FILES = 256
-"""With so many a job with Ray was seen to run."""
 
 
 def check(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
@@ -56,7 +53,7 @@ def check(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
             check_with_roles(config, roles)
     if not config.run.dry:  # a recipe for other machines can be looked at on this one
         with problems.noted():
-            _check_open_files()
+            check_open_files()
         with problems.noted(besides=wrong):
             check_models(config, load_roles(config) if roles is None else roles)
             _check_devices(config)  # asks the models how they can be cut
@@ -182,18 +179,6 @@ def _check_packages(config: Config) -> None:
                 f"{package} is not installed: pip install 'hybridrl{extra[package]}. To do without "
                 f"it: {instead[package]}."
             )
-
-
-def _check_open_files() -> None:
-    """What Ray and vLLM say where they can open no more names neither the limit nor the cure."""
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= limit < LEAST_OPEN_FILES:
-        can = limit < most or most < 0  # the shell may raise it as far as that
-        raise ConfigError(
-            f"A process may open {limit} files here (ulimit -n), and a job needs "
-            f"{LEAST_OPEN_FILES} or more. Write `ulimit -n 4096` before the command"
-            f"{'' if can else ', as far as whoever set the limit lets you (ulimit -Hn)'}."
-        )
 
 
 def _check_devices(config: Config) -> None:

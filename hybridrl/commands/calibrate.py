@@ -22,8 +22,12 @@ TRIED = 0.2
 
 def add_parser(commands: Any) -> None:
     """Adds `calibrate` to the subcommands of a parser."""
-    what = "measures layers, heads, generation, updates and gathers on this machine, for plans"
-    parser = commands.add_parser("calibrate", help=what, description=what)
+    what = "measures what pieces of work take on this machine, for plans"
+    parser = commands.add_parser(
+        "calibrate",
+        help=what,
+        description="Measures layers, heads, generation, updates and gathers here, for plans.",
+    )
     parser.add_argument("--devices", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--number", type=int, help="of devices; else every GPU, or two CPU slots")
     parser.add_argument("--dtype", default="float32", help="of computation (float32), or bfloat16")

@@ -31,7 +31,8 @@ _ONE_STEP = "a step's folder or URL; of a run its newest"
 
 def add_parser(commands: Any) -> None:
     """Adds `checkpoint` to the subcommands of a parser."""
-    parser = commands.add_parser("checkpoint", help="look at checkpoints, and after them")
+    what = "lists, verifies, compares, exports and removes checkpoints"
+    parser = commands.add_parser("checkpoint", help=what)
     actions = parser.add_subparsers(dest="action", required=True)
 
     def action(name: str, what: str, *places: tuple[str, str]) -> argparse.ArgumentParser:

@@ -18,7 +18,7 @@ SECONDS_TO_MS, GIGA = 1e3, 1e9
 
 def add_parser(commands: Any) -> None:
     """Adds `cluster` to the subcommands of a parser."""
-    parser = commands.add_parser("cluster", help="look at devices and links")
+    parser = commands.add_parser("cluster", help="measures devices and links, for plans")
     actions = parser.add_subparsers(dest="action", required=True)
     what = "measures this machine for a few seconds: products by precision, memory, links, disk"
     probe = actions.add_parser("probe", help=what, description=what)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from hybridrl.config.schema import RolloutConfig
+from hybridrl.core.shared_memory import hold_shared_memory
 from hybridrl.errors import ConfigError, MissingPackageError
 from hybridrl.models.rounded_rows import NONE
-from hybridrl.rollout.shared_memory import hold_shared_memory
 from hybridrl.rollout.vllm_options import SPECULATIVE
 
 # Read by vLLM when it is imported.

@@ -106,7 +106,7 @@ def test_with_vllm(tmp_path):
 
 def play_with_vllm(rank, tmp_path):
     from hybridrl.config.schema import RolloutConfig
-    from hybridrl.rollout.shared_memory import remove_shared_memory
+    from hybridrl.core.shared_memory import remove_shared_memory
     from hybridrl.rollout.vllm import VLLMRollout
 
     job, folder = f"hybridrl-{os.getpid()}-1", tmp_path / "model"

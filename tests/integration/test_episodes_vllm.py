@@ -67,10 +67,10 @@ def test_vllm_plays_episodes(tmp_path):
 def play_with_vllm(rank, tmp_path):
     from hybridrl.config.schema import RolloutConfig
     from hybridrl.core.batch import Batch
+    from hybridrl.core.shared_memory import remove_shared_memory
     from hybridrl.rollout import Sampling
     from hybridrl.rollout.episode_class import load_episode
     from hybridrl.rollout.episodes import EpisodeRollout
-    from hybridrl.rollout.shared_memory import remove_shared_memory
     from hybridrl.rollout.vllm import VLLMRollout
 
     job = f"hybridrl-{os.getpid()}-1"

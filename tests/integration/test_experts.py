@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.core.batch import ROUTES, Batch
+from hybridrl.core.shared_memory import remove_shared_memory
 from hybridrl.models.attention import NAME
 from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.models.packing import PackedSamples
 from hybridrl.models.routing import Routing, find_routers
 from hybridrl.rollout.base import Request, Sampling
-from hybridrl.rollout.shared_memory import remove_shared_memory
 from hybridrl.rollout.stream import SampleStream, Share
 
 pytestmark = pytest.mark.vllm

@@ -16,8 +16,8 @@ from ranks import run_ranks
 from hybridrl.config.schema import RolloutConfig, RolloutParallelConfig
 from hybridrl.core.batch import Batch
 from hybridrl.core.boxes import volume
+from hybridrl.core.shared_memory import remove_shared_memory
 from hybridrl.rollout import Sampling
-from hybridrl.rollout.shared_memory import remove_shared_memory
 from hybridrl.rollout.weights import by_tensor, inside
 
 pytestmark = pytest.mark.vllm

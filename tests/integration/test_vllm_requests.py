@@ -17,10 +17,10 @@ def test_requests_are_dropped_seen_and_ended(tmp_path):
 
 def make_requests(rank, tmp_path):
     from hybridrl.config.schema import RolloutConfig
+    from hybridrl.core.shared_memory import remove_shared_memory
     from hybridrl.data.tasks.character_tokenizer import build_tokenizer
     from hybridrl.models import make_tiny_model
     from hybridrl.rollout.base import Request, Sampling
-    from hybridrl.rollout.shared_memory import remove_shared_memory
     from hybridrl.rollout.vllm import VLLMRollout
 
     job, folder = f"hybridrl-{os.getpid()}-1", tmp_path / "model"

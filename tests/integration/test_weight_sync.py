@@ -19,10 +19,10 @@ from hybridrl.config.schema import (
 )
 from hybridrl.controller import WorkerGroup
 from hybridrl.core.batch import Batch
+from hybridrl.core.shared_memory import remove_shared_memory
 from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.placement.separated_actor import SeparatedActor
 from hybridrl.rollout import Sampling
-from hybridrl.rollout.shared_memory import remove_shared_memory
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 CASES = [

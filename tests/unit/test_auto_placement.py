@@ -114,7 +114,8 @@ def test_cheap_and_few(model):
 def test_the_command(model, capsys, tmp_path):
     words = [*PPO[:-1], f"model.path={model}", f"reward.model={model}", "rollout.max_tokens=512"]
     asked = ["plan", "--search", *words, "--devices", "2xH100", "--out", f"{tmp_path}/mine.json"]
-    main([*asked, "--price", "H100=2.5"])
+    with pytest.raises(SystemExit):
+        main([*asked, "--price", "H100=2.5"])
     said = capsys.readouterr()
     assert "tokens a dollar" in said.out and "ways were looked at" in said.out
     assert "longer" in said.out or "about as quick" in said.out

@@ -54,3 +54,26 @@ def test_plans_refuse_words_that_would_do_nothing(words, said, capsys):
         cli.main(["plan", *words])
     assert stopped.value.code == cli.REFUSED
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_each_command_is_what_the_list_says_of_it():
+    added = cli.parser_of([*cli.COMMANDS])._subparsers._group_actions[0]
+    said = {one.dest: one.help for one in added._choices_actions}
+    assert said == {name: what for name, (_, what) in cli.COMMANDS.items()}
+
+
+def test_only_the_command_that_is_asked_for_is_imported():
+    program = (
+        "import sys\nfrom hybridrl import cli\n"
+        "try:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'numpy', 'transformers'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_words_that_are_no_options_are_refused(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", "trainer.steps=2", "--seacrh"])
+    assert stopped.value.code == cli.REFUSED
+    assert "unknown: --seacrh. See hybridrl plan --help." in capsys.readouterr().err

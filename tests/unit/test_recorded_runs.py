@@ -216,10 +216,11 @@ def test_predictions_are_compared_and_remembered(run_of, capsys):
     slower = [step(1, 0.0, slow=1.2), step(2, 10.0, slow=1.2)]
     one, other = run_of("one"), run_of("other", checkpointed, steps=slower)
     assert backtest.spread() is None
-    cli.COMMANDS["whatif"].run(argparse.Namespace(run=str(one), steps=10, json=False, **ASKED))
+    cli.command("whatif").run(argparse.Namespace(run=str(one), steps=10, json=False, **ASKED))
     assert "no prediction has been compared" in capsys.readouterr().out
     with_runs = ["plan", "--backtest", str(one), str(other), "--json"]
-    cli.main(with_runs)
+    with pytest.raises(SystemExit):
+        cli.main(with_runs)
     found = json.loads(capsys.readouterr().out)
     assert {row["kind"] for row in found} == {"plan", "replay", "whatif"}
     assert all(abs(row["error"]) < 1e-6 for row in found if row["kind"] == "replay")

@@ -11,6 +11,7 @@ import fcntl
 import logging
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER = Path("/dev/shm")
@@ -41,6 +42,19 @@ def remove_shared_memory(job: str) -> None:
 
 def remove_leftovers() -> None:
     """Removes what jobs left whose processes have all ended, killed perhaps."""
+    for job in _ended_jobs():
+        remove_shared_memory(job)
+
+
+def leftovers() -> dict[str, int]:
+    """Bytes of what jobs left whose processes have all ended, by the job."""
+    return {
+        job: sum(path.stat().st_size for path in FOLDER.glob(f"*{job}*")) for job in _ended_jobs()
+    }
+
+
+def _ended_jobs() -> Iterator[str]:
+    """Names of jobs that left something; no process can begin to hold it while it is looked at."""
     found = (NAME.search(path.name) for path in FOLDER.glob("*hybridrl-*"))
     for job in {name.group() for name in found if name}:
         try:
@@ -49,7 +63,7 @@ def remove_leftovers() -> None:
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove_shared_memory(job)
+            yield job
         except BlockingIOError:  # it is in use
             pass
         finally:

@@ -1,0 +1,186 @@
+"""`hybridrl plan [key=value ...]`: where roles will live, what that takes of each device, and how
+long a step will last; it starts nothing. Its further kinds: `precision`, which layers a slower
+device computes in fewer bits; `generation`, how unequal devices generate together; `--search`;
+`--backtest`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from hybridrl.commands.plan_options import cluster_of, lengths_of, tiny_of
+from hybridrl.errors import ConfigError, Problems
+
+if TYPE_CHECKING:
+    from hybridrl.config.schema import Config
+    from hybridrl.planner.plan import Plan
+    from hybridrl.planner.rates import Rates
+
+GENERATION, PRECISION = "generation", "precision"
+"""What else is planned, by the first word after `hybridrl plan`."""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `plan` to the subcommands of a parser."""
+    plan = commands.add_parser(
+        "plan",
+        help="what a job will do and take, before it starts",
+        description=__doc__,
+        usage="hybridrl plan [generation | precision] [key=value ...] [--json] [--devices N] "
+        "[--lengths P+R] [--role ROLE] [--out FILE] [--search] [--price ...] "
+        "[--within SECONDS] [--backtest RUN ...]",
+    )
+    plan.set_defaults(settings=[])
+    plan.add_argument(
+        "--json", action="store_true", help="the plan as data; placement=file runs it"
+    )
+    plan.add_argument(
+        "--devices",
+        help="plan for machines that are not here: 64xH200, 16x8xH100, 8xL4,16xH100@400Gbps, or a "
+        "JSON file of `hybridrl cluster probe`. For `precision` and `generation` a JSON file of "
+        'unequal ones: [{"name": "new"}, {"name": "old", "share": 0.5, "memory_gib": 16}]',
+    )
+    plan.add_argument(
+        "--lengths",
+        metavar="PROMPT+RESPONSE",
+        help="tokens of a usual sample, such as 300+800; else the longest that are allowed",
+    )
+    plan.add_argument("--role", help="for `precision`: whose layers; else the actor's")
+    plan.add_argument(
+        "--out", metavar="FILE", help="for `generation`, `precision`, --search: where the plan goes"
+    )
+    plan.add_argument(
+        "--search",
+        action="store_true",
+        help="look for the placement, the cuts and the settings with which the job is quickest",
+    )
+    plan.add_argument(
+        "--price",
+        metavar="NAME=DOLLARS",
+        help="with --search: what most tokens a dollar are made with; dollars an hour of each kind "
+        "of device: H100=2.5,L4=0.7",
+    )
+    plan.add_argument(
+        "--within",
+        metavar="SECONDS",
+        type=float,
+        help="with --search: the fewest devices with which a step takes no longer",
+    )
+    plan.add_argument(
+        "--deadline", metavar="SECONDS", type=float, help="with --search: the best so far then (60)"
+    )
+    plan.add_argument(
+        "--backtest",
+        metavar="RUN",
+        nargs="+",
+        help="how far plans, replays and what-ifs of these runs, and from one to another, are off",
+    )
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Plans, and shows it.
+
+    Raises:
+        HybridRLError: for what is wrong with settings or options, and for what does not fit.
+    """
+    settings = list(chosen.settings)
+    kind = settings.pop(0) if settings[:1] in ([GENERATION], [PRECISION]) else ""
+    _check_words(chosen, kind)
+    if chosen.backtest:
+        from hybridrl.commands import backtest
+
+        backtest.run(chosen)
+    elif chosen.search:
+        from hybridrl import plan_search
+
+        plan_search.run(chosen, settings)
+    elif kind == GENERATION:
+        from hybridrl import plan_generation
+
+        plan_generation.run(chosen, settings)
+    elif kind == PRECISION:
+        from hybridrl import plan_precision
+
+        plan_precision.run(chosen, settings)
+    else:
+        _plan(chosen, settings)
+    return 0
+
+
+def _plan(chosen: argparse.Namespace, settings: list[str]) -> None:
+    from hybridrl.config.load import load_config
+    from hybridrl.planner import table
+    from hybridrl.planner.chosen_settings import choose_settings
+    from hybridrl.planner.cures import changed, refuse
+    from hybridrl.planner.described import with_described_models
+    from hybridrl.planner.plan import make_plan, to_json
+    from hybridrl.preflight import preflight
+
+    config = load_config(settings)
+    lengths = lengths_of(chosen.lengths)
+    problems = Problems()
+    unseen = preflight(config, problems, plans=True, is_elsewhere=chosen.devices is not None)
+    problems.raise_if_any()
+    machines = cluster_of(config, chosen.devices)
+    with with_described_models(config, tiny_of(config)) as described:
+        described = changed(described, choose_settings(described, machines, lengths))
+        plan = make_plan(described, machines, lengths=lengths)
+        if plan.fits():
+            rates = _rates(described, plan)
+            plan = make_plan(described, machines, lengths=lengths, rates=rates)
+        if chosen.json:
+            sys.stdout.write(to_json(plan) + "\n")
+        else:
+            console = Console(width=None if sys.stdout.isatty() else 160)
+            for line in table.sizes_lines(plan):
+                console.print(line, highlight=False, markup=False)
+            for notice in filter(None, (plan.notice, *unseen)):
+                console.print(notice, highlight=False, markup=False)
+            for shown in table.tables(plan):
+                console.print()
+                console.print(shown)
+        refuse(plan)
+
+
+def _rates(config: Config, plan: Plan) -> Rates | list[Rates]:
+    """Known ones, or measured here."""
+    from hybridrl.planner.rates import Rates
+
+    if plan.cluster.rates_known:
+        return Rates.known(plan.cluster, plan.config.model.dtype)
+    from hybridrl.planner.probe import probe
+
+    tokens = max((batch.tokens for batch in plan.batches.values()), default=1)
+    length = plan.sizes.sample_tokens
+    return probe(config.model.path, plan.config.model.dtype, plan.cluster, tokens, length)
+
+
+def _check_words(chosen: argparse.Namespace, kind: str) -> None:
+    """Refuses what a plan of this kind has no use for, and a file that cannot be written, before
+    anything is measured."""
+    if chosen.role is not None and kind != PRECISION:
+        raise ConfigError(f"--role {chosen.role} is for `hybridrl plan precision`. Leave it out.")
+    for option in ("price", "within", "deadline"):
+        if getattr(chosen, option) is not None and not chosen.search:
+            raise ConfigError(f"--{option} is for `hybridrl plan --search`. Add --search.")
+    if chosen.search and kind:
+        raise ConfigError(f"--search is not for `hybridrl plan {kind}`. Leave it out.")
+    if chosen.out is None:
+        return
+    if not (kind or chosen.search):
+        raise ConfigError(
+            f"--out {chosen.out} is for `hybridrl plan generation` and `hybridrl plan precision`. "
+            "Take --json, which writes the plan to standard output."
+        )
+    file = Path(chosen.out).expanduser()
+    place = file if file.exists() else file.parent
+    if file.is_dir() or not place.exists() or not os.access(place, os.W_OK):
+        raise ConfigError(
+            f"--out {chosen.out}: no file can be written there. Name one in a folder that exists "
+            "and that you can write to."
+        )

@@ -1,0 +1,63 @@
+"""Options of `hybridrl plan` that several kinds of plans have, as what they name."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from hybridrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from hybridrl.config.schema import Config
+    from hybridrl.core.cluster import Cluster
+
+
+def cluster_of(config: Config, text: str | None) -> Cluster:
+    """What `--devices` names, or the devices that the job gets of this machine."""
+    from hybridrl.planner import devices
+
+    if text is not None:
+        return devices.named(text)
+    from hybridrl.checks.settings import devices_here
+
+    return devices.present(devices_here(config))
+
+
+def tiny_of(config: Config) -> PretrainedConfig | None:
+    """The architecture of the model that is made where none is given."""
+    if config.model.path is not None:
+        return None
+    from dataclasses import asdict
+
+    from hybridrl.inputs import tiny_tokenizer
+    from hybridrl.models import tiny_config
+
+    found = tiny_config(**asdict(config.model.tiny))
+    if not (config.data.task or config.data.sources or config.environment.name):
+        raise ConfigError(
+            "model.path is not set. Set it to a folder, a hub name, or a size to plan with: "
+            "llama-7b, llama-13b, llama-34b, llama-70b."
+        )
+    found.vocab_size = len(tiny_tokenizer(config))
+    return found
+
+
+def lengths_of(text: str | None) -> tuple[float, float] | None:
+    """Tokens of prompt and response that `--lengths` says.
+
+    Raises:
+        ConfigError: if it says something else.
+    """
+    if text is None:
+        return None
+    try:
+        prompt, response = (float(part) for part in text.split("+"))
+        if not (0 < prompt < math.inf and 0 < response < math.inf):
+            raise ValueError
+    except ValueError as error:
+        raise ConfigError(
+            f"--lengths {text}: write PROMPT+RESPONSE, numbers of tokens such as 300+800."
+        ) from error
+    return prompt, response

