@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from hybridrl.config.load import read_settings
 from hybridrl.config.schema import Config
 from hybridrl.errors import HybridRLError
+from hybridrl.observe.beside_steps import CHECKPOINT, EVALUATION, KEEPING
 from hybridrl.observe.evaluations import EvaluationsFile
 from hybridrl.observe.metrics_history import read_metrics, series
 from hybridrl.observe.run_state import RUNNING, state_of
@@ -28,6 +29,7 @@ MOST_OF_WINDOW = 10
 
 
 SURE = ("value", "low", "high")
+BESIDE = CHECKPOINT, EVALUATION, KEEPING
 
 
 class Change(NamedTuple):
@@ -157,32 +159,46 @@ class Evidence:
         return [span for span in spans if span.step > max(1, first)] or spans
 
     @cached_property
+    def in_steps(self) -> list[DeviceSpan]:
+        """Without what is between steps."""
+        return [span for span in self.spans if span.cause not in BESIDE]
+
+    @cached_property
+    def beside(self) -> Mapping[str, float]:
+        """The shares of the time that evaluations, checkpoints and keeping samples took."""
+        whole = sum(span.seconds for span in self.spans) or 1.0
+        found: dict[str, float] = defaultdict(float)
+        for span in self.spans:
+            if span.cause in BESIDE:
+                found[span.cause] += span.seconds / whole
+        return found
+
+    @cached_property
     def devices(self) -> list[int]:
         """Their numbers."""
         return sorted({span.device for span in self.spans})
 
     @cached_property
     def seconds(self) -> dict[int, float]:
-        """By device, how long its spans are."""
+        """By device, those that it had in steps."""
         found: dict[int, float] = defaultdict(float)
-        for span in self.spans:
+        for span in self.in_steps:
             found[span.device] += span.seconds
         return found
 
     @cached_property
     def work(self) -> Mapping[tuple[str, str], float]:
-        """By role and phase, the share of devices' time that steps had of it; what is done for
-        evaluations and checkpoints stands under their names, with an empty role."""
+        """By role and phase, the share of devices' time in steps."""
         found: dict[tuple[str, str], float] = defaultdict(float)
-        for span in self.spans:
+        for span in self.in_steps:
             if span.phase != IDLE:
-                key = ("", span.cause) if span.cause else (span.role, span.phase)
-                found[key] += span.seconds / self.seconds[span.device] / len(self.devices)
+                share = span.seconds / self.seconds[span.device] / len(self.devices)
+                found[span.role, span.phase] += share
         return found
 
     @cached_property
     def waits(self) -> Mapping[str, float]:
-        """By cause, the share of all devices' time that they were idle."""
+        """By cause, the share of devices' time in steps that they were idle."""
         found: dict[str, float] = defaultdict(float)
         for causes in self.idle.values():
             for cause, share in causes.items():
@@ -191,8 +207,8 @@ class Evidence:
 
     @cached_property
     def idle(self) -> Mapping[int, Mapping[str, float]]:
-        """By device, the share of its time that it was idle, by cause."""
-        return idle_by_cause(self.spans)
+        """By device, the share of its time in steps that it was idle, by cause."""
+        return idle_by_cause(self.in_steps)
 
 
 def _window(values: Sequence[float]) -> int:
