@@ -23,6 +23,7 @@ COMMANDS = {
     "checkpoint": ("checkpoint", "lists, verifies, compares, exports and removes checkpoints"),
     "cluster": ("cluster", "measures devices and links, for plans"),
     "calibrate": ("calibrate", "measures what pieces of work take on this machine, for plans"),
+    "timeline": ("timeline", "what each device of a run did and waited for, as a trace"),
     "whatif": ("what_if", "how long a step of a run would take if something were different"),
 }
 """The module of `hybridrl.commands` that does each, and what that is. A module has `add_parser`,

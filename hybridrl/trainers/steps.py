@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.core.record import Record
 from hybridrl.errors import ConfigError, TrainingError
+from hybridrl.observe.beside_steps import KEEPING
 from hybridrl.observe.recorded_steps import RecordedStep, RecordedSteps
 from hybridrl.observe.slow_ranks import SlowDevices
 from hybridrl.observe.step_view import StepView
@@ -144,7 +145,8 @@ class Steps:
             self.view.message(f"step {step.number}: {choice}")
         for notice in self.unscored.look(f"step {step.number}", records):
             self.view.message(notice)
-        self._keep(step.number, metrics, step.batch)
+        with self.job.beside.doing(KEEPING):
+            self._keep(step.number, metrics, step.batch)
         self._record(step.number, begin, records)
         self._draw(step.number, records)
         if bad is not None:
@@ -183,7 +185,8 @@ class Steps:
         if step % CLOCKS_EVERY == 1 or self._ahead is None:
             self._ahead = self.job.executor.clocks_ahead()
         epoch = time.time() - time.perf_counter()
-        recorded = RecordedStep(step, epoch + begin, epoch + self.ended, records, self._ahead)
+        times = epoch + begin, epoch + self.ended
+        recorded = RecordedStep(step, *times, records, self._ahead, *self.job.beside.take())
         RecordedSteps(self.job.directory.path).write(recorded)
 
     def _draw(self, step: int, records: list[Record]) -> None:

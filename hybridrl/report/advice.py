@@ -1,0 +1,31 @@
+"""What is to be said of a run, from its folder alone: what was learned, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hybridrl.report.advice_devices import DEVICES
+from hybridrl.report.advice_learning import LEARNING
+from hybridrl.report.advice_piece import TIP, WARNING, Advice
+from hybridrl.report.advice_time import TIME
+from hybridrl.report.evidence import Evidence
+from hybridrl.report.learned import learned
+
+__all__ = ["TIP", "WARNING", "Advice", "advise", "what_was_learned"]
+
+LOOKS: tuple[Callable[[Evidence], Iterator[Advice]], ...] = (*LEARNING, *TIME, *DEVICES)
+"""Everything that is looked for."""
+
+
+def advise(run_folder: Path) -> list[Advice]:
+    """All that there is to say of a run, what matters most first; nothing of a run that is well and
+    has no time to win, nor of one that has not done a step."""
+    evidence = Evidence(run_folder)
+    found = [advice for look in LOOKS for advice in look(evidence)]
+    return sorted(found, key=lambda advice: -advice.weight)
+
+
+def what_was_learned(run_folder: Path) -> list[str]:
+    """Sentences: what the run learned, how sure that is, and where its time went."""
+    return learned(Evidence(run_folder))
