@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,8 @@ class RecordedStep(NamedTuple):
     end: float
     records: Sequence[Record]
     ahead: Mapping[int, float]
+    between: Sequence[Record] = ()
+    driver: Sequence[Span] = ()
 
 
 class RecordedSteps:
@@ -101,7 +103,7 @@ def read_steps(folder: Path) -> list[RecordedStep]:
             if found and not line.endswith("}"):
                 break
             raise DataError(f"{file}, line {number}: {error} is no recorded step.") from error
-        calls = [record.call for record in recorded.records]
+        calls = [record.call for record in (*recorded.between, *recorded.records)]
         if calls and min(calls) <= last:
             found = []
         last = max(calls, default=last)
@@ -120,40 +122,51 @@ def _as_data(recorded: RecordedStep) -> dict[str, Any]:
         "begin": recorded.begin,
         "seconds": since(recorded.end),
         "ahead": {str(host): round(a, MICROSECONDS) for host, a in recorded.ahead.items()},
-        "calls": [
-            {
-                "role": one.role,
-                "rank": one.rank,
-                "method": one.method,
-                "call": one.call,
-                "device": one.host,
-                "reads": list(one.reads),
-                "start": since(one.start),
-                "end": since(one.end),
-                "waited": None if one.waited is None else round(one.waited, MICROSECONDS),
-                "tokens": one.tokens,
-                "spans": [
-                    [s.phase, since(s.start), since(s.end), round(s.waited, MICROSECONDS)]
-                    for s in one.spans
-                ],
-            }
-            for one in recorded.records
-            if one.host >= 0
+        "calls": [_call_as_data(one, since) for one in recorded.records if one.host >= 0],
+        "between": [_call_as_data(one, since) for one in recorded.between if one.host >= 0],
+        "driver": [[span.phase, since(span.start), since(span.end)] for span in recorded.driver],
+    }
+
+
+def _call_as_data(one: Record, since: Callable[[float], float]) -> dict[str, Any]:
+    return {
+        "role": one.role,
+        "rank": one.rank,
+        "method": one.method,
+        "call": one.call,
+        "device": one.host,
+        "reads": list(one.reads),
+        "start": since(one.start),
+        "end": since(one.end),
+        "waited": None if one.waited is None else round(one.waited, MICROSECONDS),
+        "tokens": one.tokens,
+        "spans": [
+            [s.phase, since(s.start), since(s.end), round(s.waited, MICROSECONDS)]
+            for s in one.spans
         ],
     }
 
 
 def _from_data(data: Mapping[str, Any]) -> RecordedStep:
     begin = float(data["begin"])
-    records = []
-    for one in data["calls"]:
-        spans = [Span(phase, begin + s, begin + e, w) for phase, s, e, w in one["spans"]]
-        record = Record(one["role"], one["rank"], one["method"])
-        record.start, record.end = begin + one["start"], begin + one["end"]
-        record.call, record.host, record.reads = one["call"], one["device"], tuple(one["reads"])
-        record.waited, record.tokens, record.spans = one["waited"], one["tokens"], spans
-        for span in spans:
-            record.phases[span.phase] += span.end - span.start
-        records.append(record)
     ahead = {int(host): seconds for host, seconds in data["ahead"].items()}
-    return RecordedStep(data["step"], begin, begin + data["seconds"], records, ahead)
+    return RecordedStep(
+        data["step"],
+        begin,
+        begin + data["seconds"],
+        [_call(one, begin) for one in data["calls"]],
+        ahead,
+        [_call(one, begin) for one in data.get("between", ())],
+        [Span(phase, begin + s, begin + e) for phase, s, e in data.get("driver", ())],
+    )
+
+
+def _call(one: Mapping[str, Any], begin: float) -> Record:
+    spans = [Span(phase, begin + s, begin + e, w) for phase, s, e, w in one["spans"]]
+    record = Record(one["role"], one["rank"], one["method"])
+    record.start, record.end = begin + one["start"], begin + one["end"]
+    record.call, record.host, record.reads = one["call"], one["device"], tuple(one["reads"])
+    record.waited, record.tokens, record.spans = one["waited"], one["tokens"], spans
+    for span in spans:
+        record.phases[span.phase] += span.end - span.start
+    return record

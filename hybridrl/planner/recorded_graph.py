@@ -19,7 +19,14 @@ SAME_END = 0.05
 """As a share of what they did: ranks of a collective were seen to end no farther apart."""
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
+    """A part of a call: one of its phases, or what is between two of them.
+
+    Attributes:
+        start, end: Seconds, as in its record.
+        waited: Of these, for other ranks.
+    """
+
     phase: str
     start: float
     end: float
@@ -54,8 +61,8 @@ def graph_of(
     first = min(starts, default=origin) - origin
     nodes = [Node(DRIVER, "begin", 0, 0, max(0.0, first))]
     ends = [nodes[0].seconds]
-    pieces = [_pieces(record) for record in done]
-    together, own, wire = _collectives(done, pieces)
+    pieces = [pieces_of(record) for record in done]
+    together, own, wire = collectives(done, pieces)
     last_of_call: dict[int, list[int]] = {}
     last_of_host: dict[int, int] = {}
     for number, record in enumerate(done):
@@ -99,22 +106,22 @@ def graph_of(
     return Graph(nodes, [f"device {place}" for place in range(places)])
 
 
-def _pieces(record: Record) -> list[_Piece]:
+def pieces_of(record: Record) -> list[Piece]:
     """The phases of a call and what lies between them, without overlap. What it waited outside of
     phases is in the longest of the pieces between them."""
-    found: list[_Piece] = []
+    found: list[Piece] = []
     at = record.start
     for span in sorted(record.spans, key=lambda span: span.start):
         start, end = max(at, span.start), min(span.end, record.end)
         if end <= start:
             continue
         if start - at > LEAST_SECONDS:
-            found.append(_Piece(OTHER, at, start, 0.0))
+            found.append(Piece(OTHER, at, start, 0.0))
             at = start
-        found.append(_Piece(span.phase, at, end, min(span.waited, end - at)))
+        found.append(Piece(span.phase, at, end, min(span.waited, end - at)))
         at = end
     if record.end - at > LEAST_SECONDS or not found:
-        found.append(_Piece(OTHER, at, record.end, 0.0))
+        found.append(Piece(OTHER, at, record.end, 0.0))
     else:
         found[-1] = found[-1]._replace(end=record.end)
     rest = (record.waited or 0.0) - sum(piece.waited for piece in found)
@@ -126,8 +133,8 @@ def _pieces(record: Record) -> list[_Piece]:
     return found
 
 
-def _collectives(
-    records: Sequence[Record], pieces: Sequence[Sequence[_Piece]]
+def collectives(
+    records: Sequence[Record], pieces: Sequence[Sequence[Piece]]
 ) -> tuple[list[list[int]], list[list[float]], list[list[float]]]:
     """For each piece of each record: the number of those that ended together, the seconds without
     those in which it waited for slower ranks, and of these the link's: what the rank that waited

@@ -62,6 +62,10 @@ MAY_IMPORT = {
         *("=compress.weights", "=config.load", "=config.presets"),
         *("=observe.recorded_steps", "=observe.metrics_history"),
     },
+    "report": {
+        *("core", "observe", "planner"),
+        *("=config.load", "=config.presets", "=config.values"),
+    },
     # Modules beside the rooms: they put the others together.
     "": EVERYTHING,
     "main": EVERYTHING,
@@ -71,7 +75,7 @@ MAY_IMPORT = {
     "groups": EVERYTHING,
     "interrupts": EVERYTHING,
     "commands": {
-        *("core", "checkpoint", "observe", "planner"),
+        *("core", "checkpoint", "observe", "planner", "report"),
         *("=config.overrides", "=config.values"),
     },
     "job": EVERYTHING,
