@@ -3,7 +3,8 @@ will live, what that takes of each device, and how long a step will last; it sta
 `hybridrl plan precision` says which layers a slower device computes in fewer bits, `hybridrl plan
 generation` how unequal devices generate together.
 `hybridrl checkpoint` looks at the checkpoints of runs, `hybridrl cluster` at devices and links;
-`hybridrl whatif` says how long a step of a run would take if something were different."""
+`hybridrl whatif` says how long a step of a run would take if something were different;
+`hybridrl report` and `hybridrl watch` show a run in a browser."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hybridrl import __version__
-from hybridrl.commands import calibrate, checkpoint, cluster, what_if
+from hybridrl.commands import calibrate, checkpoint, cluster, report, watch, what_if
 from hybridrl.errors import ConfigError, HybridRLError, Problems
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ COMMANDS = {
     "calibrate": calibrate,
     "checkpoint": checkpoint,
     "cluster": cluster,
+    "report": report,
+    "watch": watch,
     "whatif": what_if,
 }
 """Other subcommands, and the module whose `run` does each."""
@@ -106,6 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cluster.add_parser(commands)
     calibrate.add_parser(commands)
     what_if.add_parser(commands)
+    report.add_parser(commands)
+    watch.add_parser(commands)
     chosen, overrides = parser.parse_known_args(arguments)
     plans = chosen.command == "plan"
     further = plans and overrides and overrides[0] in FURTHER_PLANS

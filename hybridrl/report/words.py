@@ -9,4 +9,5 @@ from hybridrl.report.advice import advise, what_was_learned
 
 
 def words(run: Path) -> dict[str, Any]:
+    """`learned`, sentences; and `advice`, what matters most first."""
     return {"learned": what_was_learned(run), "advice": [one._asdict() for one in advise(run)]}

@@ -1,7 +1,7 @@
 "use strict";
 // In words: what was learned, where the time went, what to try next.
 (function () {
-  const { h, replace, key, share } = Report;
+  const { h, replace, key, share, number } = Report;
 
   function phases(curves) {
     const run = curves.runs[0];
@@ -25,10 +25,11 @@
   }
 
   function advice(one) {
-    return h("li", {},
+    return h("li", { class: one.kind },
       h("b", {}, one.title),
-      one.numbers ? h("p", { class: "soft" }, one.numbers) : null,
-      one.action ? h("p", {}, one.action) : null);
+      h("p", {}, one.action),
+      h("p", { class: "numbers" }, Object.entries(one.numbers).map(([name, value]) =>
+        h("span", {}, `${name.replaceAll("_", " ")} `, h("b", {}, number(value))))));
   }
 
   Report.sections.words = {
