@@ -136,6 +136,8 @@
       const format = this.unit === "s" ? seconds : this.unit === "share" ? share : number;
       const drawn = [];
       let below = 0;
+      const total = this.stack ? this.lines[this.lines.length - 1] : null;
+      const last = total ? at(total.x, wanted) : -1;
       const shown = this.lines.map((line) => {
         const index = at(line.x, wanted);
         if (index < 0) return null;
@@ -150,7 +152,8 @@
           ? ` (${number(bounds[0])} to ${number(bounds[1])})` : "";
         return key(line.colour, line.label ? `${line.label} ` : "", h("b", {}, format(value)), sure);
       });
-      replace(this.now, step === null ? null : h("span", {}, `step ${step}`), shown);
+      replace(this.now, step === null ? null : h("span", {}, `step ${step}`),
+        last < 0 ? null : h("b", { class: "total" }, format(total.y[last])), shown);
       replace(this.cross, step === null ? null : [
         s("line", { class: "cross", x1: this.x(step), x2: this.x(step), y1: this.box.top,
           y2: this.box.bottom }), drawn]);
@@ -170,8 +173,7 @@
     return runs.flatMap((run, number) => there.map(([name, label], which) => {
       const found = run.series[name];
       if (!found) return null;
-      const words = [many ? run.name : "", there.length > 1 ? label : ""].filter(Boolean);
-      return { label: words.join(", "), colour: colour(many ? number : which), x: found.x,
+      return { label: there.length > 1 ? label : "", run: run.name, colour: colour(many ? number : which), x: found.x,
         y: found.y, dash: many && which ? "5 4" : null };
     })).filter(Boolean);
   }
@@ -181,11 +183,11 @@
     runs.forEach((run, number) => run.evaluations.forEach(({ set, metric, points }) => {
       const title = `${set}: ${metric}`;
       if (!titles.has(title)) titles.set(title, []);
-      titles.get(title).push({ label: runs.length > 1 ? run.name : "", dots: true,
+      titles.get(title).push({ label: "", run: run.name, dots: true,
         colour: colour(runs.length > 1 ? number : 1), x: points.map((one) => one[0]),
         y: points.map((one) => one[1]), interval: points.map((one) => [one[2], one[3]]) });
     }));
-    return [...titles].map(([title, lines]) => ({ title, unit: "95 %", lines }));
+    return [...titles].map(([title, lines]) => ({ title, unit: "with intervals of 95 %", lines }));
   }
 
   // Seconds of a step by phase, one upon the other; of several runs their whole steps.
@@ -193,7 +195,8 @@
     if (runs.length > 1) {
       return { title: "Time of a step", unit: "s", lines: linesOf(runs, [["time/step", ""]]) };
     }
-    const there = phases.filter(([phase]) => runs[0].series[`time/${phase}`]);
+    const there = phases.filter(([phase]) =>
+      (runs[0].series[`time/${phase}`] || { y: [] }).y.some((value) => value > 1e-6));
     if (!there.length) return { title: "Time of a step", unit: "s", lines: [] };
     const xs = runs[0].series[`time/${there[0][0]}`].x;
     let below = xs.map(() => 0);
@@ -224,7 +227,10 @@
       .filter((name) => !known.has(name) && !functions.includes(name)
         && !/^(time|share|memory)\//.test(name))
       .map((name) => ({ title: name, unit: "", lines: linesOf(runs, [[name, ""]]) }));
-    return { first: first.filter((one) => one.lines.length), others };
+    const there = first.filter((one) => one.lines.length);
+    const isZero = (one) => one.lines.every((line) => line.y.every((value) => value === 0));
+    return { first: there.filter((one) => !isZero(one)), others,
+      zeros: there.filter(isZero).map((one) => one.title.toLowerCase()) };
   }
 
   function grid(panels, range) {
@@ -241,7 +247,7 @@
     title: "Curves",
     needs: ["curves"],
     render(root, { curves }) {
-      const { first, others } = panelsOf(curves);
+      const { first, others, zeros } = panelsOf(curves);
       if (!first.length) {
         replace(root, h("p", { class: "soft" }, "No step has been measured yet."));
         parts = null;
@@ -260,7 +266,7 @@
           ["25", "25 %"]].map(([value, label]) => h("option", { value }, label)));
         replace(parts.folded, h("summary", {}), parts.others);
         replace(root, h("div", { class: "bar" }, parts.legend,
-          h("label", { class: "end" }, "Smoothing", choose)), parts.first, parts.folded, parts.note);
+          h("label", { class: "end" }, "Smoothing", choose)), parts.first, parts.note, parts.folded);
       }
       replace(parts.legend, curves.runs.length > 1
         ? curves.runs.map((run, number) => key(colour(number), run.name)) : null);
@@ -268,7 +274,8 @@
       sync(parts.others, grid(others, range));
       parts.folded.classList.toggle("hidden", !others.length);
       parts.folded.firstChild.textContent = `All other figures (${others.length})`;
-      parts.note.textContent = [...new Set(curves.runs.map((run) => run.note))].join(" ");
+      parts.note.textContent = [zeros.length ? `Always 0: ${zeros.join(", ")}.` : "",
+        ...new Set(curves.runs.map((run) => run.note))].join(" ");
     },
   };
 

@@ -48,6 +48,7 @@ const Report = { sections: {} };
 
   function seconds(value) {
     if (!known(value)) return "–";
+    if (value === 0) return "0 s";
     if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
     if (value < 1) return `${(value * 1e3).toPrecision(3)} ms`;
     if (value < 60) return `${value.toPrecision(3)} s`;
@@ -61,6 +62,11 @@ const Report = { sections: {} };
     let unit = 0;
     while (value >= 1000 && unit < units.length - 1) { value /= 1000; unit += 1; }
     return `${value.toPrecision(3)} ${units[unit]}`;
+  }
+
+  // A moment, from what Date takes.
+  function moment(value) {
+    return new Date(value).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" });
   }
 
   function share(value) {
@@ -94,6 +100,6 @@ const Report = { sections: {} };
     return h("span", { class: `state ${STATES[name] || "soft"}` }, name || "state unknown");
   }
 
-  Object.assign(Report, { h, s, replace, known, number, seconds, bytes, share, table, key, colour,
+  Object.assign(Report, { h, s, replace, known, number, seconds, bytes, moment, share, table, key, colour,
     state });
 })();

@@ -1,7 +1,7 @@
 "use strict";
 // The page: its parts in order, and, where a server gives it, what is new.
 (function () {
-  const { h, replace, number, seconds, state } = Report;
+  const { h, replace, number, seconds, moment, state } = Report;
   const ORDER = ["words", "curves", "timeline", "samples", "settings", "state"];
   const POLL_MS = 2000;
   const data = {}, roots = {};
@@ -11,7 +11,7 @@
     const shown = [
       ["trainer", head.trainer], ["steps", progress], ["time in steps", seconds(head.seconds)],
       ["tokens made", head.tokens ? number(head.tokens) : null], ["model", head.model],
-      ["began", head.status.began ? new Date(head.status.began).toLocaleString() : null],
+      ["began", head.status.began ? moment(head.status.began) : null],
       ["against", head.against.join(", ") || null],
     ].filter(([, value]) => value !== null && value !== undefined);
     return h("dl", { class: "facts" },
@@ -23,7 +23,7 @@
     return [
       head.folder, head.commit ? `commit ${head.commit.slice(0, 10)}` : null,
       head.seed !== null && head.seed !== undefined ? `seed ${head.seed}` : null,
-      versions.join(", ") || null, `read ${new Date(head.made).toLocaleString()}`,
+      versions.join(", ") || null, `read ${moment(head.made)}`,
     ].filter(Boolean).join(" · ");
   }
 

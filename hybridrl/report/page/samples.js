@@ -120,8 +120,8 @@
           if (at < 0) { parts.search.value = ""; select(); drawList(); at = found.indexOf(one); }
           choose(at);
         } },
-      h("div", {}, "reward ", h("b", {}, number(one.reward)),
-        known(one.advantage) ? [" · advantage ", h("b", {}, number(one.advantage))] : null),
+      h("div", { class: "legend" }, h("span", {}, "reward ", h("b", {}, number(one.reward))),
+        known(one.advantage) ? h("span", {}, "advantage ", h("b", {}, number(one.advantage))) : null),
       h("div", { class: "text" }, (one.response || "(empty)").slice(0, 400)))))];
   }
 

@@ -30,6 +30,7 @@
       if (value > high) high = value;
     }
     if (low > high) return null;
+    if (low === high && low === 0) return [0, 1];
     if (low === high) {
       const air = Math.abs(low) * 0.1 || 1;
       return [low - air, high + air];

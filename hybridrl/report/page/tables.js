@@ -1,7 +1,7 @@
 "use strict";
 // Settings, memory, evaluations, and what went wrong, as tables.
 (function () {
-  const { h, replace, known, number, bytes, share, table, seconds } = Report;
+  const { h, replace, known, number, bytes, moment, share, table, seconds } = Report;
 
   function settingsTable({ rows }, runs, withDefaults) {
     const columns = [["setting"], ...(withDefaults ? [["default"]] : []),
@@ -94,7 +94,7 @@
       h("h3", {}, "Checkpoints"),
       table([["step", true], ["size", true], ["written"], ["figures"]], found.map((one) => [
         String(one.step), one.damaged ? "–" : bytes(one.bytes),
-        one.damaged ? "its list is damaged" : new Date(one.time * 1000).toLocaleString(),
+        one.damaged ? "its list is damaged" : moment(one.time * 1000),
         [one.best ? h("b", {}, "best ") : "",
           Object.entries(one.figures || {}).slice(0, 4)
             .map(([name, value]) => `${name} ${number(value)}`).join(", ")]])),

@@ -1,15 +1,21 @@
 "use strict";
 // The timeline: devices and their roles from top to bottom, time from left to right.
 (function () {
-  const { h, s, replace, known, number, seconds, share, key, table, linear, ticks } = Report;
+  const { h, s, replace, number, seconds, share, key, table, linear, ticks } = Report;
 
   const LANE = 16, GAP = 12, TOP = 24, LEFT = 128, RIGHT = 10, LEAST_PIXELS = 0.4;
+  const FIRST_STEPS = 5; // that are shown before anybody zooms
   const CAUSES = ["#a9abb4", "#c4b59a", "#9fb4c4", "#b7a3b9", "#a8b8a0", "#c2a5a0", "#8f939c"];
   let view = null, data = null, parts = null, picked = -1, frame = 0;
 
   function whole() {
     const last = data.steps[data.steps.length - 1];
     return [0, last[2]];
+  }
+
+  function newest() {
+    const steps = data.steps.slice(-FIRST_STEPS);
+    return [steps[0][1], steps[steps.length - 1][2]];
   }
 
   // Where each device begins, and how tall everything is.
@@ -35,9 +41,10 @@
     parts.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     parts.svg.style.height = `${height}px`;
     const span = view[1] - view[0];
+    const fits = (moment) => x(moment) > left + 14 && x(moment) < width - 24;
     const grid = ticks(view[0], view[1], Math.max(2, (width - left) / 110)).map((moment) => [
       s("line", { class: "grid", x1: x(moment), x2: x(moment), y1: TOP - 6, y2: height }),
-      s("text", { x: x(moment), y: 13, "text-anchor": "middle" },
+      !fits(moment) ? null : s("text", { x: x(moment), y: 13, "text-anchor": "middle" },
         span < 0.5 ? `${(moment * 1e3).toFixed(span < 0.02 ? 1 : 0)} ms` : `${+moment.toFixed(2)} s`)]);
     const labels = data.devices.map((device, index) => [
       s("text", { x: 0, y: tops[index] + 12, "font-weight": "600" }, `device ${device.device}`),
@@ -93,7 +100,7 @@
     const label = data.names[span[3]];
     if (label.length * 6 > wide - 8) return rect;
     return [rect, s("text", { x: from + 5, y: y + 11, "pointer-events": "none",
-      style: "fill:#fff;font-size:10.5px" }, label)];
+      style: { fill: "#fff", fontSize: "10.5px" } }, label)];
   }
 
   function frameOf(index) {
@@ -221,7 +228,7 @@
       table([["device"], ["idle", true], [""], ["causes"]], data.devices.map((device) => {
         const causes = Object.entries(device.idle);
         const all = causes.reduce((sum, [, value]) => sum + value, 0);
-        return [`device ${device.device}`, share(all),
+        return [String(device.device), share(all),
           h("span", { class: "stack", role: "img", "aria-label": `${share(all)} idle` },
             causes.map(([cause, value]) => h("i", { title: `${cause}: ${share(value)}`,
               style: { width: `${100 * value}%`, background: causeColour(cause) } }))),
@@ -242,10 +249,11 @@
         return;
       }
       if (!parts) build(root);
-      const [low, high] = before && before.steps.length && view ? view : [0, 0];
-      const followed = !before || !before.steps.length || high >= before.steps.at(-1)[2] - 1e-9;
-      const all = whole();
-      view = followed || !known(low) || high > all[1] ? all : [low, high];
+      const saw = before && before.steps.length && view;
+      const wasAll = saw && view[0] === 0 && view[1] === before.steps.at(-1)[2];
+      const wasNewest = !saw || (view[1] >= before.steps.at(-1)[2] - 1e-9 && !wasAll);
+      if (wasAll) view = whole();
+      else if (wasNewest || view[1] > whole()[1]) view = newest();
       const used = new Set(data.spans.map((span) => span[2]));
       replace(parts.legend, data.phases.filter(([name], index) => used.has(index) && name !== "idle")
         .map(([name, colour]) => key(colour, name)), key("var(--idle)", "idle"));
