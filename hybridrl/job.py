@@ -30,6 +30,7 @@ from hybridrl.devices import Devices
 from hybridrl.errors import ConfigError, DataError, WorkerError
 from hybridrl.groups import build_groups, check_planned_faults
 from hybridrl.inputs import with_objects, write_rows
+from hybridrl.observe.beside_steps import BesideSteps
 from hybridrl.observe.folder_owner import FolderOwner
 from hybridrl.observe.metrics import MetricWriter, open_writers, trackers_of
 from hybridrl.observe.run_directory import RunDirectory, make_steps_folder
@@ -89,6 +90,7 @@ class Job:
         dtype_notice: What `model.dtype=auto` has chosen, if that is a surprise; else empty.
         placement_notice: What `placement=auto` has chosen; else empty.
         groups: The worker groups, by role.
+        beside: What is done beside the steps.
         command: The command line, without secrets.
         started: When this process began, seconds since the epoch.
     """
@@ -110,6 +112,7 @@ class Job:
         self.name = _new_name()
         self._as_asked: Config | None = None
         self.placement_notice = ""
+        self.beside = BesideSteps()
         self._is_whole = is_whole
         self.trainer_class = load_trainer(config.trainer.name)
         self.roles = wanted_roles(config, roles)
@@ -384,7 +387,8 @@ class Job:
         from hybridrl.trainers.feed import Feed
 
         kind = self.trainer_class.DATA
-        return Feed(self.config, kind, self.training, self.examples, self.tokenizer, self.put)
+        rows = self.training, self.examples
+        return Feed(self.config, kind, *rows, self.tokenizer, self.put, self.beside)
 
     def _make_plan(self) -> Plan:
         from hybridrl.planner.at_start import plan_job

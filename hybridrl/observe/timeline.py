@@ -12,6 +12,7 @@ from hybridrl.core.record import Record
 from hybridrl.observe.step_clock import PHASE_COLOURS, PHASES
 from hybridrl.observe.storage import replacing
 from hybridrl.observe.strict_json import to_json
+from hybridrl.observe.trace_events import Event, Slice, events_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,31 +95,20 @@ def draw_timeline(
     _draw(bars, path, title)
 
 
-def trace_events(bars: Sequence[Bar]) -> list[dict[str, object]]:
-    """In Chrome's trace format: a process for each device, a thread for each role on it; times in
-    microseconds."""
-    roles = list(dict.fromkeys(bar.role for bar in bars))
-    events: list[dict[str, object]] = []
-    for device in sorted({bar.device for bar in bars}):
-        name = {"name": f"device {device}"}
-        events.append({"ph": "M", "name": "process_name", "pid": device, "args": name})
-    for device, role in sorted({(bar.device, bar.role) for bar in bars}):
-        at = {"pid": device, "tid": roles.index(role)}
-        events.append({"ph": "M", "name": "thread_name", **at, "args": {"name": role}})
-    for bar in bars:
-        events.append(
-            {
-                "ph": "X",
-                "name": f"{bar.role}.{bar.method}",
-                "cat": bar.phase,
-                "pid": bar.device,
-                "tid": roles.index(bar.role),
-                "ts": round(bar.start * 1e6),
-                "dur": round((bar.end - bar.start) * 1e6),
-                "args": {"rank": bar.rank, **{f"{k} (s)": v for k, v in bar.phases.items()}},
-            }
+def trace_events(bars: Sequence[Bar]) -> list[Event]:
+    """In Chrome's trace format: a process for each device, a thread for each role on it."""
+    return events_of(
+        Slice(
+            bar.device,
+            bar.role,
+            f"{bar.role}.{bar.method}",
+            bar.phase,
+            bar.start,
+            bar.end,
+            {"rank": bar.rank, **{f"{k} (s)": v for k, v in bar.phases.items()}},
         )
-    return events
+        for bar in bars
+    )
 
 
 def _draw(bars: Sequence[Bar], path: Path, title: str) -> None:

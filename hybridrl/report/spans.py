@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridrl.core.record import Record
+from hybridrl.observe.beside_steps import CHECKPOINT, DATA, EVALUATION
 from hybridrl.observe.recorded_steps import RecordedStep, read_steps
 from hybridrl.planner.recorded_graph import DRIVER, OTHER, Piece, collectives, pieces_of
 
@@ -25,10 +26,9 @@ GENERATE, SCORE, LOG_PROB, ADVANTAGE, UPDATE, SYNC, SAVE, IDLE = (
 )
 PHASES = (GENERATE, SCORE, LOG_PROB, ADVANTAGE, UPDATE, SYNC, SAVE, OTHER, IDLE)
 """In the order in which they are shown."""
-PEERS, DATA, EVALUATION, CHECKPOINT, OVER = (
-    *("peers", "data", "evaluation", "checkpoint", "nothing to do"),
-)
-"""Causes of idleness besides `DRIVER` and calls, which are named `role.phase`."""
+PEERS, OVER = "peers", "nothing to do"
+"""Causes of idleness. Others are `DRIVER`, `DATA`, `EVALUATION`, `CHECKPOINT`, and calls, which are
+named `role.phase`."""
 WORDS = {
     PEERS: "waiting for slower ranks",
     DATA: "waiting for data",

@@ -113,7 +113,7 @@ class Checkpoints:
                 copy = self._copies.at(step)
             asynchronous = self.job.config.checkpoint.asynchronous
             self._saving = Saving(step, part, groups, asynchronous, copy)
-        self.job.executor.take_records()
+        self.job.beside.called(self.job.executor.take_records())
         # Samples of later steps must not depend on weights that a resumed run does not have.
         self.job.publish()
         self._saved_at = time.monotonic()

@@ -88,7 +88,7 @@ class Evaluations:
                 found, entries = self._held_out(step)
             else:
                 found, entries = self._set(self.job.eval_sets[name], step)
-            records = self.job.executor.take_records()
+            records = self.job.beside.called(self.job.executor.take_records())
             for notice in self.unscored.look(f"evaluation{where} at step {step}", records):
                 self.view.message(notice)
             figures |= found

@@ -14,6 +14,7 @@ from hybridrl.controller import BatchRef
 from hybridrl.core.batch import Batch
 from hybridrl.data.loader import PromptLoader
 from hybridrl.errors import ConfigError, DataError
+from hybridrl.observe.beside_steps import DATA, BesideSteps
 from hybridrl.trainers.dealing import deck_of
 from hybridrl.trainers.shaping import loss_weights
 from hybridrl.trainers.source_figures import SourceFigures
@@ -33,6 +34,7 @@ class Feed:
         data: The training rows, tokenized.
         examples: Prompts with right responses; None where the data has none.
         put: Hands a batch to the workers.
+        beside: Told how long the workers wait for batches.
 
     Attributes:
         deck: Says which rows of `data` come next.
@@ -46,9 +48,10 @@ class Feed:
         examples: Batch | None,
         tokenizer: Any,
         put: Callable[[Batch], BatchRef],
+        beside: BesideSteps,
     ) -> None:
         self.config, self.kind, self.data, self.put = config, kind, data, put
-        self.tokenizer = tokenizer
+        self.tokenizer, self._beside = tokenizer, beside
         self.examples = examples
         number, seed = config.data.prompts_per_step, config.run.seed
         self.deck = deck_of(config, data)
@@ -62,6 +65,10 @@ class Feed:
     def next_batch(self) -> BatchRef:
         """What the next step learns from: prompts, numbered in the column `group_id`, or examples,
         or pairs, as neighbouring rows."""
+        with self._beside.doing(DATA):
+            return self._next_batch()
+
+    def _next_batch(self) -> BatchRef:
         from hybridrl.data.preferences import samples_of_pairs
 
         rows = self._next_rows()

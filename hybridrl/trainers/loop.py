@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.eval_sets import HELD_OUT
 from hybridrl.errors import HybridRLError, LostError, Preempted
+from hybridrl.observe.beside_steps import CHECKPOINT, EVALUATION
 from hybridrl.observe.kept_steps import check_figure, metric_of
 from hybridrl.observe.step_view import StepView
 from hybridrl.observe.summary import accuracy_name, readable_seconds
@@ -59,6 +60,7 @@ class Loop:
     def _begin_run(self) -> None:
         """What there is of a run before its first step."""
         self.job.executor.notify = self.view.message
+        self.job.beside.take()  # of calls of before, whose numbers begin anew
         self.trainer = self.job.make_trainer()
         self._began = False  # until then there is nothing to save, but maybe a model to overwrite
         self._saved_figures: dict[str, float] = {}
@@ -217,7 +219,11 @@ class Loop:
 
     def _evaluate(self, step: int, names: Sequence[str]) -> dict[str, float]:
         """The figures of these sets; none where there are none."""
-        if not names or not (figures := self.evaluations.run(step, names)):
+        if not names:
+            return {}
+        with self.job.beside.doing(EVALUATION):
+            figures = self.evaluations.run(step, names)
+        if not figures:
             return {}
         for name, value in figures.items():
             note(self.summary, name.removeprefix("eval/"), value)
@@ -261,10 +267,11 @@ class Loop:
         return wanted is not None and self.evaluations.owner(wanted) in names
 
     def _checkpoint(self, step: int, figures: Mapping[str, float]) -> None:
-        self._note_saved(self.checkpoints.finish())  # the one before
-        self.checkpoints.start(step, figures)
-        if self._preempted or not self.config.checkpoint.asynchronous:
-            self._note_saved(self.checkpoints.finish())
+        with self.job.beside.doing(CHECKPOINT):
+            self._note_saved(self.checkpoints.finish())  # the one before
+            self.checkpoints.start(step, figures)
+            if self._preempted or not self.config.checkpoint.asynchronous:
+                self._note_saved(self.checkpoints.finish())
 
     def _note_saved(self, saved: Saving | None) -> None:
         if saved is None:

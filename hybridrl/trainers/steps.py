@@ -183,7 +183,8 @@ class Steps:
         if step % CLOCKS_EVERY == 1 or self._ahead is None:
             self._ahead = self.job.executor.clocks_ahead()
         epoch = time.time() - time.perf_counter()
-        recorded = RecordedStep(step, epoch + begin, epoch + self.ended, records, self._ahead)
+        times = epoch + begin, epoch + self.ended
+        recorded = RecordedStep(step, *times, records, self._ahead, *self.job.beside.take())
         RecordedSteps(self.job.directory.path).write(recorded)
 
     def _draw(self, step: int, records: list[Record]) -> None:
