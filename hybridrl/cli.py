@@ -3,9 +3,9 @@ will live, what that takes of each device, and how long a step will last; it sta
 `hybridrl plan precision` says which layers a slower device computes in fewer bits, `hybridrl plan
 generation` how unequal devices generate together.
 `hybridrl checkpoint` looks at the checkpoints of runs, `hybridrl cluster` at devices and links;
-`hybridrl report` and `hybridrl watch` show a run in a browser, `hybridrl timeline` says what each of
-its devices did and waited for, `hybridrl whatif` how long a step of it would take if something were
-different."""
+`hybridrl report` and `hybridrl watch` show a run in a browser, `hybridrl timeline` says what each
+of its devices did and waited for, `hybridrl whatif` how long a step of it would take if something
+were different."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-
 _REMEMBERED = 64
 """Bytes by which it is known again what was read before."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
@@ -9,7 +10,7 @@ from typing import Any
 
 from hybridrl import __version__
 from hybridrl.observe.evaluations import newest_of_sets
-from hybridrl.observe.metrics_history import read_metrics
+from hybridrl.observe.metrics_history import GrowingMetrics
 from hybridrl.observe.step_clock import PHASE_COLOURS, PHASES
 from hybridrl.report.figures import PANELS, curves
 from hybridrl.report.memory import Planned, memory_table, planned_memory
@@ -39,6 +40,8 @@ class Content:
 
     def __init__(self, run: RunFolder, against: Sequence[RunFolder] = ()) -> None:
         self.run, self.against = run, list(against)
+        self._metrics = {one.path: GrowingMetrics(one.metrics_file) for one in (run, *against)}
+        self._reading = threading.Lock()
         self.parts: Mapping[str, Callable[[], Any]] = {
             "head": self.head,
             "words": lambda: words(self.run.path),
@@ -85,7 +88,7 @@ class Content:
             "runs": [
                 {
                     "name": one.name,
-                    **curves(read_metrics(one.metrics_file)),
+                    **curves(self.rows(one)),
                     "evaluations": _evaluated(one.evaluations()),
                 }
                 for one in (self.run, *self.against)
@@ -115,8 +118,10 @@ class Content:
             "troubles": _wrong_figures(rows),
         }
 
-    def rows(self) -> Rows:
-        return read_metrics(self.run.metrics_file)
+    def rows(self, run: RunFolder | None = None) -> Rows:
+        """The metrics of the run, or of another one here."""
+        with self._reading:
+            return self._metrics[(run or self.run).path].rows()
 
     @cached_property
     def _planned(self) -> Planned:

@@ -55,9 +55,7 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"series": found, "steps": [row["step"] for row in rows][-1:], "note": note}
 
 
-def thin(
-    steps: Sequence[int], values: Sequence[float], most: int
-) -> tuple[list[int], list[float]]:
+def thin(steps: Sequence[int], values: Sequence[float], most: int) -> tuple[list[int], list[float]]:
     """At most `most` points, in their order: of each of equal stretches the least and greatest."""
     if len(steps) <= most:
         return list(steps), list(values)

@@ -37,8 +37,8 @@ def memory_table(rows: Sequence[Mapping[str, Any]], planned: Planned) -> dict[st
                 seen[role, phase] = max(seen.get((role, phase), 0.0), value)
     return {
         "rows": [
-            {"role": role, "phase": phase, "seen": peak, "planned": planned.phases.get((role, phase))}
-            for (role, phase), peak in sorted(seen.items(), key=lambda one: -one[1])
+            {"role": key[0], "phase": key[1], "seen": peak, "planned": planned.phases.get(key)}
+            for key, peak in sorted(seen.items(), key=lambda one: -one[1])
         ],
         "device": planned.device,
         "note": planned.note if seen else "",
@@ -52,10 +52,10 @@ def planned_memory(run: RunFolder) -> Planned:
         cluster = Cluster.from_json((run.path / "cluster.json").read_text())
         placement = Placement.from_json((run.path / "placement.json").read_text())
     except (HybridRLError, OSError, ValueError, KeyError, TypeError):
-        return Planned(note="The run's settings and devices are not all there, so nothing was planned.")
+        return Planned(note="Settings or devices of the run are not there: no plan.")
     folder = Path(config.model.path) if config.model.path else run.path / "initial_model"
     if not (folder / "config.json").is_file():
-        return Planned(note=f"The model's folder, {folder}, is not here, so nothing was planned.")
+        return Planned(note=f"The model's folder, {folder}, is not here: no plan.")
     if ":" in config.trainer.name:  # a report runs no program that a run's settings name
         return Planned(note=f"trainer.name={config.trainer.name} is a program of its own: no plan.")
     from hybridrl.planner.devices import present
@@ -67,7 +67,7 @@ def planned_memory(run: RunFolder) -> Planned:
         plan = make_plan(config, cluster, placement)
         device = plan.cluster.memory_of(0) / _GIB
     except Exception as error:  # of any library that looks at the model: the rest can be shown
-        return Planned(note=f"Nothing was planned: {str(error).splitlines()[0] if str(error) else ''}")
+        return Planned(note=f"No plan: {type(error).__name__}: {str(error)[:200]}")
     found: dict[tuple[str, str], float] = {}
     for devices in plan.memory:
         for phase in devices.phases:

@@ -14,10 +14,10 @@ from hybridrl.observe.strict_json import to_json
 
 SCRIPTS = (
     *("dom.js", "scale.js", "words.js", "curves.js", "timeline.js"),
-    *("tokens.js", "samples.js", "tables.js", "page.js"),
+    *("tokens.js", "samples.js", "tables.js", "live.js", "page.js"),
 )
 """In the order in which they are read."""
-OF_RUNS = ("dom.js", "runs.js")
+OF_RUNS = ("dom.js", "live.js", "runs.js")
 """Of the page of a folder of runs."""
 STYLE = "page.css"
 
@@ -27,14 +27,14 @@ def page(title: str, data: Mapping[str, Any], live: bool = False) -> str:
 
     Args:
         data: By part, as `Content` makes it. All of it comes from runs, so nothing of it is markup.
-        live: It asks the server that it came from for what is new.
+        live: It asks the server that it came from for what is new, and for what is not in `data`.
     """
     return _html(title, data, SCRIPTS, live)
 
 
-def page_of_runs(title: str, data: Mapping[str, Any]) -> str:
+def page_of_runs(title: str) -> str:
     """A table of runs, each with a link; always live."""
-    return _html(title, data, OF_RUNS, live=True)
+    return _html(title, {}, OF_RUNS, live=True)
 
 
 def policy(scripts: tuple[str, ...] = SCRIPTS, live: bool = True) -> str:

@@ -1,5 +1,4 @@
-"""Samples of a run for its report: some steps, of each whole groups, as many as there is room for.
-"""
+"""Samples of a run for its report: of some steps whole groups, as many as there is room for."""
 
 from __future__ import annotations
 

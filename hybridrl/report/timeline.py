@@ -93,7 +93,7 @@ def _as_data(
             rows.append([*where, start, seconds, span.rank, span.tokens])
     return {
         "steps": [
-            [one.step, round(one.begin - begin, _MICROSECONDS), round(one.end - begin, _MICROSECONDS)]
+            [one.step, *(round(at - begin, _MICROSECONDS) for at in (one.begin, one.end))]
             for one in shown
         ],
         "devices": devices,

@@ -3,7 +3,6 @@
 (function () {
   const { h, replace, number, seconds, moment, state } = Report;
   const ORDER = ["words", "curves", "timeline", "samples", "settings", "state"];
-  const POLL_MS = 2000;
   const data = {}, roots = {};
 
   function facts(head) {
@@ -41,6 +40,7 @@
     for (const name of ORDER) {
       const section = Report.sections[name];
       if (!section.needs.some((part) => changed.includes(part))) continue;
+      if (!section.needs.every((part) => part in data)) continue;
       try {
         section.render(roots[name], data);
       } catch (error) {
@@ -66,36 +66,20 @@
       h("main", {}, sections, roots.footer));
   }
 
-  // Asks which parts are new, and for these; nothing while nobody looks.
-  async function poll(known) {
-    if (!document.hidden) {
-      try {
-        const versions = await (await get("versions")).json();
-        const changed = Object.keys(versions).filter((name) => versions[name] !== known[name]);
-        for (const name of changed) data[name] = await (await get(`part/${name}`)).json();
-        Object.assign(known, versions);
-        if (changed.length) draw(changed);
-        roots.live.textContent = data.head.status.state === "running" ? "live" : "";
-      } catch {
-        roots.live.textContent = "not live: the server has ended";
-      }
-    }
-    setTimeout(() => poll(known), POLL_MS);
-  }
-
-  async function get(path) {
-    const answer = await fetch(path, { cache: "no-store" });
-    if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
-    return answer;
-  }
-
   build();
   for (const element of document.querySelectorAll("script[type='application/json']")) {
     data[element.id.replace("data-", "")] = JSON.parse(element.textContent);
     element.remove();
   }
-  const known = data.versions || {};
-  delete data.versions;
   draw(Object.keys(data));
-  if (document.documentElement.dataset.live === "true") poll(known);
+  if (document.documentElement.dataset.live === "true") {
+    for (const name of ORDER) replace(roots[name], h("p", { class: "soft" }, "…"));
+    Report.follow((name, part) => {
+      data[name] = part;
+      draw([name]);
+    }, (gone) => {
+      const running = data.head && data.head.status.state === "running";
+      roots.live.textContent = gone ? "the server has ended" : running ? "live" : "";
+    });
+  }
 })();
