@@ -1,7 +1,7 @@
 """Where the numbers of each step go: always a JSON Lines file, and trackers if asked for.
 
-Settings: `metrics`, a list of `tensorboard`, `wandb`, `mlflow` and `trackio`. A tracker is imported when
-it is opened, so a run without it neither needs it nor waits for it.
+Settings: `metrics`, a list of `tensorboard`, `wandb`, `mlflow` and `trackio`. A tracker is imported
+when it is opened, so a run without it neither needs it nor waits for it.
 """
 
 from __future__ import annotations
