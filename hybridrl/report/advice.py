@@ -1,38 +1,31 @@
-"""What a run could do better, ranked, each with the numbers behind it and the setting to change."""
+"""What is to be said of a run, from its folder alone: what was learned, and what to change."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-WARNING, TIP = "warning", "tip"
-"""Something is wrong, or something could be quicker or better."""
+from hybridrl.report.advice_devices import DEVICES
+from hybridrl.report.advice_learning import LEARNING
+from hybridrl.report.advice_piece import TIP, WARNING, Advice
+from hybridrl.report.advice_time import TIME
+from hybridrl.report.evidence import Evidence
+from hybridrl.report.learned import learned
 
+__all__ = ["TIP", "WARNING", "Advice", "advise", "what_was_learned"]
 
-class Advice(NamedTuple):
-    """One piece.
-
-    Attributes:
-        title: What was seen, a sentence with its numbers.
-        numbers: The same for programs, by name.
-        action: What to change, with the setting's name; a sentence.
-        weight: 0 to 1: how much it matters; what comes first is the largest.
-        kind: `WARNING` or `TIP`.
-    """
-
-    title: str
-    numbers: Mapping[str, float]
-    action: str
-    weight: float
-    kind: str = TIP
+LOOKS: tuple[Callable[[Evidence], Iterator[Advice]], ...] = (*LEARNING, *TIME, *DEVICES)
+"""Everything that is looked for."""
 
 
 def advise(run_folder: Path) -> list[Advice]:
-    """All that there is to say of a run, what matters most first."""
-    return []
+    """All that there is to say of a run, what matters most first; nothing of a run that is well and
+    has no time to win, nor of one that has not done a step."""
+    evidence = Evidence(run_folder)
+    found = [advice for look in LOOKS for advice in look(evidence)]
+    return sorted(found, key=lambda advice: -advice.weight)
 
 
 def what_was_learned(run_folder: Path) -> list[str]:
-    """Sentences: what the run learned, and where its time went."""
-    return []
+    """Sentences: what the run learned, how sure that is, and where its time went."""
+    return learned(Evidence(run_folder))

@@ -1,0 +1,320 @@
+"""Advice on what is learned: rewards, updates, samples."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+
+from hybridrl.report.advice_piece import Advice, tip, warning
+from hybridrl.report.evidence import Change, Evidence, Group
+
+DEAD_SHOWN, DEAD_TOO_MANY = 0.3, 0.8
+"""Shares of prompts whose samples all score alike. On the built-in task 0.2 to 0.6 are usual."""
+SOLVED = 0.9
+"""As a share of the way from the least to the largest score: what is left is luck."""
+CUT_SHOWN, CUT_TOO_MANY = 0.03, 0.15
+CLIPPED = 0.25
+MISMATCH_SHOWN, MISMATCH_TOO_MUCH = 1e-3, 1e-2
+"""Of `mismatch/k3`, in nats a token. In one precision 1e-5 is usual, in 8 bits 1e-3."""
+RISES = 3.0
+"""A mismatch that has become so many times as large rises."""
+DOUBTS = 4.0
+"""Standard errors that are no chance."""
+FALL, RISE = 0.35, 0.25
+"""Of the spread of rewards: what is less is neither."""
+FLAT_ENTROPY = 0.1
+"""As a share of the entropy of the first steps."""
+SPIKE = 10.0
+"""Times the median norm of gradients."""
+LONGER = 1.3
+RULED_BY_LENGTH = 0.7
+"""Correlation of score and length within the groups: what is more is a score of lengths."""
+GROUPS_TO_TELL = 8
+FAILED = 0.01
+IMPATIENT = 10
+"""Steps before which no run has to have learned anything."""
+
+
+def dead_groups(seen: Evidence) -> Iterator[Advice]:
+    """Prompts whose samples all score alike teach nothing."""
+    groups = seen.groups
+    dead = [group for group in groups if max(group.scores) == min(group.scores)]
+    share = len(dead) / len(groups) if groups else 0.0
+    if share < DEAD_SHOWN:
+        return
+    scores = [score for group in groups for score in group.scores]
+    low, high = min(scores), max(scores)
+    top = sum(group.scores[0] == high for group in dead) / len(dead) if high > low else 0.0
+    numbers = {"dead_share": share, "groups": len(groups), "dead_at_best_score": top}
+    title = f"{share:.0%} of {len(groups)} groups have zero variance: they teach nothing"
+    if high > low and statistics.fmean(scores) > low + SOLVED * (high - low):
+        action = "The data is solved: harder prompts, or the run can end (eval.stop)."
+        yield tip(title, numbers, action, share)
+        return
+    if top > 0.5:
+        cause = "Most of them are always right: take harder prompts (data.sampler=pass_rate)"
+    else:
+        cause = "Most of them are never right: take easier prompts or a warm-up (warmup.steps)"
+    config = seen.config
+    more = ", or have them replaced (algorithm.dynamic_sampling=true)"
+    if config is not None and config.algorithm.dynamic_sampling:
+        more = f", or more samples of each (now {config.rollout.samples_per_prompt})"
+    say = warning if share >= DEAD_TOO_MANY else tip
+    yield say(title, numbers, f"{cause}{more}.", share)
+
+
+def collapse(seen: Evidence) -> Iterator[Advice]:
+    """A reward that had been higher by more than chance."""
+    rewards = seen.values("reward/mean")
+    change, spread = seen.change("reward/mean"), seen.recent("reward/std")
+    if change is None or spread is None or len(rewards) < 3:
+        return
+    window = max(1, min(10, len(rewards) // 3))
+    ends = range(window, len(rewards) - window + 1)
+    best = max(statistics.fmean(rewards[end - window : end]) for end in ends)
+    spread = max(seen.values("reward/std"))
+    fall = best - change.last
+    if fall < max(FALL * spread, DOUBTS * seen.reward_doubt()):
+        return
+    numbers = {"reward_best": best, "reward_last": change.last} | _rate(seen)
+    title = f"the reward fell from {best:.3g} to {change.last:.3g}"
+    if entropy := seen.change("policy/entropy"):
+        numbers |= {"entropy_first": entropy.first, "entropy_last": entropy.last}
+        title += f", entropy went from {entropy.first:.2g} to {entropy.last:.2g}"
+    yield warning(title, numbers, _lower_rate(seen), fall / spread)
+
+
+def clipped(seen: Evidence) -> Iterator[Advice]:
+    """Updates that move the policy beyond what the loss takes."""
+    share = seen.recent("policy/clip_fraction")
+    if share is None or share < CLIPPED:
+        return
+    title = f"the clip fraction is {share:.2g}: updates move the policy too far"
+    numbers = {"clip_fraction": share} | _rate(seen)
+    yield warning(title, numbers, _lower_rate(seen), 2 * share)
+
+
+def gradients(seen: Evidence) -> Iterator[Advice]:
+    """Updates that were left out, and norms that stand out."""
+    skipped = sum(
+        sum(seen.values(name))
+        for name in ("policy/skipped_updates", "critic/skipped_updates", "guard/skipped")
+    )
+    if skipped:
+        title = f"{skipped:.0f} updates were left out: their numbers were not finite"
+        action = (
+            f"{_lower_rate(seen)} bad-steps/ has what they learned from; "
+            "model.dtype=float32 tells whether it is the precision."
+        )
+        share = skipped / max(1, len(seen.rows))
+        yield warning(title, {"skipped": skipped}, action, 0.3 + share)
+    norms = seen.values("policy/grad_norm")
+    if len(norms) < 5:
+        return
+    middle, most = statistics.median(norms), max(norms[2:])
+    limit = 1.0 if seen.config is None else seen.config.actor.optimizer.max_grad_norm
+    if middle > 0 and most > SPIKE * middle and (most > 10 * limit or not limit):
+        step = seen.rows[norms.index(most)]["step"] if len(norms) == len(seen.rows) else 0
+        title = f"the gradient's norm rose to {most:.3g} at step {step}, usually {middle:.2g}"
+        action = (
+            "Look at the samples of that step; a lower actor.optimizer.max_grad_norm "
+            f"(now {limit:g}) or learning rate holds it."
+        )
+        yield tip(title, {"most": most, "median": middle, "step": step}, action, 0.5)
+
+
+def mismatch(seen: Evidence) -> Iterator[Advice]:
+    """How far the generator is from the model that is trained."""
+    change = seen.change("mismatch/k3")
+    if change is None or change.last < MISMATCH_SHOWN:
+        return
+    rising = change.last > RISES * max(change.first, 1e-12)
+    numbers = {"k3_first": change.first, "k3_last": change.last}
+    how = f"rising, from {change.first:.2g} to" if rising else "at"
+    title = f"mismatch KL between generator and trainer is {how} {change.last:.2g} nats a token"
+    correction = "auto" if seen.config is None else seen.config.algorithm.correction
+    action = "Make both compute alike (model.dtype, rollout.quantization)"
+    if correction in ("auto", "none"):
+        action += ", or weigh samples by it (algorithm.correction=truncate)"
+    severe = change.last >= MISMATCH_TOO_MUCH or rising
+    severity = math.log10(change.last / MISMATCH_SHOWN) / 3 + (0.3 if rising else 0.0)
+    say = warning if severe else tip
+    yield say(title, numbers, f"{action}.", severity)
+
+
+def cut(seen: Evidence) -> Iterator[Advice]:
+    """Answers that end because they must."""
+    share = seen.recent("response/truncated")
+    if share is None or share < CUT_SHOWN:
+        return
+    numbers = {"truncated": share, "length": seen.recent("response/length_mean") or 0.0}
+    title = f"{share:.0%} of the responses end at the limit"
+    action = "Raise rollout.max_tokens"
+    if seen.config is not None:
+        numbers["max_tokens"] = seen.config.rollout.max_tokens
+        title += f" of {seen.config.rollout.max_tokens} tokens"
+        if not seen.config.algorithm.overlong_buffer:
+            action += ", or have long answers cost something (algorithm.overlong_buffer)"
+    yield (warning if share >= CUT_TOO_MANY else tip)(title, numbers, f"{action}.", share)
+
+
+def length_hacking(seen: Evidence) -> Iterator[Advice]:
+    """Scores that follow the length of answers."""
+    related = [r for group in seen.groups if (r := _correlation(group)) is not None]
+    together = statistics.fmean(related) if len(related) >= GROUPS_TO_TELL else 0.0
+    lengths, rewards = seen.change("response/length_mean"), seen.change("reward/mean")
+    grown = 1.0 if lengths is None or not lengths.first else lengths.last / lengths.first
+    rose = rewards is not None and _rose(seen, rewards)
+    by_growth = grown >= LONGER and rose and not _is_better(seen)
+    if together < RULED_BY_LENGTH and not by_growth:
+        return
+    numbers = {"correlation": together, "length_ratio": grown}
+    parts = []
+    if together >= RULED_BY_LENGTH:
+        parts.append(
+            f"among samples of a prompt, score and length go together (correlation {together:.2f} "
+            f"in {len(related)} groups)"
+        )
+    if by_growth and rewards is not None and lengths is not None:
+        numbers |= {"reward_first": rewards.first, "reward_last": rewards.last}
+        parts.append(
+            f"the reward rose from {rewards.first:.3g} to {rewards.last:.3g} as responses grew "
+            f"from {lengths.first:.3g} to {lengths.last:.3g} tokens, and evaluations did not rise"
+        )
+    title = f"length itself seems to be rewarded: {'; '.join(parts)}"
+    action = (
+        "Read the longest samples; reward.shorter or algorithm.overlong_buffer hold length, and "
+        "reward.check measures what is meant without rewarding it."
+    )
+    yield warning(title, numbers, action, max(together, 0.6 if by_growth else 0.0))
+
+
+def entropy(seen: Evidence) -> Iterator[Advice]:
+    """A policy that tries nothing any more, and does not get better."""
+    change, rewards = seen.change("policy/entropy"), seen.change("reward/mean")
+    if change is None or rewards is None or seen.steps < IMPATIENT:
+        return
+    if change.first <= 0 or change.last > FLAT_ENTROPY * change.first or _rose(seen, rewards):
+        return
+    title = (
+        f"entropy fell from {change.first:.2g} to {change.last:.2g}, and the reward is no higher"
+    )
+    action = (
+        "Have the policy go on trying: algorithm.clip_high=0.28, algorithm.entropy_coefficient, or "
+        "a lower rate."
+    )
+    numbers = {"entropy_first": change.first, "entropy_last": change.last}
+    yield warning(title, numbers, action, 1 - change.last / change.first)
+
+
+def standstill(seen: Evidence) -> Iterator[Advice]:
+    """A reward that chance explains."""
+    rewards, spread = seen.change("reward/mean"), seen.recent("reward/std")
+    if rewards is None or not spread or seen.steps < IMPATIENT:
+        return
+    if abs(rewards.last - rewards.first) > 2 * math.sqrt(2) * seen.reward_doubt():
+        return
+    if _is_at_its_best(seen):
+        return
+    title = (
+        f"the reward has not moved by more than chance in {seen.steps} steps "
+        f"({rewards.first:.3g} to {rewards.last:.3g})"
+    )
+    numbers = {"reward_first": rewards.first, "reward_last": rewards.last} | _rate(seen)
+    action = "Try a higher actor.optimizer.learning_rate, more prompts a step, or easier prompts."
+    yield tip(title, numbers, action, 0.8)
+
+
+def rewards_fail(seen: Evidence) -> Iterator[Advice]:
+    """Samples without a score."""
+    for name, said in {
+        "reward/failures": "could not be scored",
+        "reward/timeouts": "took longer to be scored than reward.timeout_s",
+        "reward/dropped": "were left out of updates",
+    }.items():
+        lost, samples = sum(seen.values(name)), _samples(seen)
+        if not samples or lost / samples < FAILED:
+            continue
+        action = "The logs of the reward role name the rows; see reward.on_error, reward.timeout_s."
+        title = f"{lost / samples:.1%} of the samples {said} ({lost:.0f})"
+        numbers = {name.partition("/")[2]: lost, "samples": samples}
+        yield warning(title, numbers, action, lost / samples)
+
+
+def evaluations_fall(seen: Evidence) -> Iterator[Advice]:
+    """What was held out is answered worse than at first."""
+    for name, first, last in seen.evaluated:
+        if last["high"] < first["low"]:
+            title = (
+                f"{name} fell from {first['value']:.3g} ({first['low']:.3g} to {first['high']:.3g})"
+                f" to {last['value']:.3g} ({last['low']:.3g} to {last['high']:.3g})"
+            )
+            numbers = {"first": first["value"], "last": last["value"]}
+            action = (
+                "What is rewarded is not what is evaluated, or updates are too large: compare "
+                "samples, and try a lower actor.optimizer.learning_rate."
+            )
+            yield warning(title, numbers, action, 0.7)
+
+
+def critic(seen: Evidence) -> Iterator[Advice]:
+    """Values that explain nothing."""
+    explained = seen.recent("critic/explained_variance")
+    if explained is not None and seen.steps >= IMPATIENT and explained < 0:
+        title = f"the critic explains nothing of the returns (explained variance {explained:.2g})"
+        action = "Try a higher models.critic.optimizer.learning_rate, or steps of the critic alone."
+        yield tip(title, {"explained_variance": explained}, action, 0.6)
+
+
+LEARNING = (
+    *(dead_groups, collapse, clipped, gradients, mismatch, cut, length_hacking, entropy),
+    *(standstill, rewards_fail, evaluations_fall, critic),
+)
+
+
+def _rate(seen: Evidence) -> dict[str, float]:
+    rates = seen.values("policy/learning_rate")
+    return {"learning_rate": max(rates)} if rates else {}
+
+
+def _lower_rate(seen: Evidence) -> str:
+    rate = _rate(seen).get("learning_rate")
+    if not rate:
+        return "Lower actor.optimizer.learning_rate."
+    return f"Lower the rate: actor.optimizer.learning_rate={rate / 3:.1g} (now {rate:.2g})."
+
+
+def _rose(seen: Evidence, rewards: Change) -> bool:
+    spread = max(seen.values("reward/std"), default=0.0)
+    least = max(2 * math.sqrt(2) * seen.reward_doubt(), RISE * spread, 1e-9)
+    return rewards.last - rewards.first > least
+
+
+def _is_better(seen: Evidence) -> bool:
+    """Whether what is meant got better, too, where anything says so."""
+    return any(last["value"] > first["high"] for _, first, last in seen.evaluated)
+
+
+def _is_at_its_best(seen: Evidence) -> bool:
+    scores = [score for group in seen.groups for score in group.scores]
+    reward = seen.recent("reward/mean")
+    if not scores or reward is None or max(scores) == min(scores):
+        return False
+    return reward > min(scores) + SOLVED * (max(scores) - min(scores))
+
+
+def _correlation(group: Group) -> float | None:
+    if _is_constant(group.scores) or _is_constant(group.lengths):
+        return None
+    return statistics.correlation(group.scores, group.lengths)
+
+
+def _is_constant(values: Sequence[float]) -> bool:
+    return max(values) == min(values)
+
+
+def _samples(seen: Evidence) -> float:
+    """Of all steps."""
+    found = zip(seen.values("response/tokens"), seen.values("response/length_mean"), strict=False)
+    return sum(tokens / length for tokens, length in found if length)

@@ -1,0 +1,39 @@
+"""What a run could do better, ranked, each with the numbers behind it and the setting to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+WARNING, TIP = "warning", "tip"
+"""Something is wrong; or something could be quicker, or might be better."""
+_TIP_SHARE = 0.5
+
+
+class Advice(NamedTuple):
+    """One piece.
+
+    Attributes:
+        title: What was seen, a sentence with its numbers.
+        numbers: The same for programs, by name.
+        action: What to change, with the setting's name; a sentence.
+        weight: 0 to 1: how much it matters. Every warning has more than every tip.
+        kind: `WARNING` or `TIP`.
+    """
+
+    title: str
+    numbers: Mapping[str, float]
+    action: str
+    weight: float
+    kind: str
+
+
+def warning(title: str, numbers: Mapping[str, float], action: str, severity: float) -> Advice:
+    """Something is wrong, so much of 1."""
+    weight = _TIP_SHARE + (1 - _TIP_SHARE) * min(1.0, max(0.0, severity))
+    return Advice(title, numbers, action, weight, WARNING)
+
+
+def tip(title: str, numbers: Mapping[str, float], action: str, gain: float) -> Advice:
+    """Something could be better, by so much of 1."""
+    return Advice(title, numbers, action, _TIP_SHARE * min(1.0, max(0.0, gain)), TIP)

@@ -1,0 +1,89 @@
+"""What a run learned and where its time went, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hybridrl.observe.beside_steps import CHECKPOINT, EVALUATION
+from hybridrl.observe.summary import readable_seconds
+from hybridrl.report.evidence import Change, Evidence
+from hybridrl.report.spans import in_words
+
+LEAST_SHARE = 0.02
+"""What is less of the time is not worth a word."""
+PARTS = 4
+
+
+def learned(seen: Evidence) -> list[str]:
+    """See `what_was_learned`."""
+    if not seen.rows:
+        return ["The run has not done a step yet."]
+    return [*_rewards(seen), *_evaluations(seen), *_time(seen)]
+
+
+def _rewards(seen: Evidence) -> list[str]:
+    steps = len(seen.rows)
+    if reward := seen.change("reward/mean"):
+        doubt = seen.reward_doubt()
+        moved = abs(reward.last - reward.first)
+        how = "no more than chance" if moved <= 2 * 2**0.5 * doubt else f"+-{2 * doubt:.2g} each"
+        said = f"In {steps} steps the mean reward went from {_to(reward)} ({how})"
+        lengths = seen.change("response/length_mean")
+        return [f"{said}; responses from {_to(lengths)} tokens." if lengths else f"{said}."]
+    if loss := seen.change("policy/loss"):
+        return [f"In {steps} steps the loss went from {_to(loss)}."]
+    return [f"The run has done {steps} step{'s' if steps > 1 else ''}."]
+
+
+def _evaluations(seen: Evidence) -> list[str]:
+    """From each set's first evaluation to its last, with 95 % intervals."""
+    said = []
+    for name, first, last in seen.evaluated:
+        if last["low"] > first["high"]:
+            verdict = "better, beyond chance"
+        elif last["high"] < first["low"]:
+            verdict = "worse, beyond chance"
+        else:
+            verdict = "the intervals overlap"
+        said.append(
+            f"{name.replace('/', ' ')} went from {_within(first)} at step {first['step']} to "
+            f"{_within(last)} at step {last['step']}: {verdict}."
+        )
+    return said
+
+
+def _time(seen: Evidence) -> list[str]:
+    if not seen.spans:
+        return []
+    beside = {EVALUATION: "evaluations", CHECKPOINT: "checkpoints"}
+    parts = {
+        beside[phase] if not role else f"{role}.{phase}": share
+        for (role, phase), share in seen.work.items()
+    }
+    shown = _largest(parts)
+    steps = sorted({span.step for span in seen.spans})
+    seconds = max(seen.seconds.values())
+    said = (
+        f"Over {readable_seconds(seconds)} of steps {steps[0]} to {steps[-1]}, on "
+        f"{len(seen.devices)} device{'s' if len(seen.devices) > 1 else ''}, the time went to "
+        f"{shown}"
+    )
+    idle = sum(seen.waits.values())
+    if idle < LEAST_SHARE:
+        return [f"{said}."]
+    causes = _largest({in_words(cause): share for cause, share in seen.waits.items()})
+    return [f"{said}; {idle:.0%} of it devices were idle: {causes}."]
+
+
+def _largest(shares: Mapping[str, float]) -> str:
+    ranked = sorted(shares.items(), key=lambda one: -one[1])[:PARTS]
+    kept = [f"{name} {share:.0%}" for name, share in ranked if share >= LEAST_SHARE]
+    return ", ".join(kept or [f"{name} {share:.1%}" for name, share in ranked[:1]])
+
+
+def _to(change: Change) -> str:
+    return f"{change.first:.3g} to {change.last:.3g}"
+
+
+def _within(figures: Mapping[str, float]) -> str:
+    return f"{figures['value']:.3g} ({figures['low']:.3g} to {figures['high']:.3g})"
