@@ -301,8 +301,8 @@ class Config:
     executor: Annotated[str, OneOf("ray", "inline")] = "ray"
     """`ray`, or `inline`: one device, in the driver's process, without Ray."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    metrics: Annotated[Any, ListOf("tensorboard", "wandb", "mlflow", "jsonl")] = None
-    """Besides `metrics.jsonl`: `tensorboard`, `wandb`, `mlflow`, or a list of them."""
+    metrics: Annotated[Any, ListOf("tensorboard", "wandb", "mlflow", "trackio", "jsonl")] = None
+    """Besides `metrics.jsonl`: `tensorboard`, `wandb`, `mlflow`, `trackio`, or a list of them."""
     ray: RayConfig = field(default_factory=RayConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -1,7 +1,7 @@
 """Where the numbers of each step go: always a JSON Lines file, and trackers if asked for.
 
-Settings: `metrics`, a list of `tensorboard`, `wandb` and `mlflow`. A tracker is imported when
-it is opened, so a run without it neither needs it nor waits for it.
+Settings: `metrics`, a list of `tensorboard`, `wandb`, `mlflow` and `trackio`. A tracker is imported
+when it is opened, so a run without it neither needs it nor waits for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hybridrl.observe.run_state import FAILED, FINISHED, INTERRUPTED
 from hybridrl.observe.storage import explain_write_errors
 from hybridrl.observe.strict_json import to_json
 
-TRACKERS = ("tensorboard", "wandb", "mlflow")
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 """Packages, by whose names they are asked for."""
 
 
@@ -127,6 +127,32 @@ class MLflow:
         self._mlflow.end_run(status)
 
 
+class Trackio:
+    """A run in the Trackio project `hybridrl`, on this machine's disk (`TRACKIO_DIR`), without a
+    network unless `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` says so; `trackio show` shows it."""
+
+    def __init__(self, run_name: str, config: Mapping[str, Any]) -> None:
+        try:
+            import trackio
+        except ImportError as error:
+            raise _missing("trackio", error) from error
+        self._run = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT") or "hybridrl",
+            name=run_name,
+            config=dict(config),
+            resume="allow",  # a run that goes on is the same run
+            embed=False,
+            auto_log_gpu=False,  # threads that ask devices beside the workers
+            auto_log_cpu=False,
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({key: float(value) for key, value in metrics.items()}, step=step)
+
+    def close(self, state: str = FINISHED) -> None:
+        self._run.finish()
+
+
 def trackers_of(metrics: Any) -> list[str]:
     """What the setting `metrics` names: none, one or several."""
     return [metrics] if isinstance(metrics, str) else list(metrics or [])
@@ -158,6 +184,7 @@ def open_writers(
         "tensorboard": lambda: TensorBoard(run_directory.path / "tensorboard"),
         "wandb": lambda: WeightsAndBiases(run_directory.path, run_name, config),
         "mlflow": lambda: MLflow(run_name, config),
+        "trackio": lambda: Trackio(run_name, config),
     }
     for name in names:
         if name not in openers:

@@ -6,6 +6,52 @@ import json
 from pathlib import Path
 from typing import Any
 
+_REMEMBERED = 64
+"""Bytes by which it is known again what was read before."""
+
+
+class GrowingMetrics:
+    """The rows of a file that may still be written, of which each look reads what is new.
+
+    Args:
+        file: `metrics.jsonl`; it need not be there yet.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._forget()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """As `read_metrics`."""
+        try:
+            with self._file.open("rb") as lines:
+                lines.seek(max(0, self._read - len(self._end)))
+                if lines.read(len(self._end)) != self._end:  # a resumed run cut it and went on
+                    self._forget()
+                    lines.seek(0)
+                for line in lines:
+                    self._merge(line)
+                    if not line.endswith(b"\n"):  # to be read again when it is whole
+                        break
+                    self._read += len(line)
+                    self._end = (self._end + line)[-_REMEMBERED:]
+        except FileNotFoundError:
+            self._forget()
+        return [self._rows[step] for step in sorted(self._rows)]
+
+    def _forget(self) -> None:
+        self._rows: dict[int, dict[str, Any]] = {}
+        self._read, self._end = 0, b""
+
+    def _merge(self, line: bytes) -> None:
+        row = _parsed(line.decode(errors="replace"))
+        if row is None:
+            return
+        step = row["step"]
+        if "reward/mean" in row and self._rows and step <= max(self._rows):
+            self._rows = {earlier: kept for earlier, kept in self._rows.items() if earlier <= step}
+        self._rows.setdefault(step, {}).update(row)
+
 
 def read_metrics(metrics_file: Path) -> list[dict[str, Any]]:
     """Rows in the order of their steps, each with `step` and the metrics that are numbers.
@@ -14,19 +60,7 @@ def read_metrics(metrics_file: Path) -> list[dict[str, Any]]:
     means that the run was resumed, so the steps after it, about to be made again, are dropped.
     A line that was cut short, by a kill or a full disk, is left out.
     """
-    rows: dict[int, dict[str, Any]] = {}
-    if not metrics_file.exists():
-        return []
-    with metrics_file.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            row = _parsed(line)
-            if row is None:
-                continue
-            step = row["step"]
-            if "reward/mean" in row and rows and step <= max(rows):
-                rows = {earlier: kept for earlier, kept in rows.items() if earlier <= step}
-            rows.setdefault(step, {}).update(row)
-    return [rows[step] for step in sorted(rows)]
+    return GrowingMetrics(metrics_file).rows()
 
 
 def length_up_to(metrics_file: Path, step: int) -> int:

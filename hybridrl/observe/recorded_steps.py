@@ -81,9 +81,12 @@ class RecordedSteps:
             part.write_bytes(rest)
 
 
-def read_steps(folder: Path) -> list[RecordedStep]:
+def read_steps(folder: Path, newest_bytes: int | None = None) -> list[RecordedStep]:
     """What a run has recorded, since it was last started: numbers of calls begin anew then. A last
     line that was cut short is left out.
+
+    Args:
+        newest_bytes: Of the file, so much of its end is looked at; None: all of it.
 
     Raises:
         DataError: if there is nothing.
@@ -96,7 +99,7 @@ def read_steps(folder: Path) -> list[RecordedStep]:
         )
     found: list[RecordedStep] = []
     last = -1
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(_newest_text(file, newest_bytes).splitlines(), 1):
         try:
             recorded = _from_data(json.loads(line))
         except (ValueError, KeyError, TypeError) as error:
@@ -111,6 +114,19 @@ def read_steps(folder: Path) -> list[RecordedStep]:
     if not found:
         raise DataError(f"{file} has no steps yet.")
     return found
+
+
+def _newest_text(file: Path, most: int | None) -> str:
+    """Whole lines of the end of the file, at most so many bytes, but one line at least."""
+    with file.open("rb") as opened:
+        size = opened.seek(0, os.SEEK_END)
+        first = 0 if most is None else max(0, size - most)
+        opened.seek(first)
+        if first:
+            opened.readline()  # the rest of a line
+        if opened.tell() == size:  # that was the whole of it
+            opened.seek(0)
+        return opened.read().decode()
 
 
 def _as_data(recorded: RecordedStep) -> dict[str, Any]:

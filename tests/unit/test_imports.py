@@ -63,7 +63,7 @@ MAY_IMPORT = {
         *("=observe.recorded_steps", "=observe.metrics_history", "=parallel.process_group"),
     },
     "report": {
-        *("core", "observe", "planner"),
+        *("core", "observe", "placement", "planner"),
         *("=config.load", "=config.presets", "=config.values"),
     },
     # Modules beside the rooms: they put the others together.

@@ -10,7 +10,7 @@ import torch
 
 from hybridrl.errors import ConfigError, MissingPackageError, StorageError
 from hybridrl.observe.metrics import JsonLines, TensorBoard, open_writers
-from hybridrl.observe.metrics_history import read_metrics, series
+from hybridrl.observe.metrics_history import GrowingMetrics, read_metrics, series
 from hybridrl.observe.run_directory import RunDirectory
 
 
@@ -105,7 +105,7 @@ def test_tensorboard_for_real(tmp_path):
     assert next((e.step, e.value) for e in events.Scalars("reward/mean")) == (1, 0.25)
 
 
-@pytest.mark.parametrize("extra", ["wandb", "mlflow", "tensorboard"])
+@pytest.mark.parametrize("extra", ["wandb", "mlflow", "trackio", "tensorboard"])
 def test_a_missing_tracker_says_how_to_install_it(tmp_path, monkeypatch, extra):
     module = "torch.utils.tensorboard" if extra == "tensorboard" else extra
     monkeypatch.setitem(sys.modules, module, None)
@@ -137,6 +137,43 @@ class Tracker(types.ModuleType):
 
     def __getattr__(self, name):
         return lambda *_, **__: None
+
+
+def test_trackio_gets_the_figures_of_each_step_and_no_run_is_begun_anew(tmp_path, monkeypatch):
+    said = []
+
+    class Stub(types.ModuleType):
+        def init(self, **options):
+            said.append(("init", options["name"], options["resume"], options["config"]))
+            return self
+
+        def log(self, metrics, step):
+            said.append((step, metrics))
+
+        def finish(self):
+            said.append("finish")
+
+    monkeypatch.setitem(sys.modules, "trackio", Stub("trackio"))
+    for writer in open_writers(["trackio"], RunDirectory.at(tmp_path), "mine", {"seed": 1}):
+        writer.write(3, {"reward/mean": 0.5})
+        writer.close("failed")
+    expected = ("init", "mine", "allow", {"seed": 1}), (3, {"reward/mean": 0.5}), "finish"
+    assert said == list(expected)
+
+
+def test_metrics_are_read_as_they_grow(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    growing = GrowingMetrics(path)
+    assert growing.rows() == []
+    path.write_text('{"step": 1, "a": 1}\n{"step": 2, "a"')
+    assert growing.rows() == [{"step": 1, "a": 1}]
+    with path.open("a") as file:
+        file.write(': 2}\n{"step": 2, "b": 3}')
+    assert growing.rows() == [{"step": 1, "a": 1}, {"step": 2, "a": 2, "b": 3}]
+    path.write_text('{"step": 1, "a": 9}\n{"step": 2, "a": 8, "longer": 1}\n{"step": 3}\n')
+    assert growing.rows()[1] == {"step": 2, "a": 8, "longer": 1}  # another file under its name
+    path.unlink()
+    assert growing.rows() == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,67 @@
+"""`hybridrl report RUN`: what a run shows, as one page that opens without a network."""
+
+from __future__ import annotations
+
+import argparse
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hybridrl.errors import ConfigError, StorageError
+from hybridrl.observe.storage import readable_bytes, write_error_sentence
+from hybridrl.report.content import Content
+from hybridrl.report.page import page
+from hybridrl.report.run_folder import RunFolder
+
+NAME = "report.html"
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `report` to the subcommands of a parser."""
+    what = "what a run has learned, where its time went, what it said: one page for a browser"
+    parser = commands.add_parser("report", help=what, description=what)
+    parser.add_argument("run", help="the folder of a run")
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="runs whose curves and settings are shown beside",
+    )
+    parser.add_argument("--out", metavar="FILE", help=f"else {NAME} in the run's folder")
+    parser.add_argument("--open", action="store_true", help="open it in the browser")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Writes the page.
+
+    Raises:
+        ConfigError: if a folder is no run's, or the file cannot be named so.
+        StorageError: if the page cannot be written.
+    """
+    shown = RunFolder(Path(chosen.run).expanduser())
+    against = [RunFolder(Path(other).expanduser()) for other in chosen.against]
+    out = Path(chosen.out).expanduser() if chosen.out else shown.path / NAME
+    if out.is_dir():
+        raise ConfigError(f"--out {chosen.out} is a folder. Name a file in it: {out / NAME}.")
+    text = page(shown.name, Content(shown, against).data())
+    _write(out, text)
+    Console().print(
+        f"{out} ({readable_bytes(len(text.encode()))})", highlight=False, soft_wrap=True
+    )
+    if chosen.open:
+        webbrowser.open(out.absolute().as_uri())
+    return 0
+
+
+def _write(out: Path, text: str) -> None:
+    """Whole or not at all: a browser may be looking at an earlier one."""
+    part = out.with_name(f".{out.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(out)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise StorageError(write_error_sentence(out, error, "`--out`")) from error

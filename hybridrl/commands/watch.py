@@ -1,0 +1,82 @@
+"""`hybridrl watch RUN`: the report of a run, or of a folder of runs, as it grows."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import secrets
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hybridrl.errors import ConfigError
+from hybridrl.report.server import HOST, Server, Site
+
+_TOKEN = re.compile(r"[\w-]{16,}")
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `watch` to the subcommands of a parser."""
+    what = "the report of a run as it grows, or the runs of a folder side by side, in a browser"
+    parser = commands.add_parser("watch", help=what, description=what)
+    parser.add_argument("run", help="the folder of a run, or one with runs")
+    parser.add_argument("--port", type=int, default=0, help="on 127.0.0.1; else any that is free")
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="with the token of the address, which is made if it is not there: a Prometheus that "
+        "scrapes /metrics reads the same file",
+    )
+    parser.add_argument("--open", action="store_true", help="open it in the browser")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Serves until Ctrl-C.
+
+    Raises:
+        ConfigError: if there is no run, or nothing can be served there.
+    """
+    site = Site(Path(chosen.run).expanduser())
+    token = _token(Path(chosen.token_file).expanduser()) if chosen.token_file else ""
+    with Server(site, chosen.port, token) as server:
+        console = Console()
+        console.print(server.url, highlight=False, soft_wrap=True)
+        console.print(
+            f"Ctrl-C ends it. From another machine: ssh -L {server.server_port}:{HOST}:"
+            f"{server.server_port} and this one's name, then the same address there.",
+            highlight=False,
+            soft_wrap=True,
+        )
+        if chosen.open:
+            webbrowser.open(server.url)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            console.print()
+    return 0
+
+
+def _token(file: Path) -> str:
+    """That of a file, which only this user can read if it is made here.
+
+    Raises:
+        ConfigError: if there is none in it, or it cannot be made.
+    """
+    try:
+        try:
+            with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as new:
+                new.write(token := secrets.token_urlsafe(24))
+            return token
+        except FileExistsError:
+            found = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--token-file {file}: {error}. Name one that you can write.") from error
+    if not _TOKEN.fullmatch(found):
+        raise ConfigError(
+            f"--token-file {file} holds no token: 16 letters, digits, - or _ at least. Remove it, "
+            "and a new one is made."
+        )
+    return found
