@@ -9,18 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
+
+import torch
 
 from hybridrl.checks.placement import check_placement
 from hybridrl.config.schema import Config
 from hybridrl.core.cluster import Cluster, Device, Link
 from hybridrl.errors import ConfigError
 from hybridrl.placement import Placement
-from hybridrl.planner.cluster_probe import with_rates
+from hybridrl.planner.cluster_probe import with_makers_rates, with_rates
 from hybridrl.planner.cures import changed
-from hybridrl.planner.kept_costs import rates_of
+from hybridrl.planner.dataflow import sizes_of
+from hybridrl.planner.kept_costs import has_costs, rates_of
 from hybridrl.planner.plan import make_plan
 from hybridrl.planner.precision import with_dtype
+from hybridrl.planner.probe import probe
+from hybridrl.planner.rates import Rates
 from hybridrl.planner.recorded_run import RecordedRun
 from hybridrl.planner.replay import NOWHERE, Graph, Replayed, replay
 from hybridrl.planner.step_time import Times
@@ -164,9 +170,8 @@ def _planned_otherwise(run: RecordedRun, question: Question, graph: Graph) -> Gr
         config = replace(config, num_devices=question.devices)
         cluster = of_size(cluster, question.devices)
         placement = check_placement(_free(config), cluster)
-    lengths = run.lengths
-    old = _times(run.config, run.cluster, run.placement, lengths).phases
-    new = _times(config, cluster, placement, lengths).phases
+    old = _times(run, run.config, run.cluster, run.placement).phases
+    new = _times(run, config, cluster, placement).phases
     ratios = {key: new[key] / old[key] for key in old.keys() & new.keys() if old[key]}
     if question.devices is not None:
         for role, place in placement.roles.items():
@@ -225,14 +230,35 @@ def link_speed(run: RecordedRun, wanted: Link) -> float:
 
 def planned_seconds(run: RecordedRun) -> float:
     """Of a step of a run, as its plan has it, for samples as long as they were."""
-    return _times(run.config, run.cluster, run.placement, run.lengths).step
+    return _times(run, run.config, run.cluster, run.placement).step
 
 
-def _times(
-    config: Config, cluster: Cluster, placement: Placement, lengths: tuple[float, float]
-) -> Times:
-    machines = cluster if cluster.rates_known else with_rates(cluster)
-    rates = rates_of(machines, with_dtype(config, cluster.kind).model.dtype)
-    plan = make_plan(config, machines, placement, lengths, rates)
+def _times(run: RecordedRun, config: Config, cluster: Cluster, placement: Placement) -> Times:
+    """By the plan of these settings, for samples as long as those of the run."""
+    dtype = with_dtype(config, cluster.kind).model.dtype
+    rates: Rates | Sequence[Rates]
+    if (known := with_makers_rates(cluster)) is not None or cluster.rates_known:
+        rates = Rates.known(known or cluster, dtype)
+    elif has_costs(cluster, dtype):
+        rates = rates_of(with_rates(cluster), dtype)
+    else:
+        sizes = sizes_of(run.config, run.lengths)
+        tokens = min(run.config.actor.tokens_per_microbatch or sizes.tokens, sizes.tokens)
+        number, length = cluster.devices_per_node, sizes.sample_tokens
+        rates = _probed(str(config.model.path), dtype, cluster.kind, number, tokens, length)
+    plan = make_plan(config, known or cluster, placement, run.lengths, rates)
     assert plan.times is not None  # for there are rates
     return plan.times
+
+
+@lru_cache(maxsize=8)
+def _probed(path: str, dtype: str, kind: str, number: int, tokens: int, length: float) -> Rates:
+    """Of so many devices of this machine, at once; the same for all plans of a question, of which
+    the differences are to be told."""
+    if kind != "cpu" and not torch.accelerator.is_available():
+        raise ConfigError(
+            f"The run had {kind} devices that nobody knows and that are not here to be measured. "
+            "Write their `models` into its cluster.json, as `hybridrl cluster probe --json` prints "
+            "them there."
+        )
+    return probe(path, dtype, Cluster.of_one_node(kind, number), tokens, length)

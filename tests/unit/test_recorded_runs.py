@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from dataclasses import replace
 
 import pytest
 from settings import configured
@@ -10,7 +9,7 @@ from settings import configured
 from hybridrl import cli
 from hybridrl.commands.what_if import question_of
 from hybridrl.config.load import to_yaml
-from hybridrl.core.cluster import Cluster, DeviceModel, Host, Link
+from hybridrl.core.cluster import Cluster
 from hybridrl.core.record import Record, Span
 from hybridrl.data.tasks.character_tokenizer import TEXT, build_tokenizer
 from hybridrl.errors import ConfigError, DataError
@@ -18,6 +17,7 @@ from hybridrl.models import make_tiny_model
 from hybridrl.observe import recorded_steps
 from hybridrl.observe.recorded_steps import RecordedStep, RecordedSteps, read_steps
 from hybridrl.planner import backtest, devices, run_questions
+from hybridrl.planner.rates import Rates
 from hybridrl.planner.recorded_run import RecordedRun
 from hybridrl.planner.run_questions import Question, of_size, predict
 
@@ -62,12 +62,7 @@ def step(number, at, slow=1.0, waits=(0.2, 1.2)):
     )
 
 
-def with_known_rates(cluster):
-    """As a probe of slow devices would have it."""
-    model = DeviceModel(1e10, {"float32": 1e9, "bfloat16": 1e9}, 1e9, 1e-5, measured=True)
-    host = Host(Link(1e9), Link(1e9))
-    models = dict.fromkeys(cluster.model_names, model)
-    return replace(cluster, models=models, hosts=dict.fromkeys(cluster.nodes, host))
+SLOW = Rates(1e9, 1e9, 1.5e-4, 4.5e-4, 1e9, 1e9, 1e9, 1.0, 1e-5, "as a probe would have it")
 
 
 @pytest.fixture
@@ -76,7 +71,8 @@ def run_of(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = tmp_path / "model"
     make_tiny_model(model, build_tokenizer(TEXT), seed=0, **SHAPE)
-    monkeypatch.setattr(run_questions, "with_rates", with_known_rates)
+    monkeypatch.setattr(run_questions, "probe", lambda *job: SLOW)
+    run_questions._probed.cache_clear()
 
     def make(name, overrides=(), number=2, steps=None):
         folder = tmp_path / name
