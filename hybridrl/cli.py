@@ -15,6 +15,7 @@ from hybridrl import __version__
 from hybridrl.errors import HybridRLError
 
 COMMANDS = {
+    "new": ("new", "makes a project: a reward, settings, a Makefile, and a test that passes"),
     "doctor": (
         "doctor",
         "looks whether this machine and its packages are fit for jobs, and says what to do",
