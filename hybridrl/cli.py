@@ -25,6 +25,10 @@ COMMANDS = {
     "cluster": ("cluster", "measures devices and links, for plans"),
     "calibrate": ("calibrate", "measures what pieces of work take on this machine, for plans"),
     "whatif": ("what_if", "how long a step of a run would take if something were different"),
+    "completion": (
+        "completion",
+        "prints a script that completes commands, options, runs and settings in a shell",
+    ),
 }
 """The module of `hybridrl.commands` that does each, and what that is. A module has `add_parser`,
 which adds it to the subcommands of a parser, and `run`, which takes what was parsed and gives the
