@@ -15,6 +15,7 @@ from hybridrl import __version__
 from hybridrl.errors import HybridRLError
 
 COMMANDS = {
+    "new": ("new", "makes a project: a reward, settings, a Makefile, and a test that passes"),
     "doctor": (
         "doctor",
         "looks whether this machine and its packages are fit for jobs, and says what to do",
@@ -27,6 +28,10 @@ COMMANDS = {
     "watch": ("watch", "the report of a run, or of a folder of runs, as it grows, in a browser"),
     "timeline": ("timeline", "what each device of a run did and waited for, as a trace"),
     "whatif": ("what_if", "how long a step of a run would take if something were different"),
+    "completion": (
+        "completion",
+        "prints a script that completes commands, options, runs and settings in a shell",
+    ),
 }
 """The module of `hybridrl.commands` that does each, and what that is. A module has `add_parser`,
 which adds it to the subcommands of a parser, and `run`, which takes what was parsed and gives the

@@ -77,6 +77,7 @@ MAY_IMPORT = {
     "commands": {
         *("core", "checkpoint", "doctor", "observe", "planner", "report"),
         *("=config.overrides", "=config.values", "=config.load", "=checks.settings"),
+        *("=cli", "=config.names", "=config.presets"),
         *("=inputs", "=models", "=preflight"),
         *("=plan_generation", "=plan_precision", "=plan_search"),
     },

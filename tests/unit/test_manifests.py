@@ -61,16 +61,58 @@ TEMPLATE = closed(
         "metadata": {"type": "object"},
         "spec": closed(
             {
+                "securityContext": closed(
+                    {
+                        "runAsNonRoot": {"const": True},
+                        "runAsUser": {"type": "integer", "minimum": 1},
+                        "fsGroup": {"type": "integer", "minimum": 1},
+                    },
+                    ["runAsNonRoot"],
+                ),
                 "containers": {"type": "array", "minItems": 1, "items": CONTAINER},
                 "volumes": {"type": "array", "items": VOLUME},
             },
-            ["containers"],
+            ["containers", "securityContext"],
         ),
     },
     ["spec"],
 )
 # Flags of `ray start` without their dashes; KubeRay takes them as text.
 START = {"type": "object", "additionalProperties": TEXT}
+RAY_CLUSTER_SPEC = closed(
+    {
+        "rayVersion": TEXT,
+        "authOptions": closed({"mode": {"enum": ["disabled", "token"]}}),
+        "headGroupSpec": closed(
+            {"rayStartParams": START, "template": TEMPLATE},
+            ["template"],
+        ),
+        "workerGroupSpecs": {
+            "type": "array",
+            "items": closed(
+                {
+                    "groupName": TEXT,
+                    "replicas": COUNT,
+                    "minReplicas": COUNT,
+                    "maxReplicas": COUNT,
+                    "rayStartParams": START,
+                    "template": TEMPLATE,
+                },
+                ["groupName", "maxReplicas", "minReplicas", "template"],
+            ),
+        },
+    },
+    ["headGroupSpec"],
+)
+RAY_CLUSTER = closed(
+    {
+        "apiVersion": {"const": "ray.io/v1"},
+        "kind": {"const": "RayCluster"},
+        "metadata": {"type": "object", "required": ["name"]},
+        "spec": RAY_CLUSTER_SPEC,
+    },
+    ["apiVersion", "kind", "metadata", "spec"],
+)
 RAY_JOB = closed(
     {
         "apiVersion": {"const": "ray.io/v1"},
@@ -85,31 +127,7 @@ RAY_JOB = closed(
                 "ttlSecondsAfterFinished": COUNT,
                 "activeDeadlineSeconds": {"type": "integer", "minimum": 1},
                 "runtimeEnvYAML": TEXT,
-                "rayClusterSpec": closed(
-                    {
-                        "rayVersion": TEXT,
-                        "authOptions": closed({"mode": {"enum": ["disabled", "token"]}}),
-                        "headGroupSpec": closed(
-                            {"rayStartParams": START, "template": TEMPLATE},
-                            ["template"],
-                        ),
-                        "workerGroupSpecs": {
-                            "type": "array",
-                            "items": closed(
-                                {
-                                    "groupName": TEXT,
-                                    "replicas": COUNT,
-                                    "minReplicas": COUNT,
-                                    "maxReplicas": COUNT,
-                                    "rayStartParams": START,
-                                    "template": TEMPLATE,
-                                },
-                                ["groupName", "maxReplicas", "minReplicas", "template"],
-                            ),
-                        },
-                    },
-                    ["headGroupSpec"],
-                ),
+                "rayClusterSpec": RAY_CLUSTER_SPEC,
             },
             ["entrypoint", "rayClusterSpec"],
         ),
@@ -127,6 +145,14 @@ def test_the_ray_job_is_one():
     jsonschema.validate(ray_job(), RAY_JOB)
 
 
+def ray_cluster():
+    return yaml.safe_load((DOCKER / "raycluster.yaml").read_text())
+
+
+def test_the_ray_cluster_is_one():
+    jsonschema.validate(ray_cluster(), RAY_CLUSTER)
+
+
 def test_a_misspelt_field_is_found():
     job = ray_job()
     job["spec"]["rayClusterSpec"]["workerGroupSpec"] = []
@@ -135,11 +161,11 @@ def test_a_misspelt_field_is_found():
 
 
 def test_what_the_pods_mount_is_there():
-    cluster = ray_job()["spec"]["rayClusterSpec"]
-    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        pod = group["template"]["spec"]
-        volumes = {volume["name"] for volume in pod["volumes"]}
-        assert all({m["name"] for m in c["volumeMounts"]} == volumes for c in pod["containers"])
+    for cluster in (ray_job()["spec"]["rayClusterSpec"], ray_cluster()["spec"]):
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+            pod = group["template"]["spec"]
+            volumes = {volume["name"] for volume in pod["volumes"]}
+            assert all({m["name"] for m in c["volumeMounts"]} == volumes for c in pod["containers"])
 
 
 def test_the_entrypoint_speaks_our_settings():
@@ -151,7 +177,8 @@ def test_the_entrypoint_speaks_our_settings():
 
 def test_the_ray_of_the_manifest_is_the_pinned_one():
     pinned = (DOCKER.parent / "requirements" / "cpu.txt").read_text()
-    assert f"ray=={ray_job()['spec']['rayClusterSpec']['rayVersion']}\n" in pinned
+    for cluster in (ray_job()["spec"]["rayClusterSpec"], ray_cluster()["spec"]):
+        assert f"ray=={cluster['rayVersion']}\n" in pinned
 
 
 def test_the_slurm_script_is_bash_and_speaks_our_settings():

@@ -1,0 +1,149 @@
+"""`hybridrl completion SHELL`: a script that completes subcommands, options, runs and settings.
+
+The words are in the script, so that a key press starts no Python. zsh runs the one of bash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from hybridrl.errors import ConfigError
+
+SHELLS = ("bash", "zsh", "fish")
+SETTINGS = "plan"
+"""The subcommand that takes settings of a job."""
+BASH = """\
+# Add to ~/.bashrc: source <(hybridrl completion bash)
+_hybridrl_settings="@SETTINGS@"
+
+_hybridrl_complete() {
+    # $1: words to choose from; settings get no space behind them, runs are folders.
+    local current=${COMP_WORDS[COMP_CWORD]}
+    COMPREPLY=($(compgen -W "$1" -- "$current"))
+    if [[ $current != -* ]]; then
+        COMPREPLY+=($(compgen -d -- "$current"))
+        [[ -z $current && -d runs ]] && COMPREPLY+=($(compgen -d -- runs/))
+    fi
+    [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *= ]] && compopt -o nospace 2>/dev/null
+    return 0
+}
+
+_hybridrl() {
+    local path="" word number
+    for ((number = 1; number < COMP_CWORD; number++)); do
+        word=${COMP_WORDS[number]}
+        case "$path/$word" in
+            @PATHS@) path=$path/$word ;;
+        esac
+    done
+    case "$path" in
+@WORDS@
+    esac
+}
+
+_hybridrl_main() {
+    # Of python -m hybridrl.main; any other program of Python's has files.
+    [[ " ${COMP_WORDS[*]} " == *" -m hybridrl.main "* ]] || return 0
+    _hybridrl_complete "@MAIN@ $_hybridrl_settings"
+}
+
+complete -o default -F _hybridrl hybridrl
+complete -o default -F _hybridrl_main python python3
+"""
+ZSH = "# Add to ~/.zshrc: source <(hybridrl completion zsh)\nautoload -Uz compinit bashcompinit\n"
+ZSH += "(( $+functions[compdef] )) || compinit\nbashcompinit\n"
+FISH = "# Write to a file: hybridrl completion fish > ~/.config/fish/completions/hybridrl.fish"
+MAIN = "--help --version --cfg --multirun"
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `completion` to the subcommands of a parser."""
+    what = "prints a script that completes commands, options, runs and settings in a shell"
+    parser = commands.add_parser(
+        "completion",
+        help=what,
+        description="Prints a script for a shell. bash: add `source <(hybridrl completion bash)` "
+        "to ~/.bashrc.",
+    )
+    parser.add_argument("shell", metavar="SHELL", help="bash, zsh or fish")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Prints it.
+
+    Raises:
+        ConfigError: for another shell.
+    """
+    from hybridrl.cli import COMMANDS, parser_of
+
+    if chosen.shell not in SHELLS:
+        raise ConfigError(f"{chosen.shell}: must be bash, zsh or fish.")
+    parser = parser_of([*COMMANDS])
+    script = fish(parser) if chosen.shell == "fish" else bash(parser)
+    sys.stdout.write((ZSH if chosen.shell == "zsh" else "") + script)
+    return 0
+
+
+def words(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Subcommands and options at each path of subcommands: `""`, `/checkpoint`, `/checkpoint/list`.
+
+    Options of which one spelling is long are there with that alone.
+    """
+    found: list[str] = []
+    inner: dict[str, argparse.ArgumentParser] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            inner = action.choices
+        found += [option for option in action.option_strings if option.startswith("--")]
+    yield path, [*inner, *found]
+    for name, one in inner.items():
+        yield from words(one, f"{path}/{name}")
+
+
+def settings() -> list[str]:
+    """Of a job, each with its sign."""
+    from hybridrl.config.names import leaves
+    from hybridrl.config.presets import CHOSEN
+
+    return sorted({f"{name}=" for name in (*leaves(), *CHOSEN, "recipe")})
+
+
+def bash(parser: argparse.ArgumentParser) -> str:
+    """The script for bash, and for zsh with its functions for bash's."""
+    known = dict(words(parser))
+    cases = []
+    for path, those in known.items():
+        more = " $_hybridrl_settings" if path == f"/{SETTINGS}" else ""
+        cases.append(f'        "{path}") _hybridrl_complete "{" ".join(those)}{more}" ;;')
+    replaced = {
+        "SETTINGS": " ".join(settings()),
+        "PATHS": " | ".join(f'"{path}"' for path in known if path),
+        "WORDS": "\n".join(cases),
+        "MAIN": MAIN,
+    }
+    script = BASH
+    for name, text in replaced.items():
+        script = script.replace(f"@{name}@", text)
+    return script
+
+
+def fish(parser: argparse.ArgumentParser) -> str:
+    """The script for fish."""
+    lines = [FISH, f"set -g _hybridrl_settings {' '.join(settings())}"]
+    known = dict(words(parser))
+    for path, those in known.items():
+        names = path.split("/")[1:]
+        deeper = [one.rpartition("/")[2] for one in known if one.rpartition("/")[0] == path and one]
+        seen = [f"__fish_seen_subcommand_from {name}" for name in names]
+        unseen = [f"not __fish_seen_subcommand_from {' '.join(deeper)}"] if deeper else []
+        when = "; and ".join([*seen, *unseen])
+        for word in those:
+            kind = f"-l {word[2:]}" if word.startswith("--") else f"-a {word}"
+            lines.append(f"complete -c hybridrl -n '{when}' {kind}")
+    lines.append(
+        f"complete -c hybridrl -n '__fish_seen_subcommand_from {SETTINGS}' -a '$_hybridrl_settings'"
+    )
+    return "\n".join(lines) + "\n"
