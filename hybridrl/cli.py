@@ -3,8 +3,8 @@ will live, what that takes of each device, and how long a step will last; it sta
 `hybridrl plan precision` says which layers a slower device computes in fewer bits, `hybridrl plan
 generation` how unequal devices generate together.
 `hybridrl checkpoint` looks at the checkpoints of runs, `hybridrl cluster` at devices and links;
-`hybridrl timeline` says what each device of a run did and waited for, `hybridrl whatif` how long a
-step of it would take if something were different."""
+`hybridrl top` shows a run, `hybridrl timeline` what each device of it did and waited for, `hybridrl
+whatif` how long a step of it would take if something were different."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hybridrl import __version__
-from hybridrl.commands import calibrate, checkpoint, cluster, timeline, what_if
+from hybridrl.commands import calibrate, checkpoint, cluster, timeline, top, what_if
 from hybridrl.errors import ConfigError, HybridRLError, Problems
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ COMMANDS = {
     "checkpoint": checkpoint,
     "cluster": cluster,
     "timeline": timeline,
+    "top": top,
     "whatif": what_if,
 }
 """Other subcommands, and the module whose `run` does each."""
@@ -108,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cluster.add_parser(commands)
     calibrate.add_parser(commands)
     timeline.add_parser(commands)
+    top.add_parser(commands)
     what_if.add_parser(commands)
     chosen, overrides = parser.parse_known_args(arguments)
     plans = chosen.command == "plan"
