@@ -142,7 +142,8 @@ def test_the_trace_is_as_its_format_has_it(folder, tmp_path):
             named |= {(event["pid"], event["tid"])} if "tid" in event else set()
             continue
         assert event["ph"] == "X" and isinstance(event["cat"], str)
-        assert (at := (event["pid"], event["tid"])) in named
+        at = event["pid"], event["tid"]
+        assert at in named
         assert isinstance(event["ts"], int) and event["dur"] >= 0
         assert event["ts"] >= ends.get(at, 0), "slices of a row overlap"
         ends[at] = event["ts"] + event["dur"]
