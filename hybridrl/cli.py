@@ -26,6 +26,7 @@ COMMANDS = {
     "calibrate": ("calibrate", "measures what pieces of work take on this machine, for plans"),
     "report": ("report", "what a run has learned and where its time went, as one page"),
     "watch": ("watch", "the report of a run, or of a folder of runs, as it grows, in a browser"),
+    "top": ("top", "what a run does now, in this terminal"),
     "timeline": ("timeline", "what each device of a run did and waited for, as a trace"),
     "whatif": ("what_if", "how long a step of a run would take if something were different"),
     "completion": (

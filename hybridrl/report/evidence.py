@@ -17,9 +17,9 @@ from hybridrl.errors import HybridRLError
 from hybridrl.observe.beside_steps import CHECKPOINT, EVALUATION, KEEPING
 from hybridrl.observe.evaluations import EvaluationsFile
 from hybridrl.observe.metrics_history import read_metrics, series
-from hybridrl.observe.run_state import RUNNING, state_of
+from hybridrl.observe.recorded_steps import RecordedStep, read_steps
 from hybridrl.planner.recorded_run import RecordedRun
-from hybridrl.report.spans import IDLE, DeviceSpan, device_spans, idle_by_cause
+from hybridrl.report.spans import IDLE, DeviceSpan, devices_in, idle_by_cause, spans_of
 
 NEWEST_STEPS = 20
 """So many steps say where time goes."""
@@ -69,18 +69,17 @@ class Evidence:
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """The metrics of its training steps."""
-        rows = read_metrics(self.folder / "metrics.jsonl")
-        return [row for row in rows if "time/step" in row]
+        return [row for row in self.all_rows if "time/step" in row]
+
+    @cached_property
+    def all_rows(self) -> list[dict[str, Any]]:
+        """Those of evaluations, too."""
+        return read_metrics(self.folder / "metrics.jsonl")
 
     @cached_property
     def steps(self) -> int:
         """How many it has done."""
         return int(self.rows[-1]["step"]) if self.rows else 0
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it goes on."""
-        return state_of(self.folder)[0] == RUNNING
 
     def values(self, name: str) -> list[float]:
         """Those of a metric that are finite."""
@@ -148,13 +147,20 @@ class Evidence:
             return None
 
     @cached_property
+    def recorded(self) -> list[RecordedStep]:
+        """See `read_steps`."""
+        try:
+            return read_steps(self.folder)
+        except (HybridRLError, OSError):
+            return []
+
+    @cached_property
     def spans(self) -> list[DeviceSpan]:
         """Those of its newest steps but the first, in which everything is done for the first
         time."""
-        try:
-            spans = device_spans(self.folder, self.last)
-        except HybridRLError:
+        if not self.recorded:
             return []
+        spans = spans_of(self.recorded, devices_in(self.folder), self.last)
         first = min(span.step for span in spans)
         return [span for span in spans if span.step > max(1, first)] or spans
 

@@ -53,9 +53,8 @@ class DeviceSpan(NamedTuple):
         start, end: Seconds since the first recorded step began, by the driver's clock.
         tokens: That were worked on; the longest span of a call has them all.
         cause: Of idle spans, what it waited for: `PEERS`, `DRIVER`, `OVER`, `DATA`,
-            `EVALUATION`, `CHECKPOINT`, `KEEPING`, or `role.phase`. Of others, `EVALUATION` or
-            `CHECKPOINT` if they were
-            for one, else empty.
+            `EVALUATION`, `CHECKPOINT`, `KEEPING`, or `role.phase`.
+            Of others, `EVALUATION` or `CHECKPOINT` if they were for one, else empty.
     """
 
     device: int
