@@ -187,7 +187,7 @@
         colour: colour(runs.length > 1 ? number : 1), x: points.map((one) => one[0]),
         y: points.map((one) => one[1]), interval: points.map((one) => [one[2], one[3]]) });
     }));
-    return [...titles].map(([title, lines]) => ({ title, unit: "with intervals of 95 %", lines }));
+    return [...titles].map(([title, lines]) => ({ title, unit: "with intervals of 95%", lines }));
   }
 
   // Seconds of a step by phase, one upon the other; of several runs their whole steps.
@@ -262,8 +262,8 @@
         const choose = h("select", { onchange: () => {
           smoothing = choose.value === "auto" ? null : Number(choose.value);
           charts.forEach((chart) => chart.draw());
-        } }, [["auto", "automatic"], ["0", "none"], ["5", "5 % of the run"], ["10", "10 %"],
-          ["25", "25 %"]].map(([value, label]) => h("option", { value }, label)));
+        } }, [["auto", "automatic"], ["0", "none"], ["5", "5% of the run"], ["10", "10%"],
+          ["25", "25%"]].map(([value, label]) => h("option", { value }, label)));
         replace(parts.folded, h("summary", {}), parts.others);
         replace(root, h("div", { class: "bar" }, parts.legend,
           h("label", { class: "end" }, "Smoothing", choose)), parts.first, parts.note, parts.folded);

@@ -71,7 +71,7 @@ const Report = { sections: {} };
 
   function share(value) {
     if (!known(value)) return "–";
-    return value > 0 && value < 0.01 ? "<1 %" : `${Math.round(100 * value)} %`;
+    return value > 0 && value < 0.01 ? "<1%" : `${Math.round(100 * value)}%`;
   }
 
   // `columns`: [heading, isNumber]; a cell is a string, an element, or {code: string}.

@@ -61,7 +61,7 @@
     return [
       h("h3", {}, "Newest evaluation of each set"),
       table([["set"], ["metric"], ["step", true], ["prompts", true], ["value", true],
-        ["95 %", true], ["compared with", true], ["difference", true], ["p", true]], rows),
+        ["95%", true], ["compared with", true], ["difference", true], ["p", true]], rows),
     ];
   }
 

@@ -47,7 +47,8 @@
       !fits(moment) ? null : s("text", { x: x(moment), y: 13, "text-anchor": "middle" },
         span < 0.5 ? `${(moment * 1e3).toFixed(span < 0.02 ? 1 : 0)} ms` : `${+moment.toFixed(2)} s`)]);
     const labels = data.devices.map((device, index) => [
-      s("text", { x: 0, y: tops[index] + 12, "font-weight": "600" }, `device ${device.device}`),
+      s("text", { x: 0, y: tops[index] + 12, "font-weight": "600" },
+        `${width < 520 ? "" : "device "}${device.device}`),
       device.roles.map((role, lane) => s("text",
         { x: left - 8, y: tops[index] + lane * LANE + 12, "text-anchor": "end" },
         role.length > 11 && width < 520 ? `${role.slice(0, 9)}…` : role))]);

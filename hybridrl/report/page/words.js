@@ -25,7 +25,7 @@
   }
 
   function advice(one) {
-    return h("li", { class: one.kind },
+    return h("li", { class: `is-${one.kind}` },
       h("b", {}, one.title),
       h("p", {}, one.action),
       h("p", { class: "numbers" }, Object.entries(one.numbers).map(([name, value]) =>

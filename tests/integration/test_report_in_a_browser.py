@@ -1,0 +1,121 @@
+"""Reports and the live page in a headless Chromium: nothing fails, nothing is asked of anybody,
+and all of it can be reached from the keyboard."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+from browser import browser, open_page
+from run_folders import HOSTILE, metrics_row, run_folder
+
+from hybridrl.report.content import Content
+from hybridrl.report.page import page as page_of
+from hybridrl.report.run_folder import RunFolder
+from hybridrl.report.server import Server, Site
+
+pytestmark = pytest.mark.skipif(browser() is None, reason="no Chromium is installed here")
+DRAWN = "document.querySelector('#state h3') !== null"
+
+
+def written(folder, out):
+    run = RunFolder(folder)
+    out.write_text(page_of(run.name, Content(run).data()))
+    return out.as_uri()
+
+
+def test_a_report_opens_alone_without_an_error(tmp_path):
+    run = run_folder(tmp_path / "run", steps=40, samples_at=(1, 10), says=HOSTILE)
+    url = written(run, tmp_path / "report.html")
+
+    async def look():
+        async with open_page() as page:
+            for width, scheme in ((1280, "light"), (360, "dark")):
+                await page.open(url, width=width, scheme=scheme)
+                await page.until(DRAWN)
+                assert await page.value("document.querySelectorAll('.chart svg path').length") > 5
+                assert await page.value("document.querySelectorAll('[data-span]').length") > 5
+                assert await page.value("document.querySelectorAll('.token').length") == 2
+                assert await page.value("document.documentElement.scrollWidth") <= width
+                assert await page.value("document.images.length") == 0
+                assert not await page.value(
+                    "document.body.innerText.includes('could not be drawn')"
+                )
+            assert page.errors == [] and set(page.requests) == {url}
+
+    asyncio.run(look())
+
+
+def test_what_is_seen_by_pointing_is_reached_by_keys(tmp_path):
+    run = run_folder(tmp_path / "run", steps=40, says="words")
+    url = written(run, tmp_path / "report.html")
+    chosen = "document.querySelector('.list [aria-selected=true]').id"
+
+    async def look():
+        async with open_page() as page:
+            await page.open(url)
+            await page.until(DRAWN)
+            await page.value("document.querySelector('.chart svg').focus()")
+            await page.press("ArrowLeft")
+            await page.until("document.querySelector('.now').textContent.startsWith('step 39')")
+            await page.value("document.querySelector('.lanes svg').focus()")
+            lanes = "document.querySelector('.lanes svg').textContent"
+            before = await page.value(lanes)
+            await page.press("+", "+")
+            await page.until(f"{lanes} !== {json.dumps(before)}")
+            await page.press("ArrowDown")
+            await page.until("document.querySelector('.tip').textContent.includes('device 0')")
+            assert await page.value(chosen) == "sample-0"
+            await page.value("document.querySelector('.list').focus()")
+            await page.press("ArrowDown")
+            assert await page.value(chosen) == "sample-1"
+            await page.value("document.querySelector('.detail [aria-label=Tokens]').focus()")
+            await page.press("ArrowRight")
+            await page.until("document.querySelector('.detail').textContent.includes('1 of 2')")
+            assert page.errors == []
+
+    asyncio.run(look())
+
+
+def test_a_search_finds_and_a_sort_sorts(tmp_path):
+    run = run_folder(tmp_path / "run", rows=12)
+    url = written(run, tmp_path / "report.html")
+    first = "document.querySelector('.list [role=option]').textContent"
+
+    async def look():
+        async with open_page() as page:
+            await page.open(url)
+            await page.until(DRAWN)
+            change = "e.dispatchEvent(new Event('{0}', {{bubbles: true}}))"
+            search = "const e = document.querySelector('#samples input'); e.value = 'prompt 2'; "
+            await page.value(f"(() => {{ {search}{change.format('input')} }})()")
+            assert await page.value("document.querySelectorAll('.list [role=option]').length") == 4
+            sort = "const e = document.querySelectorAll('#samples select')[1]; e.value = 'best'; "
+            await page.value(f"(() => {{ {sort}{change.format('change')} }})()")
+            assert (await page.value(first)).startswith("1.00")
+            assert page.errors == []
+
+    asyncio.run(look())
+
+
+def test_the_live_page_shows_what_is_new(tmp_path):
+    run = run_folder(tmp_path / "runs" / "one", state="running")
+    server = Server(Site(tmp_path / "runs"))
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+
+    async def look():
+        async with open_page() as page:
+            await page.open(server.url)
+            await page.until("document.querySelector('tbody a') !== null")
+            await page.value("document.querySelector('tbody a').click()")
+            await page.until("location.pathname.endsWith('/runs/one/')")
+            await page.until(DRAWN)
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(metrics_row(4)) + "\n")
+            await page.until("document.querySelector('.facts').textContent.includes('4 of 3')")
+            assert page.errors == []
+            assert all(url.startswith(server.url) for url in page.requests)
+
+    asyncio.run(look())
+    server.shutdown()
+    server.server_close()
