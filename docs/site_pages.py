@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[1]
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sbatch": "bash", ".sh": "bash"}
 OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)(#[^)]*)?\)")
 """A link of a page in docs/ to what is not there."""
+NAMED = re.compile(r"\[(\w+)\.md\]\(")
+"""A link to a page by the name of its file, which readers of the site need not know."""
 INSIDE = re.compile(r"\]\((?!\w+:|#)([^)#]+)(#[^)]*)?\)")
 """A relative link of a page in the repository's root."""
 
@@ -34,10 +36,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Leads to the pages of source files."""
+    """Leads to the pages of source files, and calls pages by their names."""
     if page.file.src_uri.startswith("source/"):
         return markdown
-    return OUTSIDE.sub(lambda link: f"](source/{link[1].rstrip('/')}.md{link[2] or ''})", markdown)
+    found = NAMED.sub(lambda link: f"[{link[1].replace('_', ' ')}](", markdown)
+    return OUTSIDE.sub(lambda link: f"](source/{link[1].rstrip('/')}.md{link[2] or ''})", found)
 
 
 def _is_written(file: File) -> bool:

@@ -42,7 +42,7 @@ class Command(NamedTuple):
 
 def blocks(page: Path) -> Iterator[Block]:
     """All blocks of a page, in order."""
-    language, begin, held = "", 0, []
+    language, begin, held, previous = "", 0, [], ""
     for number, line in enumerate([*page.read_text(encoding="utf-8").splitlines(), ""], 1):
         fence = line.startswith("```")
         indented = line.startswith("    ") or (language == "indented" and not line.strip())

@@ -12,7 +12,10 @@ from pages import ROOT, blocks, commands
 MAIN = ("python", "-m", "hybridrl.main")
 SHORT = ["trainer.steps=2", "warmup.steps=3", "eval.prompts=16", "data.prompts_per_step=8"]
 INSTEAD = {
-    "model.path=Qwen/Qwen2.5-0.5B-Instruct": ["model.path=runs/latest/model", "data.chat=false"],
+    "model.path=Qwen/Qwen2.5-0.5B-Instruct": [
+        *("model.path=runs/latest/model", "data.chat=false", "warmup.steps=0"),
+        "rollout.max_tokens=3",
+    ],
 }
 """Of words of commands, what follows them here: this machine may not reach the hub."""
 NOT_RUN = "make makes the virtual environment that runs this test; pip needs a package index"
@@ -80,8 +83,8 @@ def test_the_command_of_the_readme(shell, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "my_reward.py").write_text("def score(response, answer):\n    return 1.0\n")
     (command,) = (one for one in shown(ROOT / "README.md") if hasattr(one, "words"))
-    small = ["run.dry=true", "rollout.max_tokens=3", "data.chat=false"]
-    assert "samples_per_prompt" in shell(*command.words[1:3], *settings_of(command), *small)
+    settings = [*settings_of(command), "run.dry=true"]
+    assert "samples_per_prompt" in shell(*command.words[1:3], *settings)
 
 
 def test_the_program_of_the_planning_page(shell):
