@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sbatch": "bash", ".sh": "bash"}
 OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)(#[^)]*)?\)")
 """A link of a page in docs/ to what is not there."""
-NAMED = re.compile(r"\[(\w+)\.md\]\(")
+NAMED = re.compile(r"\[(?:docs/)?(\w+)\.md\]\(")
 """A link to a page by the name of its file, which readers of the site need not know."""
 INSIDE = re.compile(r"\]\((?!\w+:|#)([^)#]+)(#[^)]*)?\)")
 """A relative link of a page in the repository's root."""

@@ -9,6 +9,10 @@ import sys
 import pytest
 from pages import ROOT, blocks, commands
 
+from hybridrl.data.tasks.arithmetic import CHARACTERS
+from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.models import make_tiny_model
+
 MAIN = ("python", "-m", "hybridrl.main")
 SHORT = ["trainer.steps=2", "warmup.steps=3", "eval.prompts=16", "data.prompts_per_step=8"]
 INSTEAD = {
@@ -54,6 +58,7 @@ def shown(page):
             yield from (one for one in of_page if block.line <= one.line <= last)
 
 
+@pytest.mark.long
 def test_the_quickstart_from_top_to_bottom(shell, tmp_path):
     rows = [{"question": f"{n}+1=", "solution": str(n + 1)} for n in range(2, 40)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -78,7 +83,8 @@ def test_the_program_of_the_readme(shell, tmp_path):
 
 def test_the_command_of_the_readme(shell, tmp_path):
     """For a model, data and a reward of one's own: looked at, not started."""
-    shell("-m", "hybridrl.main", "executor=inline", "rollout=transformers", *SHORT)
+    shape = {"hidden_size": 64, "layers": 2, "heads": 2, "context": 64}
+    make_tiny_model(tmp_path / "runs/latest/model", build_tokenizer(CHARACTERS), seed=0, **shape)
     rows = [{"question": f"{n}+1=", "solution": str(n + 1)} for n in range(2, 40)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "my_reward.py").write_text("def score(response, answer):\n    return 1.0\n")
