@@ -48,8 +48,12 @@ format: .venv/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# A site of the pages, in site/; python -m http.server --directory site shows it, with its search.
+docs: .docs-venv/.installed
+	NO_MKDOCS_2_WARNING=1 .docs-venv/bin/mkdocs build --strict --site-dir site
+
 clean:
-	rm -rf .venv .environments-venv
+	rm -rf .venv .environments-venv .docs-venv site
 
 # Everything is pinned, so nothing is resolved (--no-deps). That also leaves out torchvision,
 # torchaudio and torchcodec, which vLLM asks for on CPUs, nothing here needs, and whose CUDA builds
@@ -65,4 +69,10 @@ clean:
 .environments-venv/.installed: requirements/environments.txt
 	$(PYTHON) -m venv .environments-venv
 	.environments-venv/bin/python -m pip install -q --no-deps -r requirements/environments.txt
+	touch $@
+
+# mkdocs-material and what it needs; HybridRL is not installed there.
+.docs-venv/.installed: requirements/docs.txt
+	$(PYTHON) -m venv .docs-venv
+	.docs-venv/bin/python -m pip install -q --no-deps -r requirements/docs.txt
 	touch $@

@@ -163,6 +163,8 @@ ALIASES: dict[str, Alias] = {
     "prompt_max_len": _is("data.max_prompt_tokens"),
     "max_length": _is("data.max_prompt_tokens", "data.max_response_tokens"),
     # models and data
+    "actor_rollout_ref.model.path": _is("model.path"),
+    "critic.model.path": _is("models.critic.path"),
     "model_name": _is("model.path"),
     "model_name_or_path": _is("model.path"),
     "pretrain": _is("model.path"),

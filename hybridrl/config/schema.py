@@ -251,7 +251,7 @@ class RecoverConfig:
 
 @dataclass
 class GuardConfig:
-    """Losses, gradients and scores that are not finite; see docs/running.md."""
+    """Losses, gradients and scores that are not finite; see docs/troubleshooting.md."""
 
     on_nan: Annotated[str, OneOf("skip", "stop", "rewind")] = "skip"
     """`skip`: the update is left out; `stop`: the job ends; `rewind`: it goes back to the last
