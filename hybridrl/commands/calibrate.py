@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
         "--samples",
         type=int,
         metavar="N",
-        help=f"how many are measured and stand for the rest ({MANY}; {FEW} where other devices are known)",
+        help=f"how many are measured, for the rest ({MANY}; {FEW} if other devices are known)",
     )
     parser.add_argument("--json", action="store_true", help="as data")
 

@@ -34,7 +34,8 @@ def add_parser(commands: Any) -> None:
         "how long a step will last; starts nothing. `precision`: which layers a slower device "
         "computes in fewer bits. `generation`: how unequal devices generate together.",
         usage="hybridrl plan [generation | precision] [key=value ...] [--json]\n"
-        "                     [--devices DEVICES] [--lengths PROMPT+RESPONSE] [--role ROLE] [--out FILE]\n"
+        "                     [--devices DEVICES] [--lengths PROMPT+RESPONSE]\n"
+        "                     [--role ROLE] [--out FILE]\n"
         "                     [--search [--price NAME=DOLLARS | --within SECONDS] "
         "[--deadline SECONDS]]\n"
         "                     [--backtest RUN ...]",
