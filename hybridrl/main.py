@@ -1,4 +1,4 @@
-"""Composes the configuration from `key=value` arguments and runs a trainer."""
+"""Runs a job of these settings: trains a model, or evaluates one."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m hybridrl.main", description=__doc__, allow_abbrev=False
     )
     parser.add_argument(
-        "settings", nargs="*", metavar="key=value", help="--cfg job shows all that there are"
+        "settings", nargs="*", metavar="key=value", help="settings; --cfg job shows all of a job"
     )
     parser.add_argument("--cfg", choices=["job"], help="print the settings of the job, and end")
     parser.add_argument(

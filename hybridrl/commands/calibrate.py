@@ -28,15 +28,22 @@ def add_parser(commands: Any) -> None:
         help=what,
         description="Measures layers, heads, generation, updates and gathers here, for plans.",
     )
-    parser.add_argument("--devices", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--number", type=int, help="of devices; else every GPU, or two CPU slots")
-    parser.add_argument("--dtype", default="float32", help="of computation (float32), or bfloat16")
+    parser.add_argument(
+        "--devices", default="auto", metavar="KIND", help="auto, cpu or cuda (auto)"
+    )
+    parser.add_argument(
+        "--number", type=int, metavar="N", help="how many devices; else every GPU, or two CPU slots"
+    )
+    parser.add_argument(
+        "--dtype", default="float32", help="of computation: float32 or bfloat16 (float32)"
+    )
     parser.add_argument(
         "--samples",
         type=int,
-        help=f"that stand for the rest ({MANY}; {FEW} where other devices are known)",
+        metavar="N",
+        help=f"how many are measured, for the rest ({MANY}; {FEW} if other devices are known)",
     )
-    parser.add_argument("--json", action="store_true", help="the table as data, too")
+    parser.add_argument("--json", action="store_true", help="as data")
 
 
 def run(chosen: argparse.Namespace) -> int:

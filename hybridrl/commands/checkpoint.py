@@ -32,33 +32,50 @@ _ONE_STEP = "a step's folder or URL; of a run its newest"
 def add_parser(commands: Any) -> None:
     """Adds `checkpoint` to the subcommands of a parser."""
     what = "lists, verifies, compares, exports and removes checkpoints"
-    parser = commands.add_parser("checkpoint", help=what)
+    parser = commands.add_parser(
+        "checkpoint",
+        help=what,
+        description="Looks at the checkpoints of a run, which may still go on. Needs no device.",
+    )
     actions = parser.add_subparsers(dest="action", required=True)
 
     def action(name: str, what: str, *places: tuple[str, str]) -> argparse.ArgumentParser:
-        added = actions.add_parser(name, help=what, description=what)
+        added = actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
         for place, meaning in places:
-            added.add_argument(place, help=meaning)
+            added.add_argument(place, metavar=place.upper(), help=meaning)
         added.add_argument("--json", action="store_true", help="as data")
         return added
 
-    action("list", "the steps of a run", ("run", _ONE_RUN))
-    action("inspect", "what a step holds", ("step", _ONE_STEP))
+    action("list", "lists the steps of a run", ("run", _ONE_RUN))
+    action("inspect", "says what a step holds", ("step", _ONE_STEP))
     action(
-        "verify", "reads all of it; exit code 1 if it is damaged", ("run", f"{_ONE_RUN}; a step")
+        "verify",
+        "reads all of a run's steps; exit code 1 if one is damaged",
+        ("run", f"{_ONE_RUN}; a step"),
     )
     export = action(
-        "export", "a model folder from a step", ("step", _ONE_STEP), ("folder", "a new folder")
+        "export",
+        "writes the model of a step as a folder of Hugging Face",
+        ("step", _ONE_STEP),
+        ("folder", "a new folder"),
     )
     export.add_argument("--role", default="actor", help="whose model (actor)")
-    export.add_argument("--dtype", default="bfloat16", help="of the values (bfloat16)")
-    export.add_argument("--file-gb", type=float, default=5.0, help="largest file, 10^9 bytes (5)")
-    action("diff", "how far two steps are apart", ("before", _ONE_STEP), ("after", _ONE_STEP))
+    export.add_argument("--dtype", default="bfloat16", help="of its weights (bfloat16)")
+    export.add_argument(
+        "--file-gb", type=float, default=5.0, metavar="GB", help="largest file, in GB (5)"
+    )
+    action("diff", "says how far two steps are apart", ("before", _ONE_STEP), ("after", _ONE_STEP))
     prune = action("prune", "removes the steps that the rule does not keep", ("run", _ONE_RUN))
     prune.add_argument("--dry-run", action="store_true", help="only says which")
-    prune.add_argument("--keep-last", type=int, help="in place of checkpoint.keep_last of the run")
-    prune.add_argument("--keep-every", type=int, help="in place of checkpoint.keep_every")
-    prune.add_argument("--best", help="in place of checkpoint.best; --best=-... with a minus")
+    prune.add_argument(
+        "--keep-last", type=int, metavar="N", help="in place of checkpoint.keep_last of the run"
+    )
+    prune.add_argument(
+        "--keep-every", type=int, metavar="N", help="in place of checkpoint.keep_every"
+    )
+    prune.add_argument(
+        "--best", metavar="METRIC", help="in place of checkpoint.best; --best=-METRIC with a minus"
+    )
 
 
 def run(chosen: argparse.Namespace) -> int:

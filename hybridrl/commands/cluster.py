@@ -21,10 +21,14 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("cluster", help="measures devices and links, for plans")
     actions = parser.add_subparsers(dest="action", required=True)
     what = "measures this machine for a few seconds: products by precision, memory, links, disk"
-    probe = actions.add_parser("probe", help=what, description=what)
-    probe.add_argument("--devices", default="auto", help="auto, cpu or cuda")
-    probe.add_argument("--number", type=int, help="of devices; else every GPU, or two CPU slots")
-    probe.add_argument("--store", default=".", help="a folder on the disk of checkpoints (here)")
+    probe = actions.add_parser("probe", help=what, description=f"M{what[1:]}.")
+    probe.add_argument("--devices", default="auto", metavar="KIND", help="auto, cpu or cuda (auto)")
+    probe.add_argument(
+        "--number", type=int, metavar="N", help="how many devices; else every GPU, or two CPU slots"
+    )
+    probe.add_argument(
+        "--store", default=".", metavar="FOLDER", help="a folder on the disk of checkpoints (here)"
+    )
     probe.add_argument("--json", action="store_true", help="as data, which `plan --devices` takes")
 
 

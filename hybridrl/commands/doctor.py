@@ -32,9 +32,11 @@ def add_parser(commands: Any) -> None:
         description="Looks at versions, imports, devices, memory, limits, disk and network. Exit "
         "code 1 if something would keep jobs from training.",
     )
-    parser.add_argument("--runs", default="runs", help="the folder that runs are made in (runs)")
     parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help=f"it takes at most ({SECONDS:g})"
+        "--runs", default="runs", metavar="FOLDER", help="the folder that runs are made in (runs)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help=f"the most that it takes ({SECONDS:g})"
     )
     parser.add_argument("--json", action="store_true", help="as data")
 

@@ -30,15 +30,18 @@ def add_parser(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="what a job will do and take, before it starts",
-        description=__doc__,
-        usage="hybridrl plan [generation | precision] [key=value ...] [--json] [--devices N] "
-        "[--lengths P+R] [--role ROLE] [--out FILE] [--search] [--price ...] "
-        "[--within SECONDS] [--backtest RUN ...]",
+        description="Says where the roles of a job will live, what that takes of each device, and "
+        "how long a step will last; starts nothing. `precision`: which layers a slower device "
+        "computes in fewer bits. `generation`: how unequal devices generate together.",
+        usage="hybridrl plan [generation | precision] [key=value ...] [--json]\n"
+        "                     [--devices DEVICES] [--lengths PROMPT+RESPONSE]\n"
+        "                     [--role ROLE] [--out FILE]\n"
+        "                     [--search [--price NAME=DOLLARS | --within SECONDS] "
+        "[--deadline SECONDS]]\n"
+        "                     [--backtest RUN ...]",
     )
     plan.set_defaults(settings=[])
-    plan.add_argument(
-        "--json", action="store_true", help="the plan as data; placement=file runs it"
-    )
+    plan.add_argument("--json", action="store_true", help="as data, which placement=file takes")
     plan.add_argument(
         "--devices",
         help="plan for machines that are not here: 64xH200, 16x8xH100, 8xL4,16xH100@400Gbps, or a "
@@ -72,7 +75,10 @@ def add_parser(commands: Any) -> None:
         help="with --search: the fewest devices with which a step takes no longer",
     )
     plan.add_argument(
-        "--deadline", metavar="SECONDS", type=float, help="with --search: the best so far then (60)"
+        "--deadline",
+        metavar="SECONDS",
+        type=float,
+        help="with --search: the best that is found by then (60)",
     )
     plan.add_argument(
         "--backtest",

@@ -30,8 +30,13 @@ RESPONSES, LINK, DEVICES = "responses", "link", "devices"
 def add_parser(commands: Any) -> None:
     """Adds `whatif` to the subcommands of a parser."""
     what = "how long a step of a run would take if something were different"
-    parser = commands.add_parser("whatif", help=what, description=what)
-    parser.add_argument("run", help="the folder of a run")
+    parser = commands.add_parser(
+        "whatif",
+        help=what,
+        description="Says how long a step of a run would take if something were different, by "
+        "replaying its recorded steps.",
+    )
+    parser.add_argument("run", metavar="RUN", help="a run's folder")
     parser.add_argument(
         "--set",
         action="append",
@@ -54,7 +59,9 @@ def add_parser(commands: Any) -> None:
         help="responses=2x: twice as long; reward=3x, reward.score=3x: what takes so long",
     )
     parser.add_argument("--fix", choices=["slowest"], help="the rank that the others wait for")
-    parser.add_argument("--steps", type=int, default=10, help="the newest that count (10)")
+    parser.add_argument(
+        "--steps", type=int, default=10, metavar="N", help="how many of the newest steps count (10)"
+    )
     parser.add_argument("--json", action="store_true", help="as data")
 
 
