@@ -55,7 +55,9 @@ def dead_groups(seen: Evidence) -> Iterator[Advice]:
         action = "The data is solved: harder prompts, or the run can end (eval.stop)."
         yield tip(title, numbers, action, share)
         return
-    if top > 0.5:
+    if high == low:
+        cause = f"All samples score {low:g}: see whether the reward tells answers apart"
+    elif top > 0.5:
         cause = "Most of them are always right: take harder prompts (data.sampler=pass_rate)"
     else:
         cause = "Most of them are never right: take easier prompts or a warm-up (warmup.steps)"
@@ -78,7 +80,7 @@ def collapse(seen: Evidence) -> Iterator[Advice]:
     best = max(statistics.fmean(rewards[end - window : end]) for end in ends)
     spread = max(seen.values("reward/std"))
     fall = best - change.last
-    if fall < max(FALL * spread, DOUBTS * seen.reward_doubt()):
+    if not spread or fall < max(FALL * spread, DOUBTS * seen.reward_doubt()):
         return
     numbers = {"reward_best": best, "reward_last": change.last} | _rate(seen)
     title = f"the reward fell from {best:.3g} to {change.last:.3g}"

@@ -101,6 +101,14 @@ def run_of(tmp_path):
 APART = {"devices": ((0,), (1,)), "number": 2}
 FAULTS = {
     "dead groups": ({"scores": [[1.0] * 4, [0.0] * 4, [0.0] * 4]}, "zero variance", "dead_share"),
+    "one score for all": (
+        {
+            "scores": [[1.0] * 4],
+            "metrics": {"reward/mean": (1.0, 1.0), "reward/std": (0.0, 0.0)},
+        },
+        "100% of 10 groups have zero variance",
+        "dead_share",
+    ),
     "slow reward": ({"seconds": SECONDS | {"score": 3.0}}, "reward functions take 50%", "change"),
     "tiny micro-batches": (
         {"overrides": ["actor.tokens_per_microbatch=64"]},
