@@ -1,0 +1,65 @@
+"""Advice on runs that were made with a fault, and on healthy ones."""
+
+import pytest
+from settings import TINY
+
+from hybridrl.config.load import load_config
+from hybridrl.main import run
+from hybridrl.report.advice import WARNING, advise
+from hybridrl.report.spans import device_spans
+
+JOB = [
+    *(*TINY, "executor=inline", "rollout=transformers", "trainer.steps=6", "warmup.steps=60"),
+    *("data.prompts_per_step=16", "observe.samples_every=1", "eval.every=0", "eval.prompts=16"),
+]
+REWARDS = """
+import time
+
+def same(response):
+    return 1.0
+
+def slow(response, answer):
+    time.sleep(0.02)
+    return float(response.strip() == answer)
+
+def longer(response):
+    return float(len(response))
+"""
+FAULTS = {
+    "dead groups": (["reward.function={rewards}:same"], "zero variance"),
+    "slow reward": (["reward.function={rewards}:slow"], "reward functions take"),
+    "tiny micro-batches": (["actor.tokens_per_microbatch=32"], "micro-batches are tiny"),
+    "answers cut": (["rollout.max_tokens=2"], "end at the limit"),
+    "reward by length": (["reward.function={rewards}:longer"], "length itself"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_among_the_first_three(tmp_path, fault):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    overrides, said = FAULTS[fault]
+    words = [word.format(rewards=tmp_path / "rewards.py") for word in overrides]
+    run(load_config([*JOB, f"run.directory={tmp_path / 'run'}", *words]))
+    found = advise(tmp_path / "run")
+    assert any(said in advice.title and advice.numbers for advice in found[:3]), found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+def test_the_built_in_job_gets_no_alarm(tmp_path, seed):
+    words = ["executor=inline", "rollout=transformers", f"run.seed={seed}", "trainer.steps=10"]
+    run(load_config([*words, f"run.directory={tmp_path / 'run'}"]))
+    assert not [advice for advice in advise(tmp_path / "run") if advice.kind == WARNING]
+
+
+def test_the_spans_of_a_run_cover_its_devices_and_say_what_was_beside_steps(tmp_path):
+    words = ["warmup.steps=3", "trainer.steps=4", "eval.every=2", "checkpoint.every=2"]
+    run(load_config([*JOB, *words, f"run.directory={tmp_path / 'run'}"]))
+    spans = device_spans(tmp_path / "run")
+    whole = max(span.end for span in spans)
+    assert sum(span.seconds for span in spans) >= 0.97 * whole
+    assert {span.step for span in spans} == {1, 2, 3, 4}
+    phases = {"generate", "score", "advantage", "update", "sync", "save", "idle"}
+    assert phases <= {span.phase for span in spans}
+    assert {"data", "evaluation", "checkpoint"} <= {span.cause for span in spans}
