@@ -3,9 +3,9 @@ will live, what that takes of each device, and how long a step will last; it sta
 `hybridrl plan precision` says which layers a slower device computes in fewer bits, `hybridrl plan
 generation` how unequal devices generate together.
 `hybridrl checkpoint` looks at the checkpoints of runs, `hybridrl cluster` at devices and links;
-`hybridrl report` and `hybridrl watch` show a run in a browser, `hybridrl timeline` says what each
-of its devices did and waited for, `hybridrl whatif` how long a step of it would take if something
-were different."""
+`hybridrl report` and `hybridrl watch` show a run in a browser, `hybridrl top` in a terminal;
+`hybridrl timeline` says what each of its devices did and waited for, `hybridrl whatif` how long a
+step of it would take if something were different."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hybridrl import __version__
-from hybridrl.commands import calibrate, checkpoint, cluster, report, timeline, watch, what_if
+from hybridrl.commands import calibrate, checkpoint, cluster, report, timeline, top, watch, what_if
 from hybridrl.errors import ConfigError, HybridRLError, Problems
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ COMMANDS = {
     "cluster": cluster,
     "report": report,
     "timeline": timeline,
+    "top": top,
     "watch": watch,
     "whatif": what_if,
 }
@@ -111,6 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cluster.add_parser(commands)
     calibrate.add_parser(commands)
     timeline.add_parser(commands)
+    top.add_parser(commands)
     what_if.add_parser(commands)
     report.add_parser(commands)
     watch.add_parser(commands)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from hybridrl.core.record import Record, Span
 
-DATA, EVALUATION, CHECKPOINT = "data", "evaluation", "checkpoint"
+DATA, EVALUATION, CHECKPOINT, KEEPING = "data", "evaluation", "checkpoint", "keeping"
 """What the driver may be at."""
 
 

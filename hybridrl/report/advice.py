@@ -12,7 +12,7 @@ from hybridrl.report.advice_time import TIME
 from hybridrl.report.evidence import Evidence
 from hybridrl.report.learned import learned
 
-__all__ = ["TIP", "WARNING", "Advice", "advise", "what_was_learned"]
+__all__ = ["TIP", "WARNING", "Advice", "advise", "advise_of", "what_was_learned"]
 
 LOOKS: tuple[Callable[[Evidence], Iterator[Advice]], ...] = (*LEARNING, *TIME, *DEVICES)
 """Everything that is looked for."""
@@ -21,8 +21,12 @@ LOOKS: tuple[Callable[[Evidence], Iterator[Advice]], ...] = (*LEARNING, *TIME, *
 def advise(run_folder: Path) -> list[Advice]:
     """All that there is to say of a run, what matters most first; nothing of a run that is well and
     has no time to win, nor of one that has not done a step."""
-    evidence = Evidence(run_folder)
-    found = [advice for look in LOOKS for advice in look(evidence)]
+    return advise_of(Evidence(run_folder))
+
+
+def advise_of(seen: Evidence) -> list[Advice]:
+    """See `advise`."""
+    found = [advice for look in LOOKS for advice in look(seen)]
     return sorted(found, key=lambda advice: -advice.weight)
 
 

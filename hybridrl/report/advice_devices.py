@@ -10,7 +10,7 @@ from hybridrl.planner.recorded_graph import DRIVER
 from hybridrl.planner.run_questions import Question, predict
 from hybridrl.report.advice_piece import Advice, tip, warning
 from hybridrl.report.evidence import Evidence
-from hybridrl.report.spans import IDLE, OVER, PEERS, in_words
+from hybridrl.report.spans import OVER, PEERS, in_words
 
 UNUSED = 0.97
 MUCH_IDLE, TOO_IDLE = 0.2, 0.4
@@ -52,9 +52,7 @@ def _cure(seen: Evidence, numbers: dict[str, float]) -> tuple[str, dict[str, flo
         together = "placement=flattening has every role on every device"
         return f"Share devices otherwise: {together}; hybridrl plan --search looks.", numbers
     if not placement.staleness:
-        busiest = max(seen.seconds[d] - _idle_seconds(seen, d) for d in seen.devices)
-        whole = max(seen.seconds.values())
-        change = busiest / whole - 1
+        change = -min(sum(_for_others(causes).values()) for causes in seen.idle.values())
         action = (
             "Let both sides work at the same time: placement.staleness=1 "
             f"(steps up to {-change:.0%} shorter); or placement=flattening."
@@ -101,10 +99,6 @@ DEVICES = idle_devices, slow_ranks, slow_driver
 def _for_others(causes: Mapping[str, float]) -> dict[str, float]:
     """Of the idle time of a device, that in which other roles worked."""
     return {cause: share for cause, share in causes.items() if "." in cause or cause == OVER}
-
-
-def _idle_seconds(seen: Evidence, device: int) -> float:
-    return sum(span.seconds for span in seen.spans if span.device == device and span.phase == IDLE)
 
 
 def _names(devices: list[int]) -> str:

@@ -197,9 +197,7 @@ def entropy(seen: Evidence) -> Iterator[Advice]:
         return
     if change.first <= 0 or change.last > FLAT_ENTROPY * change.first or _rose(seen, rewards):
         return
-    title = (
-        f"entropy fell from {change.first:.2g} to {change.last:.2g}, and the reward is no higher"
-    )
+    title = f"entropy fell from {change.first:.2g} to {change.last:.2g}, and rewards are no higher"
     action = (
         "Have the policy go on trying: algorithm.clip_high=0.28, algorithm.entropy_coefficient, or "
         "a lower rate."

@@ -72,7 +72,7 @@ def small_microbatches(seen: Evidence) -> Iterator[Advice]:
         return
     actor = seen.config.actor
     tokens = _tokens_of_update(seen) / actor.updates_per_step
-    size, number = actor.tokens_per_microbatch, 0
+    size = actor.tokens_per_microbatch
     number = math.ceil(tokens / size)
     if size >= FEW_TOKENS or number < MANY_MICROBATCHES:
         return
@@ -93,7 +93,7 @@ def small_microbatches(seen: Evidence) -> Iterator[Advice]:
 
 def evaluations(seen: Evidence) -> Iterator[Advice]:
     """Evaluations that take much of the time."""
-    share = seen.work.get(("", EVALUATION), 0.0) + seen.waits.get(EVALUATION, 0.0)
+    share = seen.beside.get(EVALUATION, 0.0)
     if share >= MUCH_EVALUATION:
         every = 0 if seen.config is None else seen.config.eval.every
         now = f" (now every {every} steps)" if every else ""
@@ -104,14 +104,10 @@ def evaluations(seen: Evidence) -> Iterator[Advice]:
 
 def checkpoints(seen: Evidence) -> Iterator[Advice]:
     """Checkpoints that training waits for."""
-    share = seen.work.get(("", CHECKPOINT), 0.0) + seen.waits.get(CHECKPOINT, 0.0)
+    share = seen.beside.get(CHECKPOINT, 0.0)
     if share < MUCH_SAVING:
         return
-    numbers = {"share": share} | {
-        "stall_seconds": stall
-        for stall in [seen.recent("checkpoint/stall_seconds")]
-        if stall is not None
-    }
+    numbers = {"share": share, "stall_seconds": seen.recent("checkpoint/stall_seconds") or 0.0}
     action = "Save less often (checkpoint.every), or to a quicker disk (checkpoint.folder)"
     if seen.config is not None and not seen.config.checkpoint.asynchronous:
         action = "Write while the next steps go on: checkpoint.asynchronous=true"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hybridrl.observe.beside_steps import CHECKPOINT, EVALUATION
+from hybridrl.observe.beside_steps import CHECKPOINT, EVALUATION, KEEPING
 from hybridrl.observe.summary import readable_seconds
 from hybridrl.report.evidence import Change, Evidence
 from hybridrl.report.spans import in_words
@@ -55,12 +55,7 @@ def _evaluations(seen: Evidence) -> list[str]:
 def _time(seen: Evidence) -> list[str]:
     if not seen.spans:
         return []
-    beside = {EVALUATION: "evaluations", CHECKPOINT: "checkpoints"}
-    parts = {
-        beside[phase] if not role else f"{role}.{phase}": share
-        for (role, phase), share in seen.work.items()
-    }
-    shown = _largest(parts)
+    shown = _largest({f"{role}.{phase}": share for (role, phase), share in seen.work.items()})
     steps = sorted({span.step for span in seen.spans})
     seconds = max(seen.seconds.values())
     said = (
@@ -68,11 +63,14 @@ def _time(seen: Evidence) -> list[str]:
         f"{len(seen.devices)} device{'s' if len(seen.devices) > 1 else ''}, the time went to "
         f"{shown}"
     )
-    idle = sum(seen.waits.values())
-    if idle < LEAST_SHARE:
-        return [f"{said}."]
-    causes = _largest({in_words(cause): share for cause, share in seen.waits.items()})
-    return [f"{said}; {idle:.0%} of it devices were idle: {causes}."]
+    if (idle := sum(seen.waits.values())) >= LEAST_SHARE:
+        causes = _largest({in_words(cause): share for cause, share in seen.waits.items()})
+        said += f"; devices were idle {idle:.0%} of it ({causes})"
+    if sum(seen.beside.values()) >= LEAST_SHARE:
+        names = {EVALUATION: "evaluations", CHECKPOINT: "checkpoints", KEEPING: "keeping samples"}
+        beside = _largest({names[what]: share for what, share in seen.beside.items()})
+        said += f". Between the first of these steps and the last, beside them: {beside}"
+    return [f"{said}."]
 
 
 def _largest(shares: Mapping[str, float]) -> str:

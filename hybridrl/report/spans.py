@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridrl.core.record import Record
-from hybridrl.observe.beside_steps import CHECKPOINT, DATA, EVALUATION
+from hybridrl.observe.beside_steps import CHECKPOINT, DATA, EVALUATION, KEEPING
 from hybridrl.observe.recorded_steps import RecordedStep, read_steps
 from hybridrl.planner.recorded_graph import DRIVER, OTHER, Piece, collectives, pieces_of
 
@@ -27,13 +27,14 @@ GENERATE, SCORE, LOG_PROB, ADVANTAGE, UPDATE, SYNC, SAVE, IDLE = (
 PHASES = (GENERATE, SCORE, LOG_PROB, ADVANTAGE, UPDATE, SYNC, SAVE, OTHER, IDLE)
 """In the order in which they are shown."""
 PEERS, OVER = "peers", "nothing to do"
-"""Causes of idleness. Others are `DRIVER`, `DATA`, `EVALUATION`, `CHECKPOINT`, and calls, which are
-named `role.phase`."""
+"""Causes of idleness. Others are `DRIVER`, those of `beside_steps`, and calls, which are named
+`role.phase`."""
 WORDS = {
     PEERS: "waiting for slower ranks",
     DATA: "waiting for data",
     EVALUATION: "during an evaluation",
     CHECKPOINT: "during a checkpoint",
+    KEEPING: "while figures and samples were kept",
     OVER: "nothing left to do",
     DRIVER: "waiting for the driver",
 }
@@ -51,9 +52,9 @@ class DeviceSpan(NamedTuple):
         phase: One of `PHASES`.
         start, end: Seconds since the first recorded step began, by the driver's clock.
         tokens: That were worked on; the longest span of a call has them all.
-        cause: Of idle spans, what it waited for: `PEERS`, `DATA`, `EVALUATION`, `CHECKPOINT`,
-            `DRIVER`, `OVER`, or `role.phase`. Of others, `EVALUATION` or `CHECKPOINT` if they were
-            for one, else empty.
+        cause: Of idle spans, what it waited for: `PEERS`, `DRIVER`, `OVER`, `DATA`,
+            `EVALUATION`, `CHECKPOINT`, `KEEPING`, or `role.phase`.
+            Of others, `EVALUATION` or `CHECKPOINT` if they were for one, else empty.
     """
 
     device: int
@@ -279,7 +280,7 @@ class _Reasons:
         doing: Sequence[tuple[float, float, str]],
     ) -> str:
         acts = [phase for begin, end, phase in doing if begin <= moment < end]
-        if aside := next((act for act in acts if act in (EVALUATION, CHECKPOINT)), ""):
+        if aside := next((act for act in acts if act != DATA), ""):
             return aside
         now = [call for call in running if call.start <= moment < call.end]
         needed = [call for call in now if until is not None and call.number in until.reads]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.core.record import Record
 from hybridrl.errors import ConfigError, TrainingError
+from hybridrl.observe.beside_steps import KEEPING
 from hybridrl.observe.recorded_steps import RecordedStep, RecordedSteps
 from hybridrl.observe.slow_ranks import SlowDevices
 from hybridrl.observe.step_view import StepView
@@ -144,7 +145,8 @@ class Steps:
             self.view.message(f"step {step.number}: {choice}")
         for notice in self.unscored.look(f"step {step.number}", records):
             self.view.message(notice)
-        self._keep(step.number, metrics, step.batch)
+        with self.job.beside.doing(KEEPING):
+            self._keep(step.number, metrics, step.batch)
         self._record(step.number, begin, records)
         self._draw(step.number, records)
         if bad is not None:

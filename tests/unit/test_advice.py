@@ -1,0 +1,216 @@
+"""Advice: planted faults are named among the first three with their numbers, and a run that is well
+gets no alarm."""
+
+import json
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from settings import configured
+
+from hybridrl import cli
+from hybridrl.config.load import to_yaml
+from hybridrl.core.cluster import Cluster
+from hybridrl.core.record import Record, Span
+from hybridrl.observe.recorded_steps import RecordedStep, RecordedSteps
+from hybridrl.report.advice import TIP, WARNING, advise, what_was_learned
+
+BEGIN = 1_700_000_000.0
+STEPS = 12
+HEALTHY = {
+    "reward/mean": (0.30, 0.60),
+    "reward/std": (0.46, 0.49),
+    "policy/clip_fraction": (0.0, 0.02),
+    "policy/entropy": (0.65, 0.4),
+    "policy/grad_norm": (1.5, 1.0),
+    "policy/learning_rate": (3e-4, 3e-4),
+    "policy/skipped_updates": (0.0, 0.0),
+    "mismatch/k3": (1e-13, 1e-13),
+    "response/length_mean": (3.0, 3.0),
+    "response/tokens": (3000.0, 3000.0),
+    "response/truncated": (0.0, 0.0),
+    "reward/failures": (0.0, 0.0),
+    "time/step": (4.0, 4.0),
+}
+"""Of the built-in task, at first and at last."""
+SECONDS = {"generate": 1.0, "score": 0.1, "train": 2.0}
+MIXED = [[0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]]
+LENGTHS = [3, 2, 2, 3]
+
+
+def steps_of(seconds, devices=((0,), (0,)), tokens=8600):
+    """Generation and scores on the first devices, updates on the others."""
+    generating, training = devices
+    at, number = 0.0, 0
+    for step in range(1, STEPS + 1):
+        begin, records = at, []
+        for role, phase, places in (
+            ("actor" if generating == training else "generator", "generate", generating),
+            ("reward", "score", generating),
+            ("actor", "train", training),
+        ):
+            number += 1
+            for rank, host in enumerate(places):
+                record = Record(role, rank, "m", BEGIN + at, BEGIN + at + seconds[phase])
+                record.spans = [Span(phase, record.start, record.end)]
+                record.call, record.host, record.tokens = number, host, tokens
+                record.reads, record.waited = ((number - 1,) if phase != "generate" else ()), 0.0
+                record.phases[phase] = seconds[phase]
+                records.append(record)
+            at += seconds[phase]
+        yield RecordedStep(step, BEGIN + begin, BEGIN + at, records, {})
+
+
+@pytest.fixture
+def run_of(tmp_path):
+    """A folder as a run leaves it, but for what is given."""
+
+    def make(overrides=(), metrics=(), scores=MIXED, lengths=LENGTHS, number=1, **steps):
+        folder = tmp_path / "run"
+        (folder / "samples").mkdir(parents=True)
+        config = configured([f"num_devices={number}", *overrides])
+        (folder / "config.yaml").write_text(to_yaml(config))
+        (folder / "cluster.json").write_text(Cluster.of_one_node("cpu", number).to_json())
+        everywhere = {"devices": list(range(number))}
+        roles = {"actor": everywhere, "reward": everywhere}
+        (folder / "placement.json").write_text(json.dumps({"roles": roles}))
+        rows = {**HEALTHY, **dict(metrics)}
+        with (folder / "metrics.jsonl").open("w") as file:
+            for step in range(1, STEPS + 1):
+                part = (step - 1) / (STEPS - 1)
+                row = {name: a + (b - a) * part for name, (a, b) in rows.items()}
+                file.write(json.dumps({"step": step, **row}) + "\n")
+        groups = [group for _ in range(10) for group in scores]
+        table = {
+            "group_id": [number for number, group in enumerate(groups) for _ in group],
+            "scores": [score for group in groups for score in group],
+            "advantages": [[0.0] * length for _ in groups for length in lengths],
+            "prompt": ["1+1="] * sum(map(len, groups)),
+            "response": ["2"] * sum(map(len, groups)),
+        }
+        parquet.write_table(pa.table(table), folder / "samples" / "step-000010.parquet")
+        for step in steps_of(**{"seconds": SECONDS} | steps):
+            RecordedSteps(folder).write(step)
+        return folder
+
+    return make
+
+
+APART = {"devices": ((0,), (1,)), "number": 2}
+FAULTS = {
+    "dead groups": ({"scores": [[1.0] * 4, [0.0] * 4, [0.0] * 4]}, "zero variance", "dead_share"),
+    "slow reward": ({"seconds": SECONDS | {"score": 3.0}}, "reward functions take 50%", "change"),
+    "tiny micro-batches": (
+        {"overrides": ["actor.tokens_per_microbatch=64"]},
+        "micro-batches are tiny: 64 tokens",
+        "micro_batches",
+    ),
+    "too high a rate": (
+        {"metrics": {"reward/mean": (0.6, 0.01), "policy/entropy": (0.65, 3.0)}},
+        "the reward fell from",
+        "learning_rate",
+    ),
+    "clipped": (
+        {"metrics": {"policy/clip_fraction": (0.1, 0.5)}},
+        "clip fraction is 0.4",
+        "clip_fraction",
+    ),
+    "mismatch": ({"metrics": {"mismatch/k3": (1e-4, 5e-2)}}, "mismatch KL", "k3_last"),
+    "idle pool": (
+        {"overrides": ["placement=separation"], **APART},
+        "most of all waiting for actor.update",
+        "change",
+    ),
+    "answers cut": (
+        {"metrics": {"response/truncated": (0.2, 0.5)}},
+        "of the responses end at the limit",
+        "truncated",
+    ),
+    "reward by length": (
+        {
+            "metrics": {"reward/mean": (3, 9), "response/length_mean": (3, 9)},
+            "scores": [[3.0, 2.0, 2.0, 3.0]],
+        },
+        "length itself seems to be rewarded",
+        "correlation",
+    ),
+    "numbers that are not finite": (
+        {"metrics": {"policy/skipped_updates": (0.0, 1.0)}},
+        "updates were left out",
+        "skipped",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named_first(run_of, fault):
+    changes, said, number = FAULTS[fault]
+    found = advise(run_of(**changes))
+    named = [advice for advice in found[:3] if said in advice.title]
+    assert named, [advice.title for advice in found]
+    assert named[0].kind == WARNING and number in named[0].numbers
+    assert named[0].action.endswith(".")
+    assert [a.weight for a in found] == sorted((a.weight for a in found), reverse=True)
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        {},
+        {"seconds": {"generate": 3.0, "score": 0.1, "train": 1.0}},
+        {"number": 2, "devices": ((0, 1), (0, 1))},
+        {"metrics": {"reward/mean": (0.6, 0.95)}, "scores": [[1.0] * 4] * 19 + [[0, 1, 1, 1]]},
+    ],
+    ids=["default", "long generation", "two devices", "solved"],
+)
+def test_a_healthy_run_gets_no_alarm(run_of, healthy):
+    assert {advice.kind for advice in advise(run_of(**healthy))} <= {TIP}
+
+
+def test_predictions_come_from_the_replay(run_of):
+    """Three of six seconds are scores; four times as fast, 2.25 s less."""
+    (advice, *_) = advise(run_of(seconds={"generate": 1.0, "score": 3.0, "train": 2.0}))
+    assert advice.numbers["change"] == pytest.approx(-2.25 / 6, abs=0.01)
+    assert "reward.processes=4" in advice.action and "38% less" in advice.action
+
+
+def test_pools_that_take_turns_are_told_what_overlap_would_bring(run_of):
+    found = advise(run_of(overrides=["placement=separation"], **APART))
+    (generating,) = [advice for advice in found if advice.title.startswith("device 0")]
+    assert generating.numbers["idle"] == pytest.approx(2.0 / 3.1, abs=0.01)
+    assert generating.numbers["change"] == pytest.approx(-1.1 / 3.1, abs=0.01)
+    assert "placement.staleness=1" in generating.action
+
+
+def test_what_was_learned_is_told_in_words(run_of):
+    folder = run_of()
+    sure = {"accuracy": {"value": 0.4, "low": 0.3, "high": 0.5}}
+    surer = {"accuracy": {"value": 0.8, "low": 0.7, "high": 0.9}}
+    entries = [
+        {"step": step, "sets": {"held_out": {"metrics": metrics}}}
+        for step, metrics in ((0, sure), (12, surer))
+    ]
+    (folder / "evaluations.json").write_text(json.dumps({"format": 1, "evaluations": entries}))
+    reward, accuracy, time = what_was_learned(folder)
+    assert reward.startswith("In 12 steps the mean reward went from 0.341 to 0.559")
+    assert accuracy == (
+        "held_out accuracy went from 0.4 (0.3 to 0.5) at step 0 to 0.8 (0.7 to 0.9) at step 12: "
+        "better, beyond chance."
+    )
+    assert "actor.update 65%, actor.generate 32%" in time
+
+
+def test_a_folder_with_little_in_it_says_so(tmp_path):
+    assert advise(tmp_path) == []
+    assert what_was_learned(tmp_path) == ["The run has not done a step yet."]
+
+
+def test_top_shows_one_frame_of_a_run_that_is_over(run_of, capsys):
+    folder = run_of(metrics={"response/truncated": (0.2, 0.5)})
+    (folder / "status.json").write_text('{"state": "finished", "why": ""}')
+    with pytest.raises(SystemExit) as done:
+        cli.main(["top", str(folder)])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert done.value.code == 0
+    for said in ("step 12/", "finished", "actor reward", "1+1= → 2", "end at the limit"):
+        assert said in shown
