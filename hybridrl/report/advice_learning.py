@@ -15,8 +15,11 @@ SOLVED = 0.9
 """As a share of the way from the least to the largest score: what is left is luck."""
 CUT_SHOWN, CUT_TOO_MANY = 0.03, 0.15
 CLIPPED = 0.25
-MISMATCH_SHOWN, MISMATCH_TOO_MUCH = 1e-3, 1e-2
-"""Of `mismatch/k3`, in nats a token. In one precision 1e-5 is usual, in 8 bits 1e-3."""
+MISMATCH_TOO_MUCH = {"float32": 1e-3}
+MISMATCH_OF_OTHERS = 0.05
+"""Of `mismatch/k3`, in nats a token, by `model.dtype`: more than rounding explains."""
+MISMATCH_SHOWN = 0.1
+"""Of what is too much: from there on it is worth a look, and a rise is no chance."""
 RISES = 3.0
 """A mismatch that has become so many times as large rises."""
 DOUBTS = 4.0
@@ -127,7 +130,9 @@ def gradients(seen: Evidence) -> Iterator[Advice]:
 def mismatch(seen: Evidence) -> Iterator[Advice]:
     """How far the generator is from the model that is trained."""
     change = seen.change("mismatch/k3")
-    if change is None or change.last < MISMATCH_SHOWN:
+    dtype = "" if seen.config is None else seen.config.model.dtype
+    limit = MISMATCH_TOO_MUCH.get(dtype, MISMATCH_OF_OTHERS)
+    if change is None or change.last < MISMATCH_SHOWN * limit:
         return
     rising = change.last > RISES * max(change.first, 1e-12)
     numbers = {"k3_first": change.first, "k3_last": change.last}
@@ -137,9 +142,8 @@ def mismatch(seen: Evidence) -> Iterator[Advice]:
     action = "Make both compute alike (model.dtype, rollout.quantization)"
     if correction in ("auto", "none"):
         action += ", or weigh samples by it (algorithm.correction=truncate)"
-    severe = change.last >= MISMATCH_TOO_MUCH or rising
-    severity = math.log10(change.last / MISMATCH_SHOWN) / 3 + (0.3 if rising else 0.0)
-    say = warning if severe else tip
+    severity = math.log10(change.last / limit) / 3 + 0.4
+    say = warning if change.last >= limit or rising else tip
     yield say(title, numbers, f"{action}.", severity)
 
 

@@ -13,6 +13,7 @@ from hybridrl.config.load import to_yaml
 from hybridrl.core.cluster import Cluster
 from hybridrl.core.record import Record, Span
 from hybridrl.observe.recorded_steps import RecordedStep, RecordedSteps
+from hybridrl.planner.devices import present
 from hybridrl.report.advice import TIP, WARNING, advise, what_was_learned
 
 BEGIN = 1_700_000_000.0
@@ -70,7 +71,8 @@ def run_of(tmp_path):
         (folder / "samples").mkdir(parents=True)
         config = configured([f"num_devices={number}", *overrides])
         (folder / "config.yaml").write_text(to_yaml(config))
-        (folder / "cluster.json").write_text(Cluster.of_one_node("cpu", number).to_json())
+        cluster = present(Cluster.of_one_node("cpu", number))
+        (folder / "cluster.json").write_text(cluster.to_json())
         everywhere = {"devices": list(range(number))}
         roles = {"actor": everywhere, "reward": everywhere}
         (folder / "placement.json").write_text(json.dumps({"roles": roles}))

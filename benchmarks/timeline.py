@@ -1,0 +1,101 @@
+"""What it costs to record steps, and how much of each device's time their spans explain.
+
+    python benchmarks/timeline.py [--steps 41]
+
+A job of the built-in task, on one device in this process, that records every other step: a step's
+time is that from its beginning to the next one's. The default job over two devices and one with a
+pool for generation give the coverage: the share of each device's time that it spends in a named
+phase or waiting for a named cause, the driver's own time not among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+
+from figures import report
+from rich.console import Console
+
+from hybridrl.config.load import load_config
+from hybridrl.job import Job
+from hybridrl.observe.line_console import LineConsole
+from hybridrl.planner.recorded_graph import DRIVER, OTHER
+from hybridrl.report.spans import IDLE, device_spans
+from hybridrl.trainers.loop import Loop
+from hybridrl.trainers.steps import Steps
+
+JOB = ["rollout=transformers", "warmup.steps=5", "eval.every=0", "observe.samples_every=0"]
+WARM = 2
+
+
+class HalfRecorded:
+    """Has steps with even numbers not be recorded, and notes when each began."""
+
+    def __init__(self) -> None:
+        self.begins: list[float] = []
+        self._record, self._begin = Steps._record, Steps.begin
+        halves = self
+
+        def begin(steps: Steps, number: int):
+            halves.begins.append(time.perf_counter())
+            return halves._begin(steps, number)
+
+        def record(steps: Steps, number: int, *rest) -> None:
+            if number % 2:
+                halves._record(steps, number, *rest)
+
+        Steps.begin, Steps._record = begin, record
+
+    def end(self) -> tuple[list[float], list[float]]:
+        """Seconds of recorded steps and of the others."""
+        Steps.begin, Steps._record = self._begin, self._record
+        took = [b - a for a, b in pairwise(self.begins)]
+        return took[WARM::2], took[WARM + 1 :: 2]  # the first is step 1
+
+
+def run(folder: Path, overrides: list[str]) -> None:
+    with (
+        Job(load_config([*JOB, f"run.directory={folder}", *overrides]), is_whole=True) as job,
+        LineConsole(job.config.trainer.steps, folder.name, Console(stderr=True)) as view,
+    ):
+        Loop(job, view).run()
+
+
+def coverage(folder: Path) -> float:
+    """Of the device that is explained least."""
+    spans = device_spans(folder)
+    shares = []
+    for device in {span.device for span in spans}:
+        mine = [span for span in spans if span.device == device]
+        named = [
+            s for s in mine if (s.cause if s.phase == IDLE else s.phase) not in (DRIVER, OTHER)
+        ]
+        shares.append(sum(s.seconds for s in named) / sum(s.seconds for s in mine))
+    return min(shares)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=41)
+    steps = parser.parse_args().steps
+    with tempfile.TemporaryDirectory() as root:
+        for name, overrides in {
+            "one device": ["executor=inline"],
+            "two devices": ["num_devices=2"],
+            "two pools": ["num_devices=2", "placement=separation"],
+        }.items():
+            folder = Path(root, name.replace(" ", "-"))
+            run(folder, ["trainer.steps=6", *overrides])
+            report(f"timeline coverage, {name}", coverage(folder), 1.0, ">= 0.97", "share")
+        halves = HalfRecorded()
+        run(Path(root, "halves"), ["executor=inline", f"trainer.steps={steps}"])
+    ours, baseline = map(statistics.median, halves.end())
+    report("timeline step time", ours, baseline, "<= 1.01", "seconds")
+
+
+if __name__ == "__main__":
+    main()
