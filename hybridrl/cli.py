@@ -24,10 +24,22 @@ COMMANDS = {
     "checkpoint": ("checkpoint", "lists, verifies, compares, exports and removes checkpoints"),
     "cluster": ("cluster", "measures devices and links, for plans"),
     "calibrate": ("calibrate", "measures what pieces of work take on this machine, for plans"),
-    "report": ("report", "what a run has learned and where its time went, as one page"),
-    "watch": ("watch", "the report of a run, or of a folder of runs, as it grows, in a browser"),
-    "top": ("top", "what a run does now, in this terminal"),
-    "timeline": ("timeline", "what each device of a run did and waited for, as a trace"),
+    "report": (
+        "report",
+        "what a run has learned, where its time went, what it said: one page for a browser",
+    ),
+    "watch": (
+        "watch",
+        "the report of a run as it grows, or the runs of a folder side by side, in a browser",
+    ),
+    "top": (
+        "top",
+        "a run on this screen: what it learns, what its devices do, what to change",
+    ),
+    "timeline": (
+        "timeline",
+        "what each device of a run did and waited for, and a trace of it for ui.perfetto.dev",
+    ),
     "whatif": ("what_if", "how long a step of a run would take if something were different"),
     "completion": (
         "completion",

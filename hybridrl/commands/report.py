@@ -21,8 +21,8 @@ NAME = "report.html"
 def add_parser(commands: Any) -> None:
     """Adds `report` to the subcommands of a parser."""
     what = "what a run has learned, where its time went, what it said: one page for a browser"
-    parser = commands.add_parser("report", help=what, description=what)
-    parser.add_argument("run", help="the folder of a run")
+    parser = commands.add_parser("report", help=what, description=f"{what[0].upper()}{what[1:]}.")
+    parser.add_argument("run", metavar="RUN", help="the folder of a run")
     parser.add_argument(
         "--against",
         nargs="+",

@@ -24,9 +24,11 @@ LEAST_SHARE = 0.005
 def add_parser(commands: Any) -> None:
     """Adds `timeline` to the subcommands of a parser."""
     what = "what each device of a run did and waited for, and a trace of it for ui.perfetto.dev"
-    parser = commands.add_parser("timeline", help=what, description=what)
-    parser.add_argument("run", help="the folder of a run")
-    parser.add_argument("--steps", type=int, default=10, help="the newest that count (10)")
+    parser = commands.add_parser("timeline", help=what, description=f"{what[0].upper()}{what[1:]}.")
+    parser.add_argument("run", metavar="RUN", help="the folder of a run")
+    parser.add_argument(
+        "--steps", type=int, default=10, metavar="N", help="the newest that count (10)"
+    )
     parser.add_argument("--out", metavar="FILE", help="where the trace goes (RUN/trace.json)")
 
 

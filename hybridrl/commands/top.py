@@ -22,10 +22,12 @@ PIPE_WIDTH = 120
 def add_parser(commands: Any) -> None:
     """Adds `top` to the subcommands of a parser."""
     what = "a run on this screen: what it learns, what its devices do, what to change"
-    parser = commands.add_parser("top", help=what, description=what)
-    parser.add_argument("run", help="the folder of a run, such as runs/latest")
+    parser = commands.add_parser("top", help=what, description=f"{what[0].upper()}{what[1:]}.")
+    parser.add_argument("run", metavar="RUN", help="the folder of a run, such as runs/latest")
     parser.add_argument("--once", action="store_true", help="show it once, also into a pipe")
-    parser.add_argument("--every", type=float, default=2.0, help="seconds between two looks (2)")
+    parser.add_argument(
+        "--every", type=float, default=2.0, metavar="S", help="seconds between two looks (2)"
+    )
 
 
 def run(chosen: argparse.Namespace) -> int:

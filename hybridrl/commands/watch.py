@@ -21,9 +21,11 @@ _TOKEN = re.compile(r"[\w-]{16,}")
 def add_parser(commands: Any) -> None:
     """Adds `watch` to the subcommands of a parser."""
     what = "the report of a run as it grows, or the runs of a folder side by side, in a browser"
-    parser = commands.add_parser("watch", help=what, description=what)
-    parser.add_argument("run", help="the folder of a run, or one with runs")
-    parser.add_argument("--port", type=int, default=0, help="on 127.0.0.1; else any that is free")
+    parser = commands.add_parser("watch", help=what, description=f"{what[0].upper()}{what[1:]}.")
+    parser.add_argument("run", metavar="RUN", help="the folder of a run, or one with runs")
+    parser.add_argument(
+        "--port", type=int, default=0, metavar="N", help="on 127.0.0.1; else any that is free"
+    )
     parser.add_argument(
         "--token-file",
         metavar="FILE",

@@ -111,4 +111,10 @@ def _entries(found: Any) -> list[dict[str, Any]]:
         if isinstance(entry, dict)
         and isinstance(entry.get("step"), int)
         and isinstance(entry.get("sets"), dict)
+        and all(_is_set(one) for one in entry["sets"].values())
     ]
+
+
+def _is_set(found: Any) -> bool:
+    metrics = found.get("metrics", {}) if isinstance(found, dict) else None
+    return isinstance(metrics, dict) and all(isinstance(one, dict) for one in metrics.values())

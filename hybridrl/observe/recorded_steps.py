@@ -126,7 +126,7 @@ def _newest_text(file: Path, most: int | None) -> str:
             opened.readline()  # the rest of a line
         if opened.tell() == size:  # that was the whole of it
             opened.seek(0)
-        return opened.read().decode()
+        return opened.read().decode(errors="replace")
 
 
 def _as_data(recorded: RecordedStep) -> dict[str, Any]:

@@ -34,6 +34,9 @@ KNOWN = {
         *("models/stored_names.py", "planner/token_bytes.py", "rollout/vllm_layout.py"),
     ),
     "torch.utils._pytree": ("rollout/vllm_layout.py",),
+    # argparse, which has no way to be asked what it takes
+    "_actions": ("commands/completion.py",),
+    "_SubParsersAction": ("commands/completion.py",),
     # transformers and peft
     "_attn_implementation": ("models/calibration.py",),
     "_gradient_checkpointing_func": ("models/checkpointing.py",),

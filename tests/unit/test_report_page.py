@@ -177,3 +177,17 @@ def test_json_in_a_page_is_closed_by_nothing():
 
     assert "<" not in in_script({"a": HOSTILE}) and json.loads(in_script({"a": HOSTILE}))
     assert to_json({"a": float("nan")}) == '{"a": null}'
+
+
+@pytest.mark.parametrize(
+    "junk", [b"", b"\xff\xfe", b"[]", b"{", b'"x"', b"run: 3\n", b'{"step": 1}']
+)
+def test_files_that_say_nothing_spoil_only_their_part(tmp_path, junk):
+    run = run_folder(tmp_path / "run")
+    for name in ("metrics.jsonl", "steps.jsonl", "status.json", "summary.json", "config.yaml"):
+        (run / name).write_bytes(junk)
+    wrong_set = b'{"format": 1, "evaluations": [{"step": 1, "sets": {"a": {"metrics": {"m": 3}}}}]}'
+    for name in ("evaluations.json", "recoveries.jsonl", "placement.json"):
+        (run / name).write_bytes(wrong_set if name == "evaluations.json" else junk)
+    found = data_in(report_of(run))
+    assert len(found["samples"]["samples"]) == 8 and found["state"]["evaluations"] == {}
