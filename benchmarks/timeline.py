@@ -72,11 +72,11 @@ def coverage(folder: Path) -> tuple[float, float]:
     covered, explained = [], []
     for device in {span.device for span in spans}:
         mine = [span for span in spans if span.device == device]
-        named = [
-            s for s in mine if (s.cause if s.phase == IDLE else s.phase) not in (DRIVER, OTHER)
-        ]
-        shares.append(sum(s.seconds for s in named) / sum(s.seconds for s in mine))
-    return min(shares)
+        said = [span.cause if span.phase == IDLE else span.phase for span in mine]
+        named = [s for s, what in zip(mine, said, strict=True) if what not in (DRIVER, OTHER)]
+        covered.append(sum(span.seconds for span in mine) / whole)
+        explained.append(sum(span.seconds for span in named) / whole)
+    return min(covered), min(explained)
 
 
 def main() -> None:
