@@ -78,10 +78,11 @@ QUESTIONS: dict[str, tuple[list[str], list[str], Question]] = {
 SLOW = """
 import os
 import time
+from hybridrl.algorithms import TokenLoss
 
 def loss(log_probs, old_log_probs, advantages):
     time.sleep(float(os.environ.get("SLOW_RANK", 0)))
-    return -(log_probs - old_log_probs).exp() * advantages
+    return TokenLoss(-(log_probs - old_log_probs).exp() * advantages, {})
 def quicker(prompts, completions, **columns):
     time.sleep(0.96)
     return [0.5] * len(completions)
