@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from hybridrl.core.record import Record
@@ -147,20 +147,34 @@ def collectives(
         by_call.setdefault(record.call, []).append(number)
     made = 0
     for members in by_call.values():
-        alike = {tuple(piece.phase for piece in pieces[number]) for number in members}
-        if len(members) < 2 or len(alike) > 1:
+        if len(members) < 2:
             continue
-        for segment in range(len(pieces[members[0]])):
-            of_ranks = [pieces[number][segment] for number in members]
+        for segments in _alike([pieces[number] for number in members]):
+            of_ranks = [pieces[n][s] for n, s in zip(members, segments, strict=True)]
             lengths = [piece.end - piece.start for piece in of_ranks]
             apart = max(p.end for p in of_ranks) - min(p.end for p in of_ranks)
             waited = max(piece.waited for piece in of_ranks)
-            if waited < WAIT_SECONDS or apart > max(WAIT_SECONDS, SAME_END * max(lengths)):
+            if waited < WAIT_SECONDS:
                 continue
             least = min(piece.waited for piece in of_ranks)
-            for number, piece in zip(members, of_ranks, strict=True):
-                together[number][segment] = made
-                own[number][segment] -= piece.waited - least
+            end_together = apart <= max(WAIT_SECONDS, SAME_END * max(lengths))
+            for number, segment, piece in zip(members, segments, of_ranks, strict=True):
                 wire[number][segment] = least
-            made += 1
+                if end_together:
+                    together[number][segment] = made
+                    own[number][segment] -= piece.waited - least
+            made += end_together
     return together, own, wire
+
+
+def _alike(of_ranks: Sequence[Sequence[Piece]]) -> Iterator[tuple[int, ...]]:
+    """For each piece that all ranks have, its number in each: the first training of one is the
+    first training of the others, whatever lies between."""
+    places: list[dict[str, list[int]]] = []
+    for some in of_ranks:
+        places.append({})
+        for number, piece in enumerate(some):
+            places[-1].setdefault(piece.phase, []).append(number)
+    for phase, mine in places[0].items():
+        if all(len(others.get(phase, ())) == len(mine) for others in places):
+            yield from zip(*(others[phase] for others in places), strict=True)

@@ -18,6 +18,7 @@ from hybridrl.observe import recorded_steps
 from hybridrl.observe.recorded_steps import RecordedStep, RecordedSteps, read_steps
 from hybridrl.planner import backtest, devices, run_questions
 from hybridrl.planner.rates import Rates
+from hybridrl.planner.recorded_graph import graph_of
 from hybridrl.planner.recorded_run import RecordedRun
 from hybridrl.planner.run_questions import Question, of_size, predict
 
@@ -223,3 +224,15 @@ def test_predictions_are_compared_and_remembered(run_of, capsys):
     asked_of = {row["what"]: row["error"] for row in found if row["kind"] == "whatif"}
     assert set(asked_of) == {"one -> other", "other -> one"}
     assert backtest.spread() == pytest.approx(sum(map(abs, asked_of.values())) / 2, abs=1e-3)
+
+
+def test_links_count_whatever_ranks_do_between():
+    """One of two ranks has a gap between its phases, and ends later: both wait for the link."""
+    gap = [("score", 0.0, 1.0, 0.4), ("train", 1.2, 3.2, 1.0)]
+    none = [("score", 0.0, 1.0, 0.6), ("train", 1.0, 3.0, 1.5)]
+    records = [record(1, "actor", 0, 0, gap), record(1, "actor", 1, 1, none)]
+    graph = graph_of(records, BEGIN, BEGIN + 3.2)
+    found = {(node.rank, node.phase): node.wire for node in graph.nodes if node.wire}
+    assert found == pytest.approx(
+        {(0, "score"): 0.4, (1, "score"): 0.4, (0, "train"): 1.0, (1, "train"): 1.0}
+    )
