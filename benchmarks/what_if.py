@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 from figures import report
 
 from hybridrl.planner.recorded_run import RecordedRun
@@ -116,6 +117,7 @@ def main() -> None:
     parser.add_argument("--links", action="store_true")
     parser.add_argument("--paths", action="store_true")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # of probes, as of the runs
     errors: list[float] = []
     replays: list[float] = []
     with tempfile.TemporaryDirectory(prefix="what-if-") as name:
