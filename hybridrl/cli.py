@@ -8,6 +8,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -50,8 +51,9 @@ COMMANDS = {
 which adds it to the subcommands of a parser, and `run`, which takes what was parsed and gives the
 exit code. Only that of the command that is asked for is imported: others may bring torch, which
 takes seconds, and is not there for `doctor` if it is broken."""
-REFUSED = 2
-"""Exit code for wrong settings and for what does not fit, as of `python -m hybridrl.main`."""
+REFUSED, INTERRUPTED = 2, 130
+"""Exit codes for wrong settings and what does not fit, as of `python -m hybridrl.main`; and for
+Ctrl-C, as of any command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -69,10 +71,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         sys.exit(command(chosen.command).run(chosen))
     except HybridRLError as error:
-        console = Console(stderr=True)
-        console.print("error:", style="bold red", end=" ")
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        sys.exit(REFUSED)
+        _refuse(str(error))
+    except PermissionError as error:
+        _refuse(f"{error.filename} may not be read by this user, or written.")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _refuse(sentence: str) -> NoReturn:
+    console = Console(stderr=True)
+    console.print("error:", style="bold red", end=" ")
+    console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    sys.exit(REFUSED)
 
 
 def parser_of(names: Sequence[str]) -> argparse.ArgumentParser:

@@ -43,6 +43,8 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     Raises:
         ConfigError: for what is wrong with settings or options, and if nothing fits.
     """
+    if chosen.deadline is not None and not 0 < chosen.deadline < math.inf:
+        raise ConfigError(f"--deadline {chosen.deadline:g}: must be seconds above 0.")
     config = load_config(overrides)
     lengths = lengths_of(chosen.lengths)
     problems = Problems()
@@ -61,6 +63,12 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
             lengths,
             objective=objective,
             deadline_s=DEADLINE_S if chosen.deadline is None else chosen.deadline,
+        )
+    quickest = found.best[0].found.step
+    if chosen.within is not None and quickest > chosen.within:
+        raise ConfigError(
+            f"--within {chosen.within:g}: no way is as quick; the quickest that was found takes "
+            f"{quickest:.3g} s."
         )
     if chosen.json:
         sys.stdout.write(json.dumps(_data(found), indent=2) + "\n")

@@ -12,6 +12,7 @@ from hybridrl.errors import ConfigError, HybridRLError
 
 FEW, MANY = 50, 160
 """Samples of a device where tables of others are there, and where there are none."""
+AUTO = "auto"
 LEAST = {True: 30, False: 100}
 """Samples, by whether others are there: a network that has seen fewer tells anything."""
 MOST_OFF = 0.5
@@ -35,7 +36,7 @@ def add_parser(commands: Any) -> None:
         "--number", type=int, metavar="N", help="how many devices; else every GPU, or two CPU slots"
     )
     parser.add_argument(
-        "--dtype", default="float32", help="of computation: float32 or bfloat16 (float32)"
+        "--dtype", default="auto", help="of computation: auto, float32 or bfloat16 (auto)"
     )
     parser.add_argument(
         "--samples",
@@ -67,18 +68,21 @@ def run(chosen: argparse.Namespace) -> int:
 
     if chosen.devices not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--devices {chosen.devices}: must be auto, cpu or cuda.")
-    if chosen.dtype not in ("float32", "bfloat16"):
-        raise ConfigError(f"--dtype {chosen.dtype}: must be float32 or bfloat16.")
+    if chosen.dtype not in (AUTO, "float32", "bfloat16"):
+        raise ConfigError(f"--dtype {chosen.dtype}: must be auto, float32 or bfloat16.")
     gpus, cpus = torch.accelerator.device_count(), os.cpu_count() or 1
     asked = choose_devices(chosen.devices, chosen.number, gpus, cpus)
     cluster = present(Cluster.of_one_node(*asked))
-    others = other_tables(cluster, chosen.dtype)
+    dtype = chosen.dtype
+    if dtype == AUTO:  # as jobs take it, but for large models on CPUs that multiply bfloat16
+        dtype = "bfloat16" if cluster.is_cuda else "float32"
+    others = other_tables(cluster, dtype)
     least = LEAST[bool(others)]
     if chosen.samples is not None and chosen.samples < least:
         raise ConfigError(
             f"--samples {chosen.samples}: must be {least} or more, with {len(others)} other tables."
         )
-    table = calibrate(cluster, chosen.dtype, limit=chosen.samples or (FEW if others else MANY))
+    table = calibrate(cluster, dtype, limit=chosen.samples or (FEW if others else MANY))
     number = len(table.samples)
     held = range(0, number, round(1 / TRIED))
     rest = [sample for n, sample in enumerate(table.samples) if n not in held]
@@ -91,12 +95,14 @@ def run(chosen: argparse.Namespace) -> int:
             f"The samples tell each other only within {off:.0%}, so they are not kept. This "
             "machine was busy with other things, or takes more --samples."
         )
-    file = keep_table(cluster, chosen.dtype, table)
+    file = keep_table(cluster, dtype, table)
     if chosen.json:
         sys.stdout.write(json.dumps(table.to_data()) + "\n")
         return 0
     return show(
         f"{cluster}: {number} pieces of work measured, {len(others)} other tables known",
         f"{len(tried)} of them, told by the others, are off by {off:.0%} in the mean",
-        f"kept in {file}" if file else "not kept: the cache folder cannot be written",
+        f"kept in {file}, for jobs that compute in {dtype}"
+        if file
+        else "not kept: the cache folder cannot be written",
     )

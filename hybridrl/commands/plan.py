@@ -125,6 +125,7 @@ def _plan(chosen: argparse.Namespace, settings: list[str]) -> None:
     from hybridrl.planner.cures import changed, refuse
     from hybridrl.planner.described import with_described_models
     from hybridrl.planner.plan import make_plan, to_json
+    from hybridrl.planner.search_table import words
     from hybridrl.preflight import preflight
 
     config = load_config(settings)
@@ -134,7 +135,10 @@ def _plan(chosen: argparse.Namespace, settings: list[str]) -> None:
     problems.raise_if_any()
     machines = cluster_of(config, chosen.devices)
     with with_described_models(config, tiny_of(config)) as described:
-        described = changed(described, choose_settings(described, machines, lengths))
+        left = choose_settings(described, machines, lengths)
+        if chosen.devices is not None:  # whose nodes may have other cores than this one
+            left = [one for one in left if one[0] != "reward.processes"]
+        described = changed(described, left)
         plan = make_plan(described, machines, lengths=lengths)
         if plan.fits():
             rates = _rates(described, plan)
@@ -145,7 +149,8 @@ def _plan(chosen: argparse.Namespace, settings: list[str]) -> None:
             console = Console(width=None if sys.stdout.isatty() else 160)
             for line in table.sizes_lines(plan):
                 console.print(line, highlight=False, markup=False)
-            for notice in filter(None, (plan.notice, *unseen)):
+            said = f"Chosen: {', '.join(words(tuple(left)))}." if left else ""
+            for notice in filter(None, (said, plan.notice, *unseen)):
                 console.print(notice, highlight=False, markup=False)
             for shown in table.tables(plan):
                 console.print()

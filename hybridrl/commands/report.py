@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from hybridrl.errors import ConfigError, StorageError
-from hybridrl.observe.storage import readable_bytes, write_error_sentence
+from hybridrl.errors import ConfigError
+from hybridrl.observe.storage import readable_bytes, replacing
 from hybridrl.report.content import Content
 from hybridrl.report.page import page
 from hybridrl.report.run_folder import RunFolder
@@ -58,10 +58,5 @@ def run(chosen: argparse.Namespace) -> int:
 
 def _write(out: Path, text: str) -> None:
     """Whole or not at all: a browser may be looking at an earlier one."""
-    part = out.with_name(f".{out.name}.part")
-    try:
+    with replacing(out, "`--out`") as part:
         part.write_text(text, encoding="utf-8")
-        part.replace(out)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise StorageError(write_error_sentence(out, error, "`--out`")) from error

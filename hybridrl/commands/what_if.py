@@ -25,6 +25,8 @@ _TIMES = re.compile(r"(\d+(?:\.\d+)?)x")
 SHOWN_SHARE = 0.005
 """Of a step: what is less of it is not worth a line."""
 RESPONSES, LINK, DEVICES = "responses", "link", "devices"
+LEFT_TO_PLANS = ("actor.tokens_per_microbatch", "reward.processes", "checkpoint.every_minutes")
+MOST_DEVICES = 10_000
 
 
 def add_parser(commands: Any) -> None:
@@ -105,6 +107,8 @@ def question_of(recorded: RecordedRun, chosen: argparse.Namespace) -> Question:
         if name == DEVICES:
             if not value.isdecimal() or not int(value):
                 raise ConfigError(f"--set {text}: must be a number of devices.")
+            if int(value) > MOST_DEVICES:
+                raise ConfigError(f"--set {text}: must be {MOST_DEVICES:,} or fewer.")
             devices = int(value)
         elif name == LINK:
             times = _TIMES.fullmatch(value)
@@ -113,6 +117,9 @@ def question_of(recorded: RecordedRun, chosen: argparse.Namespace) -> Question:
                 raise ConfigError(f"--set {text}: must be above 0.")
         else:
             settings.append(_setting(text))
+    for name, value in settings:
+        if value is None and name in LEFT_TO_PLANS:
+            raise ConfigError(f"--set {name}=null: name a number: the run has had one.")
     if wrong := dict(wrong_values(changed(recorded.config, settings))):
         raise ConfigError(*wrong.values())
     moves: dict[str, Any] = {}
@@ -120,6 +127,8 @@ def question_of(recorded: RecordedRun, chosen: argparse.Namespace) -> Question:
         role, where = _pair("--move", text)
         numbers = re.fullmatch(r"\d+(,\d+)*", where)
         moves[role] = [int(one) for one in where.split(",")] if numbers else where
+        if numbers and max(moves[role]) > MOST_DEVICES:
+            raise ConfigError(f"--move {text}: devices have numbers up to {MOST_DEVICES:,}.")
     longer = {}
     for text in chosen.scale:
         name, value = _pair("--scale", text)

@@ -15,11 +15,14 @@ LOG_LINES = 15
 
 
 class Identity(NamedTuple):
-    """Where a host runs: the node's address, the process id, and Ray's id of the node."""
+    """Where a host runs: the node's address, the process id, Ray's id of the node, and what its
+    accelerator is called and how many bytes it has, if it has one."""
 
     address: str
     pid: int
     node: str = ""
+    model: str = ""
+    memory: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,12 @@ VALUES_OF_ACCELERATORS = 1 << 26
 """A few hundred MiB at a time, and so few kernels that starting them does not count."""
 
 
+def name_and_memory() -> tuple[str, float]:
+    """Of this process's first accelerator, and its bytes."""
+    properties = torch.cuda.get_device_properties(0)
+    return properties.name, float(properties.total_memory)
+
+
 def values_at_a_time(kind: str) -> int:
     """How many values a device of this kind is to encode before it goes on with others."""
     return VALUES_AT_A_TIME.get(kind, VALUES_OF_ACCELERATORS)

@@ -35,7 +35,7 @@ class GrowingMetrics:
                         break
                     self._read += len(line)
                     self._end = (self._end + line)[-_REMEMBERED:]
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             self._forget()
         return [self._rows[step] for step in sorted(self._rows)]
 

@@ -13,24 +13,25 @@ from hybridrl.core.locations import UNREACHABLE, Location, RemotePath
 from hybridrl.core.os_errors import as_os_errors
 from hybridrl.errors import StorageError
 
+RUN_FOLDER = "`run.root` or `run.directory`"
+"""The settings that most of what is written is from."""
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _FORBIDDEN = {errno.EACCES, errno.EPERM}
 _ROOMY_BYTES = 64 * 1024**2  # with more than this free, "disk full" means a quota or the inodes
 
 
 @contextlib.contextmanager
-def explain_write_errors(path: Location) -> Iterator[None]:
-    """Raises `StorageError`, naming `path`, in place of an `OSError` while `path` is written."""
+def explain_write_errors(path: Location, setting: str = RUN_FOLDER) -> Iterator[None]:
+    """Raises `StorageError`, naming `path` and the setting that it is from, in place of an
+    `OSError` while `path` is written."""
     try:
         with as_os_errors():
             yield
     except OSError as error:
-        raise StorageError(write_error_sentence(path, error)) from error
+        raise StorageError(write_error_sentence(path, error, setting)) from error
 
 
-def write_error_sentence(
-    path: Location, error: OSError, setting: str = "`run.root` or `run.directory`"
-) -> str:
+def write_error_sentence(path: Location, error: OSError, setting: str = RUN_FOLDER) -> str:
     """Says what could not be written, why, how much space is free there, and what to set."""
     if isinstance(path, RemotePath):
         return f"Cannot write {path}: {error}. {UNREACHABLE}"
@@ -71,7 +72,7 @@ def readable_bytes(count: float) -> str:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, setting: str = RUN_FOLDER) -> Iterator[Path]:
     """Yields a temporary path beside `path`; renames it to `path` when the block succeeds.
 
     A reader of `path` sees the old content or the new, never half of it.
@@ -80,7 +81,7 @@ def replacing(path: Path) -> Iterator[Path]:
         StorageError: the file could not be written; the temporary file is removed.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with explain_write_errors(path):
+    with explain_write_errors(path, setting):
         try:
             yield part
             part.replace(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import tempfile
 import time
@@ -78,13 +79,28 @@ def with_rates(cluster: Cluster) -> Cluster:
 
 
 def with_makers_rates(here: Cluster) -> Cluster | None:
-    """Devices of this machine with what their makers say; None for those that are not known."""
-    for name, (model, host) in ACCELERATORS.items():
-        if here.is_cuda and name.split("-")[0] in here.devices[0].model.replace(" ", ""):
-            model = replace(model, memory=here.memory)
-            models = dict.fromkeys(here.model_names, model)
-            return replace(here, models=models, hosts=dict.fromkeys(here.nodes, host))
-    return None
+    """A job's devices with what their makers say; None where some are not known."""
+    if not here.is_cuda:
+        return None
+    found = {name: _known_as(name, here.models[name].memory) for name in here.model_names}
+    if None in found.values():
+        return None
+    known = {name: ACCELERATORS[maker] for name, maker in found.items() if maker is not None}
+    models = {
+        name: replace(model, memory=here.models[name].memory) for name, (model, _) in known.items()
+    }
+    hosts = {device.node: known[device.model][1] for device in here.devices}
+    return replace(here, models=models, hosts=hosts)
+
+
+def _known_as(name: str, memory: float) -> str | None:
+    """Of `ACCELERATORS`, what a driver calls so: `NVIDIA A100-SXM4-80GB`. Another build with the
+    same name, such as for PCIe, is not: it is slower."""
+    words = re.split(r"[^A-Z0-9]+", name.upper().replace("RTX ", "RTX"))
+    if "PCIE" in words:
+        return None
+    found = [known for known in ACCELERATORS if known.split("-")[0].upper() in words]
+    return min(found, key=lambda known: abs(ACCELERATORS[known][0].memory - memory), default=None)
 
 
 def keep(cluster: Cluster) -> Path | None:

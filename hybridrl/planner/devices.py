@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from hybridrl.core.cluster import Cluster, Device, DeviceModel, Host, Link
+from hybridrl.core.device import name_and_memory
 from hybridrl.errors import ConfigError, nearest
 
 GIB = 2**30
@@ -131,12 +132,22 @@ def from_file(path: str) -> Cluster:
 
 
 def present(cluster: Cluster) -> Cluster:
-    """The devices of a job, which are here, or like those that are here, with their memory."""
-    if cluster.is_cuda and torch.accelerator.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        name, memory = properties.name, float(properties.total_memory)
-    else:
+    """The devices of a job with their memory: as their hosts have said, or like those that are
+    here.
+
+    Raises:
+        ConfigError: for accelerators of which nobody knows anything.
+    """
+    if all(name in cluster.models for name in cluster.model_names):
+        return cluster
+    if not cluster.is_cuda:
         name, memory = CPU_SLOT, node_memory() / cluster.devices_per_node
+    elif torch.accelerator.is_available():
+        name, memory = name_and_memory()
+    else:
+        raise ConfigError(
+            "There is no GPU here to see what the job's GPUs are like. Name them: --devices 8xH100."
+        )
     devices = [replace(device, model=name) for device in cluster.devices]
     return Cluster(devices, {name: DeviceModel(memory)})
 

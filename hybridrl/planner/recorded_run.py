@@ -24,6 +24,10 @@ WARM = 1
 time in them."""
 
 
+MADE = ("initial_model", "model")
+"""Where the model of a run is that was made on the spot: as it began, and as it ended."""
+
+
 @dataclass(frozen=True)
 class RecordedRun:
     """What a run has left of how it went.
@@ -65,10 +69,14 @@ class RecordedRun:
             raise ConfigError(str(error)) from error
         config = read_settings(files[0])
         if config.model.path is None:
-            config = replace(config, model=replace(config.model, path=str(folder / "model")))
-        cluster = Cluster.from_json(files[1].read_text())
-        placement = Placement.from_json(files[2].read_text())
-        return cls(folder, config, cluster, placement, steps[WARM:][-last:] or steps)
+            made = next((folder / name for name in MADE if (folder / name).is_dir()), folder)
+            config = replace(config, model=replace(config.model, path=str(made)))
+        try:
+            cluster, placement = (file.read_text(encoding="utf-8") for file in files[1:])
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{folder}: cluster.json or placement.json is no text.") from error
+        kept = steps[WARM:][-last:] or steps
+        return cls(folder, config, Cluster.from_json(cluster), Placement.from_json(placement), kept)
 
     @cached_property
     def graph(self) -> Graph:

@@ -237,8 +237,9 @@ def _times(run: RecordedRun, config: Config, cluster: Cluster, placement: Placem
     """By the plan of these settings, for samples as long as those of the run."""
     dtype = with_dtype(config, cluster.kind).model.dtype
     rates: Rates | Sequence[Rates]
-    if (known := with_makers_rates(cluster)) is not None or cluster.rates_known:
-        rates = Rates.known(known or cluster, dtype)
+    known = cluster if cluster.rates_known else with_makers_rates(cluster)
+    if known is not None:
+        rates = Rates.known(known, dtype)
     elif has_costs(cluster, dtype):
         rates = rates_of(with_rates(cluster), dtype)
     else:

@@ -18,7 +18,7 @@ from hybridrl.controller.failures import Death, Hosts, explain, out_of_memory
 from hybridrl.controller.shards import ShardInfo
 from hybridrl.core import user_code
 from hybridrl.core.batch import Batch
-from hybridrl.core.cluster import Cluster, Device, choose_devices
+from hybridrl.core.cluster import Cluster, Device, DeviceModel, choose_devices
 from hybridrl.core.record import Record
 from hybridrl.errors import CallTimeoutError, ConfigError, DataError, LostError, WorkerError
 from hybridrl.ray_backend import cluster as ray_cluster
@@ -134,7 +134,7 @@ class RayExecutor(Executor):
         for host in hosts:
             host.preload.remote(preload)
         try:
-            asked = [host.identity.remote() for host in hosts]
+            asked = [host.identity.remote(kind) for host in hosts]
             identities = ray.get(asked, timeout=start_timeout_s)
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             why = out_of_memory(str(error)) or f" {error}"
@@ -169,9 +169,15 @@ class RayExecutor(Executor):
         if len(set(self.nodes)) > 1:
             for host in self._hosts:
                 host.introduce.remote(self._hosts, self.nodes)
-        self.cluster = Cluster(
-            [Device(kind, identity.address, i) for i, identity in enumerate(self._identities)]
-        )
+        devices = [
+            Device(kind, one.address, i, one.model) for i, one in enumerate(self._identities)
+        ]
+        accelerators = [one for one in self._identities if one.model]
+        memory = {
+            name: min(one.memory for one in accelerators if one.model == name)
+            for name in {one.model for one in accelerators}
+        }
+        self.cluster = Cluster(devices, {name: DeviceModel(m) for name, m in memory.items()})
 
     def _send(self, call: Call, request: Request, returns_batch: bool) -> Any:
         if len(self._pending) == 1:  # nobody had anything to do before

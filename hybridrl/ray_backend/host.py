@@ -62,9 +62,15 @@ class RayHost:
         return self._host.listen(role, ray.util.get_node_ip_address())
 
     @ray.method(concurrency_group="health")
-    def identity(self) -> Identity:
+    def identity(self, kind: str) -> Identity:
         node = ray.get_runtime_context().get_node_id()
-        return Identity(ray.util.get_node_ip_address(), os.getpid(), node)
+        known = Identity(ray.util.get_node_ip_address(), os.getpid(), node)
+        if kind == "cpu":  # of which the node has what it has
+            return known
+        from hybridrl.core.device import name_and_memory
+
+        model, memory = name_and_memory()
+        return known._replace(model=model, memory=memory)
 
     @ray.method(concurrency_group="work")
     def preload(self, modules: Sequence[str]) -> None:

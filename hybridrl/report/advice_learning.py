@@ -102,10 +102,9 @@ def clipped(seen: Evidence) -> Iterator[Advice]:
 
 def gradients(seen: Evidence) -> Iterator[Advice]:
     """Updates that were left out, and norms that stand out."""
-    skipped = sum(
-        sum(seen.values(name))
-        for name in ("policy/skipped_updates", "critic/skipped_updates", "guard/skipped")
-    )
+    roles = ("policy", "critic", "cost_critic")
+    of_all = sum(seen.values("guard/skipped"))
+    skipped = of_all or sum(sum(seen.values(f"{role}/skipped_updates")) for role in roles)
     if skipped:
         title = f"{skipped:.0f} updates were left out: their numbers were not finite"
         action = (

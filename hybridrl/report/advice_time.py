@@ -28,9 +28,9 @@ FASTER = 0.25
 def slow_reward(seen: Evidence) -> Iterator[Advice]:
     """Reward functions that the rest waits for."""
     share = seen.work.get((REWARD, SCORE), 0.0) + seen.waits.get(f"{REWARD}.{SCORE}", 0.0)
-    if share < MUCH_REWARD:
+    if share < MUCH_REWARD or (seen.config is not None and seen.config.reward.model):
         return
-    processes = 1 if seen.config is None else seen.config.reward.processes
+    processes = 1 if seen.config is None else seen.config.reward.processes or 1
     numbers = {"share": share, "processes": processes}
     title = f"reward functions take {share:.0%} of the step"
     gained = change_of(seen, Question(longer={REWARD: FASTER}))

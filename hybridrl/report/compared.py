@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,10 @@ class Runs:
     def _table(self) -> dict[str, Any]:
         found = runs_in(self.folder)
         note = f"The newest {MOST_RUNS} of {len(found)} runs." if len(found) > MOST_RUNS else ""
-        lines = [self._line(path) for path in found[:MOST_RUNS]]
+        lines = []
+        for path in found[:MOST_RUNS]:
+            with contextlib.suppress(PermissionError):  # somebody else's
+                lines.append(self._line(path))
         return {"folder": str(self.folder), "runs": lines, "note": note}
 
     def _line(self, path: Path) -> dict[str, Any]:
@@ -64,15 +68,16 @@ class Runs:
 
 
 def _line(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    settings = run.settings()
+    trainer = run.settings().get("trainer")
+    trainer = trainer if isinstance(trainer, dict) else {}
     trained = [row["step"] for row in rows if "time/step" in row]
     _, rewards = thin(*series(rows, FIGURES["reward"]), SPARK_POINTS)
     return {
         "name": run.name,
         "status": run.status(),
         "step": trained[-1] if trained else 0,
-        "steps": (settings.get("trainer") or {}).get("steps"),
-        "trainer": (settings.get("trainer") or {}).get("name"),
+        "steps": trainer.get("steps"),
+        "trainer": trainer.get("name"),
         "rewards": rewards,
         "evaluations": _values(newest_of_sets(EvaluationsFile(run.path).read())),
         **{column: newest(rows, metric) for column, metric in FIGURES.items()},

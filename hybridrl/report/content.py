@@ -24,6 +24,7 @@ Rows = Sequence[Mapping[str, Any]]
 TROUBLES = {
     "policy/skipped_updates": "updates left out, their gradient was not finite",
     "critic/skipped_updates": "updates of the critic left out, their gradient was not finite",
+    "cost_critic/skipped_updates": "updates of the cost critic left out, as those of the critic",
     "reward/failures": "samples whose reward function failed",
     "reward/timeouts": "samples whose reward function took too long",
     "reward/dropped": "samples without a reward, left out",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -94,7 +95,8 @@ def _rows(
 ) -> tuple[list[tuple[int, dict[str, Any]]], int]:
     """Whole groups with their sizes in the page, as long as there is room; and all that there are.
 
-    The first group is taken whatever its size.
+    Of the first group, if it has none, as many samples as fit without their tokens, and one at
+    least.
     """
     from pyarrow import parquet
 
@@ -103,18 +105,29 @@ def _rows(
     found: list[tuple[int, dict[str, Any]]] = []
     left = room
     for first, end in _groups(table):
+        plain = [_sample(row) for row in table.slice(first, end - first).to_pylist()]
         group = []
-        for index, row in enumerate(table.slice(first, end - first).to_pylist(), first):
-            shown = _sample(row)
+        for index, shown in enumerate(plain, first):
             if tokens is not None and index < tokens.num_rows:
-                shown |= _token_columns(tokens.slice(index, 1).to_pylist()[0], tokenizer)
-            group.append((len(json.dumps(shown, ensure_ascii=False).encode()), shown))
+                of_tokens = tokens.slice(index, 1).to_pylist()[0]
+                shown = shown | _token_columns(of_tokens, tokenizer)
+            group.append((_size(shown), shown))
         size = sum(each for each, _ in group)
-        if found and size > left:
-            break
+        if size > left:
+            return found or _fitting(plain, left), table.num_rows
         found += group
         left -= size
     return found, table.num_rows
+
+
+def _fitting(samples: list[dict[str, Any]], room: int) -> list[tuple[int, dict[str, Any]]]:
+    found = [(_size(sample), sample) for sample in samples]
+    fitting = sum(end <= room for end in itertools.accumulate(size for size, _ in found))
+    return found[: max(1, fitting)]
+
+
+def _size(sample: dict[str, Any]) -> int:
+    return len(json.dumps(sample, ensure_ascii=False).encode())
 
 
 def _token_table(source: Source) -> Table | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybridrl.observe.storage import explain_write_errors, replacing
+from hybridrl.observe.storage import replacing
 from hybridrl.observe.strict_json import to_json
 from hybridrl.observe.trace_events import Slice, events_of
 from hybridrl.report.spans import IDLE, DeviceSpan, in_words
@@ -24,7 +24,7 @@ def write_trace(spans: Sequence[DeviceSpan], file: Path) -> None:
     run = max((span.device for span in spans), default=-1) + 1
     slices = [*_steps(spans, begin, run), *(_slice(span, begin) for span in spans)]
     trace = {"displayTimeUnit": "ms", "traceEvents": events_of(slices, {run: "run"})}
-    with explain_write_errors(file), replacing(file) as part:
+    with replacing(file, "`--out`") as part:
         part.write_text(to_json(trace), encoding="utf-8")
 
 

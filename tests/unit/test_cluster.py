@@ -7,9 +7,9 @@ import pytest
 from settings import configured
 
 from hybridrl.cli import main
-from hybridrl.core.cluster import Cluster
+from hybridrl.core.cluster import Cluster, Device, DeviceModel
 from hybridrl.errors import ConfigError
-from hybridrl.planner import cluster_probe, probe
+from hybridrl.planner import cluster_probe, devices, probe
 from hybridrl.planner.described import with_described_models
 from hybridrl.planner.devices import GIB, named
 from hybridrl.planner.plan import make_plan
@@ -111,3 +111,39 @@ def test_a_probe_needs_a_folder_to_write_to(capsys, tmp_path):
         main(["cluster", "probe", f"--store={tmp_path}/none"])
     assert ended.value.code == 2
     assert "--store" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.1, "H100"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40GB"),
+        ("NVIDIA L4", 22.0, "L4"),
+        ("NVIDIA L40S", 44.4, "L40S"),
+        ("NVIDIA GeForce RTX 4090", 23.5, "RTX4090"),
+        ("NVIDIA L40", 44.4, None),
+        ("NVIDIA GH200 480GB", 95.0, None),
+        ("NVIDIA H100 PCIe", 79.1, None),
+    ],
+)
+def test_makers_figures_are_those_of_the_device(name, gib, known):
+    here = Cluster([Device("cuda", "n", 0, name)], {name: DeviceModel(gib * devices.GIB)})
+    found = cluster_probe.with_makers_rates(here)
+    assert (found is None) == (known is None)
+    if known:
+        assert found.models[name].bandwidth == devices.ACCELERATORS[known][0].bandwidth
+        assert found.models[name].memory == gib * devices.GIB
+
+
+def test_devices_that_differ_have_each_their_own():
+    names = {"NVIDIA H100 80GB HBM3": 79.1, "NVIDIA L4": 22.0}
+    here = Cluster(
+        [Device("cuda", name, 0, name) for name in names],
+        {name: DeviceModel(gib * devices.GIB) for name, gib in names.items()},
+    )
+    found = cluster_probe.with_makers_rates(here)
+    assert [found.models[name].flops["bfloat16"] for name in names] == [9.89e14, 1.21e14]
+    assert devices.present(here) is here
+    with pytest.raises(ConfigError, match="no GPU here"):
+        devices.present(Cluster([Device("cuda", "n", 0)]))

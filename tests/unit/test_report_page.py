@@ -79,7 +79,8 @@ def test_whole_groups_are_kept_and_at_least_one(tmp_path):
     run = RunFolder(run_folder(tmp_path / "run", rows=40, says="word " * 100))
     found = samples(run, most_bytes=4000)["samples"]
     assert 0 < len(found) < 40 and len(found) % 4 == 0
-    assert len(samples(run, most_bytes=1)["samples"]) == 4
+    (one,) = samples(run, most_bytes=1)["samples"]  # however little room there is
+    assert "word" in json.dumps(one)
 
 
 def test_extremes_survive_thinning():
