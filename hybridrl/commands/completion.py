@@ -24,6 +24,7 @@ _hybridrl_complete() {
     local current=${COMP_WORDS[COMP_CWORD]}
     COMPREPLY=($(compgen -W "$1" -- "$current"))
     if [[ $current != -* ]]; then
+        local IFS=$'\\n'  # of names with spaces
         COMPREPLY+=($(compgen -d -- "$current"))
         [[ -z $current && -d runs ]] && COMPREPLY+=($(compgen -d -- runs/))
     fi

@@ -91,17 +91,19 @@ def between(run: RecordedRun, other: RecordedRun) -> Question | None:
 
 def keep(found: Sequence[Tested]) -> None:
     """Notes how far questions were off, for `spread`."""
-    errors = [*_kept(), *(round(one.error, 4) for one in found if one.kind == ASKED)]
-    write_cached(cache_file(FILE), json.dumps(errors[-KEPT:]))
+    errors = _kept() | {one.what: round(one.error, 4) for one in found if one.kind == ASKED}
+    write_cached(cache_file(FILE), json.dumps(dict(list(errors.items())[-KEPT:])))
 
 
 def spread() -> float | None:
     """The median of how far earlier answers were off, as a share; None if nobody has looked."""
-    errors = _kept()
+    errors = _kept().values()
     return statistics.median(map(abs, errors)) if errors else None
 
 
-def _kept() -> list[float]:
-    with contextlib.suppress(OSError, ValueError):
-        return [float(error) for error in json.loads(cache_file(FILE).read_text())]
-    return []
+def _kept() -> dict[str, float]:
+    """By what was asked: whoever asks again changes what is known, and adds nothing."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        kept = json.loads(cache_file(FILE).read_text())
+        return {what: float(error) for what, error in kept.items()}
+    return {}

@@ -75,7 +75,8 @@ class Site:
         """The first of these runs, names with commas between, with the others beside it."""
         with self._lock:
             if names not in self._watched:
-                runs = [self.runs.named(name) for name in names.split(",")] if names else [self.run]
+                whole = self.runs.named(names) if names else self.run  # a name may have commas
+                runs = [whole] if whole else [self.runs.named(name) for name in names.split(",")]
                 if None in runs or (names and self.run is not None):
                     return None
                 found = [run for run in runs if run is not None]
