@@ -51,6 +51,7 @@ class Page:
         await self.do("Emulation.setDeviceMetricsOverride", **size)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         await self.do("Emulation.setEmulatedMedia", features=features)
+        self._loaded.clear()
         await self.do("Page.navigate", url=url)
         await asyncio.wait_for(self._loaded.wait(), START_S)
 

@@ -15,7 +15,8 @@ from hybridrl.report.run_folder import RunFolder
 from hybridrl.report.server import Server, Site
 
 pytestmark = pytest.mark.skipif(browser() is None, reason="no Chromium is installed here")
-DRAWN = "document.querySelector('#state h3') !== null"
+# Its last part is there, and the browser has told the charts how wide they are, which draws them.
+DRAWN = "document.querySelector('#state h3') && document.querySelector('.chart svg path') !== null"
 
 
 def written(folder, out):
