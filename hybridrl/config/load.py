@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import asdict, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -132,13 +134,20 @@ def _compose(overrides: Sequence[Override], problems: Problems) -> DictConfig:
         if override.is_preset:
             with problems.noted():
                 chosen[override.key] = _preset_name(override)
-    presets = [preset(group, name) for group, name in chosen.items()]
-    config = OmegaConf.merge(OmegaConf.structured(Config), *presets)
-    assert isinstance(config, DictConfig)
+    config = deepcopy(_with_presets(tuple(chosen.items())))
     for override in overrides:
         if not override.is_preset:
             with problems.noted():
                 _set(config, override)
+    return config
+
+
+@cache
+def _with_presets(chosen: tuple[tuple[str, str], ...]) -> DictConfig:
+    """Defaults and presets. Kept, for a test or a search composes many configurations."""
+    presets = [preset(group, name) for group, name in chosen]
+    config = OmegaConf.merge(OmegaConf.structured(Config), *presets)
+    assert isinstance(config, DictConfig)
     return config
 
 
