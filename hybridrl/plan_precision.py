@@ -8,7 +8,6 @@ that `models.<role>.precision` takes.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from hybridrl.checks.precision import check_role
 from hybridrl.checks.settings import check, devices_here
 from hybridrl.config.load import load_config
 from hybridrl.config.schema import Config
+from hybridrl.core.cores import usable_cores
 from hybridrl.core.precision_plan import (
     SCORING,
     TRAINING,
@@ -74,7 +74,7 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     cluster = devices_here(config)
     config = with_dtype(config, cluster.kind)
     threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(devices)))
+    torch.set_num_threads(max(1, usable_cores() // len(devices)))
     try:
         with tempfile.TemporaryDirectory(prefix="hybridrl-plan-") as folder:
             path = path or model_folder(config, Path(folder))

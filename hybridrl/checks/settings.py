@@ -20,6 +20,7 @@ from hybridrl.checks.training import check_training
 from hybridrl.config.schema import Config, DataConfig, is_served
 from hybridrl.config.values import with_defaults, wrong_values
 from hybridrl.core.cluster import Cluster, choose_devices
+from hybridrl.core.cores import usable_cores
 from hybridrl.errors import ConfigError, MissingPackageError, Problems
 from hybridrl.trainers.role_spec import RoleSpec
 
@@ -196,7 +197,7 @@ def devices_here(config: Config) -> Cluster:
     import torch
 
     inline = config.executor == "inline"
-    cpus = 1 if inline else os.cpu_count() or 1
+    cpus = 1 if inline else usable_cores()
     number = 1 if inline else config.num_devices
     gpus = torch.accelerator.device_count()
     return Cluster.of_one_node(*choose_devices(config.devices, number, gpus, cpus))

@@ -8,6 +8,7 @@ from typing import Any
 
 from hybridrl.commands.steps import show
 from hybridrl.core.cluster import Cluster, choose_devices
+from hybridrl.core.cores import usable_cores
 from hybridrl.errors import ConfigError, HybridRLError
 
 FEW, MANY = 50, 160
@@ -55,7 +56,6 @@ def run(chosen: argparse.Namespace) -> int:
         HybridRLError: if what was measured tells nothing.
     """
     import json
-    import os
 
     import numpy as np
     import torch
@@ -70,7 +70,7 @@ def run(chosen: argparse.Namespace) -> int:
         raise ConfigError(f"--devices {chosen.devices}: must be auto, cpu or cuda.")
     if chosen.dtype not in (AUTO, "float32", "bfloat16"):
         raise ConfigError(f"--dtype {chosen.dtype}: must be auto, float32 or bfloat16.")
-    gpus, cpus = torch.accelerator.device_count(), os.cpu_count() or 1
+    gpus, cpus = torch.accelerator.device_count(), usable_cores()
     asked = choose_devices(chosen.devices, chosen.number, gpus, cpus)
     cluster = present(Cluster.of_one_node(*asked))
     dtype = chosen.dtype

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from hybridrl.commands.steps import show
 from hybridrl.core.cluster import Cluster, choose_devices
+from hybridrl.core.cores import usable_cores
 from hybridrl.errors import ConfigError
 
 SECONDS_TO_MS, GIGA = 1e3, 1e9
@@ -49,7 +50,7 @@ def run(chosen: argparse.Namespace) -> int:
         raise ConfigError(f"--store {chosen.store}: name a folder that you can write to.")
     if chosen.devices not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--devices {chosen.devices}: must be auto, cpu or cuda.")
-    gpus, cpus = torch.accelerator.device_count(), os.cpu_count() or 1
+    gpus, cpus = torch.accelerator.device_count(), usable_cores()
     asked = choose_devices(chosen.devices, chosen.number, gpus, cpus)
     found = probe_cluster(Cluster.of_one_node(*asked), folder)
     file = keep(found)

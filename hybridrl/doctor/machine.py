@@ -12,6 +12,7 @@ import psutil
 
 from hybridrl.checks.open_files import LEAST_OPEN_FILES, check_open_files
 from hybridrl.core import shared_memory
+from hybridrl.core.cores import core_quota
 from hybridrl.doctor.finding import Finding, note, ok, problem
 from hybridrl.errors import ConfigError
 from hybridrl.observe.storage import readable_bytes
@@ -40,7 +41,7 @@ def check() -> Iterator[Finding]:
 def cores() -> Finding:
     """Against the threads that libraries are told to take."""
     usable = len(os.sched_getaffinity(0))
-    quota = _quota()
+    quota = core_quota()
     asked = os.environ.get("OMP_NUM_THREADS", "")
     what = f"{usable} usable" + (f", of which a quota leaves {quota:g}" if quota else "")
     most = min(usable, quota or usable)
@@ -59,15 +60,6 @@ def cores() -> Finding:
             "other.",
         )
     return ok("cores", what)
-
-
-def _quota() -> float | None:
-    """Cores' worth of time that a container may take; None: no limit."""
-    try:
-        time, period = (CGROUP / "cpu.max").read_text().split()
-        return None if time == "max" else int(time) / int(period)
-    except (OSError, ValueError):
-        return None
 
 
 def memory() -> Finding:

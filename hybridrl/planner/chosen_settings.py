@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from hybridrl.checks.placement import check_placement
 from hybridrl.config.schema import Config
 from hybridrl.core.cluster import Cluster
+from hybridrl.core.cores import usable_cores
 from hybridrl.errors import ConfigError
 from hybridrl.planner.cures import Setting, changed
 from hybridrl.planner.plan import make_plan
@@ -46,7 +46,7 @@ def choose_settings(
 
 def _processes(cluster: Cluster) -> int:
     """The cores that each device has beside the one that its own program takes."""
-    cores = (os.cpu_count() or 1) // cluster.devices_per_node
+    cores = usable_cores() // cluster.devices_per_node
     return min(max(1, cores - 1), MOST_PROCESSES)
 
 

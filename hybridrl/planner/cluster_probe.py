@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.core.cluster import Cluster, DeviceModel, Host, Link
+from hybridrl.core.cores import usable_cores
 from hybridrl.core.device import make_current
 from hybridrl.errors import ConfigError
 from hybridrl.models.int8_products import int8_product
@@ -119,7 +120,7 @@ def kept_probe(cluster: Cluster) -> Cluster | None:
 
 
 def _file(cluster: Cluster) -> Path:
-    number, cores = cluster.devices_per_node, os.cpu_count()
+    number, cores = cluster.devices_per_node, usable_cores()
     name = f"{socket.gethostname()}-{number}x{cluster.kind}-{cores}cores.json"
     return cache_file("clusters", name)
 

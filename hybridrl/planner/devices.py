@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import psutil
 import torch
 
 from hybridrl.core.cluster import Cluster, Device, DeviceModel, Host, Link
+from hybridrl.core.cores import usable_cores
 from hybridrl.core.device import name_and_memory
 from hybridrl.errors import ConfigError, nearest
 
@@ -161,4 +161,4 @@ def node_memory() -> float:
 
 def cores_per_device(cluster: Cluster) -> int:
     """Threads of each CPU slot."""
-    return max(1, (os.cpu_count() or 1) // cluster.devices_per_node)
+    return max(1, usable_cores() // cluster.devices_per_node)

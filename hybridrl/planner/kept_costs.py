@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
 from hybridrl.core.cluster import Cluster
+from hybridrl.core.cores import usable_cores
 from hybridrl.planner.cache import cache_file, write_cached
 from hybridrl.planner.operator_cost import DeviceCosts
 from hybridrl.planner.rates import Rates
@@ -74,5 +74,5 @@ def _read(file: Path, model: str | None = None) -> Table | None:
 
 def _file(cluster: Cluster, dtype: str) -> Path:
     number = cluster.devices_per_node
-    name = f"{socket.gethostname()}-{number}x{cluster.kind}-{os.cpu_count()}cores-{dtype}.json"
+    name = f"{socket.gethostname()}-{number}x{cluster.kind}-{usable_cores()}cores-{dtype}.json"
     return cache_file("costs", name)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hybridrl.core.cores import usable_cores
 from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.ray_backend import node_probe
 from hybridrl.ray_backend.library import ray
@@ -111,7 +112,7 @@ def connect(address: str | None) -> OwnNode | None:
     # `ray job submit` says in this variable which cluster the job belongs to.
     address = address or os.environ.get("RAY_ADDRESS")
     if address is None:
-        return start(os.cpu_count() or 1)
+        return start(usable_cores())
     _check_listening(address)
     try:
         ray.init(address=address, **QUIET)

@@ -7,6 +7,7 @@ from scipy.optimize import minimize_scalar
 
 from hybridrl.config.load import load_config
 from hybridrl.config.schema import CheckpointConfig
+from hybridrl.planner import chosen_settings
 from hybridrl.planner.chosen_settings import choose_settings
 from hybridrl.planner.cures import changed
 from hybridrl.planner.described import with_described_models
@@ -76,7 +77,7 @@ def test_a_micro_batch_takes_the_longest_sample() -> None:
 def test_processes_are_the_cores_that_devices_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(["reward.processes=null"])
     for cores, processes in ((2, 1), (64, 7), (2048, 16)):
-        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr(chosen_settings, "usable_cores", lambda cores=cores: cores)
         assert choose_settings(config, named("8xH100")) == [("reward.processes", processes)]
 
 

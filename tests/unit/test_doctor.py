@@ -12,7 +12,7 @@ import pytest
 
 from hybridrl import cli
 from hybridrl.commands import doctor
-from hybridrl.core import shared_memory
+from hybridrl.core import cores, shared_memory
 from hybridrl.doctor import disk, hub, libraries, machine, network, packages, processes
 from hybridrl.doctor.examination import FAMILIES, examine, families
 from hybridrl.doctor.finding import State, note, ok, problem
@@ -133,6 +133,7 @@ def test_a_broken_torch_says_nothing_of_devices():
 @pytest.fixture
 def cgroup(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(cores, "QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return tmp_path
