@@ -228,6 +228,7 @@ ALIASES: dict[str, Alias] = {
     "reward_pretrain": _is("reward.model"),
     "reward_model_path": _is("reward.model"),
     "reward_model.model.path": _is("reward.model"),
+    "reward_model.model_path": _is("reward.model"),
     # runs
     "save_freq": _is("checkpoint.every"),
     "save_steps": _is("checkpoint.every"),

@@ -233,6 +233,12 @@ def test_names_of_trl_are_answered_as_the_page_has_them():
             assert not wanted or any(f"`{one}`" in said for one in wanted), f"{name}: {said}"
 
 
+def test_the_page_of_figures_names_every_benchmark_and_no_other():
+    page = (ROOT / "docs" / "performance.md").read_text()
+    there = {f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.py")}
+    assert set(re.findall(r"benchmarks/\w+[.]py", page)) == there
+
+
 def test_sentences_of_the_troubleshooting_page_are_the_librarys():
     sources = (path.read_text(encoding="utf-8") for path in (ROOT / "hybridrl").rglob("*.py"))
     library = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))  # literals over several lines
