@@ -75,12 +75,14 @@ ALIASES: dict[str, Alias] = {
     "clip_ratio_low": _is("algorithm.clip_low"),
     "clip_ratio_high": _is("algorithm.clip_high"),
     "clip_ratio_c": _is("algorithm.dual_clip"),
+    "delta": _is("algorithm.dual_clip"),
     "cliprange": _is("algorithm.clip_low", "algorithm.clip_high"),
     "eps_clip": _is("algorithm.clip_low", "algorithm.clip_high"),
     "cliprange_value": _is("critic.value_clip"),
     "value_clip": _is("critic.value_clip"),
     "entropy_coeff": _is("algorithm.entropy_coefficient"),
     "ent_coef": _is("algorithm.entropy_coefficient"),
+    "entropy_coef": _is("algorithm.entropy_coefficient"),
     "entropy_loss_coef": _is("algorithm.entropy_coefficient"),
     "lambd": _is("algorithm.lam"),
     "gae_lambda": _is("algorithm.lam"),
@@ -100,6 +102,16 @@ ALIASES: dict[str, Alias] = {
     "overlong_buffer.len": _is("algorithm.overlong_buffer"),
     "tis_imp_ratio_cap": _is(
         "algorithm.correction_high", note="With algorithm.correction=truncate."
+    ),
+    "vllm_importance_sampling_correction": _is(
+        "algorithm.correction", note="truncate or mask; none instead of false."
+    ),
+    "vllm_importance_sampling_mode": _is("algorithm.correction", "algorithm.correction_level"),
+    "vllm_importance_sampling_clip_max": _is(
+        "algorithm.correction_high", note="With algorithm.correction=truncate or mask."
+    ),
+    "vllm_importance_sampling_clip_min": _is(
+        "algorithm.correction_low", note="With algorithm.correction=mask."
     ),
     "vllm_importance_sampling_cap": _is(
         "algorithm.correction_high", note="With algorithm.correction=truncate."
@@ -146,7 +158,9 @@ ALIASES: dict[str, Alias] = {
     "micro_train_batch_size": _is("actor.tokens_per_microbatch", note=_TOKENS),
     "ppo_max_token_len_per_gpu": _is("actor.tokens_per_microbatch"),
     "generation_batch_size": _is("data.prompts_per_step", note=_PROMPTS),
-    "steps_per_generation": _is("actor.updates_per_step"),
+    "steps_per_generation": _is(
+        "actor.updates_per_step", note="steps_per_generation / gradient_accumulation_steps."
+    ),
     "ppo_mini_batch_size": _is("actor.updates_per_step", note=_UPDATES),
     "num_mini_batches": _is("actor.updates_per_step"),
     "train_global_batch_size": _is("actor.updates_per_step", note=_UPDATES),
@@ -178,6 +192,7 @@ ALIASES: dict[str, Alias] = {
     "enable_gradient_checkpointing": _is("actor.gradient_checkpointing"),
     "activation_checkpointing": _is("actor.gradient_checkpointing"),
     "lora_rank": _is("actor.lora.rank"),
+    "peft_config": _is("actor.lora.rank", "actor.lora.alpha", "actor.lora.targets"),
     "lora_r": _is("actor.lora.rank"),
     "lora_alpha": _is("actor.lora.alpha"),
     "lora_target_modules": _is("actor.lora.targets"),
@@ -213,6 +228,7 @@ ALIASES: dict[str, Alias] = {
     "reward_pretrain": _is("reward.model"),
     "reward_model_path": _is("reward.model"),
     "reward_model.model.path": _is("reward.model"),
+    "reward_model.model_path": _is("reward.model"),
     # runs
     "save_freq": _is("checkpoint.every"),
     "save_steps": _is("checkpoint.every"),

@@ -105,6 +105,17 @@ def test_the_services_of_compose_know_each_other(compose):
     assert f"--address=head:{port}" in services["worker"]["command"]
 
 
+def test_the_object_stores_of_compose_fit_into_shared_memory(compose):
+    for service in compose["services"].values():
+        started = (
+            " ".join(service["command"])
+            if isinstance(service["command"], list)
+            else service["command"]
+        )
+        store = int(re.search(r"--object-store-memory=(\d+)", started)[1])
+        assert store < 0.9 * int(service["shm_size"].removesuffix("gb")) * 2**30
+
+
 def test_compose_runs_the_default_job_when_all_nodes_are_there(compose):
     *_, command = compose["services"]["head"]["command"]
     assert "wait_for_nodes.py auto 3" in command

@@ -168,6 +168,18 @@ def test_what_the_pods_mount_is_there():
             assert all({m["name"] for m in c["volumeMounts"]} == volumes for c in pod["containers"])
 
 
+def test_the_object_store_fits_into_shared_memory():
+    for cluster in (ray_job()["spec"]["rayClusterSpec"], ray_cluster()["spec"]):
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+            (size,) = [
+                volume["emptyDir"]["sizeLimit"]
+                for volume in group["template"]["spec"]["volumes"]
+                if volume["name"] == "shm"
+            ]
+            store = int(group["rayStartParams"]["object-store-memory"])
+            assert store < 0.9 * int(size.removesuffix("Gi")) * 2**30
+
+
 def test_the_entrypoint_speaks_our_settings():
     words = shlex.split(ray_job()["spec"]["entrypoint"])
     assert words[:3] == ["python", "-m", "hybridrl.main"]

@@ -216,6 +216,29 @@ def test_names_of_verl_are_answered_as_the_page_has_them():
             assert setting in leaves() or FREE.match(setting) or setting in CHOSEN, setting
 
 
+def test_names_of_trl_are_answered_as_the_page_has_them():
+    page = (ROOT / "docs" / "coming_from_trl.md").read_text()
+    page = page.partition("\n## GRPOConfig")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.+?) \| (.*?) ?\|", page, re.M)
+    assert len(rows) > 25
+    for theirs, ours in rows:
+        wanted = re.findall(r"`([a-z_]+(?:[.][a-z_]+)*)[=`]", ours)
+        for setting in wanted:
+            assert setting in leaves() or setting in CHOSEN or FREE.match(setting), setting
+        for name in re.findall(r"`([a-z_]+)[^`]*`", theirs):
+            if any(setting.split(".")[-1] == name for setting in wanted):
+                continue  # the command line finds it by itself
+            said = meant(name)
+            assert said, f"{name} is not answered by the command line"
+            assert not wanted or any(f"`{one}`" in said for one in wanted), f"{name}: {said}"
+
+
+def test_the_page_of_figures_names_every_benchmark_and_no_other():
+    page = (ROOT / "docs" / "performance.md").read_text()
+    there = {f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.py")}
+    assert set(re.findall(r"benchmarks/\w+[.]py", page)) == there
+
+
 def test_sentences_of_the_troubleshooting_page_are_the_librarys():
     sources = (path.read_text(encoding="utf-8") for path in (ROOT / "hybridrl").rglob("*.py"))
     library = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))  # literals over several lines
