@@ -19,6 +19,8 @@ from hybridrl.observe.storage import explain_write_errors, replacing
 
 KEPT_BYTES = 64 << 20
 """Of a file that has grown to twice as much, so much stays: the newest steps."""
+NEWEST_BYTES = 16 << 20
+"""Of a long file: what those look at who want the newest steps, one step at least."""
 MICROSECONDS = 6
 """Digits of a second that are written."""
 

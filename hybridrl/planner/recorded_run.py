@@ -14,7 +14,7 @@ from hybridrl.core.cluster import Cluster
 from hybridrl.core.record import Record
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.observe.metrics_history import read_metrics
-from hybridrl.observe.recorded_steps import RecordedStep, read_steps
+from hybridrl.observe.recorded_steps import NEWEST_BYTES, RecordedStep, read_steps
 from hybridrl.placement import Placement
 from hybridrl.planner.recorded_graph import graph_of
 from hybridrl.planner.replay import Graph
@@ -64,7 +64,7 @@ class RecordedRun:
                     "which has made a step."
                 )
         try:
-            steps = read_steps(folder)
+            steps = read_steps(folder, NEWEST_BYTES)
         except DataError as error:
             raise ConfigError(str(error)) from error
         config = read_settings(files[0])

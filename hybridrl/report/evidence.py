@@ -17,7 +17,7 @@ from hybridrl.errors import HybridRLError
 from hybridrl.observe.beside_steps import CHECKPOINT, EVALUATION, KEEPING
 from hybridrl.observe.evaluations import EvaluationsFile
 from hybridrl.observe.metrics_history import read_metrics, series
-from hybridrl.observe.recorded_steps import RecordedStep, read_steps
+from hybridrl.observe.recorded_steps import NEWEST_BYTES, RecordedStep, read_steps
 from hybridrl.planner.recorded_run import RecordedRun
 from hybridrl.report.spans import IDLE, DeviceSpan, devices_in, idle_by_cause, spans_of
 
@@ -150,7 +150,7 @@ class Evidence:
     def recorded(self) -> list[RecordedStep]:
         """See `read_steps`."""
         try:
-            return read_steps(self.folder)
+            return read_steps(self.folder, NEWEST_BYTES)
         except (HybridRLError, OSError):
             return []
 

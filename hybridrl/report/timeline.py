@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import DataError
-from hybridrl.observe.recorded_steps import RecordedStep, read_steps
+from hybridrl.observe.recorded_steps import NEWEST_BYTES, RecordedStep, read_steps
 from hybridrl.observe.step_clock import PHASE_COLOURS
 from hybridrl.report.spans import (
     ADVANTAGE,
@@ -30,8 +30,6 @@ from hybridrl.report.spans import (
 
 MOST_STEPS = 20
 MOST_SPANS = 12_000
-NEWEST_BYTES = 16 << 20
-"""Of the file of steps: what is looked at of a long run."""
 COLOURS = {
     GENERATE: PHASE_COLOURS["generate"],
     SCORE: PHASE_COLOURS["score"],
