@@ -203,6 +203,8 @@ def test_predictions_come_from_the_replay(run_of):
     (advice, *_) = advise(run_of(seconds={"generate": 1.0, "score": 3.0, "train": 2.0}))
     assert advice.numbers["change"] == pytest.approx(-2.25 / 6, abs=0.01)
     assert "reward.processes=4" in advice.action and "38% less" in advice.action
+    assert advice.numbers["overlapped"] == pytest.approx(-0.75 / 6, abs=0.01)
+    assert "up to 12% less" in advice.action
 
 
 def test_pools_that_take_turns_are_told_what_overlap_would_bring(run_of):
