@@ -62,6 +62,11 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--fix", choices=["slowest"], help="the rank that the others wait for")
     parser.add_argument(
+        "--overlap",
+        choices=["scoring"],
+        help="samples scored as they finish, as if they did so evenly: what could be won at most",
+    )
+    parser.add_argument(
         "--steps", type=int, default=10, metavar="N", help="how many of the newest steps count (10)"
     )
     parser.add_argument("--json", action="store_true", help="as data")
@@ -139,7 +144,8 @@ def question_of(recorded: RecordedRun, chosen: argparse.Namespace) -> Question:
             responses = float(times[1])
         else:
             longer[name] = float(times[1])
-    return Question(settings, devices, link, moves, responses, longer, chosen.fix is not None)
+    fix, overlap = chosen.fix is not None, chosen.overlap is not None
+    return Question(settings, devices, link, moves, responses, longer, fix, overlap)
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -18,7 +18,8 @@ from hybridrl.checks.placement import check_placement
 from hybridrl.config.schema import Config
 from hybridrl.core.cluster import Cluster, Device, Link
 from hybridrl.errors import ConfigError
-from hybridrl.placement import Placement
+from hybridrl.placement import GENERATOR, Placement
+from hybridrl.placement.separated_actor import PARTS
 from hybridrl.planner.cluster_probe import with_makers_rates, with_rates
 from hybridrl.planner.cures import changed
 from hybridrl.planner.dataflow import sizes_of
@@ -36,9 +37,11 @@ from hybridrl.planner.what_if import (
     slowest_rank,
     with_links,
     with_longer_responses,
+    with_scoring_overlapped,
     with_speed,
 )
 
+REWARD = "reward"
 OWN = "own"
 """In place of devices: as many as before, which nobody else has."""
 
@@ -55,6 +58,8 @@ class Question:
         responses: How many times as long.
         longer: By role, or `role.phase`, how many times as long it takes.
         fix_slowest: Whether the rank that others wait for is as fast as they.
+        overlap_scoring: Whether samples are scored as they finish, as those of a generator are
+            that has devices of its own.
     """
 
     settings: Sequence[tuple[str, Any]] = ()
@@ -64,6 +69,7 @@ class Question:
     responses: float = 1.0
     longer: Mapping[str, float] = field(default_factory=dict)
     fix_slowest: bool = False
+    overlap_scoring: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,8 @@ def predict(run: RecordedRun, question: Question) -> Prediction:
         graph = with_longer_responses(graph, question.responses, share)
     if question.settings or question.devices is not None:
         graph = _planned_otherwise(run, question, graph)
+    if question.overlap_scoring:
+        graph = with_scoring_overlapped(graph, REWARD, PARTS)
     for role, asked in question.moves.items():
         graph = moved(graph, role, _places(graph, role, asked))
     return Prediction(run.seconds, before, replay(graph), len(run.steps), said)
@@ -137,6 +145,12 @@ def _check_names(run: RecordedRun, question: Question) -> None:
     for role in question.moves:
         if role not in roles:
             raise ConfigError(f"--move {role}=...: the run has the roles {', '.join(roles)}.")
+    is_late = (REWARD, "score") in phases and GENERATOR not in roles
+    if question.overlap_scoring and (not is_late or run.config.reward.model):
+        raise ConfigError(
+            "--overlap scoring: for runs in which reward functions wait until all samples are "
+            "made; a generator with devices of its own has them scored as they finish."
+        )
     for name in question.longer:
         role, _, phase = name.partition(".")
         if role not in roles or (phase and (role, phase) not in phases):

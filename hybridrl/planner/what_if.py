@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hybridrl.planner.recorded_graph import OTHER
 from hybridrl.planner.replay import NOWHERE, Graph, Node, Replayed, replay
 
 BY_RESPONSE = {"generate": 1.0}
@@ -95,6 +96,31 @@ def moved(
                 )
             )
     return Graph(nodes, names, graph.links)
+
+
+def with_scoring_overlapped(graph: Graph, role: str, parts: int) -> Graph:
+    """Samples scored by a role in so many parts of equal size, each as it leaves the generator, not
+    all once the last is made. As if samples were finished evenly: of what scoring takes, all but
+    the last part is hidden, as far as there is generation to hide it in.
+
+    Args:
+        role: Whose scoring keeps no device from generating, such as reward functions.
+    """
+    nodes: list[Node] = []
+    generating: list[float] = []  # seconds of the generation that each node comes right after
+    for node in graph.nodes:
+        before = max((generating[number] for number in node.after), default=0.0)
+        if node.role == role and node.phase == "score":
+            hidden = min(node.seconds, before) * (1 - 1 / parts)
+            node = node._replace(seconds=node.seconds - hidden)
+            before -= hidden
+        elif node.phase == "generate":
+            before = node.seconds
+        elif node.phase != OTHER:
+            before = 0.0
+        nodes.append(node)
+        generating.append(before)
+    return replace(graph, nodes=nodes)
 
 
 def with_longer_responses(graph: Graph, times: float, share: float = 0.5) -> Graph:

@@ -26,6 +26,10 @@ DOUBTS = 4.0
 """Standard errors that are no chance."""
 FALL, RISE = 0.35, 0.25
 """Of the spread of rewards: what is less is neither."""
+FALL_MATTERS = 0.5
+"""More than the fall itself, for other faults come of it."""
+LOWER, FAR_LOWER = 3.0, 10.0
+"""Rates are to be divided by."""
 FLAT_ENTROPY = 0.1
 """As a share of the entropy of the first steps."""
 SPIKE = 10.0
@@ -44,10 +48,13 @@ def dead_groups(seen: Evidence) -> Iterator[Advice]:
     groups = seen.groups
     dead = [group for group in groups if max(group.scores) == min(group.scores)]
     share = len(dead) / len(groups) if groups else 0.0
-    if share < DEAD_SHOWN:
+    if share < DEAD_SHOWN or _fall(seen) is not None:  # what fell that far is all alike
         return
     scores = [score for group in groups for score in group.scores]
     low, high = min(scores), max(scores)
+    if low == high and any(seen.values("reward/std")):  # earlier ones differed
+        rewards = seen.values("reward/mean")
+        low, high = min(low, *rewards), max(high, *rewards)
     top = sum(group.scores[0] == high for group in dead) / len(dead) if high > low else 0.0
     numbers = {"dead_share": share, "groups": len(groups), "dead_at_best_score": top}
     title = f"{share:.0%} of {len(groups)} groups have zero variance: they teach nothing"
@@ -71,23 +78,17 @@ def dead_groups(seen: Evidence) -> Iterator[Advice]:
 
 def collapse(seen: Evidence) -> Iterator[Advice]:
     """A reward that had been higher by more than chance."""
-    rewards = seen.values("reward/mean")
-    change, spread = seen.change("reward/mean"), seen.recent("reward/std")
-    if change is None or spread is None or len(rewards) < 3:
+    fall = _fall(seen)
+    if fall is None:
         return
-    window = max(1, min(10, len(rewards) // 3))
-    ends = range(window, len(rewards) - window + 1)
-    best = max(statistics.fmean(rewards[end - window : end]) for end in ends)
-    spread = max(seen.values("reward/std"))
-    fall = best - change.last
-    if not spread or fall < max(FALL * spread, DOUBTS * seen.reward_doubt()):
-        return
-    numbers = {"reward_best": best, "reward_last": change.last} | _rate(seen)
-    title = f"the reward fell from {best:.3g} to {change.last:.3g}"
+    numbers = {"reward_best": fall.first, "reward_last": fall.last} | _rate(seen)
+    title = f"the reward fell from {fall.first:.3g} to {fall.last:.3g}"
     if entropy := seen.change("policy/entropy"):
         numbers |= {"entropy_first": entropy.first, "entropy_last": entropy.last}
         title += f", entropy went from {entropy.first:.2g} to {entropy.last:.2g}"
-    yield warning(title, numbers, _lower_rate(seen), fall / spread)
+    # Evaluations that fall, answers cut and samples all alike come of it.
+    severity = FALL_MATTERS + (fall.first - fall.last) / max(seen.values("reward/std"))
+    yield warning(title, numbers, _lower_rate(seen, FAR_LOWER), severity)
 
 
 def clipped(seen: Evidence) -> Iterator[Advice]:
@@ -132,15 +133,22 @@ def mismatch(seen: Evidence) -> Iterator[Advice]:
     """How far the generator is from the model that is trained."""
     change = seen.change("mismatch/k3")
     dtype = "" if seen.config is None else seen.config.model.dtype
-    limit = MISMATCH_TOO_MUCH.get(dtype, MISMATCH_OF_OTHERS)
+    stale = max(seen.values("staleness/max"), default=0.0)
+    # Samples of an older policy differ by what it has learned since.
+    limit = MISMATCH_OF_OTHERS if stale else MISMATCH_TOO_MUCH.get(dtype, MISMATCH_OF_OTHERS)
     if change is None or change.last < MISMATCH_SHOWN * limit:
         return
-    rising = change.last > RISES * max(change.first, 1e-12)
-    numbers = {"k3_first": change.first, "k3_last": change.last}
+    rising = not stale and change.last > RISES * max(change.first, 1e-12)
+    numbers = {"k3_first": change.first, "k3_last": change.last, "staleness": stale}
     how = f"rising, from {change.first:.2g} to" if rising else "at"
     title = f"mismatch KL between generator and trainer is {how} {change.last:.2g} nats a token"
     correction = "auto" if seen.config is None else seen.config.algorithm.correction
     action = "Make both compute alike (model.dtype, rollout.quantization)"
+    if stale:
+        action = f"Samples are up to {stale:.0f} steps old: lower placement.staleness or the rate"
+    elif rising:
+        action = "See whether it gets the weights that are trained (rollout.verify_weights=true)"
+        action += "; make both compute alike (model.dtype, rollout.quantization)"
     if correction in ("auto", "none"):
         action += ", or weigh samples by it (algorithm.correction=truncate)"
     severity = math.log10(change.last / limit) / 3 + 0.4
@@ -276,16 +284,44 @@ LEARNING = (
 )
 
 
+def _fall(seen: Evidence) -> Change | None:
+    """The reward at its best and at last, if it fell by more than chance: from its best window on,
+    or right after the first steps, which updates that are too large may end at once."""
+    rewards, spreads = seen.values("reward/mean"), seen.values("reward/std")
+    change = seen.change("reward/mean")
+    if change is None or seen.config is None or len(rewards) < 3 or len(spreads) != len(rewards):
+        return None
+    least = FALL * max(spreads)
+    if not least:
+        return None
+    window = max(1, min(10, len(rewards) // 3))
+    ends = range(window, len(rewards) - window + 1)
+    best = max(statistics.fmean(rewards[end - window : end]) for end in ends)
+    if best - change.last >= max(least, DOUBTS * seen.reward_doubt()):
+        return Change(best, change.last)
+    variance = statistics.fmean(spread**2 for spread in spreads)  # as if nothing had changed
+    for steps in range(1, window + 1):
+        first, rest = statistics.fmean(rewards[:steps]), statistics.fmean(rewards[steps:])
+        more = 1 / steps + 1 / (len(rewards) - steps)
+        doubt = math.sqrt(variance * more / seen.config.data.prompts_per_step)
+        if min(first - rest, first - change.last) >= max(least, DOUBTS * doubt):
+            return Change(first, change.last)
+    return None
+
+
 def _rate(seen: Evidence) -> dict[str, float]:
     rates = seen.values("policy/learning_rate")
-    return {"learning_rate": max(rates)} if rates else {}
+    if not rates:
+        return {}
+    rate = max(rates) if seen.config is None else seen.config.actor.optimizer.learning_rate
+    return {"learning_rate": rate}
 
 
-def _lower_rate(seen: Evidence) -> str:
+def _lower_rate(seen: Evidence, times: float = LOWER) -> str:
     rate = _rate(seen).get("learning_rate")
     if not rate:
         return "Lower actor.optimizer.learning_rate."
-    return f"Lower the rate: actor.optimizer.learning_rate={rate / 3:.1g} (now {rate:.2g})."
+    return f"Lower the rate: actor.optimizer.learning_rate={rate / times:.1g} (now {rate:.2g})."
 
 
 def _rose(seen: Evidence, rewards: Change) -> bool:

@@ -21,6 +21,8 @@ LITTLE_UPDATE = 0.2
 FEW_TOKENS, MANY_MICROBATCHES = 2048, 8
 """Of micro-batches that are so small, and so many, overhead is most."""
 ENOUGH_TOKENS = 8192
+LITTLE_GAIN = 0.02
+"""Of a step: less is not worth a word."""
 FASTER = 0.25
 """With four times as many processes, a reward takes so much of its time."""
 
@@ -38,6 +40,12 @@ def slow_reward(seen: Evidence) -> Iterator[Advice]:
     if gained is not None:
         numbers["change"] = gained
         action += f"; four times as fast, steps would take {-gained:.0%} less"
+    overlapped = change_of(seen, Question(overlap_scoring=True))
+    if overlapped is not None and overlapped < -LITTLE_GAIN:
+        numbers["overlapped"] = overlapped
+        action += (
+            f"; with scoring overlapped, as placement=separation does, up to {-overlapped:.0%} less"
+        )
     say = warning if share >= TOO_MUCH_REWARD else tip
     yield say(title, numbers, f"{action}.", share)
 

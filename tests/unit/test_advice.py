@@ -66,7 +66,7 @@ def steps_of(seconds, devices=((0,), (0,)), tokens=8600):
 def run_of(tmp_path):
     """A folder as a run leaves it, but for what is given."""
 
-    def make(overrides=(), metrics=(), scores=MIXED, lengths=LENGTHS, number=1, **steps):
+    def make(overrides=(), metrics=(), later=(), scores=MIXED, number=1, lengths=LENGTHS, **steps):
         folder = tmp_path / "run"
         (folder / "samples").mkdir(parents=True)
         config = configured([f"num_devices={number}", *overrides])
@@ -81,6 +81,7 @@ def run_of(tmp_path):
             for step in range(1, STEPS + 1):
                 part = (step - 1) / (STEPS - 1)
                 row = {name: a + (b - a) * part for name, (a, b) in rows.items()}
+                row |= dict(later) if step > 1 else {}
                 file.write(json.dumps({"step": step, **row}) + "\n")
         groups = [group for _ in range(10) for group in scores]
         table = {
@@ -118,6 +119,16 @@ FAULTS = {
     "too high a rate": (
         {"metrics": {"reward/mean": (0.6, 0.01), "policy/entropy": (0.65, 3.0)}},
         "the reward fell from",
+        "learning_rate",
+    ),
+    "too high a rate from the first update on": (
+        {
+            "overrides": ["data.prompts_per_step=16"],
+            "metrics": {"reward/mean": (0.3, 0.3), "reward/std": (0.46, 0.46)},
+            "later": {"reward/mean": 0.0, "reward/std": 0.0},
+            "scores": [[0.0] * 4],
+        },
+        "the reward fell from 0.3 to 0",
         "learning_rate",
     ),
     "clipped": (
@@ -170,8 +181,18 @@ def test_a_fault_is_named_first(run_of, fault):
         {"seconds": {"generate": 3.0, "score": 0.1, "train": 1.0}},
         {"number": 2, "devices": ((0, 1), (0, 1))},
         {"metrics": {"reward/mean": (0.6, 0.95)}, "scores": [[1.0] * 4] * 19 + [[0, 1, 1, 1]]},
+        {"metrics": {"reward/mean": (0.6, 1.0)}, "scores": [[1.0] * 4]},
+        {"metrics": {"mismatch/k3": (0.0, 2e-2), "staleness/max": (1.0, 1.0)}},
+        {
+            "overrides": ["data.prompts_per_step=16"],
+            "metrics": {"reward/mean": (0.06, 0.06), "reward/std": (0.24, 0.24)},
+            "later": {"reward/mean": 0.01, "reward/std": 0.1},
+        },
     ],
-    ids=["default", "long generation", "two devices", "solved"],
+    ids=[
+        *("default", "long generation", "two devices", "solved", "all solved"),
+        *("stale as asked", "one lucky prompt"),
+    ],
 )
 def test_a_healthy_run_gets_no_alarm(run_of, healthy):
     assert {advice.kind for advice in advise(run_of(**healthy))} <= {TIP}
@@ -182,6 +203,8 @@ def test_predictions_come_from_the_replay(run_of):
     (advice, *_) = advise(run_of(seconds={"generate": 1.0, "score": 3.0, "train": 2.0}))
     assert advice.numbers["change"] == pytest.approx(-2.25 / 6, abs=0.01)
     assert "reward.processes=4" in advice.action and "38% less" in advice.action
+    assert advice.numbers["overlapped"] == pytest.approx(-0.75 / 6, abs=0.01)
+    assert "up to 12% less" in advice.action
 
 
 def test_pools_that_take_turns_are_told_what_overlap_would_bring(run_of):

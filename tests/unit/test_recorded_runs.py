@@ -24,7 +24,7 @@ from hybridrl.planner.run_questions import Question, of_size, predict
 
 BEGIN = 1_700_000_000.0
 SHAPE = {"hidden_size": 64, "layers": 2, "heads": 2, "context": 128}
-ASKED = {"set": [], "move": [], "scale": [], "fix": None}
+ASKED = {"set": [], "move": [], "scale": [], "fix": None, "overlap": None}
 
 
 def record(call, role, rank, host, spans, reads=(), waited=0.0, tokens=0):
@@ -164,6 +164,8 @@ def test_a_run_is_replayed_as_it_was_without_what_passed_between_its_steps(run_o
         ({"set": ["link=2x"]}, 3.9),  # 0.2 s of an update are the link's
         ({"fix": "slowest"}, 3.0),  # the other rank works for 0.5 s
         ({"move": ["reward=own"]}, 4.0),  # nothing else could have begun
+        ({"overlap": "scoring"}, 3.625),  # of 0.5 s of scores a quarter is left
+        ({"overlap": "scoring", "scale": ["reward=6x"]}, 5.0),  # three quarters of 2 s hide it
     ],
 )
 def test_questions_to_a_run(run_of, options, seconds):
@@ -197,6 +199,14 @@ def test_a_setting_counts_as_far_as_the_plan_says(run_of, monkeypatch):
 def test_what_cannot_be_asked_is_a_sentence(run_of, options, words):
     with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
         asked(run_of("run"), **options)
+
+
+def test_scores_that_are_overlapped_already_cannot_be(run_of):
+    late = step(1, 0.0)
+    for one in late.records[:2]:
+        one.role = "generator"
+    with pytest.raises(ConfigError, match="as they finish"):
+        asked(run_of("run", steps=[late]), overlap="scoring")
 
 
 def test_a_cluster_of_another_size():
