@@ -102,15 +102,15 @@ def run(chosen: argparse.Namespace) -> int:
 
         backtest.run(chosen)
     elif chosen.search:
-        from hybridrl import plan_search
+        from hybridrl.commands import plan_search
 
         plan_search.run(chosen, settings)
     elif kind == GENERATION:
-        from hybridrl import plan_generation
+        from hybridrl.commands import plan_generation
 
         plan_generation.run(chosen, settings)
     elif kind == PRECISION:
-        from hybridrl import plan_precision
+        from hybridrl.commands import plan_precision
 
         plan_precision.run(chosen, settings)
     else:
