@@ -29,13 +29,10 @@ _ONE_RUN = "a run's folder, or the folder or URL of its checkpoints"
 _ONE_STEP = "a step's folder or URL; of a run its newest"
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `checkpoint` to the subcommands of a parser."""
-    what = "lists, verifies, compares, exports and removes checkpoints"
-    parser = commands.add_parser(
-        "checkpoint",
-        help=what,
-        description="Looks at the checkpoints of a run, which may still go on. Needs no device.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `checkpoint` takes."""
+    parser.description = (
+        "Looks at the checkpoints of a run, which may still go on. Needs no device."
     )
     actions = parser.add_subparsers(dest="action", required=True)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from hybridrl.errors import ConfigError
 
@@ -60,14 +59,10 @@ FISH = "# Write to a file: hybridrl completion fish > ~/.config/fish/completions
 MAIN = "--help --version --cfg --multirun"
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `completion` to the subcommands of a parser."""
-    what = "prints a script that completes commands, options, runs and settings in a shell"
-    parser = commands.add_parser(
-        "completion",
-        help=what,
-        description="Prints a script for a shell. bash: add `source <(hybridrl completion bash)` "
-        "to ~/.bashrc.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `completion` takes."""
+    parser.description = (
+        "Prints a script for a shell. bash: add `source <(hybridrl completion bash)` to ~/.bashrc."
     )
     parser.add_argument("shell", metavar="SHELL", help="bash, zsh or fish")
 

@@ -6,7 +6,6 @@ import argparse
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from rich.text import Text
 
@@ -23,14 +22,11 @@ SPARE_S = 1.0
 COLOURS = {State.OK: "green", State.NOTE: "yellow", State.PROBLEM: "bold red"}
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `doctor` to the subcommands of a parser."""
-    what = "looks whether this machine and its packages are fit for jobs, and says what to do"
-    parser = commands.add_parser(
-        "doctor",
-        help=what,
-        description="Looks at versions, imports, devices, memory, limits, disk and network. Exit "
-        "code 1 if something would keep jobs from training.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `doctor` takes."""
+    parser.description = (
+        "Looks at versions, imports, devices, memory, limits, disk and network. Exit "
+        "code 1 if something would keep jobs from training."
     )
     parser.add_argument(
         "--runs", default="runs", metavar="FOLDER", help="the folder that runs are made in (runs)"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import webbrowser
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -18,10 +17,8 @@ from hybridrl.report.run_folder import RunFolder
 NAME = "report.html"
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `report` to the subcommands of a parser."""
-    what = "what a run has learned, where its time went, what it said: one page for a browser"
-    parser = commands.add_parser("report", help=what, description=f"{what[0].upper()}{what[1:]}.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `report` takes."""
     parser.add_argument("run", metavar="RUN", help="the folder of a run")
     parser.add_argument(
         "--against",

@@ -8,7 +8,6 @@ import re
 import secrets
 import webbrowser
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -18,10 +17,8 @@ from hybridrl.report.server import HOST, Server, Site
 _TOKEN = re.compile(r"[\w-]{16,}")
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `watch` to the subcommands of a parser."""
-    what = "the report of a run as it grows, or the runs of a folder side by side, in a browser"
-    parser = commands.add_parser("watch", help=what, description=f"{what[0].upper()}{what[1:]}.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `watch` takes."""
     parser.add_argument("run", metavar="RUN", help="the folder of a run, or one with runs")
     parser.add_argument(
         "--port", type=int, default=0, metavar="N", help="on 127.0.0.1; else any that is free"
