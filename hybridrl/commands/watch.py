@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import secrets
+import tempfile
 import webbrowser
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -49,13 +52,23 @@ def run(chosen: argparse.Namespace) -> int:
             highlight=False,
             soft_wrap=True,
         )
-        if chosen.open:
-            webbrowser.open(server.url)
         try:
-            server.serve_forever()
+            with _opened(server.url) if chosen.open else contextlib.nullcontext():
+                server.serve_forever()
         except KeyboardInterrupt:
             console.print()
     return 0
+
+
+@contextlib.contextmanager
+def _opened(url: str) -> Iterator[None]:
+    """Opens it in the browser, by a file that leads there and that this user alone can read: the
+    command line of a browser, on which an address would stand, everybody on this machine reads."""
+    with tempfile.NamedTemporaryFile("w", prefix="hybridrl-watch-", suffix=".html") as file:
+        file.write(f'<meta http-equiv="refresh" content="0; url={url}">\n')
+        file.flush()
+        webbrowser.open(Path(file.name).as_uri())
+        yield
 
 
 def _token(file: Path) -> str:
