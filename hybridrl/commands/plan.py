@@ -131,20 +131,19 @@ def _plan(chosen: argparse.Namespace, settings: list[str]) -> None:
     config = load_config(settings)
     lengths = lengths_of(chosen.lengths)
     problems = Problems()
-    unseen = preflight(config, problems, plans=True, is_elsewhere=chosen.devices is not None)
+    is_elsewhere = chosen.devices is not None
+    unseen = preflight(config, problems, plans=True, is_elsewhere=is_elsewhere)
     problems.raise_if_any()
     machines = cluster_of(config, chosen.devices)
     with with_described_models(config, tiny_of(config)) as described:
-        left = choose_settings(described, machines, lengths)
-        if chosen.devices is not None:  # whose nodes may have other cores than this one
-            left = [one for one in left if one[0] != "reward.processes"]
+        left = choose_settings(described, machines, lengths, is_elsewhere=is_elsewhere)
         described = changed(described, left)
         plan = make_plan(described, machines, lengths=lengths)
         if plan.fits():
             rates = _rates(described, plan)
             plan = make_plan(described, machines, lengths=lengths, rates=rates)
         if chosen.json:
-            sys.stdout.write(to_json(plan) + "\n")
+            sys.stdout.write(to_json(plan, left) + "\n")
         else:
             console = Console(width=None if sys.stdout.isatty() else 160)
             for line in table.sizes_lines(plan):
