@@ -26,6 +26,7 @@ from hybridrl.config.resume import steps_folder
 from hybridrl.config.schema import Config
 from hybridrl.config.secrets import command_line
 from hybridrl.core.garbage import no_collection
+from hybridrl.core.readable import readable_seconds
 from hybridrl.devices import Devices
 from hybridrl.errors import ConfigError, DataError, WorkerError
 from hybridrl.groups import build_groups, check_planned_faults
@@ -235,8 +236,8 @@ class Job:
         self.placement, self.plan = best.placement, best.plan
         self.directory.write_placement(best.to_json())
         said = (
-            f"placement=auto chose {best.found.shape}: a step of about {best.found.step:.3g} s, "
-            "with samples as long as they may be."
+            f"placement=auto chose {best.found.shape}: a step of about "
+            f"{readable_seconds(best.found.step)}, with samples as long as they may be."
         )
         self.placement_notice = " ".join([said, *words(best.settings)])
 

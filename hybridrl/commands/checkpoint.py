@@ -14,12 +14,11 @@ from rich.table import Table
 
 from hybridrl.commands.steps import settings_of, show, show_json
 from hybridrl.config.resume import Source, named_source
+from hybridrl.core.readable import readable_bytes, readable_seconds
 from hybridrl.errors import ConfigError
 from hybridrl.observe.kept_steps import KeepRule, check_best
 from hybridrl.observe.metrics_history import read_metrics
 from hybridrl.observe.step_folders import StepFolders
-from hybridrl.observe.storage import readable_bytes
-from hybridrl.observe.summary import readable_seconds
 
 DAMAGED = 1
 """Exit code of `verify` where a step is not as it was written."""

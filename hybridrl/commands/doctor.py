@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.text import Text
 
 from hybridrl.commands.steps import show, show_json
+from hybridrl.core.readable import readable_seconds
 from hybridrl.doctor.examination import examine, families
 from hybridrl.doctor.finding import Finding, State
 from hybridrl.errors import ConfigError
@@ -79,4 +80,4 @@ def _summary(count: Counter[State], seconds: float) -> str:
         for state in (State.PROBLEM, State.NOTE)
         if (number := count[state])
     ]
-    return f"{', '.join(found) or 'all is well'}, in {seconds:.1f} s"
+    return f"{', '.join(found) or 'all is well'}, in {readable_seconds(seconds)}"

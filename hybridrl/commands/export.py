@@ -22,8 +22,9 @@ from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.layout import Layout
 from hybridrl.core.locations import Location, write_whole
 from hybridrl.core.pieces import local_pieces
+from hybridrl.core.readable import readable_bytes
 from hybridrl.errors import ConfigError
-from hybridrl.observe.storage import explain_write_errors, readable_bytes
+from hybridrl.observe.storage import explain_write_errors
 
 ADAPTER = "adapter_model"
 OF_TRAINING = ("training.json", "generations.json")

@@ -30,6 +30,7 @@ from hybridrl.core.precision_plan import (
     PrecisionPlan,
     RankPrecision,
 )
+from hybridrl.core.readable import readable_seconds
 from hybridrl.errors import ConfigError
 from hybridrl.inputs import load_rows, model_folder
 from hybridrl.models import load_config as load_model_config
@@ -241,8 +242,8 @@ def _lines(plan: PrecisionPlan, role: str, out: str | None) -> list[str]:
     slowest = max(rank.seconds or 0.0 for rank in plan.ranks)
     if slowest > 1.001 * plan.found["target_seconds"]:
         found.append(
-            f"Even so the slowest takes {slowest:.3g} s, and the fastest device with whole layers "
-            f"{plan.found['target_seconds']:.3g} s."
+            f"Even so the slowest takes {readable_seconds(slowest)}, and the fastest device with "
+            f"whole layers {readable_seconds(plan.found['target_seconds'])}."
         )
     found.append(
         f"Run it with models.{role}.precision={out or 'FILE'}" + ("." if out else " (--out FILE).")

@@ -15,6 +15,7 @@ from rich.console import Console
 from hybridrl.commands.plan_options import cluster_of, lengths_of, tiny_of
 from hybridrl.config.load import load_config
 from hybridrl.core.cluster import Cluster
+from hybridrl.core.readable import readable_seconds
 from hybridrl.errors import ConfigError, Problems
 from hybridrl.planner.auto import (
     Proposal,
@@ -70,7 +71,7 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     if chosen.within is not None and quickest > chosen.within:
         raise ConfigError(
             f"--within {chosen.within:g}: no way is as quick; the quickest that was found takes "
-            f"{quickest:.3g} s."
+            f"{readable_seconds(quickest)}."
         )
     if chosen.json:
         sys.stdout.write(json.dumps(_data(found, dict(left)), indent=2) + "\n")

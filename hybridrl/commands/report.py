@@ -8,8 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from hybridrl.core.readable import readable_bytes
 from hybridrl.errors import ConfigError
-from hybridrl.observe.storage import readable_bytes, replacing
+from hybridrl.observe.storage import replacing
 from hybridrl.report.content import Content
 from hybridrl.report.page import page
 from hybridrl.report.run_folder import RunFolder

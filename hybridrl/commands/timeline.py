@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.table import Table
 
 from hybridrl.commands.steps import show
+from hybridrl.core.readable import readable_seconds
 from hybridrl.errors import ConfigError, DataError
-from hybridrl.observe.summary import readable_seconds
 from hybridrl.report.spans import IDLE, PHASES, DeviceSpan, device_spans, idle_by_cause, in_words
 from hybridrl.report.trace import write_trace
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybridrl.core.readable import readable_bytes
 from hybridrl.doctor.finding import Finding, note, ok, problem
-from hybridrl.observe.storage import readable_bytes
 
 LEAST_FREE, LITTLE_FREE = 256 * 2**20, 10 * 2**30
 """Bytes: for a run of the tiny model, and for some checkpoints of a small one."""
@@ -38,7 +38,7 @@ def check(runs: Path) -> Iterator[Finding]:
     except OSError as error:
         yield problem(topic, f"{space}, and writing fails: {error.strerror}", CURE)
         return
-    what = f"{space}; {readable_bytes(speed)} a second written"
+    what = f"{space}; {readable_bytes(speed)}/s written"
     if usage.free < LITTLE_FREE:
         yield note(topic, what, "Checkpoints of a model take 16 bytes for each parameter.")
     elif speed < SLOW:

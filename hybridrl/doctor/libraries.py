@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from hybridrl.core.readable import readable_bytes
 from hybridrl.doctor import import_trial
 from hybridrl.doctor.finding import Finding, note, ok, problem
-from hybridrl.observe.storage import readable_bytes
 
 TRIALS = (("torch", "transformers", "vllm"), ("ray",))
 """What is imported in one process after another: vLLM brings torch, which takes seconds."""

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
+from hybridrl.core.readable import readable_seconds
 from hybridrl.observe.completions import Completion, how_many, table_lines
 from hybridrl.observe.readings import Readings, clock_time, shown
 from hybridrl.observe.safe_text import encodable, one_line, plain_lines
 from hybridrl.observe.step_view import StepView
-from hybridrl.observe.summary import readable_seconds
 
 _PROGRESS_EVERY_S = 5.0
 _SAMPLE_CELLS = 120

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.schema import RewardConfig
+from hybridrl.core.readable import readable_seconds
 
 GAINS = {
     "accuracy": "greedy accuracy",
@@ -59,18 +60,6 @@ def final_sentence(
     if seconds is not None:
         sentence += f" ({readable_seconds(seconds)})"
     return f"{sentence}; model, metrics and curves: {directory}"
-
-
-def readable_seconds(seconds: float) -> str:
-    """4.24 -> '4.2 s', 41 -> '41 s', 95 -> '1 min 35 s', 3725 -> '1 h 2 min'."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def _gain(label: str, key: str, summary: Mapping[str, Any]) -> str:

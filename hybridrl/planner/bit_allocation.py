@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hybridrl.core.readable import readable_bytes
 from hybridrl.errors import ConfigError
 
 
@@ -133,8 +134,8 @@ def _fastest(work: Work, device: UnequalDevice) -> list[int]:
             bits[n] = other
     if (taken := work.bytes(bits)) > device.memory:
         raise ConfigError(
-            f"The model takes {taken / 2**30:.3g} GiB in the fewest bits, and the device "
-            f"`{device.name}` has {device.memory / 2**30:.3g} GiB (memory_gib). Give it more, or "
+            f"The model takes {readable_bytes(taken)} in the fewest bits, and the device "
+            f"`{device.name}` has {readable_bytes(device.memory)} (memory_gib). Give it more, or "
             "leave it out of --devices."
         )
     return bits

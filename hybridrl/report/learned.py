@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hybridrl.core.readable import readable_seconds
 from hybridrl.observe.beside_steps import CHECKPOINT, EVALUATION, KEEPING
-from hybridrl.observe.summary import readable_seconds
 from hybridrl.report.evidence import Change, Evidence
 from hybridrl.report.spans import in_words
 
