@@ -67,7 +67,7 @@ class Job:
             of names to `RoleSpec`s; None: those of the trainer.
         reward: A reward function, or several, in place of `reward.function`.
         data: Rows in place of `data.path`: a list of dictionaries, a `datasets.Dataset`, or a
-            `Batch`. They are written to `data.parquet` of the run directory.
+            `Batch`. They are written to `data.parquet` of the run folder.
         trainer: A subclass of `hybridrl.trainers.base.Trainer`, in place of `trainer.name`.
         is_whole: The trainer is the whole program, so that reward functions can be held against
             the data, and tried, before workers start.

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("--role", default="actor", help="whose model (actor)")
     export.add_argument("--dtype", default="bfloat16", help="of its weights (bfloat16)")
     export.add_argument(
-        "--file-gb", type=float, default=5.0, metavar="GB", help="largest file, in GB (5)"
+        "--file-gib", type=float, default=5.0, metavar="GIB", help="largest file, in GiB (5)"
     )
     action("diff", "says how far two steps are apart", ("before", _ONE_STEP), ("after", _ONE_STEP))
     prune = action("prune", "removes the steps that the rule does not keep", ("run", _ONE_RUN))

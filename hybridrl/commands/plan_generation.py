@@ -65,8 +65,8 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     path = config.model.path
     if path is None or not Path(path).expanduser().is_dir():
         raise ConfigError(
-            f"model.path={path}: bits are chosen by what they change of a model's answers, so set "
-            "model.path to the folder of the model."
+            f"model.path={path}: bits are chosen by what they change of a model's responses, so "
+            "set model.path to the folder of the model."
         )
     kind = kind_here(config.devices)
     described = _described(config, chosen.devices, kind)
@@ -265,7 +265,7 @@ def _samples(config: Config, tokenizer: Any) -> list[Tensor]:
 
     rows = load_rows(config, "prompts", tokenizer).training["prompt_ids"].rows()
     if not rows:
-        raise ConfigError("data: there is no prompt, and bits are judged by answers to some.")
+        raise ConfigError("data: there is no prompt, and bits are judged by responses to some.")
     return [row.clone() for row in rows[:SAMPLES]]
 
 

@@ -179,7 +179,7 @@ def _work(
     sizes: Sizes,
     devices: Sequence[UnequalDevice],
 ) -> Work:
-    """An iteration of a rank with its share of a step's tokens."""
+    """A step of a rank with its share of a step's tokens."""
     times = sizes.tokens / len(devices) / seconds.tokens
     layers, whole = decoder_layers(model), max(seconds.layer)
     parameters = sum(p.numel() for p in model.parameters())

@@ -15,7 +15,7 @@ from hybridrl.doctor.finding import Finding, note, ok, problem
 LEAST_FREE, LITTLE_FREE = 256 * 2**20, 10 * 2**30
 """Bytes: for a run of the tiny model, and for some checkpoints of a small one."""
 SLOW = 50 * 2**20
-"""Bytes a second: a checkpoint of a model of 1 billion parameters (16 GB) takes five minutes."""
+"""Bytes a second: a checkpoint of a model of 1 billion parameters (15 GiB) takes five minutes."""
 PIECE, PIECES, LONGEST_S = 4 * 2**20, 16, 2.0
 """Of the timed write: at most so many pieces, and so long."""
 CURE = "Set run.root to a folder on another disk."

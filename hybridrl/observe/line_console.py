@@ -104,7 +104,7 @@ def step_line(readings: Readings) -> str:
             f"length {shown(value('response/length_mean'), '.1f')}",
             f"kl {shown(value('policy/kl'), '.2g')}",
             f"entropy {shown(value('policy/entropy'), '.2f')}",
-            f"{shown(value('throughput/tokens_per_second'), ',.0f')} tok/s",
+            f"{shown(value('throughput/tokens_per_second'), ',.0f')} tokens/s",
         ]
     parts += [
         " ".join(

@@ -26,7 +26,7 @@ CHECKERS = ("exact", "numeric", "contains", "boxed", "math", "passes_tests")
 def accuracy_name(reward: RewardConfig, short: bool = False) -> str:
     """What the metric `accuracy` is: the share of right answers where one function of the library
     checks them. A model that grades may be wrong, and what other functions mean by a score is not
-    known: there it is only the share of greedy answers that score `reward.correct_at` or more."""
+    known: there it is only the share of greedy responses that score `reward.correct_at` or more."""
     checks = [reward.function] if isinstance(reward.function, str) else reward.function
     is_checked = isinstance(checks, list) and len(checks) == 1 and isinstance(checks[0], str)
     if (
@@ -36,7 +36,7 @@ def accuracy_name(reward: RewardConfig, short: bool = False) -> str:
     ):
         return "accuracy" if short else GAINS["accuracy"]
     limit = f"{reward.correct_at:g}"
-    return f"score>={limit}" if short else f"greedy answers (score >= {limit})"
+    return f"score>={limit}" if short else f"greedy responses (score >= {limit})"
 
 
 def final_sentence(

@@ -36,7 +36,7 @@ def _rewards(seen: Evidence) -> list[str]:
 
 
 def _evaluations(seen: Evidence) -> list[str]:
-    """From each set's first evaluation to its last, with 95 % intervals."""
+    """From each set's first evaluation to its last, with 95% intervals."""
     said = []
     for name, first, last in seen.evaluated:
         if last["low"] > first["high"]:

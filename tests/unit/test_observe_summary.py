@@ -68,8 +68,8 @@ def test_what_a_model_scores_is_no_accuracy():
     assert accuracy_name(by_function) == "greedy accuracy"
     assert accuracy_name(by_function, short=True) == "accuracy"
     for reward in (by_model, by_judge):
-        assert accuracy_name(reward) == "greedy answers (score >= 0.5)"
+        assert accuracy_name(reward) == "greedy responses (score >= 0.5)"
         assert accuracy_name(reward, short=True) == "score>=0.5"
     assert final_sentence({"accuracy_last": 0.9}, Path("x"), accuracy_name(by_model)).startswith(
-        "greedy answers (score >= 0.5) 0.90; "
+        "greedy responses (score >= 0.5) 0.90; "
     )
