@@ -237,7 +237,7 @@ def _bits(bits: Mapping[int, int]) -> str:
 def _lines(plan: PrecisionPlan, role: str, out: str | None) -> list[str]:
     layer: Mapping[int, float] = plan.found["layer_seconds"]
     tokens = plan.found["measured_tokens"]
-    costs = ", ".join(f"{bits} bits {1e3 * s:.3g} ms" for bits, s in layer.items())
+    costs = ", ".join(f"{bits} bits {readable_seconds(s)}" for bits, s in layer.items())
     found = [f"A layer on {tokens} tokens, measured here: {costs}."]
     slowest = max(rank.seconds or 0.0 for rank in plan.ranks)
     if slowest > 1.001 * plan.found["target_seconds"]:

@@ -27,3 +27,8 @@ def readable_bytes(count: float) -> str:
             break
         count /= 1024
     return f"{int(count + 0.5)} {unit}" if count >= 99.5 else f"{count:.3g} {unit}"
+
+
+def gib(count: float) -> str:
+    """A number of GiB, where the unit stands beside: 79.2, and of small ones two digits."""
+    return f"{count / 2**30:.1f}" if count >= 2**30 else f"{count / 2**30:.2g}"

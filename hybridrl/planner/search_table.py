@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 
 from rich.table import Table
 
-from hybridrl.core.readable import readable_seconds
+from hybridrl.core.readable import gib, readable_seconds
 from hybridrl.placement import ACTOR, GENERATOR
 from hybridrl.planner.auto import Proposal, Proposals
-from hybridrl.planner.devices import GIB
 from hybridrl.planner.table import SHORT, ranges
 
 SAME = 0.005
@@ -144,4 +143,4 @@ def _cut(proposal: Proposal, role: str) -> str:
 def _memory(proposal: Proposal) -> str:
     plan = proposal.plan
     there = plan.cluster.memory_of(plan.fullest.devices[0])
-    return f"{plan.fullest.fullest.bytes / GIB:.1f} of {there / GIB:.1f}"
+    return f"{gib(plan.fullest.fullest.bytes)} of {gib(there)}"

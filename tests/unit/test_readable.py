@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hybridrl
-from hybridrl.core.readable import readable_bytes, readable_seconds
+from hybridrl.core.readable import gib, readable_bytes, readable_seconds
 
 DOM = Path(hybridrl.__file__).parent / "report" / "page" / "dom.js"
 SECONDS = {
@@ -45,6 +45,14 @@ def test_readable_seconds():
 
 def test_readable_bytes():
     assert {number: readable_bytes(number) for number in BYTES} == BYTES
+
+
+def test_gib():
+    assert [gib(count) for count in (79.16 * 2**30, 1.004 * 2**30, 13 * 2**20)] == [
+        "79.2",
+        "1.0",
+        "0.013",
+    ]
 
 
 def test_the_page_writes_them_alike():
