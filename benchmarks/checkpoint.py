@@ -1,4 +1,4 @@
-"""Saving and loading 500 MB of training state on four ranks: what it costs those who train.
+"""Saving and loading 0.5 GiB of training state on four ranks: what it costs those who train.
 
     python benchmarks/checkpoint.py [--rounds 5]
 
@@ -235,7 +235,7 @@ def main() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG)
     one_copy = 12 * sum(parameter.numel() for parameter in model.parameters())
-    print(f"{written / 1e6:.0f} MB; training waits {first['ours']:.2f} s for a save")
+    print(f"{written / 2**20:.0f} MiB; training waits {first['ours']:.2f} s for a save")
     report("stall, against DCP", first["ours"], first["dcp"], "<= 0.25", "s")
     report("stall, against DCP async", first["ours"], first["dcp async"], "<= 1.0", "s")
     report("bytes written, against one copy", written, one_copy, "<= 1.01", "bytes")

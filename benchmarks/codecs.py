@@ -27,7 +27,7 @@ CODECS: dict[str, Codec] = {
     "int4, group 128": GroupedIntegers(4, 128),
     "int4, group 128, Hadamard": GroupedIntegers(4, 128, hadamard=True),
     "float8, group 128": GroupedFloat8(128),
-    "top 1 %": TopK(0.01),
+    "top 1%": TopK(0.01),
 }
 
 

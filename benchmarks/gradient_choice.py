@@ -9,7 +9,7 @@ one run; a round counts as long as the slowest rank takes, sums and codecs inclu
 compared:
 
 * `auto`, with the ways that the setting has, against the best of all-full, all-int8 and all-int4;
-* `auto` that may also take the largest values (1 % with error feedback, whose memory the setting
+* `auto` that may also take the largest values (1% with error feedback, whose memory the setting
   does not ask for), against the best of these and all-top-k. Units of one size share the feedback:
   what is measured is time.
 

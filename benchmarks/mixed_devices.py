@@ -3,12 +3,12 @@
     python benchmarks/mixed_devices.py [--layers 8] [--hidden 512] [--tokens 2048] [--rounds 5]
 
 Two hosts of one core each, the second with half of its time (tests/netlab.py; control groups; needs
-root), train a model in float32 with data parallelism. `hybridrl.plan_precision` measures and plans;
-then updates of four arms take turns: the first rank alone, both with whole layers, both with all
-layers of the second in 8 bits, and by the plan. Figures: the plan's iteration against that of the
-first rank alone, the share of layers that are lowered, the predicted time against the measured one,
-how much of the model's KL the indicator explains (rank correlation), and the loss after as many
-updates against that of whole layers.
+root), train a model in float32 with data parallelism. `hybridrl.commands.plan_precision` measures
+and plans; then updates of four arms take turns: the first rank alone, both with whole layers, both
+with all layers of the second in 8 bits, and by the plan. Figures: the plan's step against that of
+the first rank alone, the share of layers that are lowered, the predicted time against the measured
+one, how much of the model's KL the indicator explains (rank correlation), and the loss after as
+many updates against that of whole layers.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from netlab import Host, network
 
 from hybridrl.algorithms import TokenLoss
+from hybridrl.commands.plan_precision import make_plan
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.controller.worker import Context, Rendezvous
 from hybridrl.core.batch import Batch
@@ -45,7 +46,6 @@ from hybridrl.models.low_bit_linear import decoder_layers, linears
 from hybridrl.models.low_bit_training import learn_in
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.process_group import join
-from hybridrl.plan_precision import make_plan
 from hybridrl.planner.bit_allocation import UnequalDevice
 from hybridrl.planner.dataflow import Sizes
 

@@ -32,6 +32,7 @@ from figures import report
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from netlab import Host, network
 
+from hybridrl.commands.plan_generation import calibrated, choice, measured_plan
 from hybridrl.controller import Context
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.core.batch import Batch
@@ -41,7 +42,6 @@ from hybridrl.models import load_config, load_model, make_tiny_model
 from hybridrl.models.calibration import token_kl
 from hybridrl.models.decoder_stage import set_attention
 from hybridrl.parallel.process_group import join
-from hybridrl.plan_generation import calibrated, choice, measured_plan
 from hybridrl.planner.generation_probe import probe_costs, slowed, with_sizes
 from hybridrl.planner.generation_problem import (
     Costs,

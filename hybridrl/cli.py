@@ -47,9 +47,9 @@ COMMANDS = {
         "prints a script that completes commands, options, runs and settings in a shell",
     ),
 }
-"""The module of `hybridrl.commands` that does each, and what that is. A module has `add_parser`,
-which adds it to the subcommands of a parser, and `run`, which takes what was parsed and gives the
-exit code. Only that of the command that is asked for is imported: others may bring torch, which
+"""The module of `hybridrl.commands` that does each, and what that is. A module has `add_arguments`,
+which adds what the command takes to its parser, and `run`, which takes what was parsed and gives
+the exit code. Only that of the command that is asked for is imported: others may bring torch, which
 takes seconds, and is not there for `doctor` if it is broken."""
 REFUSED, INTERRUPTED = 2, 130
 """Exit codes for wrong settings and what does not fit, as of `python -m hybridrl.main`; and for
@@ -97,10 +97,9 @@ def parser_of(names: Sequence[str]) -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, what) in COMMANDS.items():
+        one = commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
         if name in names:
-            command(name).add_parser(commands)
-        else:
-            commands.add_parser(name, help=what)
+            command(name).add_arguments(one)
     return parser
 
 

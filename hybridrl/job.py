@@ -26,6 +26,7 @@ from hybridrl.config.resume import steps_folder
 from hybridrl.config.schema import Config
 from hybridrl.config.secrets import command_line
 from hybridrl.core.garbage import no_collection
+from hybridrl.core.readable import readable_seconds
 from hybridrl.devices import Devices
 from hybridrl.errors import ConfigError, DataError, WorkerError
 from hybridrl.groups import build_groups, check_planned_faults
@@ -66,7 +67,7 @@ class Job:
             of names to `RoleSpec`s; None: those of the trainer.
         reward: A reward function, or several, in place of `reward.function`.
         data: Rows in place of `data.path`: a list of dictionaries, a `datasets.Dataset`, or a
-            `Batch`. They are written to `data.parquet` of the run directory.
+            `Batch`. They are written to `data.parquet` of the run folder.
         trainer: A subclass of `hybridrl.trainers.base.Trainer`, in place of `trainer.name`.
         is_whole: The trainer is the whole program, so that reward functions can be held against
             the data, and tried, before workers start.
@@ -235,8 +236,8 @@ class Job:
         self.placement, self.plan = best.placement, best.plan
         self.directory.write_placement(best.to_json())
         said = (
-            f"placement=auto chose {best.found.shape}: a step of about {best.found.step:.3g} s, "
-            "with samples as long as they may be."
+            f"placement=auto chose {best.found.shape}: a step of about "
+            f"{readable_seconds(best.found.step)}, with samples as long as they may be."
         )
         self.placement_notice = " ".join([said, *words(best.settings)])
 

@@ -176,7 +176,7 @@ def _check_turns(config: Config) -> None:
             "rollout.episode or environment.name; or set algorithm.turn_credit=episode."
         )
     instead = {
-        "remax": "the greedy answer of ReMax has a score as a whole, and no turns to compare with",
+        "remax": "the greedy response of ReMax has one score, and no turns to compare with",
         "distillation": "a student learns what a teacher thinks of tokens, and not from rewards",
     }
     if name in instead:

@@ -75,7 +75,7 @@ def _check_program(config: Config) -> None:
     if not any(spec.generates for spec in roles.values()) or "reward" not in roles:
         lacks = "nothing is scored" if "reward" not in roles else "nothing is sampled"
         raise ConfigError(
-            f"eval.sets with trainer.name={config.trainer.name}: sets are prompts whose answers "
+            f"eval.sets with trainer.name={config.trainer.name}: sets are prompts whose responses "
             f"are scored, and {lacks} in this program. Leave eval.sets out, and evaluate its model "
             "afterwards: algorithm=evaluate model.path=<the run's folder>."
         )

@@ -11,7 +11,7 @@ from hybridrl.placement import Placement
 from hybridrl.trainers.role_spec import ACTOR, RoleSpec
 
 SLOWEST_OF_BFLOAT16 = 0.99
-"""Largest beta of moments in bfloat16, which has 8 bits: a change of 0.4 % may be lost."""
+"""Largest beta of moments in bfloat16, which has 8 bits: a change of 0.4% may be lost."""
 
 IDLE = (
     ("gradients", "gradients", "sums over ranks that share parameters"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
 from hybridrl.commands.steps import show
 from hybridrl.core.cluster import Cluster, choose_devices
@@ -22,14 +21,9 @@ TRIED = 0.2
 """Of the samples, those that are held back to say how well the others tell them."""
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `calibrate` to the subcommands of a parser."""
-    what = "measures what pieces of work take on this machine, for plans"
-    parser = commands.add_parser(
-        "calibrate",
-        help=what,
-        description="Measures layers, heads, generation, updates and gathers here, for plans.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `calibrate` takes."""
+    parser.description = "Measures layers, heads, generation, updates and gathers here, for plans."
     parser.add_argument(
         "--devices", default="auto", metavar="KIND", help="auto, cpu or cuda (auto)"
     )

@@ -14,12 +14,11 @@ from rich.table import Table
 
 from hybridrl.commands.steps import settings_of, show, show_json
 from hybridrl.config.resume import Source, named_source
+from hybridrl.core.readable import readable_bytes, readable_seconds
 from hybridrl.errors import ConfigError
 from hybridrl.observe.kept_steps import KeepRule, check_best
 from hybridrl.observe.metrics_history import read_metrics
 from hybridrl.observe.step_folders import StepFolders
-from hybridrl.observe.storage import readable_bytes
-from hybridrl.observe.summary import readable_seconds
 
 DAMAGED = 1
 """Exit code of `verify` where a step is not as it was written."""
@@ -29,13 +28,10 @@ _ONE_RUN = "a run's folder, or the folder or URL of its checkpoints"
 _ONE_STEP = "a step's folder or URL; of a run its newest"
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `checkpoint` to the subcommands of a parser."""
-    what = "lists, verifies, compares, exports and removes checkpoints"
-    parser = commands.add_parser(
-        "checkpoint",
-        help=what,
-        description="Looks at the checkpoints of a run, which may still go on. Needs no device.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `checkpoint` takes."""
+    parser.description = (
+        "Looks at the checkpoints of a run, which may still go on. Needs no device."
     )
     actions = parser.add_subparsers(dest="action", required=True)
 
@@ -62,7 +58,7 @@ def add_parser(commands: Any) -> None:
     export.add_argument("--role", default="actor", help="whose model (actor)")
     export.add_argument("--dtype", default="bfloat16", help="of its weights (bfloat16)")
     export.add_argument(
-        "--file-gb", type=float, default=5.0, metavar="GB", help="largest file, in GB (5)"
+        "--file-gib", type=float, default=5.0, metavar="GIB", help="largest file, in GiB (5)"
     )
     action("diff", "says how far two steps are apart", ("before", _ONE_STEP), ("after", _ONE_STEP))
     prune = action("prune", "removes the steps that the rule does not keep", ("run", _ONE_RUN))

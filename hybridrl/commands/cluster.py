@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -17,9 +16,8 @@ from hybridrl.errors import ConfigError
 SECONDS_TO_MS, GIGA = 1e3, 1e9
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `cluster` to the subcommands of a parser."""
-    parser = commands.add_parser("cluster", help="measures devices and links, for plans")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `cluster` takes."""
     actions = parser.add_subparsers(dest="action", required=True)
     what = "measures this machine for a few seconds: products by precision, memory, links, disk"
     probe = actions.add_parser("probe", help=what, description=f"M{what[1:]}.")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from hybridrl.errors import ConfigError
 
@@ -46,28 +45,44 @@ _hybridrl() {
 }
 
 _hybridrl_main() {
-    # Of python -m hybridrl.main; any other program of Python's has files.
-    [[ " ${COMP_WORDS[*]} " == *" -m hybridrl.main "* ]] || return 0
-    _hybridrl_complete "@MAIN@ $_hybridrl_settings"
+    # Any other program of Python's is completed as it was before.
+    if [[ " ${COMP_WORDS[*]} " == *" -m hybridrl.main "* ]]; then
+        _hybridrl_complete "@MAIN@ $_hybridrl_settings"
+    elif [[ -n $_hybridrl_before ]]; then
+        $_hybridrl_before "$@"
+    fi
 }
 
 complete -o default -F _hybridrl hybridrl
+"""
+BASH_PYTHON = """\
+# bash-completion loads what completes Python only when it is wanted.
+{ complete -p python || _comp_load python || _completion_loader python; } &>/dev/null
+[[ $(complete -p python 2>/dev/null) =~ -F\\ ([^ ]+) && ${BASH_REMATCH[1]} != _hybridrl_main ]] &&
+    _hybridrl_before=${BASH_REMATCH[1]}
 complete -o default -F _hybridrl_main python python3
 """
 ZSH = "# Add to ~/.zshrc: source <(hybridrl completion zsh)\nautoload -Uz compinit bashcompinit\n"
 ZSH += "(( $+functions[compdef] )) || compinit\nbashcompinit\n"
+ZSH_PYTHON = """\
+_hybridrl_python() {
+    if [[ " $words " == *" -m hybridrl.main "* ]]; then
+        _bash_complete -o default -F _hybridrl_main
+    else
+        $_hybridrl_zsh_before
+    fi
+}
+[[ $_comps[python] == _hybridrl_python ]] || _hybridrl_zsh_before=${_comps[python]:-_python}
+compdef _hybridrl_python python python3
+"""
 FISH = "# Write to a file: hybridrl completion fish > ~/.config/fish/completions/hybridrl.fish"
 MAIN = "--help --version --cfg --multirun"
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `completion` to the subcommands of a parser."""
-    what = "prints a script that completes commands, options, runs and settings in a shell"
-    parser = commands.add_parser(
-        "completion",
-        help=what,
-        description="Prints a script for a shell. bash: add `source <(hybridrl completion bash)` "
-        "to ~/.bashrc.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `completion` takes."""
+    parser.description = (
+        "Prints a script for a shell. bash: add `source <(hybridrl completion bash)` to ~/.bashrc."
     )
     parser.add_argument("shell", metavar="SHELL", help="bash, zsh or fish")
 
@@ -83,8 +98,13 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.shell not in SHELLS:
         raise ConfigError(f"{chosen.shell}: must be bash, zsh or fish.")
     parser = parser_of([*COMMANDS])
-    script = fish(parser) if chosen.shell == "fish" else bash(parser)
-    sys.stdout.write((ZSH if chosen.shell == "zsh" else "") + script)
+    if chosen.shell == "fish":
+        script = fish(parser)
+    elif chosen.shell == "zsh":
+        script = ZSH + bash(parser) + ZSH_PYTHON
+    else:
+        script = bash(parser) + BASH_PYTHON
+    sys.stdout.write(script)
     return 0
 
 
@@ -113,7 +133,7 @@ def settings() -> list[str]:
 
 
 def bash(parser: argparse.ArgumentParser) -> str:
-    """The script for bash, and for zsh with its functions for bash's."""
+    """The script for bash, and for zsh with its functions for bash's; without that of Python."""
     known = dict(words(parser))
     cases = []
     for path, those in known.items():

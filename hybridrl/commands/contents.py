@@ -10,9 +10,9 @@ from rich.table import Table
 
 from hybridrl.commands.steps import one_step, show, show_json
 from hybridrl.core.locations import Location
+from hybridrl.core.readable import readable_bytes
 from hybridrl.core.written import read_lists
 from hybridrl.errors import ConfigError
-from hybridrl.observe.storage import readable_bytes
 
 
 def inspect(chosen: argparse.Namespace) -> int:

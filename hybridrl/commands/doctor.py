@@ -6,11 +6,11 @@ import argparse
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from rich.text import Text
 
 from hybridrl.commands.steps import show, show_json
+from hybridrl.core.readable import readable_seconds
 from hybridrl.doctor.examination import examine, families
 from hybridrl.doctor.finding import Finding, State
 from hybridrl.errors import ConfigError
@@ -23,14 +23,11 @@ SPARE_S = 1.0
 COLOURS = {State.OK: "green", State.NOTE: "yellow", State.PROBLEM: "bold red"}
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `doctor` to the subcommands of a parser."""
-    what = "looks whether this machine and its packages are fit for jobs, and says what to do"
-    parser = commands.add_parser(
-        "doctor",
-        help=what,
-        description="Looks at versions, imports, devices, memory, limits, disk and network. Exit "
-        "code 1 if something would keep jobs from training.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `doctor` takes."""
+    parser.description = (
+        "Looks at versions, imports, devices, memory, limits, disk and network. Exit "
+        "code 1 if something would keep jobs from training."
     )
     parser.add_argument(
         "--runs", default="runs", metavar="FOLDER", help="the folder that runs are made in (runs)"
@@ -83,4 +80,4 @@ def _summary(count: Counter[State], seconds: float) -> str:
         for state in (State.PROBLEM, State.NOTE)
         if (number := count[state])
     ]
-    return f"{', '.join(found) or 'all is well'}, in {seconds:.1f} s"
+    return f"{', '.join(found) or 'all is well'}, in {readable_seconds(seconds)}"

@@ -22,8 +22,9 @@ from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.layout import Layout
 from hybridrl.core.locations import Location, write_whole
 from hybridrl.core.pieces import local_pieces
+from hybridrl.core.readable import readable_bytes
 from hybridrl.errors import ConfigError
-from hybridrl.observe.storage import explain_write_errors, readable_bytes
+from hybridrl.observe.storage import explain_write_errors
 
 ADAPTER = "adapter_model"
 OF_TRAINING = ("training.json", "generations.json")
@@ -36,8 +37,8 @@ def export(chosen: argparse.Namespace) -> int:
     target = Path(chosen.folder)
     if chosen.dtype not in DTYPES:
         raise ConfigError(f"--dtype {chosen.dtype}: must be one of {', '.join(DTYPES)}.")
-    if not 0 < chosen.file_gb < math.inf:
-        raise ConfigError(f"--file-gb {chosen.file_gb:g}: must be a number of more than 0.")
+    if not 0 < chosen.file_gib < math.inf:
+        raise ConfigError(f"--file-gib {chosen.file_gib:g}: must be a number of more than 0.")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is there already, and is not empty. Name a new folder.")
     files = folders.completed(step).files
@@ -48,7 +49,7 @@ def export(chosen: argparse.Namespace) -> int:
     tensors, stem = _model(source)
     with explain_write_errors(target):
         _copy_description(source, _beside(files, chosen.role), target, chosen.dtype)
-        size = _write(tensors, target, stem, dtype, int(chosen.file_gb * 1e9))
+        size = _write(tensors, target, stem, dtype, int(chosen.file_gib * 2**30))
     found = {"step": step, "role": chosen.role, "folder": str(target), "bytes": size}
     if chosen.json:
         return show_json(found)

@@ -9,7 +9,6 @@ import shlex
 import sys
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from hybridrl.commands.steps import show
 from hybridrl.errors import ConfigError, StorageError
@@ -23,14 +22,11 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 DRIVER_ROW = "| `driver.py` | the algorithm, a page: what is generated, scored, learned |\n"
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `new` to the subcommands of a parser."""
-    what = "makes a project: a reward, settings, a Makefile, and a test that passes"
-    parser = commands.add_parser(
-        "new",
-        help=what,
-        description="Makes a folder NAME with a project of your own: a reward, settings, a "
-        "README, a Makefile, and a test that passes.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `new` takes."""
+    parser.description = (
+        "Makes a folder NAME with a project of your own: a reward, settings, a "
+        "README, a Makefile, and a test that passes."
     )
     parser.add_argument("name", metavar="NAME", help="of the project; or a path that ends in it")
     parser.add_argument(

@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -25,62 +25,62 @@ GENERATION, PRECISION = "generation", "precision"
 """What else is planned, by the first word after `hybridrl plan`."""
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `plan` to the subcommands of a parser."""
-    plan = commands.add_parser(
-        "plan",
-        help="what a job will do and take, before it starts",
-        description="Says where the roles of a job will live, what that takes of each device, and "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `plan` takes."""
+    parser.description = (
+        "Says where the roles of a job will live, what that takes of each device, and "
         "how long a step will last; starts nothing. `precision`: which layers a slower device "
-        "computes in fewer bits. `generation`: how unequal devices generate together.",
-        usage="hybridrl plan [generation | precision] [key=value ...] [--json]\n"
+        "computes in fewer bits. `generation`: how unequal devices generate together."
+    )
+    parser.usage = (
+        "hybridrl plan [generation | precision] [key=value ...] [--json]\n"
         "                     [--devices DEVICES] [--lengths PROMPT+RESPONSE]\n"
         "                     [--role ROLE] [--out FILE]\n"
         "                     [--search [--price NAME=DOLLARS | --within SECONDS] "
         "[--deadline SECONDS]]\n"
-        "                     [--backtest RUN ...]",
+        "                     [--backtest RUN ...]"
     )
-    plan.set_defaults(settings=[])
-    plan.add_argument("--json", action="store_true", help="as data, which placement=file takes")
-    plan.add_argument(
+    parser.set_defaults(settings=[])
+    parser.add_argument("--json", action="store_true", help="as data, which placement=file takes")
+    parser.add_argument(
         "--devices",
         help="plan for machines that are not here: 64xH200, 16x8xH100, 8xL4,16xH100@400Gbps, or a "
         "JSON file of `hybridrl cluster probe`. For `precision` and `generation` a JSON file of "
         'unequal ones: [{"name": "new"}, {"name": "old", "share": 0.5, "memory_gib": 16}]',
     )
-    plan.add_argument(
+    parser.add_argument(
         "--lengths",
         metavar="PROMPT+RESPONSE",
         help="tokens of a usual sample, such as 300+800; else the longest that are allowed",
     )
-    plan.add_argument("--role", help="for `precision`: whose layers; else the actor's")
-    plan.add_argument(
+    parser.add_argument("--role", help="for `precision`: whose layers; else the actor's")
+    parser.add_argument(
         "--out", metavar="FILE", help="for `generation`, `precision`, --search: where the plan goes"
     )
-    plan.add_argument(
+    parser.add_argument(
         "--search",
         action="store_true",
         help="look for the placement, the cuts and the settings with which the job is quickest",
     )
-    plan.add_argument(
+    parser.add_argument(
         "--price",
         metavar="NAME=DOLLARS",
         help="with --search: what most tokens a dollar are made with; dollars an hour of each kind "
         "of device: H100=2.5,L4=0.7",
     )
-    plan.add_argument(
+    parser.add_argument(
         "--within",
         metavar="SECONDS",
         type=float,
         help="with --search: the fewest devices with which a step takes no longer",
     )
-    plan.add_argument(
+    parser.add_argument(
         "--deadline",
         metavar="SECONDS",
         type=float,
         help="with --search: the best that is found by then (60)",
     )
-    plan.add_argument(
+    parser.add_argument(
         "--backtest",
         metavar="RUN",
         nargs="+",
@@ -102,15 +102,15 @@ def run(chosen: argparse.Namespace) -> int:
 
         backtest.run(chosen)
     elif chosen.search:
-        from hybridrl import plan_search
+        from hybridrl.commands import plan_search
 
         plan_search.run(chosen, settings)
     elif kind == GENERATION:
-        from hybridrl import plan_generation
+        from hybridrl.commands import plan_generation
 
         plan_generation.run(chosen, settings)
     elif kind == PRECISION:
-        from hybridrl import plan_precision
+        from hybridrl.commands import plan_precision
 
         plan_precision.run(chosen, settings)
     else:
@@ -131,20 +131,19 @@ def _plan(chosen: argparse.Namespace, settings: list[str]) -> None:
     config = load_config(settings)
     lengths = lengths_of(chosen.lengths)
     problems = Problems()
-    unseen = preflight(config, problems, plans=True, is_elsewhere=chosen.devices is not None)
+    is_elsewhere = chosen.devices is not None
+    unseen = preflight(config, problems, plans=True, is_elsewhere=is_elsewhere)
     problems.raise_if_any()
     machines = cluster_of(config, chosen.devices)
     with with_described_models(config, tiny_of(config)) as described:
-        left = choose_settings(described, machines, lengths)
-        if chosen.devices is not None:  # whose nodes may have other cores than this one
-            left = [one for one in left if one[0] != "reward.processes"]
+        left = choose_settings(described, machines, lengths, is_elsewhere=is_elsewhere)
         described = changed(described, left)
         plan = make_plan(described, machines, lengths=lengths)
         if plan.fits():
             rates = _rates(described, plan)
             plan = make_plan(described, machines, lengths=lengths, rates=rates)
         if chosen.json:
-            sys.stdout.write(to_json(plan) + "\n")
+            sys.stdout.write(to_json(plan, left) + "\n")
         else:
             console = Console(width=None if sys.stdout.isatty() else 160)
             for line in table.sizes_lines(plan):

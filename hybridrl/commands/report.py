@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import webbrowser
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
+from hybridrl.core.readable import readable_bytes
 from hybridrl.errors import ConfigError
-from hybridrl.observe.storage import readable_bytes, replacing
+from hybridrl.observe.storage import replacing
 from hybridrl.report.content import Content
 from hybridrl.report.page import page
 from hybridrl.report.run_folder import RunFolder
@@ -18,10 +18,8 @@ from hybridrl.report.run_folder import RunFolder
 NAME = "report.html"
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `report` to the subcommands of a parser."""
-    what = "what a run has learned, where its time went, what it said: one page for a browser"
-    parser = commands.add_parser("report", help=what, description=f"{what[0].upper()}{what[1:]}.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `report` takes."""
     parser.add_argument("run", metavar="RUN", help="the folder of a run")
     parser.add_argument(
         "--against",

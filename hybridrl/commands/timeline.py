@@ -6,13 +6,12 @@ import argparse
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
 from hybridrl.commands.steps import show
+from hybridrl.core.readable import readable_seconds
 from hybridrl.errors import ConfigError, DataError
-from hybridrl.observe.summary import readable_seconds
 from hybridrl.report.spans import IDLE, PHASES, DeviceSpan, device_spans, idle_by_cause, in_words
 from hybridrl.report.trace import write_trace
 
@@ -21,10 +20,8 @@ LEAST_SHARE = 0.005
 """What is less of a device's time is not worth a word."""
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `timeline` to the subcommands of a parser."""
-    what = "what each device of a run did and waited for, and a trace of it for ui.perfetto.dev"
-    parser = commands.add_parser("timeline", help=what, description=f"{what[0].upper()}{what[1:]}.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `timeline` takes."""
     parser.add_argument("run", metavar="RUN", help="the folder of a run")
     parser.add_argument(
         "--steps", type=int, default=10, metavar="N", help="the newest that count (10)"

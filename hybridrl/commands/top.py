@@ -7,7 +7,6 @@ import contextlib
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -19,10 +18,8 @@ from hybridrl.report.screen import screen
 PIPE_WIDTH = 120
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `top` to the subcommands of a parser."""
-    what = "a run on this screen: what it learns, what its devices do, what to change"
-    parser = commands.add_parser("top", help=what, description=f"{what[0].upper()}{what[1:]}.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `top` takes."""
     parser.add_argument("run", metavar="RUN", help="the folder of a run, such as runs/latest")
     parser.add_argument("--once", action="store_true", help="show it once, also into a pipe")
     parser.add_argument(

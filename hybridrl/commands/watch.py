@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import secrets
+import tempfile
 import webbrowser
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -18,10 +20,8 @@ from hybridrl.report.server import HOST, Server, Site
 _TOKEN = re.compile(r"[\w-]{16,}")
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `watch` to the subcommands of a parser."""
-    what = "the report of a run as it grows, or the runs of a folder side by side, in a browser"
-    parser = commands.add_parser("watch", help=what, description=f"{what[0].upper()}{what[1:]}.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `watch` takes."""
     parser.add_argument("run", metavar="RUN", help="the folder of a run, or one with runs")
     parser.add_argument(
         "--port", type=int, default=0, metavar="N", help="on 127.0.0.1; else any that is free"
@@ -52,13 +52,23 @@ def run(chosen: argparse.Namespace) -> int:
             highlight=False,
             soft_wrap=True,
         )
-        if chosen.open:
-            webbrowser.open(server.url)
         try:
-            server.serve_forever()
+            with _opened(server.url) if chosen.open else contextlib.nullcontext():
+                server.serve_forever()
         except KeyboardInterrupt:
             console.print()
     return 0
+
+
+@contextlib.contextmanager
+def _opened(url: str) -> Iterator[None]:
+    """Opens it in the browser, by a file that leads there and that this user alone can read: the
+    command line of a browser, on which an address would stand, everybody on this machine reads."""
+    with tempfile.NamedTemporaryFile("w", prefix="hybridrl-watch-", suffix=".html") as file:
+        file.write(f'<meta http-equiv="refresh" content="0; url={url}">\n')
+        file.flush()
+        webbrowser.open(Path(file.name).as_uri())
+        yield
 
 
 def _token(file: Path) -> str:

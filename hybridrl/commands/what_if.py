@@ -29,14 +29,11 @@ LEFT_TO_PLANS = ("actor.tokens_per_microbatch", "reward.processes", "checkpoint.
 MOST_DEVICES = 10_000
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `whatif` to the subcommands of a parser."""
-    what = "how long a step of a run would take if something were different"
-    parser = commands.add_parser(
-        "whatif",
-        help=what,
-        description="Says how long a step of a run would take if something were different, by "
-        "replaying its recorded steps.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `whatif` takes."""
+    parser.description = (
+        "Says how long a step of a run would take if something were different, by "
+        "replaying its recorded steps."
     )
     parser.add_argument("run", metavar="RUN", help="a run's folder")
     parser.add_argument(

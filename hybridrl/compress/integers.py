@@ -17,8 +17,8 @@ class GroupedIntegers(GroupCodec):
     """Each value as round(x / scale), to nearest and then to even, in -127..127 or -7..7, where
     scale = max |x| / 127 or / 7 of its group. Source: SDP4Bit, arXiv 2410.15526.
 
-    The error of a value is at most half its group's scale (and a rounding of float32): 0.4 % or
-    7.1 % of the group's largest magnitude. Two integers of 4 bits share a byte, the first in its
+    The error of a value is at most half its group's scale (and a rounding of float32): 0.4% or
+    7.1% of the group's largest magnitude. Two integers of 4 bits share a byte, the first in its
     lower half, in two's complement.
 
     Args:

@@ -1,6 +1,6 @@
 """Lossless differences of two buffers of weights, of which few values changed.
 
-At the learning rates of reinforcement an optimizer step changes 3 to 20 % of the weights once they
+At the learning rates of reinforcement an optimizer step changes 3 to 20% of the weights once they
 are rounded to bfloat16, and most of these by one unit in the last place. So a difference says
 *where* values changed, and by how many units: the bits of a value are an integer, and integers that
 follow each other are neighbouring numbers. One byte is enough for nearly all of them (two in

@@ -44,7 +44,7 @@ class DataConfig:
     eval_split: Annotated[Name | None, FROM_FILES] = None
     """Of `eval_path`, as `split` is of `path`."""
     prompt_column: Annotated[Name | None, FROM_FILES] = "prompt"
-    """Text, or a list of chat messages; null for preference pairs whose answers are conversations
+    """Text, or a list of chat messages; null for preference pairs whose responses are conversations
     that hold the prompt."""
     answer_column: Annotated[Name | None, FROM_FILES] = "answer"
     """Passed to the reward function; null if there is none."""
@@ -55,16 +55,16 @@ class DataConfig:
     `boxed`, what stands in its last `\\boxed{}`; or programs' tests as the columns of these sets
     hold them, for `hybridrl.rewards.code:passes_tests`."""
     response_column: Annotated[Name, SUPERVISED] = "response"
-    """Supervised fine-tuning: what to answer, text or chat messages."""
+    """Supervised fine-tuning: the response to learn, text or chat messages."""
     messages_column: Annotated[Name | None, SUPERVISED] = None
     """Supervised fine-tuning: whole conversations, of which the assistant's turns are learned; null
     reads `prompt_column` and `response_column`."""
     chosen_column: Annotated[Name, PAIRS] = "chosen"
-    """Preference pairs: the better answer, text or chat messages that end with it."""
+    """Preference pairs: the better response, text or chat messages that end with it."""
     rejected_column: Annotated[Name, PAIRS] = "rejected"
-    """Preference pairs: the worse answer."""
+    """Preference pairs: the worse response."""
     margin_column: Annotated[Name | None, PAIRS] = None
-    """Preference pairs: how much better the chosen answer is; null: 0 for all."""
+    """Preference pairs: how much better the chosen response is; null: 0 for all."""
     chat: Annotated[bool | None, FROM_FILES] = None
     """Whether prompts go through the chat template; null: when they are chat messages."""
     system_prompt: Annotated[str | None, FROM_FILES] = None

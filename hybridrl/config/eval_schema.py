@@ -29,7 +29,7 @@ class EvalSetConfig:
     columns and chat settings are the job's where nothing is said. Nothing at all: the job's own
     held-out prompts."""
     reward: dict[str, Any] = field(default_factory=dict)
-    """How its answers are scored, by the names of `reward`: `reward.function`, `reward.options`,
+    """How its responses are scored, by the names of `reward`: `reward.function`, `reward.options`,
     `reward.weights`, `reward.correct_at`; null: as the job's."""
     function: Name | None = None
     """An evaluation of yours in place of the set's own, `path/to/file.py:name`."""
@@ -50,9 +50,9 @@ class EvalSetConfig:
     top_k: NonNegativeInt | None = None
     """Null: `rollout.top_k`."""
     max_tokens: PositiveInt | None = None
-    """Longest answer; null: `rollout.max_tokens`."""
+    """Longest response; null: `rollout.max_tokens`."""
     metrics: Annotated[Any, TextOrTexts()] = None
-    """A list of `accuracy` (of greedy answers), `mean@k`, `pass@k`, `maj@k` (a number for k, or k
+    """A list of `accuracy` (of greedy responses), `mean@k`, `pass@k`, `maj@k` (a number for k, or k
     itself for `samples`), `score`, `length` and `truncated`; null: those that its samples give."""
     extract: Name | None = None
     """What of a response is the answer, for `maj@k`: `boxed`, `number`, `text`, or a regular
@@ -78,7 +78,7 @@ class EvalStopConfig:
 
 @dataclass
 class EvalConfig:
-    """Greedy answers to held-out prompts, and further sets."""
+    """Greedy responses to held-out prompts, and further sets."""
 
     every: NonNegativeInt = 20
     """Steps between evaluations; 0: only before the first step and after the last."""

@@ -76,7 +76,7 @@ class SetSettings:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether its samples are greedy answers, of which one is enough."""
+        """Whether its samples are greedy responses, of which one is enough."""
         return self.own.samples == 1 and not self.own.temperature
 
     def is_due(self, step: int, last: bool) -> bool:
@@ -189,7 +189,7 @@ def _metrics(setting: str, own: EvalSetConfig) -> tuple[Metric, ...]:
     k = own.samples
     if k > 1 and own.temperature == 0:
         raise ConfigError(
-            f"{setting}.temperature=0 with {setting}.samples={k}: all {k} answers to a prompt "
+            f"{setting}.temperature=0 with {setting}.samples={k}: all {k} samples of a prompt "
             f"would be the same. Set a temperature above 0, or {setting}.samples=1."
         )
     if own.metrics is None:
@@ -218,7 +218,7 @@ def _metric(setting: str, name: str, samples: int) -> Metric:
     k = samples if number == "k" else int(number)
     if k > samples:
         raise ConfigError(
-            f"{setting}.metrics has `{name}`, which needs {k} answers to each prompt, and "
+            f"{setting}.metrics has `{name}`, which needs {k} samples of each prompt, and "
             f"{setting}.samples={samples}. Set {setting}.samples={k} or more."
         )
     return Metric(kind, k)

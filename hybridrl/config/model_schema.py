@@ -63,7 +63,7 @@ class ModelConfig:
     tokenizer: Annotated[Name | None, With("model.path")] = None
     """Where the tokenizer lies, if not with the model."""
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
-    """Precision of computation: `bfloat16`, `float32`, or `auto`: bfloat16 on accelerators, and on
+    """Precision of computation: `bfloat16`, `float32`, or `auto`: bfloat16 on GPUs, and on
     CPUs that multiply it from 8 million parameters on, else float32. Master weights and optimizer
     are float32. The run's `config.yaml` has the one that was chosen."""
     save_dtype: Annotated[str, OneOf("float32", "bfloat16", "float16")] | None = None
@@ -86,7 +86,7 @@ class OptimizerConfig:
     """Decay of the mean of gradients, and of their squares."""
     moments: Annotated[str, OneOf("float32", "bfloat16")] = "float32"
     """Precision in which both moments are kept between steps, which compute in float32: `float32`,
-    or `bfloat16`, which halves their memory and loses updates of the second one below 0.4 %."""
+    or `bfloat16`, which halves their memory and loses updates of the second one below 0.4%."""
     weight_decay: NonNegativeFloat = 0.0
     """Share of each weight that is taken off in a step, times the learning rate."""
     warmup_steps: NonNegativeInt = 0
@@ -172,7 +172,7 @@ class ActorConfig:
     all; `selective`: results of matrix products and attention; `full` (or `true`): its input only;
     `offload`: that too, on the CPU."""
     compile: Annotated[str, OneOf("auto", "true", "false")] = "auto"
-    """Compile layers with torch: `true`, `false`, or `auto`: on accelerators. What does not compile
+    """Compile layers with torch: `true`, `false`, or `auto`: on GPUs. What does not compile
     runs as it is, and the log says so."""
     offload_parameters: bool = False
     """Keep parameters, gradients and optimizer state on the CPU (GPUs only)."""
@@ -275,7 +275,7 @@ class RolloutConfig:
     memory_share: Annotated[Share, VLLM] = 0.5
     """Share of a GPU's memory for the engine: its weights and KV cache."""
     quantization: Annotated[str, OneOf("none", "int8", "fp8"), VLLM] = "none"
-    """In how many bits linear layers compute while samples are drawn, and answers of evaluations:
+    """In how many bits linear layers compute while samples are drawn, and those of evaluations:
     those of `model.dtype`, or 8: `int8` (CPUs, GPUs before Blackwell) or `fp8` (GPUs since Ada).
     The weights are rounded when they come, after each update; see docs/precision.md."""
     plan: Annotated[Name | None, STAGES] = None

@@ -39,7 +39,7 @@ REPLAYED = With("algorithm.replay_share")
 
 @dataclass
 class JudgeConfig:
-    """A language model that grades answers, beside the functions."""
+    """A language model that grades responses, beside the functions."""
 
     path: Name | None = None
     """Folder or hub name; null: no judge."""
@@ -47,7 +47,7 @@ class JudgeConfig:
     """A text file in which `{prompt}`, `{response}`, `{answer}` and any other column of the data
     stand for their values; null: a general one."""
     mode: Annotated[str, OneOf("grade", "rank"), JUDGED] = "grade"
-    """`grade`: each answer by itself; `rank`: all answers to a prompt are put in order in one
+    """`grade`: each response by itself; `rank`: all responses to a prompt are put in order in one
     request, in a random order, and score from 1, the best, to 0."""
     rubric: Annotated[Name | None, JUDGED] = None
     """A file (JSON or YAML) with a list of criteria, each a text or `{criterion, weight}`. The
@@ -89,7 +89,7 @@ class RewardConfig:
     """Have the reward model score each step of a response, as this text parts them (such as a blank
     line), for `algorithm.step_credit`; null: the whole response at its end."""
     shorter: Annotated[NonNegativeFloat, With(".shorter")] = 0.0
-    """Weight of a reward for right answers that are shorter than others to their prompt (Kimi
+    """Weight of a reward for right responses that are shorter than others to their prompt (Kimi
     k1.5), and a penalty for longer ones; 0: length does not matter."""
     normalise_by: Annotated[Name | None, With(".normalise_by")] = None
     """A column of the data, such as `source`: scores are learned from minus the mean, and over the
@@ -208,7 +208,7 @@ class AlgorithmConfig:
     overlong_factor: Annotated[NonNegativeFloat, With("algorithm.overlong_buffer")] = 1.0
     """The penalty at `rollout.max_tokens`."""
     ptx_coefficient: Annotated[NonNegativeFloat, VALUES] = 0.0
-    """Weight of a supervised loss on the data's own answers, in a step of its own (`ppo`,
+    """Weight of a supervised loss on the data's own responses, in a step of its own (`ppo`,
     `safe_rlhf`)."""
 
 
@@ -246,15 +246,15 @@ class DistillationConfig:
 
 @dataclass
 class ExpertConfig:
-    """Which of its own answers a policy learns: trainer `expert_iteration`."""
+    """Which of its own responses a policy learns: trainer `expert_iteration`."""
 
     choose: Annotated[str, OneOf("right", "best")] = "right"
-    """`right`: each different answer that scores `reward.correct_at` or more, once; `best`: the
-    best-scored answer to each prompt."""
+    """`right`: each different response that scores `reward.correct_at` or more, once; `best`: the
+    best-scored response to each prompt."""
     most_per_prompt: Annotated[PositiveInt | None, With("expert.choose=right")] = None
-    """So many right answers to a prompt at most, in a step; null: any number."""
+    """So many right responses to a prompt at most, in a step; null: any number."""
     steps_kept: PositiveInt = 4
-    """A step learns from the answers of so many steps, the last ones."""
+    """A step learns from the responses of so many steps, the last ones."""
 
 
 @dataclass
@@ -266,9 +266,9 @@ class PreferenceConfig:
     beta: Annotated[PositiveFloat, DPO] = 0.1
     """Of `dpo` and `online_dpo`: how hard the policy is held to the reference."""
     length_normalised: Annotated[bool, DPO] = False
-    """Of `dpo` and `online_dpo`: mean instead of sum over the tokens of an answer."""
+    """Of `dpo` and `online_dpo`: mean instead of sum over the tokens of a response."""
     nll_coefficient: Annotated[NonNegativeFloat, DPO] = 0.0
-    """Of `dpo` and `online_dpo`: weight of the chosen answer's negative log-likelihood, which keeps
-    it from becoming less likely together with the rejected one; 1 is usual."""
+    """Of `dpo` and `online_dpo`: weight of the chosen response's negative log-likelihood, which
+    keeps it from becoming less likely together with the rejected one; 1 is usual."""
     centre: Annotated[NonNegativeFloat, With("trainer.name=reward_model")] = 0.0
     """Of `reward_model`: weight of the square of a pair's scores, which keeps them around 0."""

@@ -5,8 +5,8 @@ What is learned stands in `objective_schema`, the data in `data_schema`, the mod
 where the whole is put together and imported from. Beside a type
 stands what its values may be (`bounds`).
 
-A *prompt* is a question, a *sample* is one answer to it, a *token* is a token. What can be derived
-(samples per step, context length, devices) is derived, and printed at the start.
+A *prompt* is a question, a *sample* is it with one response, a *token* is a token. What can be
+derived (samples per step, context length, devices) is derived, and printed at the start.
 """
 
 from __future__ import annotations

@@ -119,8 +119,9 @@ def out_of_memory(text: str) -> str:
     """Whether Ray's memory monitor ended a process, and who uses the memory; else nothing."""
     if not (used := re.search(r"low on memory.*?was (\S+ used / \S+ limit)", text, re.DOTALL)):
         return ""
+    said = used[1].replace("GB", " GiB")  # which Ray counts and calls so
     users = re.findall(r"^(\d+)\t([\d.]+)\t(.*)$", text, re.MULTILINE)
-    largest = "".join(f"\n  {size:>6} GB  process {pid}: {name}" for pid, size, name in users[:3])
-    return f" Ray's memory monitor ended it: the machine was running out of memory ({used[1]})." + (
+    largest = "".join(f"\n  {size:>6} GiB  process {pid}: {name}" for pid, size, name in users[:3])
+    return f" Ray's memory monitor ended it: the machine was running out of memory ({said})." + (
         f" The largest processes:{largest}" if largest else ""
     )

@@ -14,6 +14,7 @@ from hybridrl.controller.call import Call
 from hybridrl.controller.failures import Hosts, Identity
 from hybridrl.controller.health import Snapshot
 from hybridrl.core import waits
+from hybridrl.core.readable import readable_seconds
 from hybridrl.errors import CallTimeoutError
 
 Pending = Mapping[int, tuple[Call, int]]
@@ -146,7 +147,8 @@ class Hang:
                 seconds[group] = max(seconds.get(group, 0.0), snapshot.waiting.seconds)
         parts = []
         for (role, what), found in ranks.items():
-            since = f", for {seconds[role, what]:.0f} s" if (role, what) in seconds else ""
+            waited = seconds.get((role, what))
+            since = "" if waited is None else f", for {readable_seconds(waited)}"
             verb = "waits" if len(found) == 1 else "wait"
             parts.append(f"{role} {_ranks(found)} {verb} {for_whom}in {what}{since}")
         return f"{'; '.join(parts)}." if parts else ""

@@ -45,7 +45,7 @@ class GenerationPlan:
         decode_micro_batches: Into so many groups the samples under way are divided.
         prefill_pieces: Into so many parts a group is divided for the pass over its prompts.
         kl: Nats a token by which the rounded model is off, as measured; None: it was not measured.
-        predicted: Figures for people: seconds, tokens a second.
+        predicted: Figures for people: seconds, tokens/s.
     """
 
     stages: tuple[Stage, ...]

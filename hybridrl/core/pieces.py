@@ -85,7 +85,7 @@ class PieceTable(Mapping[int, OfRank]):
     """By rank the pieces of tensors, of which many lie alike.
 
     A model's layers are cut alike, so there are few different columns, however many tensors and
-    ranks it has: 70 billion parameters on 1,024 ranks take 10 MB.
+    ranks it has: 70 billion parameters on 1,024 ranks take 10 MiB.
 
     Attributes:
         ranks: Those that hold anything, ascending.

@@ -28,7 +28,7 @@ class RankPrecision:
         bits: By number of the layer, of those that are not whole.
         name: Of its device.
         share: Of the speed of the device that was measured.
-        seconds: Predicted, of its part of an iteration; None: not known.
+        seconds: Predicted, of its part of a step; None: not known.
     """
 
     bits: Mapping[int, int] = field(default_factory=dict)

@@ -237,10 +237,10 @@ def _does_not_fit(
     number: int, place: int, messages: list[Message], tokenizer: PreTrainedTokenizerBase
 ) -> str:
     cure = (
-        "Give the answer as a string and the prompt as rendered text, with `data.chat=false`."
+        "Give the response as a string and the prompt as rendered text, with `data.chat=false`."
         if place == len(messages) - 1
-        else "Make one row of each answer instead: the messages before it as the prompt, and the "
-        "answer as the response."
+        else "Make one row of each of the assistant's messages instead: those before it as the "
+        "prompt, and it as the response."
     )
     return (
         f"The chat template of `{tokenizer.name_or_path}` renders message {place + 1} of row "

@@ -1,4 +1,4 @@
-"""Turning pairs of a better and a worse answer into what preference training reads."""
+"""Turning pairs of a better and a worse response into what preference training reads."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def tokenize_pairs(
     max_response_tokens: int | None = None,
     too_long: TooLong = "error",
 ) -> Batch:
-    """Tokenizes pairs of answers to one prompt, the better one and the worse one.
+    """Tokenizes pairs of responses to one prompt, the better one and the worse one.
 
-    An answer is a string, or a list of chat messages that ends with the assistant's. Such a list
+    A response is a string, or a list of chat messages that ends with the assistant's. Such a list
     may hold the prompt too, as data sets of the hub often do; then `prompt_column` may be None or
     absent, and if it is there it must say the same. With None, so may a transcript
     (`messages_of_transcript`). `chat` and `system_prompt` mean what they mean
@@ -110,7 +110,7 @@ def tokenize_pairs(
     kept = np.flatnonzero([pair.chosen != pair.rejected for pair in pairs])
     if len(kept) < len(pairs):
         _log.warning(
-            "Dropped %d of %d pairs whose chosen and rejected answers are the same.",
+            "Dropped %d of %d pairs whose chosen and rejected responses are the same.",
             len(pairs) - len(kept),
             len(pairs),
         )
@@ -125,7 +125,7 @@ def tokenize_pairs(
         kept = np.intersect1d(kept, short)
     if not len(kept):
         raise DataError(
-            f"None of the {len(pairs)} pairs is left: in each, the answers in `{chosen_column}` "
+            f"None of the {len(pairs)} pairs is left: in each, the responses in `{chosen_column}` "
             f"(`data.chosen_column`) and `{rejected_column}` (`data.rejected_column`) are the "
             "same, or `data.too_long=drop` dropped it."
         )
@@ -186,7 +186,7 @@ def _pair_of(
         check_cell(number, prompt, columns.prompt, "data.prompt_column")
     elif isinstance(chosen, str):
         raise DataError(
-            f"Row {number} of the data has its answers as strings, which do not tell where the "
+            f"Row {number} of the data has its responses as strings, which do not tell where the "
             "prompt ends, and `data.prompt_column` is null. Set it to the column of the prompts."
         )
     chats = dict(zip(columns, cells, strict=True))
@@ -235,20 +235,21 @@ def _prompt_of(
             raise DataError(
                 f"Row {number} of the data has a last message of the role "
                 f"`{messages[-1]['role']}` in the column `{name}`, expected `assistant`: the last "
-                "message is the answer."
+                "message is the response."
             )
     before = better[:-1]
     if before != worse[:-1]:
         raise DataError(
             f"Row {number} of the data has messages in `{columns.chosen}` and "
-            f"`{columns.rejected}` that differ before their last ones, expected two answers to "
+            f"`{columns.rejected}` that differ before their last ones, expected two responses to "
             "one and the same prompt."
         )
     if columns.prompt is None:
         if not before:
             raise DataError(
-                f"Row {number} of the data has no prompt: `{columns.chosen}` holds the answer only "
-                "and `data.prompt_column` is null or names no column. Set it to the prompts' one."
+                f"Row {number} of the data has no prompt: `{columns.chosen}` holds the response "
+                "only and `data.prompt_column` is null or names no column. Set it to that of the "
+                "prompts."
             )
         return before
     given = question_of(number, prompt, columns.prompt)
@@ -257,7 +258,7 @@ def _prompt_of(
     if _contents(given) != _contents(before[-len(given) :]):
         raise DataError(
             f"Row {number} of the data has one prompt in the column `{columns.prompt}` and another "
-            f"before the answer in `{columns.chosen}`. To take the latter, set "
+            f"before the response in `{columns.chosen}`. To take the latter, set "
             "`data.prompt_column=null`."
         )
     return before

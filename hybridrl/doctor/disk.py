@@ -9,13 +9,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybridrl.core.readable import readable_bytes
 from hybridrl.doctor.finding import Finding, note, ok, problem
-from hybridrl.observe.storage import readable_bytes
 
 LEAST_FREE, LITTLE_FREE = 256 * 2**20, 10 * 2**30
 """Bytes: for a run of the tiny model, and for some checkpoints of a small one."""
 SLOW = 50 * 2**20
-"""Bytes a second: a checkpoint of a model of 1 billion parameters (16 GB) takes five minutes."""
+"""Bytes a second: a checkpoint of a model of 1 billion parameters (15 GiB) takes five minutes."""
 PIECE, PIECES, LONGEST_S = 4 * 2**20, 16, 2.0
 """Of the timed write: at most so many pieces, and so long."""
 CURE = "Set run.root to a folder on another disk."
@@ -38,7 +38,7 @@ def check(runs: Path) -> Iterator[Finding]:
     except OSError as error:
         yield problem(topic, f"{space}, and writing fails: {error.strerror}", CURE)
         return
-    what = f"{space}; {readable_bytes(speed)} a second written"
+    what = f"{space}; {readable_bytes(speed)}/s written"
     if usage.free < LITTLE_FREE:
         yield note(topic, what, "Checkpoints of a model take 16 bytes for each parameter.")
     elif speed < SLOW:

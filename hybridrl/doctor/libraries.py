@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from hybridrl.core.readable import readable_bytes, readable_seconds
 from hybridrl.doctor import import_trial
 from hybridrl.doctor.finding import Finding, note, ok, problem
-from hybridrl.observe.storage import readable_bytes
 
 TRIALS = (("torch", "transformers", "vllm"), ("ray",))
 """What is imported in one process after another: vLLM brings torch, which takes seconds."""
@@ -75,8 +75,8 @@ def _import(name: str, trial: Trial) -> Finding:
     if "late" in trial:
         return note(
             f"import {name}",
-            f"was not done after {trial['late']:.3g} s: this machine is busy, or the packages lie "
-            "on a slow disk",
+            f"was not done after {readable_seconds(trial['late'])}: this machine is busy, or the "
+            "packages lie on a slow disk",
             "Try again with --seconds 60.",
         )
     if "error" in trial:

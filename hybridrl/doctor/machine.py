@@ -13,9 +13,9 @@ import psutil
 from hybridrl.checks.open_files import LEAST_OPEN_FILES, check_open_files
 from hybridrl.core import shared_memory
 from hybridrl.core.cores import core_quota
+from hybridrl.core.readable import readable_bytes
 from hybridrl.doctor.finding import Finding, note, ok, problem
 from hybridrl.errors import ConfigError
-from hybridrl.observe.storage import readable_bytes
 
 CGROUP = Path("/sys/fs/cgroup")
 LEAST_MEMORY, LITTLE_MEMORY = 2 * 2**30, 6 * 2**30

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from hybridrl.core.readable import readable_bytes, readable_seconds
 from hybridrl.doctor.finding import Finding, note, ok
-from hybridrl.observe.storage import readable_bytes
-from hybridrl.observe.summary import readable_seconds
 
 RAYLET = "raylet"
 """The one process that each node of Ray has."""

@@ -30,7 +30,7 @@ class Estimate(NamedTuple):
     Attributes:
         value: The mean over the prompts of which something is known.
         standard_error: Of the mean; NaN for one prompt.
-        low, high: Ends of the interval of 95 %.
+        low, high: Ends of the interval of 95%.
         prompts: How many there are.
     """
 
@@ -46,7 +46,7 @@ class Difference(NamedTuple):
 
     Attributes:
         value: How much more it is.
-        low, high: Ends of the interval of 95 %.
+        low, high: Ends of the interval of 95%.
         p: How likely chance alone makes them differ as much.
         test: How that was found out.
     """

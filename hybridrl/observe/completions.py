@@ -46,7 +46,7 @@ def table_lines(completions: Sequence[Completion], cells: int) -> list[str]:
     heading = [_FIRST, *(one_line(name, _CELLS) for name in names)]
     advantages = any(one.advantage is not None for one in best_first)
     heading += ["advantage"] if advantages else []
-    lines = [" ".join(f"{name:>{_CELLS}}" for name in heading) + "  answer"]
+    lines = [" ".join(f"{name:>{_CELLS}}" for name in heading) + "  response"]
     for one in best_first:
         numbers = [_number(one.reward), *(_part(one.parts.get(name)) for name in names)]
         if advantages:

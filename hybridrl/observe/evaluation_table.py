@@ -18,7 +18,7 @@ _WIDTH = 120
 
 
 def evaluation_table(sets: Mapping[str, Mapping[str, Any]], title: str) -> Table:
-    """A line for each metric of each set: its value, its interval of 95 %, and how it differs from
+    """A line for each metric of each set: its value, its interval of 95%, and how it differs from
     the baseline where there is one.
 
     Args:
@@ -30,7 +30,7 @@ def evaluation_table(sets: Mapping[str, Mapping[str, Any]], title: str) -> Table
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("set")
     table.add_column("metric")
-    for heading in ("prompts", "value", "95 %"):
+    for heading in ("prompts", "value", "95%"):
         table.add_column(heading, justify="right")
     if compared:
         for heading in ("baseline", "difference", "p"):

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
+from hybridrl.core.readable import readable_seconds
 from hybridrl.observe.completions import Completion, how_many, table_lines
 from hybridrl.observe.readings import Readings, clock_time, shown
 from hybridrl.observe.safe_text import encodable, one_line, plain_lines
 from hybridrl.observe.step_view import StepView
-from hybridrl.observe.summary import readable_seconds
 
 _PROGRESS_EVERY_S = 5.0
 _SAMPLE_CELLS = 120
@@ -104,7 +104,7 @@ def step_line(readings: Readings) -> str:
             f"length {shown(value('response/length_mean'), '.1f')}",
             f"kl {shown(value('policy/kl'), '.2g')}",
             f"entropy {shown(value('policy/entropy'), '.2f')}",
-            f"{shown(value('throughput/tokens_per_second'), ',.0f')} tok/s",
+            f"{shown(value('throughput/tokens_per_second'), ',.0f')} tokens/s",
         ]
     parts += [
         " ".join(

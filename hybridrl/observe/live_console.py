@@ -11,6 +11,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from hybridrl.core.readable import readable_seconds
 from hybridrl.observe.completions import Completion
 from hybridrl.observe.dashboard import (
     bar,
@@ -22,7 +23,6 @@ from hybridrl.observe.dashboard import (
 from hybridrl.observe.readings import Readings
 from hybridrl.observe.safe_text import one_line, plain_lines
 from hybridrl.observe.step_view import StepView
-from hybridrl.observe.summary import readable_seconds
 
 _FRAMES_PER_SECOND = 4  # the run's own process draws them, so no more than the eye needs
 _SAMPLES_SHOWN_S = 3.0  # long enough to be read

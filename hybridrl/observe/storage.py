@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hybridrl.core.locations import UNREACHABLE, Location, RemotePath
 from hybridrl.core.os_errors import as_os_errors
+from hybridrl.core.readable import readable_bytes
 from hybridrl.errors import StorageError
 
 RUN_FOLDER = "`run.root` or `run.directory`"
@@ -60,15 +61,6 @@ def free_bytes(path: Path) -> int | None:
         except OSError:
             continue
     return None
-
-
-def readable_bytes(count: float) -> str:
-    """1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if count < 1024 or unit == "TiB":
-            break
-        count /= 1024
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
 
 
 @contextlib.contextmanager

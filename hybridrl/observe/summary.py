@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.schema import RewardConfig
+from hybridrl.core.readable import readable_seconds
 
 GAINS = {
     "accuracy": "greedy accuracy",
@@ -25,7 +26,7 @@ CHECKERS = ("exact", "numeric", "contains", "boxed", "math", "passes_tests")
 def accuracy_name(reward: RewardConfig, short: bool = False) -> str:
     """What the metric `accuracy` is: the share of right answers where one function of the library
     checks them. A model that grades may be wrong, and what other functions mean by a score is not
-    known: there it is only the share of greedy answers that score `reward.correct_at` or more."""
+    known: there it is only the share of greedy responses that score `reward.correct_at` or more."""
     checks = [reward.function] if isinstance(reward.function, str) else reward.function
     is_checked = isinstance(checks, list) and len(checks) == 1 and isinstance(checks[0], str)
     if (
@@ -35,7 +36,7 @@ def accuracy_name(reward: RewardConfig, short: bool = False) -> str:
     ):
         return "accuracy" if short else GAINS["accuracy"]
     limit = f"{reward.correct_at:g}"
-    return f"score>={limit}" if short else f"greedy answers (score >= {limit})"
+    return f"score>={limit}" if short else f"greedy responses (score >= {limit})"
 
 
 def final_sentence(
@@ -59,18 +60,6 @@ def final_sentence(
     if seconds is not None:
         sentence += f" ({readable_seconds(seconds)})"
     return f"{sentence}; model, metrics and curves: {directory}"
-
-
-def readable_seconds(seconds: float) -> str:
-    """4.24 -> '4.2 s', 41 -> '41 s', 95 -> '1 min 35 s', 3725 -> '1 h 2 min'."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def _gain(label: str, key: str, summary: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 QSync's allocator (Zhao et al. 2024, arXiv:2407.02327, its "allocator"): begin with the fastest
 choice that fits the device, then raise the layer whose rise takes away most noise, as long as the
-predicted time of an iteration does not rise, until none can be raised.
+predicted time of a step does not rise, until none can be raised.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hybridrl.core.readable import readable_bytes
 from hybridrl.errors import ConfigError
 
 
@@ -20,7 +21,7 @@ class LayerCost:
     """What a layer takes of the measured device, in so many bits.
 
     Attributes:
-        seconds: Of an iteration, casts and rounding included.
+        seconds: Of a step, casts and rounding included.
         bytes: Of memory.
     """
 
@@ -47,7 +48,7 @@ class UnequalDevice:
 
 @dataclass(frozen=True)
 class Work:
-    """An iteration of one device, by parts.
+    """A step of one device, by parts.
 
     Attributes:
         layers: By layer and bits, of the measured device; the most are those of a whole one.
@@ -92,7 +93,7 @@ def allocate(
 ) -> Allocation:
     """The fewest and least harmful layers in fewer bits with which no device holds up the others.
 
-    An iteration lasts as long as its slowest device. That may be the fastest device with whole
+    A step lasts as long as its slowest device. That may be the fastest device with whole
     layers, or a weak one that is slower in its fewest bits; nothing is made slower than that.
 
     Args:
@@ -133,8 +134,8 @@ def _fastest(work: Work, device: UnequalDevice) -> list[int]:
             bits[n] = other
     if (taken := work.bytes(bits)) > device.memory:
         raise ConfigError(
-            f"The model takes {taken / 2**30:.3g} GiB in the fewest bits, and the device "
-            f"`{device.name}` has {device.memory / 2**30:.3g} GiB (memory_gib). Give it more, or "
+            f"The model takes {readable_bytes(taken)} in the fewest bits, and the device "
+            f"`{device.name}` has {readable_bytes(device.memory)} (memory_gib). Give it more, or "
             "leave it out of --devices."
         )
     return bits

@@ -26,6 +26,8 @@ def choose_settings(
     cluster: Cluster,
     lengths: tuple[float, float] | None = None,
     roles: Mapping[str, RoleSpec] | None = None,
+    *,
+    is_elsewhere: bool = False,
 ) -> list[Setting]:
     """Of `actor.tokens_per_microbatch` and `reward.processes` those that are null.
 
@@ -34,9 +36,10 @@ def choose_settings(
         cluster: With memory of its devices.
         lengths: Tokens of the longest prompt and response; None: those that are allowed.
         roles: Of the job; None: those of its trainer.
+        is_elsewhere: Nodes may have other cores than this one, so that processes are left open.
     """
     found: list[Setting] = []
-    if config.reward.processes is None:
+    if config.reward.processes is None and not is_elsewhere:
         found.append(("reward.processes", _processes(cluster)))
     if config.actor.tokens_per_microbatch is None:
         rest = changed(config, found)

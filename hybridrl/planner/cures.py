@@ -8,8 +8,8 @@ from typing import Any
 
 from hybridrl.checks.placement import check_placement
 from hybridrl.config.schema import Config
+from hybridrl.core.readable import gib
 from hybridrl.errors import ConfigError
-from hybridrl.planner.devices import GIB
 from hybridrl.planner.plan import Plan, make_plan
 
 SHARES = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
@@ -56,11 +56,11 @@ def refuse(plan: Plan, tolerance: float = 1.0) -> None:
     if not what:
         phase = plan.fullest.fullest
         parts = sorted(phase.parts.items(), key=lambda part: -part[1])[:3]
-        mostly = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
+        mostly = ", ".join(f"{name} {gib(size)}" for name, size in parts)
         what = (
             f"This does not fit: while `{phase.role}` does `{phase.phase}`, device "
-            f"{plan.fullest.devices[0]} needs {phase.bytes / GIB:.1f} GiB ({mostly}, ...) and has "
-            f"{plan.cluster.memory_of(plan.fullest.devices[0]) / GIB:.1f}"
+            f"{plan.fullest.devices[0]} needs {gib(phase.bytes)} GiB ({mostly}, ...) and has "
+            f"{gib(plan.cluster.memory_of(plan.fullest.devices[0]))}"
         )
     found = [" ".join(f"{name}={_text(value)}" for name, value in cure) for cure in cures(plan)]
     if not found:

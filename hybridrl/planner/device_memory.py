@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from hybridrl.core.device import message_bytes
+from hybridrl.core.readable import readable_bytes
 from hybridrl.placement import GENERATOR
 from hybridrl.planner.devices import GIB
 from hybridrl.planner.memory import (
@@ -95,8 +96,8 @@ def lacking_of(planner: Planner) -> str:
     if room >= least:
         return ""
     return (
-        f"rollout.memory_share={share} of a device is {room / GIB:.1f} GiB, but the generator's "
-        f"weights with the cache of one sample take {least / GIB:.1f}"
+        f"rollout.memory_share={share} of a device is {readable_bytes(room)}, but the generator's "
+        f"weights with the cache of one sample take {readable_bytes(least)}"
     )
 
 

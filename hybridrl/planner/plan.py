@@ -129,10 +129,15 @@ def _host_bytes(planner: Planner) -> float:
     return max(taken.values(), default=0.0)
 
 
-def to_json(plan: Plan) -> str:
-    """The plan as text; `placement=file placement.path=<it>` runs it, after a person's edits."""
+def to_json(plan: Plan, settings: Sequence[tuple[str, Any]] = ()) -> str:
+    """The plan as text; `placement=file placement.path=<it>` runs it, after a person's edits.
+
+    Args:
+        settings: That were left to the planner, as it chose them.
+    """
     found: dict[str, Any] = {
         **json.loads(plan.placement.to_json()),
+        "settings": dict(settings),
         "devices": {
             "number": len(plan.cluster.devices),
             "name": str(plan.cluster),

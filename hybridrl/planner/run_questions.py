@@ -100,7 +100,7 @@ class Prediction:
 
     @property
     def change(self) -> float:
-        """-0.3: a step takes 30 % less."""
+        """-0.3: a step takes 30% less."""
         return self.after.makespan / self.before.makespan - 1
 
 

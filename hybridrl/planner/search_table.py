@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 
 from rich.table import Table
 
+from hybridrl.core.readable import gib, readable_seconds
 from hybridrl.placement import ACTOR, GENERATOR
 from hybridrl.planner.auto import Proposal, Proposals
-from hybridrl.planner.devices import GIB
 from hybridrl.planner.table import SHORT, ranges
 
 SAME = 0.005
@@ -26,7 +26,7 @@ def side_by_side(found: Proposals, tokens_per_dollar: Callable[[Proposal], float
         table.add_row(name, *(cell(one) for one in found.best), **style)
 
     row("seconds of a step", lambda p: f"{p.found.step:.3g}", style="bold")
-    row("samples a second", lambda p: f"{p.plan.sizes.samples / p.found.step:.3g}")
+    row("samples/s", lambda p: f"{p.plan.sizes.samples / p.found.step:.3g}")
     if tokens_per_dollar is not None:
         row("tokens a dollar", lambda p: f"{tokens_per_dollar(p):,.0f}")
     for role in dict.fromkeys(role for one in found.best for role in one.placement.roles):
@@ -59,7 +59,7 @@ def reasons(found: Proposals) -> list[str]:
     said += [f"refused: {sentence}" for sentence in found.refused[:2]]
     how = "none that is left can be better" if report.complete else "the time was over"
     seen = f"{report.looked_at} of {report.ways:,} ways were looked at"
-    said.append(f"{seen} in {report.seconds:.1f} s; {how}.")
+    said.append(f"{seen} in {readable_seconds(report.seconds)}; {how}.")
     return said
 
 
@@ -77,8 +77,8 @@ def why(best: Proposal, other: Proposal) -> str:
     for part in sorted(slower, key=lambda part: -slower[part])[:2]:
         role, phase = part
         said.append(
-            f"{role} {SHORT[phase]} for {then[part]:.3g} s on {_devices(other, part)} device(s) "
-            f"(1: {first.get(part, 0.0):.3g} s on {_devices(best, part)})"
+            f"{role} {SHORT[phase]} for {readable_seconds(then[part])} on {_devices(other, part)} "
+            f"device(s) (1: {readable_seconds(first.get(part, 0.0))} on {_devices(best, part)})"
         )
     idle = (other.plan.times.idle if other.plan.times else {}) or {}
     before = best.plan.times.idle_share if best.plan.times else 0.0
@@ -143,4 +143,4 @@ def _cut(proposal: Proposal, role: str) -> str:
 def _memory(proposal: Proposal) -> str:
     plan = proposal.plan
     there = plan.cluster.memory_of(plan.fullest.devices[0])
-    return f"{plan.fullest.fullest.bytes / GIB:.1f} of {there / GIB:.1f}"
+    return f"{gib(plan.fullest.fullest.bytes)} of {gib(there)}"

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from hybridrl.core.generation_plan import GenerationPlan, Stage
+from hybridrl.core.readable import readable_bytes
 from hybridrl.errors import ConfigError
 from hybridrl.planner.generation_problem import (
     GenerationProblem,
@@ -131,13 +132,12 @@ def _what_is_lacking(problem: GenerationProblem) -> str:
     ends = problem.embedding_bytes + problem.head_bytes
     have = sum(device.memory for device in problem.devices)
     need = problem.layers * least[lightest] + ends
-    gib = 2**30
     if need > have:
         return (
             f"The model does not fit: with all layers in {lightest} bits, and the KV cache of "
-            f"{problem.samples} samples, it takes {need / gib:.3g} GiB, and the devices have "
-            f"{have / gib:.3g}. Set a lower rollout.max_sequences or rollout.max_tokens, or add a "
-            "device."
+            f"{problem.samples} samples, it takes {readable_bytes(need)}, and the devices have "
+            f"{readable_bytes(have)}. Set a lower rollout.max_sequences or rollout.max_tokens, or "
+            "add a device."
         )
     finest = sum(min(one.values()) for one in problem.indicators)
     if finest > problem.max_kl:
@@ -147,8 +147,8 @@ def _what_is_lacking(problem: GenerationProblem) -> str:
         )
     return (
         f"No plan keeps both rollout.max_kl={problem.max_kl:.3g} and the memory of the devices: in "
-        f"{widest} bits the model takes {(problem.layers * least[widest] + ends) / gib:.3g} GiB "
-        f"with its KV cache, in {lightest} bits {need / gib:.3g}, and the devices have "
-        f"{have / gib:.3g} (a layer is on one of them, whole). Set a higher rollout.max_kl or a "
-        "lower rollout.max_sequences, or add a device."
+        f"{widest} bits the model takes {readable_bytes(problem.layers * least[widest] + ends)} "
+        f"with its KV cache, in {lightest} bits {readable_bytes(need)}, and the devices have "
+        f"{readable_bytes(have)} (a layer is on one of them, whole). Set a higher rollout.max_kl "
+        "or a lower rollout.max_sequences, or add a device."
     )

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
+from hybridrl.core.readable import gib
 from hybridrl.core.training_mesh import devices_of
-from hybridrl.planner.devices import GIB
 from hybridrl.planner.plan import Plan
 from hybridrl.planner.step_time import Times
 
@@ -74,7 +74,7 @@ def memory_table(plan: Plan) -> Table:
             table.add_row(
                 ranges(device.devices) if number == 0 else "",
                 f"{phase.role} {SHORT.get(phase.phase, phase.phase)}",
-                *(gib(phase.parts.get(name, 0)) for name in names),
+                *(gib(size) if (size := phase.parts.get(name, 0)) else "." for name in names),
                 gib(phase.bytes),
                 f"{share:.0%}",
                 style="bold red" if share > 1 else "bold" if phase is device.fullest else "",
@@ -85,7 +85,7 @@ def memory_table(plan: Plan) -> Table:
 def _memories(plan: Plan) -> str:
     """What devices have, of each model."""
     cluster = plan.cluster
-    found = {model: f"{cluster.models[model].memory / GIB:.1f}" for model in cluster.model_names}
+    found = {model: gib(cluster.models[model].memory) for model in cluster.model_names}
     if len(found) == 1:
         return next(iter(found.values()))
     return ", ".join(f"{memory} ({model})" for model, memory in found.items())
@@ -126,7 +126,7 @@ def sizes_lines(plan: Plan) -> list[str]:
             if plan.placement.roles[role].parallel.gradients != "full"
         ]
     if plan.sync_bytes:
-        lines.append(f"sync        {plan.sync_bytes / GIB:.2f} GiB to each device")
+        lines.append(f"sync        {gib(plan.sync_bytes)} GiB to each device")
     return lines
 
 
@@ -144,7 +144,7 @@ def short(plan: Plan) -> list[str]:
     phase = plan.fullest.fullest
     there = plan.cluster.memory_of(plan.fullest.devices[0])
     lines.append(
-        f"memory      up to {phase.bytes / GIB:.1f} of {there / GIB:.1f} GiB a "
+        f"memory      up to {gib(phase.bytes)} of {gib(there)} GiB a "
         f"device, while {phase.role} {SHORT.get(phase.phase, phase.phase)}"
     )
     if plan.host_bytes:
@@ -191,10 +191,3 @@ def count(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return str(number)
-
-
-def gib(size: float) -> str:
-    """In GiB; small ones too."""
-    if not size:
-        return "."
-    return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2g}"

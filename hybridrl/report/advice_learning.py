@@ -63,7 +63,7 @@ def dead_groups(seen: Evidence) -> Iterator[Advice]:
         yield tip(title, numbers, action, share)
         return
     if high == low:
-        cause = f"All samples score {low:g}: see whether the reward tells answers apart"
+        cause = f"All samples score {low:g}: see whether the reward tells responses apart"
     elif top > 0.5:
         cause = "Most of them are always right: take harder prompts (data.sampler=pass_rate)"
     else:
@@ -168,7 +168,7 @@ def cut(seen: Evidence) -> Iterator[Advice]:
         numbers["max_tokens"] = seen.config.rollout.max_tokens
         title += f" of {seen.config.rollout.max_tokens} tokens"
         if not seen.config.algorithm.overlong_buffer:
-            action += ", or have long answers cost something (algorithm.overlong_buffer)"
+            action += ", or have long responses cost something (algorithm.overlong_buffer)"
     yield (warning if share >= CUT_TOO_MANY else tip)(title, numbers, f"{action}.", share)
 
 

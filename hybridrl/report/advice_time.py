@@ -126,7 +126,7 @@ TIME = slow_reward, generation, small_microbatches, evaluations, checkpoints
 
 
 def change_of(seen: Evidence, question: Question) -> float | None:
-    """-0.3: a step would take 30 % less; None where the run cannot be replayed."""
+    """-0.3: a step would take 30% less; None where the run cannot be replayed."""
     if seen.run is None:
         return None
     try:

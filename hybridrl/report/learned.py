@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hybridrl.core.readable import readable_seconds
 from hybridrl.observe.beside_steps import CHECKPOINT, EVALUATION, KEEPING
-from hybridrl.observe.summary import readable_seconds
 from hybridrl.report.evidence import Change, Evidence
 from hybridrl.report.spans import in_words
 
@@ -36,7 +36,7 @@ def _rewards(seen: Evidence) -> list[str]:
 
 
 def _evaluations(seen: Evidence) -> list[str]:
-    """From each set's first evaluation to its last, with 95 % intervals."""
+    """From each set's first evaluation to its last, with 95% intervals."""
     said = []
     for name, first, last in seen.evaluated:
         if last["low"] > first["high"]:

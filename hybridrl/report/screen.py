@@ -11,11 +11,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hybridrl.core.readable import readable_seconds
 from hybridrl.observe.dashboard import bar, value_lines
 from hybridrl.observe.readings import Readings
 from hybridrl.observe.run_state import RUNNING, state_of
 from hybridrl.observe.safe_text import one_line
-from hybridrl.observe.summary import accuracy_name, readable_seconds
+from hybridrl.observe.summary import accuracy_name
 from hybridrl.report.advice import advise_of
 from hybridrl.report.evidence import Evidence
 from hybridrl.report.spans import IDLE, DeviceSpan, in_words

@@ -73,7 +73,7 @@ def read_rubric(given: Any) -> list[Criterion]:
             raise ValueError(f"the weight {weight!r} is not finite")
         found.append(Criterion(str(entry["criterion"]), float(weight)))
     if not any(criterion.weight > 0 for criterion in found):
-        raise ValueError("no criterion has a weight above 0, so that no answer could be good")
+        raise ValueError("no criterion has a weight above 0, so that no response could be good")
     return found
 
 

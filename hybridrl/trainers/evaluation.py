@@ -20,7 +20,7 @@ def evaluate_answers(
     config: Config,
     drawn: list[Drawn] | None = None,
 ) -> dict[str, float]:
-    """`accuracy`: the share of greedy answers that score `reward.correct_at` or more.
+    """`accuracy`: the share of greedy responses that score `reward.correct_at` or more.
 
     With `eval.samples` = k above 1 also `eval/mean@k` and `eval/pass@k`, of k samples drawn as in
     training: the share that is right, and the share of prompts with a right one. With

@@ -1,4 +1,4 @@
-"""Expert iteration: supervised learning of the policy's own best answers.
+"""Expert iteration: supervised learning of the policy's own best responses.
 
 With `expert.choose=right` each different right answer counts once (rejection sampling): Zelikman et
 al. 2022 (STaR), arXiv:2203.14465; Singh et al. 2023 (ReST-EM), arXiv:2312.06585. An answer that
@@ -24,7 +24,7 @@ KEPT = (*SAMPLE, "response_mask")
 
 
 class Trainer(PolicyTrainer):
-    """The driver program of expert iteration. Answers stay with the workers that made them; a
+    """The driver program of expert iteration. Responses stay with the workers that made them; a
     number and a text of each come to the driver."""
 
     @classmethod

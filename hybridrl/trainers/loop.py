@@ -11,11 +11,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.eval_sets import HELD_OUT
+from hybridrl.core.readable import readable_seconds
 from hybridrl.errors import HybridRLError, LostError, Preempted
 from hybridrl.observe.beside_steps import CHECKPOINT, EVALUATION
 from hybridrl.observe.kept_steps import check_figure, metric_of
 from hybridrl.observe.step_view import StepView
-from hybridrl.observe.summary import accuracy_name, readable_seconds
+from hybridrl.observe.summary import accuracy_name
 from hybridrl.trainers.checkpoints import Checkpoints
 from hybridrl.trainers.decline import Decline
 from hybridrl.trainers.early_stop import EarlyStop

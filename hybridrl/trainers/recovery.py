@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.schema import Config
+from hybridrl.core.readable import readable_seconds
 from hybridrl.errors import LostError
 from hybridrl.observe.storage import explain_write_errors
-from hybridrl.observe.summary import readable_seconds
 
 FILE = "recoveries.jsonl"
 

@@ -64,7 +64,7 @@ class RoleSpec:
         trains: Whether its model is trained; others only score.
         generates: Whether it samples responses and so needs a rollout engine.
         scalar: Whether its model ends in one number, not in a distribution over tokens.
-        saves_as: The folder of the run directory in which its model is kept; None: it is not.
+        saves_as: The folder of the run folder in which its model is kept; None: it is not.
         copies_actor: Whether it begins as a copy of the actor as it is after warm-up, unless
             `models.<role>.path` names another beginning.
         takes: Settings that stand under `models.<role>`: `path`, `parallel`, `optimizer`,
@@ -97,7 +97,7 @@ class RoleSpec:
         saves = usual.trains if isinstance(self.worker, str) else hasattr(self.worker, "save_model")
         if self.saves_as is not None and not re.fullmatch(r"\w[\w.-]*", self.saves_as):
             raise ConfigError(
-                f"saves_as={self.saves_as!r}: must be the name of a folder in the run directory, "
+                f"saves_as={self.saves_as!r}: must be the name of a folder in the run folder, "
                 "of letters, digits, `_`, `-` and dots."
             )
         if self.saves_as is not None and not saves:

@@ -277,7 +277,7 @@ class RewardWorker(ModelWorker):
         self.report(**{f"{self._kind}_ungraded": float(missing.sum())})
         if missing.any() and self._config.on_error == "fail":
             raise RewardError(
-                f"The judge gave {int(missing.sum())} of {len(rows)} answers no grade that "
+                f"The judge gave {int(missing.sum())} of {len(rows)} responses no grade that "
                 f"`reward.judge.pattern` ({self._judge.pattern}) finds. Mend the pattern or "  # type: ignore[union-attr]
                 "the template, or set `reward.on_error` to `drop` or `value`."
             )

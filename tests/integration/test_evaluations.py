@@ -79,7 +79,7 @@ def test_sets_beside_the_held_out_rows_and_an_early_end(sets, tmp_path, capsys):
     assert summary["steps"] == 2 and "eval/easy/score was best at step 0" in summary["ended_early"]
     assert "easy/score" in summary["against_baseline"]
     said = capsys.readouterr().out
-    assert "step 2: the run ends here" in said and "95 %" in said
+    assert "step 2: the run ends here" in said and "95%" in said
     # It goes on where it stopped if it is to be more patient, and knows what was best.
     main.run(load_config([f"resume={folder}", "eval.stop.patience=3"]))
     assert sorted(evaluations(folder)[3]) == ["easy", "held_out", "own"]

@@ -113,7 +113,7 @@ def test_a_machine_that_runs_out_of_memory_is_named_with_who_uses_it(command):
     run = command(*LONG, environment=low)
     assert run.finish(timeout=100) == 1, run.output
     assert "Ray's memory monitor ended it" in run.output and " limit)" in run.output
-    assert re.search(r"The largest processes:(\n +[\d.]+ GB  process \d+: .+){3}", run.output)
+    assert re.search(r"The largest processes:(\n +[\d.]+ GiB  process \d+: .+){3}", run.output)
     assert "Traceback" not in run.output
 
 

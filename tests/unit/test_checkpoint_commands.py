@@ -114,7 +114,7 @@ def test_verify_reads_everything_and_its_exit_code_says_so(capsys, run):
 
 def test_export_writes_a_model_folder_in_the_dtype_asked_for(capsys, run, tmp_path):
     out = tmp_path / "out"
-    command(capsys, "export", run[1].at(20), out, "--file-gb", "0.0000005")
+    command(capsys, "export", run[1].at(20), out, "--file-gib", "0.0000005")
     assert sorted(path.name for path in out.iterdir()) == [
         "config.json",
         *(f"model-0000{i}-of-00002.safetensors" for i in (1, 2)),
@@ -132,7 +132,7 @@ def test_export_writes_a_model_folder_in_the_dtype_asked_for(capsys, run, tmp_pa
 
 @pytest.mark.parametrize("size", ["nan", "inf", "0"])
 def test_a_size_that_is_none_is_refused_and_leaves_nothing(capsys, run, tmp_path, size):
-    words = command(capsys, "export", run[0], tmp_path / "out", f"--file-gb={size}", code=2)
+    words = command(capsys, "export", run[0], tmp_path / "out", f"--file-gib={size}", code=2)
     assert "must be a number of more than 0" in words and not (tmp_path / "out").exists()
 
 

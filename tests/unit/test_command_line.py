@@ -56,12 +56,6 @@ def test_plans_refuse_words_that_would_do_nothing(words, said, capsys):
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-def test_each_command_is_what_the_list_says_of_it():
-    added = cli.parser_of([*cli.COMMANDS])._subparsers._group_actions[0]
-    said = {one.dest: one.help for one in added._choices_actions}
-    assert said == {name: what for name, (_, what) in cli.COMMANDS.items()}
-
-
 def test_only_the_command_that_is_asked_for_is_imported():
     program = (
         "import sys\nfrom hybridrl import cli\n"

@@ -16,10 +16,10 @@ def script(shell, capsys):
     return capsys.readouterr().out
 
 
-def completed(file, folder, *words, function="_hybridrl"):
+def completed(file, folder, *words, function="_hybridrl", before=""):
     """What bash offers for the last word."""
     program = (
-        f"source {file}; COMP_WORDS=({' '.join(map(repr, words))}); "
+        f"{before}source {file}; source {file}; COMP_WORDS=({' '.join(map(repr, words))}); "
         f'COMP_CWORD={len(words) - 1}; {function}; printf "%s\\n" "${{COMPREPLY[@]}}"'
     )
     done = subprocess.run(
@@ -50,6 +50,9 @@ def test_bash_completes_commands_options_runs_and_settings(tmp_path, capsys):
     main = ("python", "-m", "hybridrl.main")
     assert offered(*main, "rollout.max_to", function="_hybridrl_main") == ["rollout.max_tokens="]
     assert offered("python", "rollout.max_to", function="_hybridrl_main") == []
+    known = "_python() { COMPREPLY=(of-python); }; complete -F _python python; "
+    assert offered("python", "", function="_hybridrl_main", before=known) == ["of-python"]
+    assert "algorithm=" in offered(*main, "algo", function="_hybridrl_main", before=known)
 
 
 def test_fish_knows_what_belongs_to_which_command(capsys):

@@ -15,7 +15,7 @@ SAMPLES = [
 
 def test_each_function_and_the_advantage_stand_beside_the_answer():
     heading, *rows = table_lines(SAMPLES, 100)
-    assert heading.split() == ["reward", "exact", "length", "advantage", "answer"]
+    assert heading.split() == ["reward", "exact", "length", "advantage", "response"]
     assert [row.split() for row in rows] == [
         ["1", "1", "0", "+1.50", "right"],
         ["0", "0", "0", "-0.50", "wrong"],
@@ -35,7 +35,7 @@ def test_a_single_function_is_the_reward_and_a_dropped_sample_is_last():
     heading, *rows = table_lines(
         [Completion("a", math.nan, {"exact": math.nan}), Completion("b", 0.5, {"exact": 0.5})], 80
     )
-    assert heading.split() == ["reward", "answer"]
+    assert heading.split() == ["reward", "response"]
     assert [row.split() for row in rows] == [["0.5", "b"], ["dropped", "a"]]
 
 

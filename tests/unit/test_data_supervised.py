@@ -128,7 +128,7 @@ def test_turns_that_follow_each_other_and_other_roles():
 
 
 def test_a_template_that_rewrites_turns_is_refused_with_a_cure():
-    with pytest.raises(DataError, match=r"message 2 of row 1 .*Make one row of each answer"):
+    with pytest.raises(DataError, match=r"message 2 of row 1 .*Make one row of each of the"):
         conversations([TALK], FORGETFUL)
     tokenizer = with_template(FORGETFUL)
     batch = examples([{"prompt": TALK[:3], "response": "no"}], tokenizer)

@@ -223,7 +223,7 @@ def test_what_a_set_leaves_out_is_the_jobs():
 
 
 REFUSED = [
-    ([SET, "eval.sets.math.metrics=[pass@8]"], "`pass@8`, which needs 8 answers.*samples=8"),
+    ([SET, "eval.sets.math.metrics=[pass@8]"], "`pass@8`, which needs 8 samples.*samples=8"),
     ([SET, "eval.sets.math.metrics=[passs@1]"], "there are accuracy, .*Did you mean `pass@k`"),
     ([SET, "eval.sets.math.samples=2", "eval.sets.math.temperature=0"], "would be the same"),
     (["eval.sets.held_out.samples=2"], "may not be called so"),

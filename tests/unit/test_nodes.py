@@ -121,8 +121,10 @@ def test_a_death_for_want_of_memory_says_who_uses_it():
         "77\t17.47\tpython train.py\n12\t0.62\tray::RayHost\nRefer to the documentation\n"
     )
     text = str(explain([Death(UPDATE, 1, said)], HOSTS))
-    assert "running out of memory (22.41GB used / 23.54GB limit). The largest processes:" in text
-    assert "17.47 GB  process 77: python train.py\n" in text and "kill -9" not in text
+    assert (
+        "running out of memory (22.41 GiB used / 23.54 GiB limit). The largest processes:" in text
+    )
+    assert "17.47 GiB  process 77: python train.py\n" in text and "kill -9" not in text
 
 
 def test_a_host_that_died_is_named_by_its_role_and_rank_there(tmp_path):

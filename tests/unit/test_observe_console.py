@@ -75,7 +75,7 @@ def test_a_step_is_one_readable_line():
         view.step(step, STEP)
     assert text_of(console).splitlines()[-1] == (
         "step 12/60 | reward 0.613 | accuracy 0.71 | length 4.2 | kl 0.0012 | entropy 0.31 | "
-        "5,210 tok/s | gen 41% score 3% train 48% sync 6% | 0.52 s | 00:31 left"
+        "5,210 tokens/s | gen 41% score 3% train 48% sync 6% | 0.52 s | 00:31 left"
     )
 
 
@@ -97,7 +97,7 @@ def test_missing_and_absurd_metrics_are_dashes_and_accuracy_stays():
         text_of(console)
         .splitlines()[-1]
         .startswith(
-            "step  2/10 | reward - | accuracy 0.50 | length - | kl - | entropy - | - tok/s | "
+            "step  2/10 | reward - | accuracy 0.50 | length - | kl - | entropy - | - tokens/s | "
             "gen - score - train - sync - | - s | 00:0"
         )
     )

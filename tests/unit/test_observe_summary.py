@@ -5,7 +5,7 @@ from pathlib import Path
 from hybridrl.config.schema import JudgeConfig, RewardConfig
 from hybridrl.core.record import Record
 from hybridrl.observe.step_clock import phase_shares
-from hybridrl.observe.summary import accuracy_name, final_sentence, readable_seconds
+from hybridrl.observe.summary import accuracy_name, final_sentence
 
 
 def call(role, rank, phases, method="run", start=0.0, end=1.0):
@@ -53,7 +53,7 @@ def test_the_last_sentence():
         "seconds": 41.2,
     }
     assert final_sentence(summary, Path("runs/x")) == (
-        "greedy accuracy 0.53 -> 0.86, reward 0.48 -> 0.84 in 60 steps (41 s); "
+        "greedy accuracy 0.53 -> 0.86, reward 0.48 -> 0.84 in 60 steps (41.2 s); "
         "model, metrics and curves: runs/x"
     )
     assert final_sentence({"steps": 1, "reward_last": 0.5}, Path("x")).startswith(
@@ -68,20 +68,8 @@ def test_what_a_model_scores_is_no_accuracy():
     assert accuracy_name(by_function) == "greedy accuracy"
     assert accuracy_name(by_function, short=True) == "accuracy"
     for reward in (by_model, by_judge):
-        assert accuracy_name(reward) == "greedy answers (score >= 0.5)"
+        assert accuracy_name(reward) == "greedy responses (score >= 0.5)"
         assert accuracy_name(reward, short=True) == "score>=0.5"
     assert final_sentence({"accuracy_last": 0.9}, Path("x"), accuracy_name(by_model)).startswith(
-        "greedy answers (score >= 0.5) 0.90; "
+        "greedy responses (score >= 0.5) 0.90; "
     )
-
-
-def test_readable_seconds():
-    assert [readable_seconds(s) for s in (0.04, 9.94, 9.96, 59.4, 59.6, 95, 3725)] == [
-        "0.0 s",
-        "9.9 s",
-        "10 s",
-        "59 s",
-        "1 min 0 s",
-        "1 min 35 s",
-        "1 h 2 min",
-    ]

@@ -101,7 +101,7 @@ def nothing_runs(monkeypatch):
 
     def quiet(name):
         return types.SimpleNamespace(
-            add_parser=known(name).add_parser,
+            add_arguments=known(name).add_arguments,
             run=lambda chosen: left.extend(getattr(chosen, "settings", [])) or 0,
         )
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from engine_cases import CPU
 
-from hybridrl import cli, plan_generation
+from hybridrl import cli
+from hybridrl.commands import plan_generation
 from hybridrl.core.generation_plan import BITS, read_plan
 from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError

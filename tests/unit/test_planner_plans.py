@@ -220,6 +220,17 @@ def test_the_command(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] and found["time"]["step"] > 0
     assert found["roles"]["critic"]["devices"] == list(range(16))
+    assert found["settings"] == {}  # none was left to the planner
+
+
+def test_json_has_the_settings_that_were_chosen(capsys):
+    null = ["actor.tokens_per_microbatch=null", "reward.processes=null"]
+    with pytest.raises(SystemExit):
+        main(["plan", "model.path=llama-7b", *null, "--json", "--devices", "16xH100"])
+    found = json.loads(capsys.readouterr().out)
+    tokens = found["settings"].pop("actor.tokens_per_microbatch")
+    assert tokens >= 1024 and not found["settings"]  # cores of those nodes are not known
+    assert found["micro_batches"]["actor/train"]["tokens"] <= tokens
 
 
 def test_the_command_refuses_with_a_sentence(capsys):

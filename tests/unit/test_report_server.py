@@ -5,6 +5,7 @@ import json
 import re
 import threading
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from run_folders import metrics_row, run_folder
@@ -167,3 +168,17 @@ def test_the_dashboard_asks_for_figures_that_there_are(serve, tmp_path):
     there = {one.split("{")[0] for one in said.splitlines() if not one.startswith("#")}
     asked = set(re.findall(r"hybridrl_\w+(?=\{)", DASHBOARD.read_text()))
     assert len(asked) > 10 and asked <= there
+
+
+def test_the_token_stands_on_no_command_line(monkeypatch):
+    from hybridrl.commands.watch import _opened
+
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    url = f"http://127.0.0.1:1/{TOKEN}/"
+    with _opened(url):
+        (address,) = opened
+        file = Path(unquote(urlsplit(address).path))
+        assert TOKEN not in address and f"url={url}" in file.read_text()
+        assert file.stat().st_mode & 0o777 == 0o600
+    assert not file.exists()

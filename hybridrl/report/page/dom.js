@@ -46,22 +46,27 @@ const Report = { sections: {} };
     return value.toPrecision(3);
   }
 
+  // Three significant digits, without zeros behind them. Seconds and bytes are written as
+  // core/readable.py writes them.
+  const short = (value) => String(Number(value.toPrecision(3)));
+
   function seconds(value) {
     if (!known(value)) return "–";
-    if (value === 0) return "0 s";
-    if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
-    if (value < 1) return `${(value * 1e3).toPrecision(3)} ms`;
-    if (value < 60) return `${value.toPrecision(3)} s`;
-    if (value < 3600) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
-    return `${Math.floor(value / 3600)} h ${Math.round((value % 3600) / 60)} min`;
+    if (value <= 0) return "0 s";
+    if (value < 0.9995e-3) return `${short(value * 1e6)} µs`;
+    if (value < 0.9995) return `${short(value * 1e3)} ms`;
+    if (value < 59.95) return `${short(value)} s`;
+    const whole = Math.round(value);
+    if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+    return `${Math.floor(whole / 3600)} h ${Math.floor(whole % 3600 / 60)} min`;
   }
 
   function bytes(value) {
     if (!known(value)) return "–";
-    const units = ["B", "kB", "MB", "GB", "TB"];
+    const units = ["B", "KiB", "MiB", "GiB", "TiB"];
     let unit = 0;
-    while (value >= 1000 && unit < units.length - 1) { value /= 1000; unit += 1; }
-    return `${value.toPrecision(3)} ${units[unit]}`;
+    while (value >= 999.5 && unit < units.length - 1) { value /= 1024; unit += 1; }
+    return `${value >= 99.5 ? Math.round(value) : short(value)} ${units[unit]}`;
   }
 
   // A moment, from what Date takes.

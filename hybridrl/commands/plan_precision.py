@@ -30,6 +30,7 @@ from hybridrl.core.precision_plan import (
     PrecisionPlan,
     RankPrecision,
 )
+from hybridrl.core.readable import readable_seconds
 from hybridrl.errors import ConfigError
 from hybridrl.inputs import load_rows, model_folder
 from hybridrl.models import load_config as load_model_config
@@ -178,7 +179,7 @@ def _work(
     sizes: Sizes,
     devices: Sequence[UnequalDevice],
 ) -> Work:
-    """An iteration of a rank with its share of a step's tokens."""
+    """A step of a rank with its share of a step's tokens."""
     times = sizes.tokens / len(devices) / seconds.tokens
     layers, whole = decoder_layers(model), max(seconds.layer)
     parameters = sum(p.numel() for p in model.parameters())
@@ -236,13 +237,13 @@ def _bits(bits: Mapping[int, int]) -> str:
 def _lines(plan: PrecisionPlan, role: str, out: str | None) -> list[str]:
     layer: Mapping[int, float] = plan.found["layer_seconds"]
     tokens = plan.found["measured_tokens"]
-    costs = ", ".join(f"{bits} bits {1e3 * s:.3g} ms" for bits, s in layer.items())
+    costs = ", ".join(f"{bits} bits {readable_seconds(s)}" for bits, s in layer.items())
     found = [f"A layer on {tokens} tokens, measured here: {costs}."]
     slowest = max(rank.seconds or 0.0 for rank in plan.ranks)
     if slowest > 1.001 * plan.found["target_seconds"]:
         found.append(
-            f"Even so the slowest takes {slowest:.3g} s, and the fastest device with whole layers "
-            f"{plan.found['target_seconds']:.3g} s."
+            f"Even so the slowest takes {readable_seconds(slowest)}, and the fastest device with "
+            f"whole layers {readable_seconds(plan.found['target_seconds'])}."
         )
     found.append(
         f"Run it with models.{role}.precision={out or 'FILE'}" + ("." if out else " (--out FILE).")

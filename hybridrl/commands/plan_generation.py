@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridrl.core.generation_plan import BITS, WHOLE, GenerationPlan, to_json
+from hybridrl.core.readable import readable_bytes, readable_seconds
 from hybridrl.errors import ConfigError
 from hybridrl.observe.storage import explain_write_errors
 
@@ -64,8 +65,8 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     path = config.model.path
     if path is None or not Path(path).expanduser().is_dir():
         raise ConfigError(
-            f"model.path={path}: bits are chosen by what they change of a model's answers, so set "
-            "model.path to the folder of the model."
+            f"model.path={path}: bits are chosen by what they change of a model's responses, so "
+            "set model.path to the folder of the model."
         )
     kind = kind_here(config.devices)
     described = _described(config, chosen.devices, kind)
@@ -264,7 +265,7 @@ def _samples(config: Config, tokenizer: Any) -> list[Tensor]:
 
     rows = load_rows(config, "prompts", tokenizer).training["prompt_ids"].rows()
     if not rows:
-        raise ConfigError("data: there is no prompt, and bits are judged by answers to some.")
+        raise ConfigError("data: there is no prompt, and bits are judged by responses to some.")
     return [row.clone() for row in rows[:SAMPLES]]
 
 
@@ -297,7 +298,7 @@ def _table(plan: GenerationPlan, problem: GenerationProblem) -> Table:
         table.add_row(
             *(str(number), stage.name, f"{first}-{first + len(stage.bits) - 1}"),
             *(str(stage.bits.count(bits)) for bits in BITS),
-            f"{size / 2**30:.3g} GiB",
+            readable_bytes(size),
         )
     return table
 
@@ -305,9 +306,9 @@ def _table(plan: GenerationPlan, problem: GenerationProblem) -> Table:
 def _lines(plan: GenerationPlan, out: str | None) -> list[str]:
     said = plan.predicted
     lines = [
-        f"{said['tokens_per_second']:.0f} tokens a second, as predicted: the prompts take "
-        f"{said['prefill_seconds']:.3g} s, all tokens after the first "
-        f"{said['decode_seconds']:.3g}.",
+        f"{said['tokens_per_second']:.0f} tokens/s, as predicted: the prompts take "
+        f"{readable_seconds(said['prefill_seconds'])}, all tokens after the first "
+        f"{readable_seconds(said['decode_seconds'])}.",
         f"{plan.decode_micro_batches} micro-batches, of which the prompts pass in "
         f"{plan.prefill_pieces} parts.",
         f"KL {plan.kl:.2g} nats a token, measured (indicators said {said['kl']:.2g}).",

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -15,6 +15,7 @@ from rich.console import Console
 from hybridrl.commands.plan_options import cluster_of, lengths_of, tiny_of
 from hybridrl.config.load import load_config
 from hybridrl.core.cluster import Cluster
+from hybridrl.core.readable import readable_seconds
 from hybridrl.errors import ConfigError, Problems
 from hybridrl.planner.auto import (
     Proposal,
@@ -48,13 +49,15 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     config = load_config(overrides)
     lengths = lengths_of(chosen.lengths)
     problems = Problems()
-    preflight(config, problems, plans=True, is_elsewhere=chosen.devices is not None)
+    is_elsewhere = chosen.devices is not None
+    preflight(config, problems, plans=True, is_elsewhere=is_elsewhere)
     problems.raise_if_any()
     cluster = cluster_of(config, chosen.devices)
     objective = _objective(chosen, cluster)
     with with_described_models(config, tiny_of(config)) as described:
         machines = cluster if cluster.rates_known else with_rates(cluster)
-        described = changed(described, choose_settings(described, machines, lengths))
+        left = choose_settings(described, machines, lengths, is_elsewhere=is_elsewhere)
+        described = changed(described, left)
         rates = rates_of(machines, with_dtype(described, machines.kind).model.dtype)
         found = propose(
             described,
@@ -68,10 +71,10 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     if chosen.within is not None and quickest > chosen.within:
         raise ConfigError(
             f"--within {chosen.within:g}: no way is as quick; the quickest that was found takes "
-            f"{quickest:.3g} s."
+            f"{readable_seconds(quickest)}."
         )
     if chosen.json:
-        sys.stdout.write(json.dumps(_data(found), indent=2) + "\n")
+        sys.stdout.write(json.dumps(_data(found, dict(left)), indent=2) + "\n")
     else:
         _show(found, chosen.price)
     if chosen.out is not None:
@@ -106,11 +109,12 @@ def _show(found: Proposals, price: str | None) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _data(found: Proposals) -> dict[str, object]:
+def _data(found: Proposals, chosen: Mapping[str, object]) -> dict[str, object]:
     return {
         "best": [
             {
                 **json.loads(one.to_json()),
+                "settings": {**chosen, **dict(one.settings)},
                 "step_seconds": one.found.step,
                 "idle": dict(one.plan.times.idle) if one.plan.times else {},
                 "memory_share": one.plan.filled(one.plan.fullest),
