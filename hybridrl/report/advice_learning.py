@@ -140,7 +140,13 @@ def mismatch(seen: Evidence) -> Iterator[Advice]:
     how = f"rising, from {change.first:.2g} to" if rising else "at"
     title = f"mismatch KL between generator and trainer is {how} {change.last:.2g} nats a token"
     correction = "auto" if seen.config is None else seen.config.algorithm.correction
-    action = "Make both compute alike (model.dtype, rollout.quantization)"
+    age = seen.recent("staleness/mean") or 0.0
+    if age > 0:  # then most of it is the updates between them, not how they compute
+        numbers["staleness"] = age
+        title += f", at a staleness of {age:.2g}"
+        action = "Let samples be less old (placement.staleness)"
+    else:
+        action = "Make both compute alike (model.dtype, rollout.quantization)"
     if correction in ("auto", "none"):
         action += ", or weigh samples by it (algorithm.correction=truncate)"
     severity = math.log10(change.last / limit) / 3 + 0.4

@@ -126,6 +126,11 @@ FAULTS = {
         "clip_fraction",
     ),
     "mismatch": ({"metrics": {"mismatch/k3": (1e-4, 5e-2)}}, "mismatch KL", "k3_last"),
+    "old samples": (
+        {"metrics": {"mismatch/k3": (1e-4, 5e-2), "staleness/mean": (1.0, 1.0)}},
+        "nats a token, at a staleness of 1",
+        "staleness",
+    ),
     "idle pool": (
         {"overrides": ["placement=separation"], **APART},
         "most of all waiting for actor.update",
