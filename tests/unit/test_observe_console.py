@@ -156,9 +156,9 @@ def test_the_picture_fits_its_terminal_and_tells_everything(width):
 
 
 def test_a_long_name_of_the_accuracy_does_not_run_into_the_next_figure():
-    view = LiveConsole(60, "t", terminal(100), accuracy="greedy accuracy")
+    view = LiveConsole(60, "t", terminal(120), accuracy="greedy accuracy")
     view._readings.record(20, STEP | {"accuracy": 0.525})
-    shown = "\n".join(picture(view, terminal(100)))
+    shown = "\n".join(picture(view, terminal(120)))
     assert re.search(r"greedy accuracy +0\.525 .* length ", shown), shown
 
 
