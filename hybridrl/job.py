@@ -243,7 +243,8 @@ class Job:
 
     def _build(self, progress: Callable[[str], None]) -> None:
         """Builds the workers of the roles where they are placed."""
-        progress(f"starting workers on {len(self.executor.cluster.devices)} devices")
+        count = len(self.executor.cluster.devices)
+        progress(f"starting workers on {count} device{'s' if count > 1 else ''}")
         self.groups = build_groups(self, self.executor)
 
     def restart(self, progress: Callable[[str], None] = lambda _: None) -> None:

@@ -21,7 +21,7 @@ from hybridrl.checks.hub import check_reachable
 from hybridrl.checks.placement import wanted_roles
 from hybridrl.checks.reward_data import check_rewards
 from hybridrl.checks.roles import check_models, model_of
-from hybridrl.checks.settings import check, devices_here
+from hybridrl.checks.settings import check, devices_here, lacks_model
 from hybridrl.checks.teachers import check_rubrics, check_teachers
 from hybridrl.checks.tokenizer import check_tokenizer
 from hybridrl.config.load import to_plain
@@ -174,7 +174,7 @@ def preflight(
             models.raise_if_any()
         with problems.noted():
             find_checkpoint(config, to_plain(config), roles)
-        if not unseen and not models:
+        if not unseen and not models and not lacks_model(config):
             with _scratch() as folder, problems.noted():
                 remarks += load_inputs(config, roles, folder, is_whole=True).remarks
         elif data.path is not None and data.path not in unseen:

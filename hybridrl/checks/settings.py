@@ -106,11 +106,19 @@ def _check_data(config: Config) -> None:
             f"warmup.steps={config.warmup.steps}, but supervised warm-up needs a built-in task "
             "(data.task), whose answers are known. Set warmup.steps=0."
         )
-    if None in tasks and config.model.path is None and config.environment.name is None:
+    if lacks_model(config):
         raise ConfigError(
             "model.path is not set. The tiny model that is made without it knows only the "
             "characters of a built-in task; set model.path=<folder or hub name>."
         )
+
+
+def lacks_model(config: Config) -> bool:
+    """Whether no model is named, and some prompts are of no task that a tiny one is made for."""
+    from hybridrl.data.mixture import sources_of
+
+    tasks = [source.data.task for source in sources_of(config.data)] or [config.data.task]
+    return None in tasks and config.model.path is None and config.environment.name is None
 
 
 def _place(data: DataConfig) -> str:

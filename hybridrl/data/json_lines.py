@@ -98,13 +98,15 @@ def _row(file: Path, line: int, text: bytes) -> dict[str, Any]:
             f"{error.reason}). {cure}"
         ) from error
     except (ValueError, RecursionError) as error:  # broken JSON
-        hint = ""
+        what, hint = str(error), ""
+        if isinstance(error, json.JSONDecodeError):  # its own line is always the first
+            what = f"{error.msg} (column {error.colno})"
         if line == 1 and text.strip() in (b"[", b"{"):
             hint = " The file looks like one large JSON value; write one object per line instead."
         if not text.lstrip(b"\xef\xbb\xbf").lstrip().startswith((b"{", b"[", b'"')):
             hint = f" It begins with {shortened(text.decode('utf-8-sig').strip())}; a line is one"
             hint += " object in braces. Write rows of another kind, such as CSV, as JSON lines."
-        raise DataError(f"{file}, line {line}, is no valid JSON: {error}.{hint}") from error
+        raise DataError(f"{file}, line {line}, is no valid JSON: {what}.{hint}") from error
     if not isinstance(row, dict):
         raise DataError(
             f"{file}, line {line}, holds a JSON {_json_name(row)}, expected an object such as "

@@ -61,7 +61,7 @@ def value_lines(readings: Readings, width: int) -> list[Text]:
     for first in range(0, len(entries), columns):
         line = Text()
         for label, number, extra in entries[first : first + columns]:
-            room = cells - _LABEL_CELLS - 9
+            room = cells - max(_LABEL_CELLS, len(label)) - 10
             extra_style = "dim"
             if extra == "spark":
                 extra, extra_style = sparkline(readings.rewards, min(24, room)), "#58b368"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,10 @@ def final_sentence(
         sentence += f" in {steps:,} {'step' if steps == 1 else 'steps'}"
     if seconds is not None:
         sentence += f" ({readable_seconds(seconds)})"
-    return f"{sentence}; model, metrics and curves: {directory}"
+    return (
+        f"{sentence}; model, metrics and curves: {directory}\n"
+        f"next: hybridrl report {shlex.quote(str(directory))}"
+    )
 
 
 def _gain(label: str, key: str, summary: Mapping[str, Any]) -> str:

@@ -145,7 +145,8 @@ def mismatch(seen: Evidence) -> Iterator[Advice]:
     correction = "auto" if seen.config is None else seen.config.algorithm.correction
     action = "Make both compute alike (model.dtype, rollout.quantization)"
     if stale:
-        action = f"Samples are up to {stale:.0f} steps old: lower placement.staleness or the rate"
+        title += f", at a staleness of up to {stale:.0f}"
+        action = "Let samples be less old (placement.staleness), or lower the rate"
     elif rising:
         action = "See whether it gets the weights that are trained (rollout.verify_weights=true)"
         action += "; make both compute alike (model.dtype, rollout.quantization)"

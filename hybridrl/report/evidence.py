@@ -127,10 +127,10 @@ class Evidence:
         return EvaluationsFile(self.folder).read()
 
     @cached_property
-    def evaluated(self) -> list[tuple[str, Mapping[str, float], Mapping[str, float]]]:
+    def evaluated(self) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
         """Of each figure that was evaluated more than once and of which it is known how sure it is,
         its name, what it was at first and at last: `value`, `low`, `high`."""
-        found: dict[str, list[Mapping[str, float]]] = defaultdict(list)
+        found: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
         for entry in self.evaluations:
             for name, one in entry["sets"].items():
                 for metric, figures in one.get("metrics", {}).items():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from hybridrl.core.readable import readable_seconds
 from hybridrl.observe.beside_steps import CHECKPOINT, EVALUATION, KEEPING
 from hybridrl.report.evidence import Change, Evidence
 from hybridrl.report.spans import in_words
 
+BY_CHANCE = 0.05
+"""What chance makes less often than that is told as no chance."""
 LEAST_SHARE = 0.02
 """What is less of the time is not worth a word."""
 PARTS = 4
@@ -43,6 +46,9 @@ def _evaluations(seen: Evidence) -> list[str]:
             verdict = "better, beyond chance"
         elif last["high"] < first["low"]:
             verdict = "worse, beyond chance"
+        elif (p := _paired(first, last)) is not None and p < BY_CHANCE:
+            which = "better" if last["value"] > first["value"] else "worse"
+            verdict = f"{which}, compared prompt by prompt (p = {p:.2g})"
         else:
             verdict = "the intervals overlap"
         said.append(
@@ -50,6 +56,12 @@ def _evaluations(seen: Evidence) -> list[str]:
             f"{_within(last)} at step {last['step']}: {verdict}."
         )
     return said
+
+
+def _paired(first: Mapping[str, Any], last: Mapping[str, Any]) -> float | None:
+    """How likely chance alone makes the difference; None if it was not compared with the first."""
+    difference = last.get("difference") or {}
+    return difference.get("p") if difference.get("baseline") == first["value"] else None
 
 
 def _time(seen: Evidence) -> list[str]:

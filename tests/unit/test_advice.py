@@ -137,6 +137,11 @@ FAULTS = {
         "clip_fraction",
     ),
     "mismatch": ({"metrics": {"mismatch/k3": (1e-4, 5e-2)}}, "mismatch KL", "k3_last"),
+    "old samples": (
+        {"metrics": {"mismatch/k3": (1e-4, 5e-2), "staleness/max": (1.0, 1.0)}},
+        "nats a token, at a staleness of up to 1",
+        "staleness",
+    ),
     "idle pool": (
         {"overrides": ["placement=separation"], **APART},
         "most of all waiting for actor.update",
@@ -230,6 +235,12 @@ def test_what_was_learned_is_told_in_words(run_of):
         "held_out accuracy went from 0.4 (0.3 to 0.5) at step 0 to 0.8 (0.7 to 0.9) at step 12: "
         "better, beyond chance."
     )
+    surer["accuracy"] |= {"low": 0.45, "difference": {"p": 0.01, "baseline": 0.4}}
+    (folder / "evaluations.json").write_text(json.dumps({"format": 1, "evaluations": entries}))
+    assert what_was_learned(folder)[1].endswith("better, compared prompt by prompt (p = 0.01).")
+    surer["accuracy"]["difference"]["p"] = 0.2
+    (folder / "evaluations.json").write_text(json.dumps({"format": 1, "evaluations": entries}))
+    assert what_was_learned(folder)[1].endswith("the intervals overlap.")
     assert "actor.update 65%, actor.generate 32%" in time
 
 

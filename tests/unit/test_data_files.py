@@ -59,7 +59,7 @@ def test_split_chooses_files_of_a_folder(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "x", ', "line 3, is no valid JSON"),
+        ('{"prompt": "x", ', r"line 3, is no valid JSON: .*\(column \d+\)"),
         ("[1, 2]", "line 3, holds a JSON array, expected an object"),
         ('{"promt": "x", "answer": "y"}', "line 3, has no column `prompt` .`data.prompt_column`.*"
          "Did you mean `promt`"),

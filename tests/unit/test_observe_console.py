@@ -155,6 +155,13 @@ def test_the_picture_fits_its_terminal_and_tells_everything(width):
     assert not any(character in shown for character in "\x1b\x00\x07\r\u202e\ud800")
 
 
+def test_a_long_name_of_the_accuracy_does_not_run_into_the_next_figure():
+    view = LiveConsole(60, "t", terminal(120), accuracy="greedy accuracy")
+    view._readings.record(20, STEP | {"accuracy": 0.525})
+    shown = "\n".join(picture(view, terminal(120)))
+    assert re.search(r"greedy accuracy +0\.525 .* length ", shown), shown
+
+
 def test_a_live_run_from_start_to_end_with_hostile_text():
     console = terminal(90)
     with LiveConsole(3, HOSTILE, console) as view:

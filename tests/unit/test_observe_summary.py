@@ -54,7 +54,8 @@ def test_the_last_sentence():
     }
     assert final_sentence(summary, Path("runs/x")) == (
         "greedy accuracy 0.53 -> 0.86, reward 0.48 -> 0.84 in 60 steps (41.2 s); "
-        "model, metrics and curves: runs/x"
+        "model, metrics and curves: runs/x\n"
+        "next: hybridrl report runs/x"
     )
     assert final_sentence({"steps": 1, "reward_last": 0.5}, Path("x")).startswith(
         "reward 0.50 in 1 step; "

@@ -55,6 +55,11 @@ def test_everything_wrong_is_told_at_once(tmp_path):
     assert len(said) == 6
 
 
+def test_rows_without_a_model_are_one_thing_wrong(data):
+    said, _ = problems_of("data=jsonl", f"data.path={data}")
+    assert len(said) == 1 and "model.path is not set" in said[0]
+
+
 def test_what_is_not_here_is_named_and_not_looked_for(data):
     _, unseen = problems_of(
         *("data=jsonl", f"data.path={data}", "model.path=some-name/on-the-hub", "warmup.steps=0")

@@ -226,7 +226,8 @@
 
   function idleTable() {
     return [h("h3", {}, "Idle time of devices, by cause"),
-      table([["device"], ["idle", true], [""], ["causes"]], data.devices.map((device) => {
+      h("div", { class: "idle" },
+        table([["device"], ["idle", true], [""], ["causes"]], data.devices.map((device) => {
         const causes = Object.entries(device.idle);
         const all = causes.reduce((sum, [, value]) => sum + value, 0);
         return [String(device.device), share(all),
@@ -235,7 +236,7 @@
               style: { width: `${100 * value}%`, background: causeColour(cause) } }))),
           h("span", { class: "legend" }, causes.filter(([, value]) => value >= 0.005)
             .map(([cause, value]) => key(causeColour(cause), cause, " ", h("b", {}, share(value)))))];
-      }))];
+      })))];
   }
 
   Report.sections.timeline = {
