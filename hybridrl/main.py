@@ -92,7 +92,8 @@ def run(config: Config) -> dict[str, Any]:
         view.message(f"{signal}: ended before the first step.")
         raise Preempted(signal) if config.checkpoint.wanted else KeyboardInterrupt(signal)
 
-    title = f"HybridRL {config.trainer.name}: {config.run.name}"
+    trainer, name = config.trainer.name, config.run.name
+    title = f"HybridRL {trainer}" if name == trainer else f"HybridRL {trainer}: {name}"
     steps = config.trainer.steps if load_trainer(config.trainer.name).TRAINS else 0
     terminated = PREEMPTED if config.checkpoint.wanted else INTERRUPTED
     with (

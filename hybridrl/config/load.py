@@ -148,6 +148,7 @@ def _with_presets(chosen: tuple[tuple[str, str], ...]) -> DictConfig:
     presets = [preset(group, name) for group, name in chosen]
     config = OmegaConf.merge(OmegaConf.structured(Config), *presets)
     assert isinstance(config, DictConfig)
+    config.run.name = dict(chosen)["algorithm"]
     return config
 
 

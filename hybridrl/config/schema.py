@@ -107,7 +107,7 @@ class RunConfig:
     """Where the run leaves its files."""
 
     name: Name = "grpo"
-    """Part of the folder's name, and the run's name in trackers."""
+    """Part of the folder's name, and the run's name in trackers; the algorithm's if not set."""
     root: Name = "runs"
     """Folder of all runs; this one becomes `<root>/<date>-<name>`."""
     directory: Name | None = None
