@@ -29,7 +29,7 @@ def _rewards(seen: Evidence) -> list[str]:
     if reward := seen.change("reward/mean"):
         doubt = seen.reward_doubt()
         moved = abs(reward.last - reward.first)
-        how = "no more than chance" if moved <= 2 * 2**0.5 * doubt else f"+-{2 * doubt:.2g} each"
+        how = "no more than chance" if moved <= 2 * 2**0.5 * doubt else f"±{2 * doubt:.2g} each"
         said = f"In {steps} steps the mean reward went from {_to(reward)} ({how})"
         lengths = seen.change("response/length_mean")
         return [f"{said}; responses from {_to(lengths)} tokens." if lengths else f"{said}."]

@@ -119,17 +119,20 @@ class RunFolder:
 
     def warnings(self) -> list[dict[str, Any]]:
         """Lines of the ranks' logs that tell of something wrong, those alike but for their numbers
-        together: `file`, `line` (the newest), `times`; the most frequent first."""
-        times: Counter[tuple[str, str]] = Counter()
-        newest: dict[tuple[str, str], str] = {}
+        together: `files`, `line` (the newest), `times`; the most frequent first."""
+        times: Counter[str] = Counter()
+        files: dict[str, list[str]] = {}
+        newest: dict[str, str] = {}
         for file in sorted((self.path / "logs").glob("*.log")):
             for line in _end_of(file).splitlines():
                 if _WARNING.search(line):
-                    key = file.name, _CHANGING.sub("0", line)[:200]
+                    key = _CHANGING.sub("0", line)[:200]
                     times[key] += 1
                     newest[key] = line.strip()[:400]
+                    if file.name not in files.setdefault(key, []):
+                        files[key].append(file.name)
         return [
-            {"file": key[0], "line": newest[key], "times": count}
+            {"files": files[key], "line": newest[key], "times": count}
             for key, count in times.most_common(MOST_WARNINGS)
         ]
 

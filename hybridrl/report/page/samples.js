@@ -49,7 +49,7 @@
         drawList();
       } }, "more")) : null;
     replace(parts.list, h("div", { class: "row head", role: "presentation" },
-      h("span", { class: "n" }, "reward"), h("span", { class: "n" }, "tokens"), h("span", {}, "answer")),
+      h("span", { class: "n" }, "reward"), h("span", { class: "n" }, "tokens"), h("span", {}, "response")),
     rows, more, found.length ? null : h("div", { class: "row" }, "Nothing matches."));
   }
 
@@ -143,8 +143,8 @@
   function build(root) {
     const refresh = () => { select(); drawList(); choose(0, false); };
     parts = { count: h("span", { class: "soft" }), note: h("p", { class: "note" }),
-      search: h("input", { type: "search", placeholder: "Search prompts and answers",
-        "aria-label": "Search prompts and answers", oninput: refresh }),
+      search: h("input", { type: "search", placeholder: "Search prompts and responses",
+        "aria-label": "Search prompts and responses", oninput: refresh }),
       source: h("select", { onchange: refresh }),
       order: h("select", { onchange: refresh },
         Object.entries(ORDERS).map(([name, [words]]) => h("option", { value: name }, words))),

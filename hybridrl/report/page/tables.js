@@ -79,13 +79,15 @@
     for (const one of counts) {
       rows.push(["figures", `${number(one.total)} ${one.what}, ${steps(one.steps)} (${one.name})`]);
     }
-    for (const one of warnings) {
-      rows.push([one.file, { code: one.times > 1 ? `${one.line}  (${one.times} times)` : one.line }]);
-    }
     return [
       h("h3", {}, "Recoveries and warnings"),
       rows.length ? table([["from"], ["what"]], rows)
-        : h("p", { class: "soft" }, "None: no workers were lost, no bad step, no warnings in logs."),
+        : h("p", { class: "soft" }, "None: no workers were lost, no bad step."),
+      warnings.length ? h("details", {}, // most are of libraries, and of no consequence
+        h("summary", {}, `Warnings in the logs of ranks (${warnings.length})`),
+        table([["from"], ["what"]], warnings.map(({ files, line, times }) =>
+          [files.length > 2 ? `${files.length} logs` : files.join(" "),
+            { code: times > 1 ? `${line}  (${times} times)` : line }]))) : null,
     ];
   }
 

@@ -14,7 +14,7 @@
     if (!all) return null;
     const shown = sums.filter((one) => one.sum / all >= 0.003);
     return [
-      h("h3", {}, "Where the time of a step went"),
+      h("h3", {}, "Where the time of a step went", h("small", {}, "mean, by the driver's clock")),
       h("div", { class: "phasebar", role: "img",
         "aria-label": shown.map((one) => `${one.phase} ${share(one.sum / all)}`).join(", ") },
         shown.map((one) =>
