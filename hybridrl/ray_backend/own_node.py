@@ -73,7 +73,11 @@ class OwnNode:
                 if child.name() in ROLES:
                     self._parts[child.name()] = child
         if RAYLET in self._parts:
-            self._tell("words", f"{self._ended(RAYLET)} Ray has ended the driver with it.")
+            self._tell(
+                "words",
+                f"{self._ended(RAYLET)} Ray has ended the driver with it. Where there is a "
+                "checkpoint, resume=<run folder> goes on from it.",
+            )
 
     def fault(self) -> str:
         """What of Ray has ended, as a sentence; empty if nothing has."""
