@@ -244,7 +244,7 @@ def test_wrong_settings_are_sentences(place):
     from hybridrl.checks.settings import check
 
     for overrides, words in [
-        (["algorithm=remax", "algorithm.turn_credit=turn"], "the greedy answer of ReMax"),
+        (["algorithm=remax", "algorithm.turn_credit=turn"], "the greedy response of ReMax"),
         (["environment.name=null", "algorithm.turn_credit=turn"], "samples have one turn"),
     ]:
         with pytest.raises(ConfigError, match=words):
