@@ -101,11 +101,11 @@ def read_steps(folder: Path, newest_bytes: int | None = None) -> list[RecordedSt
         )
     found: list[RecordedStep] = []
     last = -1
-    for number, line in enumerate(_newest_text(file, newest_bytes).splitlines(), 1):
+    for number, line in enumerate(_newest_text(file, newest_bytes).splitlines(keepends=True), 1):
         try:
             recorded = _from_data(json.loads(line))
         except (ValueError, KeyError, TypeError) as error:
-            if found and not line.endswith("}"):
+            if found and not line.endswith("\n"):
                 break
             raise DataError(f"{file}, line {number}: {error} is no recorded step.") from error
         calls = [record.call for record in (*recorded.between, *recorded.records)]
