@@ -6,7 +6,8 @@ Two hosts (network namespaces; see tests/netlab.py; needs root), a core each, ar
 cluster. Six settings: models of two sizes, links of three rates, responses of equal or of very
 different lengths, with and without a reference, a critic, a step behind. Of each setting the
 placements run that there are for two devices, and `auto`, whose step is compared with the quickest
-of them.
+of them. Where responses end early, `auto` is told how long those of another run were
+(`placement.lengths`); `--unknown`: it is not.
 """
 
 from __future__ import annotations
@@ -48,6 +49,11 @@ class Setting(NamedTuple):
     rate: str
     behind: bool = False
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether responses end early."""
+        return SPREAD[0] in self.job
+
 
 SETTINGS = [
     Setting("small, 400 Mbit/s, equal", [*SMALL, *EQUAL], "400mbit"),
@@ -66,6 +72,7 @@ def main() -> None:
     parser.add_argument("numbers", nargs="*", type=int, metavar="number")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--unknown", action="store_true")
     options = parser.parse_args()
     losses, errors = [], []
     for number in options.numbers or range(len(SETTINGS)):
@@ -78,11 +85,15 @@ def main() -> None:
             jobs = candidates(setting) | {"auto": ["placement=auto"]}
             seconds: dict[str, list[float]] = {name: [] for name in jobs}
             planned = []
+            places: list[Path] = []
             for _ in range(options.rounds):
                 for name, job in jobs.items():
                     place = Path(tempfile.mkdtemp(dir=folder))
                     settings = [*JOB, *setting.job, *job, f"ray.address={nodes[0].cluster}"]
+                    if name == "auto" and setting.is_spread and not options.unknown:
+                        settings.append(f"placement.lengths={places[-1]}")
                     took, said = run(hosts[0], place, settings, options.steps)
+                    places.append(place)
                     seconds[name].append(took)
                     planned += [said] if name == "auto" else []
         medians = {name: statistics.median(some) for name, some in seconds.items()}

@@ -102,7 +102,7 @@ def rank_program(rank: int, address: str, folder: Path, options: argparse.Namesp
     if rank == 0:
         devices = [UnequalDevice("fast", link=link), UnequalDevice("half", SHARE, link=link)]
         rows = 2 * options.tokens // LENGTH
-        sizes = Sizes(rows, rows, LENGTH // 2, LENGTH // 2, 1)
+        sizes = Sizes(rows, rows, LENGTH // 2, LENGTH // 2, LENGTH // 2, 1)
         samples = [torch.randint(VOCABULARY, (LENGTH,)) for _ in range(8)]
         plan = make_plan(
             TRAINING, str(folder), "float32", sizes, samples, devices, CPU, options.tokens

@@ -17,6 +17,7 @@ import time
 from figures import report
 
 from hybridrl.config.load import load_config
+from hybridrl.planner.dataflow import Lengths
 from hybridrl.planner.described import with_described_models
 from hybridrl.planner.devices import named
 from hybridrl.planner.rates import Rates
@@ -35,7 +36,7 @@ FOUND = {
     "34b": {32: "together", 64: "together", 96: "halves", 128: "halves"},
 }
 """What the paper's measurements say is best, by size and devices."""
-LENGTHS = 1024.0, 1024.0
+LENGTHS = Lengths.alike(1024, 1024)
 DEADLINE_S = 120.0
 
 

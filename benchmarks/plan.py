@@ -20,7 +20,10 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybridrl.planner.dataflow import Lengths
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -123,6 +126,7 @@ def run(name: str, mode: str) -> dict[str, tuple[float, float]]:
 def child(mode: str, name: str) -> None:
     """Runs a setting and prints what was predicted and what was measured."""
     from hybridrl import Job, load_config
+    from hybridrl.planner.dataflow import Lengths
 
     model, overrides = SETTINGS.get(name, ({}, []))
     with tempfile.TemporaryDirectory() as folder:
@@ -141,7 +145,8 @@ def child(mode: str, name: str) -> None:
                 seconds.append(time.perf_counter() - begin)
                 records.append(job.executor.take_records())
             table = batch.collect(["prompt_ids", "response_ids"])
-            lengths = tuple(float(table.lengths(n).mean()) for n in ("prompt_ids", "response_ids"))
+            prompts, responses = (table.lengths(n) for n in ("prompt_ids", "response_ids"))
+            lengths = Lengths(prompts.mean(), responses.mean(), responses.max())
         if mode == "time":
             found = times(job, lengths, seconds, records)
         else:
@@ -236,7 +241,7 @@ def _tensor_peaks(profile: Any, spans: list[tuple[str, str, int, int]]) -> dict[
     return found
 
 
-def predict(job: Any, lengths: tuple[float, float], mode: str) -> dict[str, float]:
+def predict(job: Any, lengths: Lengths, mode: str) -> dict[str, float]:
     """Bytes of the fullest device by role and phase; of tensors alone without the process."""
     from dataclasses import replace
 
@@ -256,9 +261,7 @@ def predict(job: Any, lengths: tuple[float, float], mode: str) -> dict[str, floa
     return found
 
 
-def times(
-    job: Any, lengths: tuple[float, float], seconds: list[float], records: Any
-) -> dict[str, Any]:
+def times(job: Any, lengths: Lengths, seconds: list[float], records: Any) -> dict[str, Any]:
     """Seconds of a step and of each role's phases, predicted and measured (the median)."""
     from dataclasses import replace
 
@@ -271,7 +274,9 @@ def times(
     plan = make_plan(config, cluster, job.placement, lengths)
     batch = plan.batches["actor", "train"]
     begin = time.perf_counter()
-    rates = probe(job.model_path, config.model.dtype, cluster, batch.tokens, sum(lengths))
+    rates = probe(
+        job.model_path, config.model.dtype, cluster, batch.tokens, plan.sizes.sample_tokens
+    )
     print(f"probe: {time.perf_counter() - begin:.1f} s {rates}", file=sys.stderr)
     plan = make_plan(config, cluster, job.placement, lengths, rates)
     found = {"step": (plan.times.step, statistics.median(seconds[KEPT_FROM:]))}

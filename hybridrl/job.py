@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from hybridrl.controller.executor import Executor
     from hybridrl.core.batch import Batch
     from hybridrl.core.locations import Location
+    from hybridrl.planner.dataflow import Lengths
     from hybridrl.planner.plan import Plan
     from hybridrl.trainers.base import Trainer
     from hybridrl.trainers.feed import Feed
@@ -198,8 +199,8 @@ class Job:
         from hybridrl.planner.devices import present
         from hybridrl.planner.search_table import words
 
-        lengths = (self.longest_prompt, self.longest_response)
         cluster = present(self.executor.cluster)
+        lengths = self._longest()
         chosen = choose_settings(self._with_model(), cluster, lengths, self.roles)
         if chosen:
             self.config = changed(self.config, chosen)
@@ -229,15 +230,18 @@ class Job:
         from hybridrl.planner.search_table import words
 
         self.config = self._as_asked = self._as_asked or self.config
-        lengths = (self.longest_prompt, self.longest_response)
-        found = choose_placement(self._with_model(), self.executor, lengths, self.roles)
+        usual = self._usual_lengths
+        found = choose_placement(
+            self._with_model(), self.executor, self._longest(), self.roles, usual
+        )
         best = found.best[0]
         self.config = changed(self._as_asked, list(best.settings))
         self.placement, self.plan = best.placement, best.plan
         self.directory.write_placement(best.to_json())
         said = (
             f"placement=auto chose {best.found.shape}: a step of about "
-            f"{readable_seconds(best.found.step)}, with samples as long as they may be."
+            f"{readable_seconds(best.found.step)}, with samples "
+            + ("as long as they may be." if usual is None else f"of {usual} tokens.")
         )
         self.placement_notice = " ".join([said, *words(best.settings)])
 
@@ -372,11 +376,13 @@ class Job:
         """Model folder, tokenizer and data, and what follows from their sizes."""
         from hybridrl.evaluation.sets import EvalSet
         from hybridrl.planner.at_start import count_models
+        from hybridrl.planner.lengths import read_lengths
         from hybridrl.planner.precision import kind_here, with_dtype
         from hybridrl.rollout import Sampling
 
         config, rollout = self.config, self.config.rollout
-        folder = self.directory.path
+        folder, said = self.directory.path, config.placement.lengths
+        self._usual_lengths = None if said is None else read_lengths(said, "placement.lengths")
         found = load_inputs(config, self.roles, folder, is_whole=self._is_whole)
         self.model_path, self.tokenizer_path = found.model_path, found.tokenizer_path
         self.tokenizer, rows = found.tokenizer, found.rows
@@ -415,9 +421,14 @@ class Job:
     def _make_plan(self) -> Plan:
         from hybridrl.planner.at_start import plan_job
 
-        lengths = (self.longest_prompt, self.longest_response)
         cluster, config = self.executor.cluster, self._with_model()
-        return plan_job(config, cluster, self.placement, lengths, self.roles)
+        return plan_job(config, cluster, self.placement, self._longest(), self.roles)
+
+    def _longest(self) -> Lengths:
+        """All samples as long as the data and the settings let them be."""
+        from hybridrl.planner.dataflow import Lengths
+
+        return Lengths.alike(self.longest_prompt, self.longest_response)
 
     def _with_model(self) -> Config:
         """The settings, with the tiny model's folder if there was none."""

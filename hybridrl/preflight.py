@@ -35,6 +35,7 @@ from hybridrl.environments.rows import probe
 from hybridrl.errors import ConfigError, Problems
 from hybridrl.observe.metrics import check_packages, trackers_of
 from hybridrl.observe.run_directory import RunDirectory
+from hybridrl.planner.lengths import read_lengths
 from hybridrl.trainers import load_trainer
 from hybridrl.trainers.dealing import deck_of
 from hybridrl.trainers.resumed import find_checkpoint
@@ -160,6 +161,9 @@ def preflight(
         check(replace(config, run=replace(config.run, dry=True)))
     with problems.noted():
         check_packages(trackers_of(config.metrics))
+    with problems.noted():
+        if config.placement.lengths is not None:
+            read_lengths(config.placement.lengths, "placement.lengths")
     with problems.noted():
         RunDirectory.check(config.run.directory, config.run.root, config.resume is not None)
     unseen = _unseen(config, plans, is_elsewhere)

@@ -51,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths",
         metavar="PROMPT+RESPONSE",
-        help="tokens of a usual sample, such as 300+800; else the longest that are allowed",
+        help="tokens of a usual sample, such as 300+800; 300+800..4096 if a step waits for a much "
+        "longer one; or a run, whose lengths they are; else the longest that are allowed",
     )
     parser.add_argument("--role", help="for `precision`: whose layers; else the actor's")
     parser.add_argument(

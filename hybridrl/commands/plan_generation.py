@@ -255,7 +255,7 @@ def _lengths(
     from hybridrl.commands.plan_options import lengths_of
 
     if (said := lengths_of(chosen.lengths)) is not None:
-        return math.ceil(said[0]), math.ceil(said[1])
+        return math.ceil(said.prompt), math.ceil(said.response)
     return max(len(prompt) for prompt in prompts), config.rollout.max_tokens
 
 

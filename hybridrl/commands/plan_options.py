@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from hybridrl.errors import ConfigError
@@ -12,6 +11,7 @@ if TYPE_CHECKING:
 
     from hybridrl.config.schema import Config
     from hybridrl.core.cluster import Cluster
+    from hybridrl.planner.dataflow import Lengths
 
 
 def cluster_of(config: Config, text: str | None) -> Cluster:
@@ -44,20 +44,14 @@ def tiny_of(config: Config) -> PretrainedConfig | None:
     return found
 
 
-def lengths_of(text: str | None) -> tuple[float, float] | None:
-    """Tokens of prompt and response that `--lengths` says.
+def lengths_of(text: str | None) -> Lengths | None:
+    """What `--lengths` says of samples.
 
     Raises:
         ConfigError: if it says something else.
     """
     if text is None:
         return None
-    try:
-        prompt, response = (float(part) for part in text.split("+"))
-        if not (0 < prompt < math.inf and 0 < response < math.inf):
-            raise ValueError
-    except ValueError as error:
-        raise ConfigError(
-            f"--lengths {text}: write PROMPT+RESPONSE, numbers of tokens such as 300+800."
-        ) from error
-    return prompt, response
+    from hybridrl.planner.lengths import read_lengths
+
+    return read_lengths(text, "--lengths")

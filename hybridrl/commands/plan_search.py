@@ -30,6 +30,7 @@ from hybridrl.planner.cluster_probe import with_rates
 from hybridrl.planner.cures import changed
 from hybridrl.planner.described import with_described_models
 from hybridrl.planner.kept_costs import rates_of
+from hybridrl.planner.lengths import read_lengths
 from hybridrl.planner.precision import with_dtype
 from hybridrl.planner.search_table import reasons, side_by_side, words
 from hybridrl.planner.search_terms import Objective
@@ -48,6 +49,8 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
         raise ConfigError(f"--deadline {chosen.deadline:g}: must be seconds above 0.")
     config = load_config(overrides)
     lengths = lengths_of(chosen.lengths)
+    if lengths is None and config.placement.lengths is not None:
+        lengths = read_lengths(config.placement.lengths, "placement.lengths")
     problems = Problems()
     is_elsewhere = chosen.devices is not None
     preflight(config, problems, plans=True, is_elsewhere=is_elsewhere)

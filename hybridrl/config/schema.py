@@ -152,6 +152,10 @@ class PlacementConfig:
     `path/to/file.py:name`; see `hybridrl.placement`."""
     path: Annotated[Name | None, With("placement.strategy=file")] = None
     """For `file`: a placement.json, as every run leaves one."""
+    lengths: Annotated[Name | None, With("placement.strategy=auto")] = None
+    """For `auto`: tokens of a usual prompt and response, `300+800`, with the longest response of a
+    step, `300+800..4096`; or the folder of a run whose samples were as long; null: as long as they
+    may be."""
     roles: Annotated[dict[str, Any], PLACED] = field(default_factory=dict)
     """By role (`actor`, `generator`, `critic`, `reference`, `reward` ...): its `devices` in rank
     order (for `explicit`), or its `share` of them (for `interleaving`)."""

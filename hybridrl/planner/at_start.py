@@ -11,7 +11,7 @@ from hybridrl.placement import Placement
 from hybridrl.planner.auto import Proposals, propose
 from hybridrl.planner.cluster_probe import with_makers_rates, with_rates
 from hybridrl.planner.cures import refuse
-from hybridrl.planner.dataflow import sizes_of
+from hybridrl.planner.dataflow import Lengths, sizes_of
 from hybridrl.planner.devices import present
 from hybridrl.planner.job_probe import probe_job
 from hybridrl.planner.kept_costs import has_costs, rates_of
@@ -42,14 +42,14 @@ def plan_job(
     config: Config,
     cluster: Cluster,
     placement: Placement,
-    lengths: tuple[int, int],
+    lengths: Lengths,
     roles: Mapping[str, RoleSpec],
 ) -> Plan:
     """What the job will take.
 
     Args:
         config: With the model's folder.
-        lengths: Tokens of its longest prompt and response.
+        lengths: Of its longest prompt and response.
 
     Raises:
         ConfigError: if that is far more than there is.
@@ -62,15 +62,17 @@ def plan_job(
 def choose_placement(
     config: Config,
     executor: Executor,
-    lengths: tuple[int, int],
+    lengths: Lengths,
     roles: Mapping[str, RoleSpec],
+    usual: Lengths | None = None,
 ) -> Proposals:
     """For `placement=auto`: the best ways to run the job on its devices, by their makers' figures,
     by what `hybridrl calibrate` has kept, or by a probe that the job's own hosts make now.
 
     Args:
         config: With the model's folder.
-        lengths: Tokens of its longest prompt and response.
+        lengths: Of its longest prompt and response, for which there has to be memory.
+        usual: By which a step is to be short; None: all samples are as long as they may be.
 
     Raises:
         ConfigError: if nothing fits.
@@ -82,7 +84,11 @@ def choose_placement(
         machines = known or with_rates(executor.cluster)
         rates = rates_of(machines, dtype)
     else:
-        sizes = sizes_of(config, lengths)
+        sizes = sizes_of(config, usual or lengths)
         tokens = min(config.actor.tokens_per_microbatch, sizes.tokens // len(machines.devices) + 1)
         rates = probe_job(executor, config.model.path, dtype, tokens, sizes.sample_tokens)
-    return propose(config, machines, rates, lengths, roles, deadline_s=SEARCH_SECONDS)
+    return propose(
+        *(config, machines, rates, usual or lengths, roles),
+        longest=lengths,
+        deadline_s=SEARCH_SECONDS,
+    )

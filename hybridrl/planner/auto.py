@@ -12,6 +12,7 @@ from hybridrl.core.cluster import Cluster
 from hybridrl.errors import ConfigError
 from hybridrl.placement import Placement
 from hybridrl.planner.cures import changed
+from hybridrl.planner.dataflow import Lengths
 from hybridrl.planner.plan import Plan, make_plan
 from hybridrl.planner.rates import Rates
 from hybridrl.planner.search import search
@@ -68,9 +69,10 @@ def propose(
     config: Config,
     cluster: Cluster,
     rates: Rates | Sequence[Rates],
-    lengths: tuple[float, float] | None = None,
+    lengths: Lengths | None = None,
     roles: Mapping[str, RoleSpec] | None = None,
     *,
+    longest: Lengths | None = None,
     objective: Objective | None = None,
     deadline_s: float = 60.0,
 ) -> Proposals:
@@ -80,8 +82,9 @@ def propose(
         config: With folders for models.
         cluster: With memory of its devices.
         rates: Of every device, or of each.
-        lengths: Tokens of a prompt and of a response; None: the longest that are allowed.
+        lengths: Of its samples; None: the longest that are allowed.
         roles: Of the job; None: those of its trainer.
+        longest: For which there has to be memory; None: for `lengths`.
         objective: What is to be small; None: the seconds of a step.
 
     Raises:
@@ -104,13 +107,15 @@ def propose(
         try:
             check_placement(config_, used, costs.specs, placement)
             plan = make_plan(config_, used, placement, lengths, some, costs.specs)
+            fullest = plan
+            if longest is not None and longest != lengths:
+                fullest = make_plan(config_, used, placement, longest, roles=costs.specs)
         except ConfigError as error:
             refused.append(str(error))
             return False
-        if not plan.fits():
-            refused.append(
-                f"{found.shape}: device memory is filled to {plan.filled(plan.fullest):.0%}"
-            )
+        if not fullest.fits():
+            filled = fullest.filled(fullest.fullest)
+            refused.append(f"{found.shape}: device memory is filled to {filled:.0%}")
             return False
         made[id(found)] = Proposal(found, settings, config_, plan)
         return True

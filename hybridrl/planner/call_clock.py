@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 HOST_LINK = 20e9
 """Bytes per second between an accelerator and its host, of what is offloaded."""
+HALVING = 2 * math.log(2)
+"""How many times as many samples as are not finished `rollout=transformers` has under way, where
+they finish one after the other: it drops those that are when they are half of all."""
 ADAM_TOUCHES = 10
 """Times that AdamW and the gradients' norm and scaling read or write an element."""
 LOGIT_TOUCHES = 24
@@ -253,10 +256,10 @@ class CallClock:
         shape = planner.generation_shape(call.role)
         replicas = len(planner.placement.roles[call.role].devices) / planner.rollout_tp(call.role)
         rows = max(1.0, call.samples / replicas)
-        running = min(rows, rollout.max_sequences)
-        rounds = max(1.0, rows / running)
-        steps = sizes.response_tokens
-        kv = cache_bytes(shape, running * (sizes.prompt_tokens + steps / 2))
+        at_once = min(rows, rollout.max_sequences)
+        steps, running = self._decoding(rows, at_once)
+        length = sizes.prompt_tokens + sizes.longest_response / 2
+        kv = cache_bytes(shape, running * length)
         operations = 2 * shape.active_of_layer * shape.layers
         head = 2 * running * shape.head.all / rates.forward
         head += 8 * MASTER * running * shape.vocabulary / rates.memory
@@ -264,7 +267,7 @@ class CallClock:
         products = max(copy, operations * running / rates.forward)
         layers = shape.layers * rates.forward_overhead
         if rates.costs is not None:
-            work = _layer(DECODE, shape, running, sizes.prompt_tokens + steps / 2)
+            work = _layer(DECODE, shape, running, length)
             products, layers, kv = shape.layers * rates.costs.seconds(work), 0.0, 0.0
         if rollout.engine == "vllm":
             layers = 0.0 if planner.cluster.is_cuda and rollout.cuda_graphs else layers
@@ -282,10 +285,24 @@ class CallClock:
             step += self._tensor_sum(states, tp, 2 * shape.layers)
         prefill = operations * prompts * sizes.prompt_tokens / rates.forward
         if rates.costs is not None:
-            tokens = running * sizes.prompt_tokens
+            tokens = at_once * sizes.prompt_tokens
             first = rates.costs.seconds(_layer(FORWARD, shape, tokens, sizes.prompt_tokens))
-            prefill = shape.layers * first * prompts / running
-        return rounds * steps * step + prefill
+            prefill = shape.layers * first * prompts / at_once
+        return steps * step + prefill
+
+    def _decoding(self, rows: float, at_once: float) -> tuple[float, float]:
+        """The token-steps of a replica, and how many samples are under way in the mean of them.
+        All wait for the longest response, beside fewer and fewer others.
+
+        Args:
+            rows: That it generates, of which so many can be under way.
+        """
+        sizes, rounds = self.planner.sizes, max(1.0, rows / at_once)
+        if self.planner.config.rollout.engine == "vllm":  # whose places are filled again at once
+            steps = rounds * sizes.response_tokens + sizes.longest_response - sizes.response_tokens
+            return steps, rows * sizes.response_tokens / steps
+        share = sizes.response_tokens / sizes.longest_response
+        return rounds * sizes.longest_response, at_once * min(1.0, HALVING * share)
 
 
 def _layer(op: str, shape: ModelShape, tokens: float, length: float) -> Work:

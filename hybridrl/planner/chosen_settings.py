@@ -10,6 +10,7 @@ from hybridrl.core.cluster import Cluster
 from hybridrl.core.cores import usable_cores
 from hybridrl.errors import ConfigError
 from hybridrl.planner.cures import Setting, changed
+from hybridrl.planner.dataflow import Lengths
 from hybridrl.planner.plan import make_plan
 from hybridrl.trainers.role_spec import RoleSpec
 
@@ -24,7 +25,7 @@ MOST_PROCESSES = 16
 def choose_settings(
     config: Config,
     cluster: Cluster,
-    lengths: tuple[float, float] | None = None,
+    lengths: Lengths | None = None,
     roles: Mapping[str, RoleSpec] | None = None,
     *,
     is_elsewhere: bool = False,
@@ -56,14 +57,14 @@ def _processes(cluster: Cluster) -> int:
 def _tokens(
     config: Config,
     cluster: Cluster,
-    lengths: tuple[float, float] | None,
+    lengths: Lengths | None,
     roles: Mapping[str, RoleSpec] | None,
 ) -> int:
     """The most with which the job has room, of powers of two; a search for a placement begins with
     the most of all, and lowers it where that lacks memory."""
     data, rollout = config.data, config.rollout
     allowed = data.max_prompt_tokens + max(rollout.max_tokens, data.max_response_tokens or 0)
-    longest = 2 * (allowed if lengths is None else sum(lengths))  # of a pair
+    longest = 2 * (allowed if lengths is None else lengths.prompt + lengths.longest)  # of a pair
     tokens = MOST_TOKENS[cluster.kind]
     while tokens < longest:
         tokens *= 2
@@ -79,7 +80,7 @@ def _tokens(
 def _has_room(
     config: Config,
     cluster: Cluster,
-    lengths: tuple[float, float] | None,
+    lengths: Lengths | None,
     roles: Mapping[str, RoleSpec] | None,
 ) -> bool:
     try:

@@ -10,6 +10,7 @@ from hybridrl.checks.placement import check_placement
 from hybridrl.config.schema import Config
 from hybridrl.core.readable import gib
 from hybridrl.errors import ConfigError
+from hybridrl.planner.dataflow import Lengths
 from hybridrl.planner.plan import Plan, make_plan
 
 SHARES = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
@@ -124,7 +125,8 @@ def _doubled(name: str, size: int) -> Iterator[Setting]:
 def _replanned(plan: Plan, settings: list[Setting]) -> Plan | None:
     """The same roles with these settings; None: there is no such job."""
     config = changed(plan.config, settings)
-    lengths = plan.sizes.prompt_tokens, plan.sizes.response_tokens
+    sizes = plan.sizes
+    lengths = Lengths(sizes.prompt_tokens, sizes.response_tokens, sizes.longest_response)
     try:
         placement = check_placement(config, plan.cluster, plan.roles)
         return make_plan(config, plan.cluster, placement, lengths, roles=plan.roles)

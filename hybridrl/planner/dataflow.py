@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hybridrl.config.schema import Config
 from hybridrl.core.training_mesh import devices_of
@@ -27,6 +28,29 @@ class Call:
     updates: int = 1
 
 
+class Lengths(NamedTuple):
+    """In tokens.
+
+    Attributes:
+        prompt: Of a prompt, in the mean.
+        response: Of a response, in the mean.
+        longest: Of the longest response of a step, for which generation waits.
+    """
+
+    prompt: float
+    response: float
+    longest: float
+
+    @classmethod
+    def alike(cls, prompt: float, response: float) -> Lengths:
+        """All samples are as long."""
+        return cls(prompt, response, response)
+
+    def __str__(self) -> str:
+        tail = f"..{self.longest:.4g}" if self.longest > self.response else ""
+        return f"{self.prompt:.4g}+{self.response:.4g}{tail}"
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What a step works on.
@@ -34,7 +58,8 @@ class Sizes:
     Attributes:
         prompts: Prompts, examples or pairs.
         samples: Rows that are learned from.
-        prompt_tokens, response_tokens: Of one sample.
+        prompt_tokens, response_tokens: Of one sample, in the mean.
+        longest_response: Tokens of the longest response of a step.
         updates: Optimizer updates.
     """
 
@@ -42,6 +67,7 @@ class Sizes:
     samples: int
     prompt_tokens: float
     response_tokens: float
+    longest_response: float
     updates: int
 
     @property
@@ -77,11 +103,11 @@ class MicroBatches:
     total: int
 
 
-def sizes_of(config: Config, lengths: tuple[float, float] | None = None) -> Sizes:
+def sizes_of(config: Config, lengths: Lengths | None = None) -> Sizes:
     """The sizes of a step.
 
     Args:
-        lengths: Tokens of a prompt and of a response; None: the longest that the settings allow.
+        lengths: Of its samples; None: the longest that the settings allow.
     """
     data, rollout = config.data, config.rollout
     longest, per_prompt = rollout.max_tokens, rollout.samples_per_prompt
@@ -89,10 +115,10 @@ def sizes_of(config: Config, lengths: tuple[float, float] | None = None) -> Size
     if kind != "prompts":  # whose responses are there
         longest = data.max_response_tokens or data.max_prompt_tokens
         per_prompt = 1 if kind == "examples" else 2
-    prompt, response = lengths or (data.max_prompt_tokens, longest)
+    tokens = lengths or Lengths.alike(data.max_prompt_tokens, longest)
     samples = data.prompts_per_step * per_prompt
     updates = config.actor.updates_per_step
-    return Sizes(data.prompts_per_step, samples, prompt, response, updates)
+    return Sizes(data.prompts_per_step, samples, *tokens, updates)
 
 
 def micro_batches(config: Config, sizes: Sizes, call: Call, place: RolePlace) -> MicroBatches:

@@ -12,7 +12,7 @@ from hybridrl.checks.placement import check_placement, wanted_roles
 from hybridrl.config.schema import Config
 from hybridrl.core.cluster import Cluster
 from hybridrl.placement import GENERATOR, Placement
-from hybridrl.planner.dataflow import MicroBatches, Sizes, sizes_of
+from hybridrl.planner.dataflow import Lengths, MicroBatches, Sizes, sizes_of
 from hybridrl.planner.device_memory import DeviceMemory, lacking_of, memory_of
 from hybridrl.planner.planner import Planner
 from hybridrl.planner.precision import with_dtype
@@ -76,7 +76,7 @@ def make_plan(
     config: Config,
     cluster: Cluster,
     placement: Placement | None = None,
-    lengths: tuple[float, float] | None = None,
+    lengths: Lengths | None = None,
     rates: Rates | Sequence[Rates] | None = None,
     roles: Mapping[str, RoleSpec] | None = None,
 ) -> Plan:
@@ -84,7 +84,7 @@ def make_plan(
 
     Args:
         placement: None: as the settings say.
-        lengths: Tokens of a prompt and of a response; None: the longest that are allowed.
+        lengths: Of its samples; None: the longest that are allowed.
         rates: Of every device, or of each; None: without an estimate of time.
         roles: Of the job; None: those of its trainer.
 

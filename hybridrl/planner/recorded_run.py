@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from hybridrl.config.load import read_settings
 from hybridrl.config.schema import Config
@@ -16,6 +17,7 @@ from hybridrl.errors import ConfigError, DataError
 from hybridrl.observe.metrics_history import read_metrics
 from hybridrl.observe.recorded_steps import NEWEST_BYTES, RecordedStep, read_steps
 from hybridrl.placement import Placement
+from hybridrl.planner.dataflow import Lengths
 from hybridrl.planner.recorded_graph import graph_of
 from hybridrl.planner.replay import Graph
 
@@ -96,19 +98,26 @@ class RecordedRun:
         return statistics.fmean(step.end - step.begin for step in self.steps)
 
     @cached_property
-    def lengths(self) -> tuple[float, float]:
-        """Tokens of a prompt and of a response, in the mean of these steps."""
+    def lengths(self) -> Lengths:
+        """Of the samples of these steps."""
         config = self.config
         numbers = {step.step for step in self.steps}
         rows = [r for r in read_metrics(self.folder / "metrics.jsonl") if r["step"] in numbers]
-        responses = [row["response/length_mean"] for row in rows if "response/length_mean" in row]
-        response = statistics.fmean(responses) if responses else config.rollout.max_tokens
+        response = _mean(rows, "response/length_mean", config.rollout.max_tokens)
+        longest = _mean(rows, "response/length_max", response)
         samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
         tokens = sum(
             one.tokens for step in self.steps for one in step.records if one.phases.get("generate")
         )
         prompt = tokens / samples / len(self.steps) - response
-        return (prompt if prompt >= 1 else config.data.max_prompt_tokens), max(1.0, response)
+        if prompt < 1:
+            prompt = config.data.max_prompt_tokens
+        return Lengths(prompt, max(1.0, response), max(1.0, longest))
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], name: str, otherwise: float) -> float:
+    found = [row[name] for row in rows if name in row]
+    return statistics.fmean(found) if found else otherwise
 
 
 def _shifted(record: Record, earlier: float) -> Record:

@@ -127,7 +127,7 @@ def predict(run: RecordedRun, question: Question) -> Prediction:
         role, _, phase = name.partition(".")
         graph = with_speed(graph, Where(role, phase), 1 / times)
     if question.responses != 1.0:
-        prompt, response = run.lengths
+        prompt, response, _ = run.lengths
         share = response / (prompt + response)
         graph = with_longer_responses(graph, question.responses, share)
     if question.settings or question.devices is not None:

@@ -17,7 +17,7 @@ from hybridrl.models import load_config
 from hybridrl.placement import ACTOR, GENERATOR, Placement, Role, RolePlace
 from hybridrl.planner.call_clock import CallClock
 from hybridrl.planner.cures import changed
-from hybridrl.planner.dataflow import Call, sizes_of
+from hybridrl.planner.dataflow import Call, Lengths, sizes_of
 from hybridrl.planner.device_memory import RoleMemory, lacking_of, process_bytes, role_memory
 from hybridrl.planner.planner import Planner
 from hybridrl.planner.precision import with_dtype
@@ -49,7 +49,7 @@ class PlannedCosts:
         config: With folders for models.
         cluster: With memory of its devices.
         rates: Of every device, or of each.
-        lengths: Tokens of a prompt and of a response; None: the longest that are allowed.
+        lengths: Of its samples; None: the longest that are allowed.
         roles: Of the job; None: those of its trainer.
     """
 
@@ -58,7 +58,7 @@ class PlannedCosts:
         config: Config,
         cluster: Cluster,
         rates: Rates | Sequence[Rates],
-        lengths: tuple[float, float] | None = None,
+        lengths: Lengths | None = None,
         roles: Mapping[str, RoleSpec] | None = None,
     ) -> None:
         self.config = config = with_dtype(config, cluster.kind)

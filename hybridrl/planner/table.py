@@ -104,13 +104,15 @@ def _table(
 
 def sizes_lines(plan: Plan) -> list[str]:
     """The derived sizes."""
-    sizes = plan.sizes
+    sizes, longest = plan.sizes, ""
+    if sizes.longest_response > sizes.response_tokens:
+        longest = f" (the longest {sizes.longest_response:,.0f})"
     lines = [
         f"devices     {plan.cluster}, "
         f"placement {plan.placement.strategy}, {plan.config.model.dtype}",
         f"step        {sizes.prompts:,} prompts, {sizes.samples:,} samples of "
-        f"{sizes.prompt_tokens:g} + {sizes.response_tokens:g} tokens = {sizes.tokens:,} tokens, "
-        f"{sizes.updates} update(s)",
+        f"{sizes.prompt_tokens:.4g} + {sizes.response_tokens:.4g} tokens{longest} = "
+        f"{sizes.tokens:,} tokens, {sizes.updates} update(s)",
     ]
     for (role, phase), batch in plan.batches.items():
         if phase == "train":

@@ -16,7 +16,11 @@ DIGITS = 5
 
 PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Reward", "", (("reward/mean", "reward"), ("cost/mean", "cost"))),
-    ("Response length", "tokens", (("response/length_mean", "mean"),)),
+    (
+        "Response length",
+        "tokens",
+        (("response/length_mean", "mean"), ("response/length_max", "longest")),
+    ),
     ("Cut at the limit", "share", (("response/truncated", "share"),)),
     ("Entropy", "nats per token", (("policy/entropy", "entropy"),)),
     (

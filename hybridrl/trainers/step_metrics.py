@@ -147,6 +147,7 @@ def _responses(total: Mapping[str, float], seconds: float) -> dict[str, float]:
     samples = max(1.0, total["samples"])
     figures = {
         "response/length_mean": total["response_tokens"] / samples,
+        "response/length_max": total["response_tokens_max"],
         "response/truncated": total["truncated"] / samples,
         "response/tokens": total["response_tokens"],
         "throughput/tokens_per_second": total["response_tokens"] / seconds,

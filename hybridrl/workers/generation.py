@@ -102,10 +102,12 @@ def report_samples(worker: Worker, samples: Batch) -> None:
     environment played, branches, failures and the environment's own numbers."""
     reasons = samples["finish_reason"]
     served = "branches" in samples
-    tokens = ["response_ids", *(["branch_response_ids"] if served else [])]
+    names = ["response_ids", *(["branch_response_ids"] if served else [])]
+    tokens = [samples.lengths(name) for name in names]
     worker.report(
         samples=len(samples),
-        response_tokens=sum(int(samples.lengths(name).sum()) for name in tokens),
+        response_tokens=sum(int(lengths.sum()) for lengths in tokens),
+        response_tokens_max=max(int(lengths.max(initial=0)) for lengths in tokens),
         truncated=reasons.count("length"),
     )
     if served:

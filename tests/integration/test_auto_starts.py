@@ -40,6 +40,7 @@ def test_the_best_plan_starts(seed, hosts, tmp_path, monkeypatch):
         f"rollout.samples_per_prompt={draw.choice([2, 5])}",
         "ray.address=auto",  # where there may be more devices than this machine has cores
         *("placement=auto", "warmup.steps=0", "eval.prompts=8"),
+        f"placement.lengths={draw.choice(['null', '4+2', '5+1.5..3'])}",
     ]
     with hosts.job(load_config([*settings, f"run.directory={tmp_path / 'run'}"])) as job:
         trainer = job.make_trainer()

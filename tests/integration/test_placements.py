@@ -32,7 +32,7 @@ PLACEMENTS = {
     "interleaving": ["placement=interleaving"],
     "explicit": EXPLICIT,
     "separation": ["placement=separation"],
-    "auto": ["placement=auto"],
+    "auto": ["placement=auto", "placement.lengths=4+1.5..3"],
 }
 
 
@@ -117,6 +117,7 @@ def all_was_chosen_and_kept(job):
     assert written["strategy"] == "auto" and written["settings"] == {}
     assert written["roles"].keys() == {"actor", "critic", "reference", "reward"} == set(job.groups)
     assert job.placement_notice.startswith("placement=auto chose")
+    assert "with samples of 4+1.5..3 tokens." in job.placement_notice
     assert "strategy: auto" in (job.directory.path / "config.yaml").read_text()
     assert job.plan.fits() and job.plan.times.step > 0
 

@@ -13,6 +13,7 @@ from hybridrl.core.cluster import Cluster
 from hybridrl.models import CausalPolicy, PackedSamples, tiny_config
 from hybridrl.models.adapters import add_adapters
 from hybridrl.planner import model_shape, token_bytes
+from hybridrl.planner.dataflow import Lengths
 from hybridrl.planner.devices import GIB, named, present
 from hybridrl.planner.model_shape import shape_of
 from hybridrl.planner.plan import make_plan
@@ -97,7 +98,7 @@ def plan_of(*overrides, devices=1, lengths=(16, 48), tmp_path):
     config.save_pretrained(tmp_path)
     overrides = [f"model.path={tmp_path}", "rollout=transformers", *overrides]
     cluster = Cluster.of_one_node("cpu", devices)
-    return make_plan(configured(overrides), present(cluster), lengths=lengths)
+    return make_plan(configured(overrides), present(cluster), lengths=Lengths.alike(*lengths))
 
 
 def phases(plan):

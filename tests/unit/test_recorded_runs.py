@@ -17,6 +17,7 @@ from hybridrl.models import make_tiny_model
 from hybridrl.observe import recorded_steps
 from hybridrl.observe.recorded_steps import RecordedStep, RecordedSteps, read_steps
 from hybridrl.planner import backtest, devices, run_questions
+from hybridrl.planner.lengths import read_lengths
 from hybridrl.planner.rates import Rates
 from hybridrl.planner.recorded_graph import graph_of
 from hybridrl.planner.recorded_run import RecordedRun
@@ -154,8 +155,22 @@ def test_a_run_is_replayed_as_it_was_without_what_passed_between_its_steps(run_o
     assert run.seconds == pytest.approx(4.0)
     found = predict(run, Question())
     assert (found.steps, found.replayed) == (2, pytest.approx(4.0))
-    prompt, response = run.lengths
-    assert response == run.config.rollout.max_tokens and prompt >= 1
+    prompt, response, longest = run.lengths
+    assert response == longest == run.config.rollout.max_tokens and prompt >= 1
+
+
+def test_samples_are_as_long_as_those_of_the_steps_that_are_kept(run_of):
+    folder = run_of("run", ["data.prompts_per_step=5", "rollout.samples_per_prompt=2"])
+    rows = [(1, 500.0, 900.0), (2, 40.0, 90.0)]
+    (folder / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps({"step": n, "response/length_mean": mean, "response/length_max": most})
+            + "\n"
+            for n, mean, most in rows
+        )
+    )
+    found = read_lengths(str(folder), "--lengths")
+    assert found == (640 / 10 - 40, 40, 90)
 
 
 @pytest.mark.parametrize(
