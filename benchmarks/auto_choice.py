@@ -139,10 +139,12 @@ def run(host: Host, folder: Path, settings: Sequence[str], steps: int) -> tuple[
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     ends = {row["step"]: row["time/step"] for row in rows if "time/step" in row}
     found = [seconds for step, seconds in ends.items() if step > WARM_UP_STEPS]
-    chosen = re.search(r"placement=auto chose (.*?): a step of about\s+([\d.]+)\s+s,", said, re.S)
+    words = r"placement=auto chose (.*?): a step of about\s+([\d.]+)\s+(m?s),"
+    chosen = re.search(words, said, re.S)
     if chosen:
         print(f"  auto: {chosen[1]}", flush=True)
-    return statistics.median(found), float(chosen[2]) if chosen else 0.0
+    planned = float(chosen[2]) / (1000 if chosen[3] == "ms" else 1) if chosen else 0.0
+    return statistics.median(found), planned
 
 
 if __name__ == "__main__":
