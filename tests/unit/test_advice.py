@@ -212,6 +212,42 @@ def test_predictions_come_from_the_replay(run_of):
     assert "up to 12% less" in advice.action
 
 
+ALIKE = [[1.0] * 4, [0.0] * 4, [0.0] * 4]
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["ppo", "safe_rlhf", "remax", "expert_iteration", "reinforce_plus_plus"]
+)
+def test_groups_that_score_alike_are_no_loss_to_what_does_not_compare_them(run_of, algorithm):
+    found = advise(run_of(overrides=[f"algorithm={algorithm}"], scores=ALIKE))
+    assert not [advice for advice in found if "zero variance" in advice.title]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cures", "refused"),
+    [
+        ([], ["dynamic_sampling=true", "warmup.steps"], []),
+        (["algorithm=online_dpo"], ["more samples of each"], ["dynamic_sampling"]),
+        (
+            ["data=jsonl", "data.path=p.jsonl", "warmup.steps=0"],
+            ["easier prompts, or have them replaced"],
+            ["warmup"],
+        ),
+    ],
+    ids=["default", "pairs", "data without a task"],
+)
+def test_cures_of_groups_that_score_alike_are_settings_that_the_job_takes(
+    run_of, overrides, cures, refused
+):
+    (advice,) = [
+        advice
+        for advice in advise(run_of(overrides=overrides, scores=ALIKE))
+        if "zero variance" in advice.title
+    ]
+    assert all(cure in advice.action for cure in cures)
+    assert not any(word in advice.action for word in refused)
+
+
 def test_pools_that_take_turns_are_told_what_overlap_would_bring(run_of):
     found = advise(run_of(overrides=["placement=separation"], **APART))
     (generating,) = [advice for advice in found if advice.title.startswith("device 0")]
