@@ -203,7 +203,8 @@ def length_hacking(seen: Evidence) -> Iterator[Advice]:
         numbers |= {"reward_first": rewards.first, "reward_last": rewards.last}
         parts.append(
             f"the reward rose from {rewards.first:.3g} to {rewards.last:.3g} as responses grew "
-            f"from {lengths.first:.3g} to {lengths.last:.3g} tokens, and evaluations did not rise"
+            f"from {lengths.first:.3g} to {lengths.last:.3g} tokens, and "
+            + ("evaluations did not rise" if seen.evaluated else "no evaluation tells of more")
         )
     title = f"length itself seems to be rewarded: {'; '.join(parts)}"
     action = (

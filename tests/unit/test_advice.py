@@ -248,6 +248,16 @@ def test_cures_of_groups_that_score_alike_are_settings_that_the_job_takes(
     assert not any(word in advice.action for word in refused)
 
 
+def test_evaluations_that_were_not_made_are_not_said_to_stand_still(run_of):
+    longer = {"reward/mean": (0.1, 0.9), "response/length_mean": (3, 9)}
+    folder = run_of(metrics=longer)
+    assert "no evaluation tells of more" in advise(folder)[0].title
+    same = {"accuracy": {"value": 0.4, "low": 0.3, "high": 0.5}}
+    entries = [{"step": step, "sets": {"held_out": {"metrics": same}}} for step in (0, 12)]
+    (folder / "evaluations.json").write_text(json.dumps({"format": 1, "evaluations": entries}))
+    assert "evaluations did not rise" in advise(folder)[0].title
+
+
 def test_pools_that_take_turns_are_told_what_overlap_would_bring(run_of):
     found = advise(run_of(overrides=["placement=separation"], **APART))
     (generating,) = [advice for advice in found if advice.title.startswith("device 0")]
