@@ -129,7 +129,8 @@ def gradients(seen: Evidence) -> Iterator[Advice]:
     middle, most = statistics.median(norms), max(norms[2:])
     limit = 1.0 if seen.config is None else seen.config.actor.optimizer.max_grad_norm
     if middle > 0 and most > SPIKE * middle and (most > 10 * limit or not limit):
-        step = seen.rows[norms.index(most)]["step"] if len(norms) == len(seen.rows) else 0
+        steps = [row["step"] for row in seen.rows if row.get("policy/grad_norm") == most]
+        step = steps[-1]
         title = f"the gradient's norm rose to {most:.3g} at step {step}, usually {middle:.2g}"
         action = (
             "Look at the samples of that step; a lower actor.optimizer.max_grad_norm "

@@ -258,6 +258,16 @@ def test_evaluations_that_were_not_made_are_not_said_to_stand_still(run_of):
     assert "evaluations did not rise" in advise(folder)[0].title
 
 
+def test_a_spike_has_its_step_where_another_has_no_norm(run_of):
+    folder = run_of()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    del rows[2]["policy/grad_norm"]
+    rows[8]["policy/grad_norm"] = 500.0
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    titles = [advice.title for advice in advise(folder)]
+    assert [title for title in titles if "rose to 500 at step 9," in title], titles
+
+
 def test_pools_that_take_turns_are_told_what_overlap_would_bring(run_of):
     found = advise(run_of(overrides=["placement=separation"], **APART))
     (generating,) = [advice for advice in found if advice.title.startswith("device 0")]
