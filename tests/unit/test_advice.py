@@ -15,6 +15,7 @@ from hybridrl.core.record import Record, Span
 from hybridrl.observe.recorded_steps import RecordedStep, RecordedSteps
 from hybridrl.planner.devices import present
 from hybridrl.report.advice import TIP, WARNING, advise, what_was_learned
+from hybridrl.report.words import words
 
 BEGIN = 1_700_000_000.0
 STEPS = 12
@@ -309,6 +310,33 @@ def test_what_was_learned_is_told_in_words(run_of):
 def test_a_folder_with_little_in_it_says_so(tmp_path):
     assert advise(tmp_path) == []
     assert what_was_learned(tmp_path) == ["The run has not done a step yet."]
+
+
+@pytest.mark.parametrize(
+    ("state", "why", "said"),
+    [
+        (
+            "failed",
+            "row 45 failed.",
+            "The run failed before its first step was done: row 45 failed.",
+        ),
+        ("interrupted", "", "The run was interrupted before its first step was done."),
+        ("finished", "", "The run is over, and no step of training was done."),
+    ],
+)
+def test_a_run_that_ended_without_a_step_says_how(tmp_path, capsys, state, why, said):
+    (tmp_path / "config.yaml").write_text("")
+    (tmp_path / "status.json").write_text(json.dumps({"state": state, "why": why}))
+    assert words(tmp_path) == {"learned": [said], "advice": None}
+    with pytest.raises(SystemExit):
+        cli.main(["top", str(tmp_path)])
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_that_failed_later_says_so_first(run_of):
+    folder = run_of()
+    (folder / "status.json").write_text('{"state": "failed", "why": "no space"}')
+    assert what_was_learned(folder)[0] == "The run failed after step 12: no space."
 
 
 def test_top_shows_one_frame_of_a_run_that_is_over(run_of, capsys):
