@@ -43,8 +43,10 @@ def _rewards(seen: Evidence) -> list[str]:
     if reward := seen.change("reward/mean"):
         doubt = seen.reward_doubt()
         moved = abs(reward.last - reward.first)
-        how = "no more than chance" if moved <= 2 * 2**0.5 * doubt else f"±{2 * doubt:.2g} each"
-        said = f"In {steps} steps the mean reward went from {_to(reward)} ({how})"
+        how = (
+            " (no more than chance)" if moved <= 2 * 2**0.5 * doubt else f" (±{2 * doubt:.2g} each)"
+        )
+        said = f"In {steps} steps the mean reward went from {_to(reward)}{how if doubt else ''}"
         lengths = seen.change("response/length_mean")
         return [f"{said}; responses from {_to(lengths)} tokens." if lengths else f"{said}."]
     if loss := seen.change("policy/loss"):
@@ -84,8 +86,9 @@ def _time(seen: Evidence) -> list[str]:
     shown = _largest({f"{role}.{phase}": share for (role, phase), share in seen.work.items()})
     steps = sorted({span.step for span in seen.spans})
     seconds = max(seen.seconds.values())
+    which = f"steps {steps[0]} to {steps[-1]}" if steps[1:] else f"step {steps[0]}"
     said = (
-        f"Over {readable_seconds(seconds)} of steps {steps[0]} to {steps[-1]}, on "
+        f"Over {readable_seconds(seconds)} of {which}, on "
         f"{len(seen.devices)} device{'s' if len(seen.devices) > 1 else ''}, the time went to "
         f"{shown}"
     )

@@ -339,6 +339,12 @@ def test_a_run_that_failed_later_says_so_first(run_of):
     assert what_was_learned(folder)[0] == "The run failed after step 12: no space."
 
 
+def test_a_doubt_that_is_not_known_is_not_told(run_of):
+    folder = run_of()
+    (folder / "config.yaml").unlink()
+    assert "0.341 to 0.559; responses" in what_was_learned(folder)[0]
+
+
 def test_top_shows_one_frame_of_a_run_that_is_over(run_of, capsys):
     folder = run_of(metrics={"response/truncated": (0.2, 0.5)})
     (folder / "status.json").write_text('{"state": "finished", "why": ""}')
