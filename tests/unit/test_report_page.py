@@ -173,6 +173,16 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path, capsys)
     assert refused.value.code == 2 and "is a folder" in capsys.readouterr().err
 
 
+def test_a_run_stands_beside_itself_once(tmp_path):
+    one, other = run_folder(tmp_path / "one"), run_folder(tmp_path / "other")
+    (tmp_path / "latest").symlink_to(other)
+    beside = [str(one), str(other), str(tmp_path / "latest")]
+    with pytest.raises(SystemExit):
+        cli.main(["report", str(one), "--against", *beside])
+    found = data_in((one / "report.html").read_text())
+    assert [run["name"] for run in found["curves"]["runs"]] == ["one", "other"]
+
+
 def test_json_in_a_page_is_closed_by_nothing():
     from hybridrl.report.page import in_script
 
