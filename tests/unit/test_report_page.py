@@ -2,6 +2,7 @@
 sentence or an empty part where something is missing."""
 
 import json
+import os
 import re
 
 import pytest
@@ -181,6 +182,15 @@ def test_a_run_stands_beside_itself_once(tmp_path):
         cli.main(["report", str(one), "--against", *beside])
     found = data_in((one / "report.html").read_text())
     assert [run["name"] for run in found["curves"]["runs"]] == ["one", "other"]
+
+
+def test_a_page_takes_the_place_of_files_only(tmp_path, capsys):
+    run, pipe = run_folder(tmp_path / "run"), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(SystemExit) as refused:
+        cli.main(["report", str(run), "--out", str(pipe)])
+    assert refused.value.code == 2 and "a device or a pipe" in capsys.readouterr().err
+    assert pipe.is_fifo()
 
 
 def test_json_in_a_page_is_closed_by_nothing():
