@@ -193,6 +193,12 @@ def test_a_page_takes_the_place_of_files_only(tmp_path, capsys):
     assert pipe.is_fifo()
 
 
+def test_a_run_without_a_recorded_step_is_not_told_to_be_no_run(tmp_path):
+    run = run_folder(tmp_path / "run")
+    (run / "steps.jsonl").unlink()
+    assert Content(RunFolder(run)).data()["timeline"]["note"] == "No step has been recorded."
+
+
 def test_json_in_a_page_is_closed_by_nothing():
     from hybridrl.report.page import in_script
 
