@@ -40,7 +40,9 @@ def run(chosen: argparse.Namespace) -> int:
         StorageError: if the page cannot be written.
     """
     shown = RunFolder(Path(chosen.run).expanduser())
-    against = [RunFolder(Path(other).expanduser()) for other in chosen.against]
+    others = [RunFolder(Path(other).expanduser()) for other in chosen.against]
+    # Of `--against runs/*` the run itself is one, and runs/latest another for the second time.
+    against = list({other.path: other for other in others if other.path != shown.path}.values())
     out = Path(chosen.out).expanduser() if chosen.out else shown.path / NAME
     if out.is_dir():
         raise ConfigError(f"--out {chosen.out} is a folder. Name a file in it: {out / NAME}.")

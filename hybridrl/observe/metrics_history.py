@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,4 +89,12 @@ def _parsed(line: str) -> dict[str, Any] | None:
         return None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return None
-    return {key: value for key, value in row.items() if isinstance(value, int | float)}
+    found = {key: value for key, value in row.items() if _is_figure(value)}
+    return found if "step" in found else None
+
+
+def _is_figure(value: Any) -> bool:
+    """Whether it is a number that a float can be: whole ones of JSON have no bound."""
+    if isinstance(value, int):
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, float)

@@ -70,10 +70,16 @@ def replacing(path: Path, setting: str = RUN_FOLDER) -> Iterator[Path]:
     A reader of `path` sees the old content or the new, never half of it.
 
     Raises:
-        StorageError: the file could not be written; the temporary file is removed.
+        StorageError: the file could not be written; the temporary file is removed. Or there is a
+            device or a pipe, such as /dev/null, which a rename would put out of the world for all.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     with explain_write_errors(path, setting):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise StorageError(
+                f"{path} is no file but a device or a pipe, and is left as it is. Set {setting} to "
+                "a file that may be replaced."
+            )
         try:
             yield part
             part.replace(path)

@@ -6,11 +6,19 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 
+from hybridrl.data.mixture import sources_of
 from hybridrl.report.advice_piece import Advice, tip, warning
 from hybridrl.report.evidence import Change, Evidence, Group
 
 DEAD_SHOWN, DEAD_TOO_MANY = 0.3, 0.8
 """Shares of prompts whose samples all score alike. On the built-in task 0.2 to 0.6 are usual."""
+REFILLS = "grpo"
+"""The program that can have groups replaced (`algorithm.dynamic_sampling`)."""
+COMPARE = REFILLS, "online_dpo"
+"""Programs that learn from how the samples of a prompt differ. A critic's values, a greedy answer,
+a teacher or answers to imitate are learned from where all score alike, too."""
+OF_BATCH = "reinforce_plus_plus"
+"""The advantage of the first that compares with the whole batch."""
 SOLVED = 0.9
 """As a share of the way from the least to the largest score: what is left is luck."""
 CUT_SHOWN, CUT_TOO_MANY = 0.03, 0.15
@@ -44,8 +52,8 @@ IMPATIENT = 10
 
 
 def dead_groups(seen: Evidence) -> Iterator[Advice]:
-    """Prompts whose samples all score alike teach nothing."""
-    groups = seen.groups
+    """Prompts whose samples all score alike teach nothing to what compares them."""
+    groups = seen.groups if _compares(seen) else []
     dead = [group for group in groups if max(group.scores) == min(group.scores)]
     share = len(dead) / len(groups) if groups else 0.0
     if share < DEAD_SHOWN or _fall(seen) is not None:  # what fell that far is all alike
@@ -67,10 +75,11 @@ def dead_groups(seen: Evidence) -> Iterator[Advice]:
     elif top > 0.5:
         cause = "Most of them are always right: take harder prompts (data.sampler=pass_rate)"
     else:
-        cause = "Most of them are never right: take easier prompts or a warm-up (warmup.steps)"
+        cause = "Most of them are never right: take easier prompts"
+        cause += " or a warm-up (warmup.steps)" if _has_right_answers(seen) else ""
     config = seen.config
     more = ", or have them replaced (algorithm.dynamic_sampling=true)"
-    if config is not None and config.algorithm.dynamic_sampling:
+    if config is not None and (config.algorithm.dynamic_sampling or config.trainer.name != REFILLS):
         more = f", or more samples of each (now {config.rollout.samples_per_prompt})"
     say = warning if share >= DEAD_TOO_MANY else tip
     yield say(title, numbers, f"{cause}{more}.", share)
@@ -120,7 +129,8 @@ def gradients(seen: Evidence) -> Iterator[Advice]:
     middle, most = statistics.median(norms), max(norms[2:])
     limit = 1.0 if seen.config is None else seen.config.actor.optimizer.max_grad_norm
     if middle > 0 and most > SPIKE * middle and (most > 10 * limit or not limit):
-        step = seen.rows[norms.index(most)]["step"] if len(norms) == len(seen.rows) else 0
+        steps = [row["step"] for row in seen.rows if row.get("policy/grad_norm") == most]
+        step = steps[-1]
         title = f"the gradient's norm rose to {most:.3g} at step {step}, usually {middle:.2g}"
         action = (
             "Look at the samples of that step; a lower actor.optimizer.max_grad_norm "
@@ -194,7 +204,8 @@ def length_hacking(seen: Evidence) -> Iterator[Advice]:
         numbers |= {"reward_first": rewards.first, "reward_last": rewards.last}
         parts.append(
             f"the reward rose from {rewards.first:.3g} to {rewards.last:.3g} as responses grew "
-            f"from {lengths.first:.3g} to {lengths.last:.3g} tokens, and evaluations did not rise"
+            f"from {lengths.first:.3g} to {lengths.last:.3g} tokens, and "
+            + ("evaluations did not rise" if seen.evaluated else "no evaluation tells of more")
         )
     title = f"length itself seems to be rewarded: {'; '.join(parts)}"
     action = (
@@ -283,6 +294,24 @@ LEARNING = (
     *(dead_groups, collapse, clipped, gradients, mismatch, cut, length_hacking, entropy),
     *(standstill, rewards_fail, evaluations_fall, critic),
 )
+
+
+def _compares(seen: Evidence) -> bool:
+    """Whether samples of a prompt are compared with each other; a program of the user's is not
+    known."""
+    config = seen.config
+    if config is None:
+        return True
+    return config.trainer.name in COMPARE and config.algorithm.advantage != OF_BATCH
+
+
+def _has_right_answers(seen: Evidence) -> bool:
+    """Whether warm-up has something to imitate: built-in tasks have, environments have not."""
+    if seen.config is None:
+        return False
+    data = seen.config.data
+    tasks = [source.data.task for source in sources_of(data)] or [data.task]
+    return any(task not in (None, "environment") for task in tasks)
 
 
 def _fall(seen: Evidence) -> Change | None:

@@ -40,7 +40,9 @@ def slow_reward(seen: Evidence) -> Iterator[Advice]:
     if gained is not None:
         numbers["change"] = gained
         action += f"; four times as fast, steps would take {-gained:.0%} less"
-    overlapped = change_of(seen, Question(overlap_scoring=True))
+    overlapped = None  # placement=separation needs two devices
+    if seen.devices[1:]:
+        overlapped = change_of(seen, Question(overlap_scoring=True))
     if overlapped is not None and overlapped < -LITTLE_GAIN:
         numbers["overlapped"] = overlapped
         action += (

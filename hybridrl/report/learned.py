@@ -7,6 +7,7 @@ from typing import Any
 
 from hybridrl.core.readable import readable_seconds
 from hybridrl.observe.beside_steps import CHECKPOINT, EVALUATION, KEEPING
+from hybridrl.observe.run_state import FAILED, FINISHED, INTERRUPTED, KILLED, state_of
 from hybridrl.report.evidence import Change, Evidence
 from hybridrl.report.spans import in_words
 
@@ -19,9 +20,22 @@ PARTS = 4
 
 def learned(seen: Evidence) -> list[str]:
     """See `what_was_learned`."""
+    ended = _end(seen)
     if not seen.rows:
-        return ["The run has not done a step yet."]
-    return [*_rewards(seen), *_evaluations(seen), *_time(seen)]
+        return ended or ["The run has not done a step yet."]
+    return [*ended, *_rewards(seen), *_evaluations(seen), *_time(seen)]
+
+
+def _end(seen: Evidence) -> list[str]:
+    """How a run ended that did not do all of its steps."""
+    state, why = state_of(seen.folder)
+    if state == FINISHED and not seen.rows:
+        return ["The run is over, and no step of training was done."]
+    if state not in (FAILED, INTERRUPTED, KILLED):
+        return []
+    how = "failed" if state == FAILED else f"was {state}"
+    when = f"after step {seen.steps}" if seen.rows else "before its first step was done"
+    return [f"The run {how} {when}: {why.removesuffix('.')}." if why else f"The run {how} {when}."]
 
 
 def _rewards(seen: Evidence) -> list[str]:
@@ -29,8 +43,10 @@ def _rewards(seen: Evidence) -> list[str]:
     if reward := seen.change("reward/mean"):
         doubt = seen.reward_doubt()
         moved = abs(reward.last - reward.first)
-        how = "no more than chance" if moved <= 2 * 2**0.5 * doubt else f"±{2 * doubt:.2g} each"
-        said = f"In {steps} steps the mean reward went from {_to(reward)} ({how})"
+        how = (
+            " (no more than chance)" if moved <= 2 * 2**0.5 * doubt else f" (±{2 * doubt:.2g} each)"
+        )
+        said = f"In {steps} steps the mean reward went from {_to(reward)}{how if doubt else ''}"
         lengths = seen.change("response/length_mean")
         return [f"{said}; responses from {_to(lengths)} tokens." if lengths else f"{said}."]
     if loss := seen.change("policy/loss"):
@@ -70,8 +86,9 @@ def _time(seen: Evidence) -> list[str]:
     shown = _largest({f"{role}.{phase}": share for (role, phase), share in seen.work.items()})
     steps = sorted({span.step for span in seen.spans})
     seconds = max(seen.seconds.values())
+    which = f"steps {steps[0]} to {steps[-1]}" if steps[1:] else f"step {steps[0]}"
     said = (
-        f"Over {readable_seconds(seconds)} of steps {steps[0]} to {steps[-1]}, on "
+        f"Over {readable_seconds(seconds)} of {which}, on "
         f"{len(seen.devices)} device{'s' if len(seen.devices) > 1 else ''}, the time went to "
         f"{shown}"
     )

@@ -19,6 +19,7 @@ from hybridrl.observe.safe_text import one_line
 from hybridrl.observe.summary import accuracy_name
 from hybridrl.report.advice import advise_of
 from hybridrl.report.evidence import Evidence
+from hybridrl.report.learned import learned
 from hybridrl.report.spans import IDLE, DeviceSpan, in_words
 
 BAR_CELLS = 20
@@ -37,7 +38,7 @@ def screen(folder: Path, width: int, now: float | None = None) -> RenderableType
     seen = Evidence(folder, STEPS_LOOKED_AT)
     parts: list[RenderableType] = [_title(seen, width)]
     if not seen.rows:
-        parts.append(Text("The run has not done a step yet.", "dim"))
+        parts.append(Text(learned(seen)[0], "dim"))
         return Group(*parts)
     parts += value_lines(_readings(seen), width)
     if seen.spans:

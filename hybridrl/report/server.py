@@ -143,8 +143,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answers a page, its parts, or the metrics."""
-        # A page of another site that a name leads here (DNS rebinding) brings the other's name.
-        if self.headers.get("Host", "") not in self._hosts():
+        # A page of another site that a name leads here (DNS rebinding) brings the other's name. The
+        # port may be another one: that of a tunnel.
+        if self.headers.get("Host", "").partition(":")[0] not in (HOST, "localhost"):
             self._refuse(HTTPStatus.FORBIDDEN)
             return
         path = [unquote(part) for part in urlsplit(self.path).path.split("/")[1:]]
@@ -183,9 +184,6 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(found[name].text().encode(), _JSON)
             case _:
                 self._refuse(HTTPStatus.NOT_FOUND)
-
-    def _hosts(self) -> set[str]:
-        return {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
 
     def _bearer(self) -> str:
         kind, _, token = self.headers.get("Authorization", "").partition(" ")

@@ -53,10 +53,12 @@ def timeline(run: Path) -> dict[str, Any]:
         its name, then start, seconds, rank and tokens. Seconds count from the first step shown.
         `note`: what is left out, or why there is nothing.
     """
+    if not (run / "steps.jsonl").is_file():
+        return _nothing("No step has been recorded.")
     try:
         steps = read_steps(run, NEWEST_BYTES)
     except DataError as error:
-        return {"steps": [], "devices": [], "spans": [], "phases": [], "note": str(error)}
+        return _nothing(str(error))
     devices = devices_in(run)
     count = min(MOST_STEPS, len(steps))
     spans = spans_of(steps, devices, count)
@@ -64,6 +66,10 @@ def timeline(run: Path) -> dict[str, Any]:
         count = max(1, min(count - 1, count * MOST_SPANS // len(spans)))
         spans = spans_of(steps, devices, count)
     return _as_data(steps, spans, count)
+
+
+def _nothing(note: str) -> dict[str, Any]:
+    return {"steps": [], "devices": [], "spans": [], "phases": [], "note": note}
 
 
 def _as_data(

@@ -47,6 +47,32 @@ def test_a_report_opens_alone_without_an_error(tmp_path):
     asyncio.run(look())
 
 
+def test_no_two_lines_of_a_chart_have_one_number(tmp_path):
+    run = run_folder(tmp_path / "run", steps=0, samples_at=())
+    figures = {"mismatch/k3": 1e-13, "throughput/tokens_per_second": 1.2e5, "policy/entropy": 0.5}
+    rows = (
+        metrics_row(step) | {name: value * (1 + step / 9) for name, value in figures.items()}
+        for step in range(1, 6)
+    )
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    url = written(run, tmp_path / "report.html")
+    labels = (
+        "[...document.querySelectorAll('.chart svg')].map((chart) => "
+        "[...chart.querySelectorAll('text[text-anchor=end]')].map((one) => one.textContent))"
+    )
+
+    async def look():
+        async with open_page() as page:
+            await page.open(url)
+            await page.until(DRAWN)
+            found = await page.value(labels)
+            assert any("e-13" in label for chart in found for label in chart)
+            assert any("e5" in label for chart in found for label in chart)
+            assert all(len(set(chart)) == len(chart) for chart in found), found
+
+    asyncio.run(look())
+
+
 def test_what_is_seen_by_pointing_is_reached_by_keys(tmp_path):
     run = run_folder(tmp_path / "run", steps=40, says="words")
     url = written(run, tmp_path / "report.html")

@@ -15,6 +15,7 @@ from hybridrl.core.record import Record, Span
 from hybridrl.observe.recorded_steps import RecordedStep, RecordedSteps
 from hybridrl.planner.devices import present
 from hybridrl.report.advice import TIP, WARNING, advise, what_was_learned
+from hybridrl.report.words import words
 
 BEGIN = 1_700_000_000.0
 STEPS = 12
@@ -205,11 +206,73 @@ def test_a_healthy_run_gets_no_alarm(run_of, healthy):
 
 def test_predictions_come_from_the_replay(run_of):
     """Three of six seconds are scores; four times as fast, 2.25 s less."""
-    (advice, *_) = advise(run_of(seconds={"generate": 1.0, "score": 3.0, "train": 2.0}))
+    seconds = {"generate": 1.0, "score": 3.0, "train": 2.0}
+    (advice, *_) = advise(run_of(seconds=seconds, number=2, devices=((0, 1), (0, 1))))
     assert advice.numbers["change"] == pytest.approx(-2.25 / 6, abs=0.01)
     assert "reward.processes=4" in advice.action and "38% less" in advice.action
     assert advice.numbers["overlapped"] == pytest.approx(-0.75 / 6, abs=0.01)
     assert "up to 12% less" in advice.action
+
+
+def test_one_device_is_not_told_to_be_two(run_of):
+    (advice, *_) = advise(run_of(seconds=SECONDS | {"score": 3.0}))
+    assert "reward.processes=4" in advice.action and "separation" not in advice.action
+
+
+ALIKE = [[1.0] * 4, [0.0] * 4, [0.0] * 4]
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["ppo", "safe_rlhf", "remax", "expert_iteration", "reinforce_plus_plus"]
+)
+def test_groups_that_score_alike_are_no_loss_to_what_does_not_compare_them(run_of, algorithm):
+    found = advise(run_of(overrides=[f"algorithm={algorithm}"], scores=ALIKE))
+    assert not [advice for advice in found if "zero variance" in advice.title]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cures", "refused"),
+    [
+        ([], ["dynamic_sampling=true", "warmup.steps"], []),
+        (["algorithm=online_dpo"], ["more samples of each"], ["dynamic_sampling"]),
+        (
+            ["data=jsonl", "data.path=p.jsonl", "warmup.steps=0"],
+            ["easier prompts, or have them replaced"],
+            ["warmup"],
+        ),
+    ],
+    ids=["default", "pairs", "data without a task"],
+)
+def test_cures_of_groups_that_score_alike_are_settings_that_the_job_takes(
+    run_of, overrides, cures, refused
+):
+    (advice,) = [
+        advice
+        for advice in advise(run_of(overrides=overrides, scores=ALIKE))
+        if "zero variance" in advice.title
+    ]
+    assert all(cure in advice.action for cure in cures)
+    assert not any(word in advice.action for word in refused)
+
+
+def test_evaluations_that_were_not_made_are_not_said_to_stand_still(run_of):
+    longer = {"reward/mean": (0.1, 0.9), "response/length_mean": (3, 9)}
+    folder = run_of(metrics=longer)
+    assert "no evaluation tells of more" in advise(folder)[0].title
+    same = {"accuracy": {"value": 0.4, "low": 0.3, "high": 0.5}}
+    entries = [{"step": step, "sets": {"held_out": {"metrics": same}}} for step in (0, 12)]
+    (folder / "evaluations.json").write_text(json.dumps({"format": 1, "evaluations": entries}))
+    assert "evaluations did not rise" in advise(folder)[0].title
+
+
+def test_a_spike_has_its_step_where_another_has_no_norm(run_of):
+    folder = run_of()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    del rows[2]["policy/grad_norm"]
+    rows[8]["policy/grad_norm"] = 500.0
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    titles = [advice.title for advice in advise(folder)]
+    assert [title for title in titles if "rose to 500 at step 9," in title], titles
 
 
 def test_pools_that_take_turns_are_told_what_overlap_would_bring(run_of):
@@ -247,6 +310,39 @@ def test_what_was_learned_is_told_in_words(run_of):
 def test_a_folder_with_little_in_it_says_so(tmp_path):
     assert advise(tmp_path) == []
     assert what_was_learned(tmp_path) == ["The run has not done a step yet."]
+
+
+@pytest.mark.parametrize(
+    ("state", "why", "said"),
+    [
+        (
+            "failed",
+            "row 45 failed.",
+            "The run failed before its first step was done: row 45 failed.",
+        ),
+        ("interrupted", "", "The run was interrupted before its first step was done."),
+        ("finished", "", "The run is over, and no step of training was done."),
+    ],
+)
+def test_a_run_that_ended_without_a_step_says_how(tmp_path, capsys, state, why, said):
+    (tmp_path / "config.yaml").write_text("")
+    (tmp_path / "status.json").write_text(json.dumps({"state": state, "why": why}))
+    assert words(tmp_path) == {"learned": [said], "advice": None}
+    with pytest.raises(SystemExit):
+        cli.main(["top", str(tmp_path)])
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_that_failed_later_says_so_first(run_of):
+    folder = run_of()
+    (folder / "status.json").write_text('{"state": "failed", "why": "no space"}')
+    assert what_was_learned(folder)[0] == "The run failed after step 12: no space."
+
+
+def test_a_doubt_that_is_not_known_is_not_told(run_of):
+    folder = run_of()
+    (folder / "config.yaml").unlink()
+    assert "0.341 to 0.559; responses" in what_was_learned(folder)[0]
 
 
 def test_top_shows_one_frame_of_a_run_that_is_over(run_of, capsys):

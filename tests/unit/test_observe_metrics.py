@@ -90,6 +90,14 @@ def test_history_of_nothing_and_of_rubbish(tmp_path):
     assert read_metrics(path) == [{"step": 1}]
 
 
+def test_history_leaves_out_numbers_beyond_a_float(tmp_path):
+    (tmp_path / "m.jsonl").write_text(
+        f'{{"step": 1, "a": 1{"0" * 400}, "b": NaN, "c": 2}}\n{{"step": 1{"0" * 400}, "a": 1}}\n'
+    )
+    (row,) = read_metrics(tmp_path / "m.jsonl")
+    assert row.keys() == {"step", "b", "c"}
+
+
 def test_tensorboard_for_real(tmp_path):
     run = RunDirectory.at(tmp_path)
     writers = open_writers(["tensorboard", "jsonl"], run, "x", {})

@@ -2,6 +2,7 @@
 sentence or an empty part where something is missing."""
 
 import json
+import os
 import re
 
 import pytest
@@ -171,6 +172,31 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path, capsys)
     with pytest.raises(SystemExit) as refused:
         cli.main(["report", str(one), "--out", str(tmp_path)])
     assert refused.value.code == 2 and "is a folder" in capsys.readouterr().err
+
+
+def test_a_run_stands_beside_itself_once(tmp_path):
+    one, other = run_folder(tmp_path / "one"), run_folder(tmp_path / "other")
+    (tmp_path / "latest").symlink_to(other)
+    beside = [str(one), str(other), str(tmp_path / "latest")]
+    with pytest.raises(SystemExit):
+        cli.main(["report", str(one), "--against", *beside])
+    found = data_in((one / "report.html").read_text())
+    assert [run["name"] for run in found["curves"]["runs"]] == ["one", "other"]
+
+
+def test_a_page_takes_the_place_of_files_only(tmp_path, capsys):
+    run, pipe = run_folder(tmp_path / "run"), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(SystemExit) as refused:
+        cli.main(["report", str(run), "--out", str(pipe)])
+    assert refused.value.code == 2 and "a device or a pipe" in capsys.readouterr().err
+    assert pipe.is_fifo()
+
+
+def test_a_run_without_a_recorded_step_is_not_told_to_be_no_run(tmp_path):
+    run = run_folder(tmp_path / "run")
+    (run / "steps.jsonl").unlink()
+    assert Content(RunFolder(run)).data()["timeline"]["note"] == "No step has been recorded."
 
 
 def test_json_in_a_page_is_closed_by_nothing():

@@ -59,6 +59,8 @@ def test_a_page_of_another_name_is_refused(serve, tmp_path):
     server = serve(run_folder(tmp_path / "run"))
     assert ask(server, f"/{TOKEN}/", Host="evil.example")[0] == 403
     assert ask(server, f"/{TOKEN}/", Host=f"localhost:{server.server_port}")[0] == 200
+    assert ask(server, f"/{TOKEN}/", Host="localhost:9000")[0] == 200  # the near end of a tunnel
+    assert ask(server, f"/{TOKEN}/", Host="localhost.evil.example:9000")[0] == 403
 
 
 def test_it_listens_on_this_machine_only(serve, tmp_path):

@@ -41,9 +41,10 @@
 
   // Horizontal lines with their numbers, and numbers of steps below.
   function axes(x, y, [low, high], [first, last], box) {
-    const lines = ticks(low, high, 4).map((value) => [
+    const shown = ticks(low, high, 4), labels = distinct(shown, high - low);
+    const lines = shown.map((value, place) => [
       s("line", { class: "grid", x1: box.left, x2: box.right, y1: y(value), y2: y(value) }),
-      s("text", { x: box.left - 6, y: y(value) + 4, "text-anchor": "end" }, label(value, high - low)),
+      s("text", { x: box.left - 6, y: y(value) + 4, "text-anchor": "end" }, labels[place]),
     ]);
     const whole = ticks(first, last, Math.max(2, (box.right - box.left) / 70))
       .filter((value) => Number.isInteger(value));
@@ -53,9 +54,20 @@
   }
 
   // As many digits as tell neighbouring ticks apart.
-  function label(value, span) {
+  function distinct(values, span) {
+    let labels = [];
+    for (let digits = 0; digits <= 4; digits++) {
+      labels = values.map((value) => label(value, span, digits));
+      if (new Set(labels).size === labels.length) break;
+    }
+    return labels;
+  }
+
+  function label(value, span, digits) {
     if (value === 0) return "0";
-    if (Math.abs(value) >= 1e5 || span < 1e-4) return value.toExponential(0).replace("e+", "e");
+    if (Math.abs(value) >= 1e5 || span < 1e-4) {
+      return value.toExponential(digits).replace("e+", "e");
+    }
     if (Math.abs(value) >= 1000) return number(value);
     return value.toFixed(Math.max(0, Math.min(4, Math.ceil(1 - Math.log10(span)))));
   }

@@ -41,8 +41,8 @@
         learned.map((text) => h("p", { class: "learned" }, text)),
         learned.length ? null : h("p", { class: "soft" }, "Nothing has been learned yet."),
         phases(curves),
-        h("h3", {}, "What to try next"),
-        words.advice.length
+        words.advice ? h("h3", {}, "What to try next") : null,
+        words.advice === null ? null : words.advice.length
           ? h("ol", { class: "advice" }, words.advice.map(advice))
           : h("p", { class: "soft" }, "Nothing stands out."));
     },
