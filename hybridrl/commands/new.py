@@ -43,7 +43,11 @@ def run(chosen: argparse.Namespace) -> int:
     """
     folder = Path(chosen.name).expanduser()
     name = folder.name
-    if not NAME.fullmatch(name) or keyword.iskeyword(name):
+    if keyword.iskeyword(name):
+        raise ConfigError(
+            f"{chosen.name} is a word of Python. Choose another name for the project."
+        )
+    if not NAME.fullmatch(name):
         raise ConfigError(
             f"{chosen.name}: a project's name begins with a letter and has letters, digits, - and "
             "_, 64 at most."

@@ -73,6 +73,26 @@ def test_no_two_lines_of_a_chart_have_one_number(tmp_path):
     asyncio.run(look())
 
 
+def test_a_row_of_the_table_of_runs_is_a_line_on_a_narrow_screen(tmp_path):
+    run_folder(tmp_path / "runs" / "one")
+    server = Server(Site(tmp_path / "runs"))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    row = "document.querySelector('tbody tr')"
+
+    async def look():
+        async with open_page() as page:
+            await page.open(server.url, width=360)
+            await page.until(f"{row} !== null")
+            assert await page.value(f"{row}.offsetHeight") < 40
+            assert await page.value("document.documentElement.scrollWidth") <= 360
+
+    try:
+        asyncio.run(look())
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 def test_what_is_seen_by_pointing_is_reached_by_keys(tmp_path):
     run = run_folder(tmp_path / "run", steps=40, says="words")
     url = written(run, tmp_path / "report.html")

@@ -16,10 +16,16 @@ def refused(words, capsys):
     return " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("name", ["1st", "a b", "..", "", "class", "x" * 65, "é"])
+@pytest.mark.parametrize("name", ["1st", "a b", "..", "", "x" * 65, "é"])
 def test_names_that_cannot_be_a_project_s(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert "a project's name begins with a letter" in refused([name], capsys)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_word_of_python_is_said_to_be_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "class is a word of Python" in refused(["class"], capsys)
     assert not [*tmp_path.iterdir()]
 
 

@@ -56,7 +56,7 @@
   }
 
   const parts = { head: h("div", {}), live: h("span", { class: "soft", role: "status" }),
-    compare: h("span", {}), table: h("div", { class: "scroll" }), note: h("p", { class: "note" }),
+    compare: h("span", {}), table: h("div", { class: "scroll runs" }), note: h("p", { class: "note" }),
     search: h("input", { type: "search", placeholder: "Search names", "aria-label": "Search names",
       oninput: () => draw() }) };
 
