@@ -13,6 +13,7 @@ from rich.table import Table
 from hybridrl.commands.steps import show, show_json
 from hybridrl.config.overrides import read_overrides
 from hybridrl.config.values import wrong_values
+from hybridrl.core.cluster import MOST_DEVICES
 from hybridrl.errors import ConfigError, Problems
 from hybridrl.planner.backtest import spread
 from hybridrl.planner.cures import changed
@@ -26,7 +27,6 @@ SHOWN_SHARE = 0.005
 """Of a step: what is less of it is not worth a line."""
 RESPONSES, LINK, DEVICES = "responses", "link", "devices"
 LEFT_TO_PLANS = ("actor.tokens_per_microbatch", "reward.processes", "checkpoint.every_minutes")
-MOST_DEVICES = 10_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
