@@ -13,6 +13,7 @@ from rich.table import Table
 from hybridrl.commands.steps import show, show_json
 from hybridrl.config.overrides import read_overrides
 from hybridrl.config.values import wrong_values
+from hybridrl.core.cluster import MOST_DEVICES
 from hybridrl.errors import ConfigError, Problems
 from hybridrl.planner.backtest import spread
 from hybridrl.planner.cures import changed
@@ -26,7 +27,6 @@ SHOWN_SHARE = 0.005
 """Of a step: what is less of it is not worth a line."""
 RESPONSES, LINK, DEVICES = "responses", "link", "devices"
 LEFT_TO_PLANS = ("actor.tokens_per_microbatch", "reward.processes", "checkpoint.every_minutes")
-MOST_DEVICES = 10_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +88,10 @@ def run(chosen: argparse.Namespace) -> int:
     ]
     if found.slowest:
         lines.append(f"the slowest: {found.slowest}")
+    if found.unseen:
+        lines.append(
+            f"no plan of a step depends on {', '.join(found.unseen)}: nothing was predicted of it"
+        )
     known = spread()
     within = f" (of earlier predictions half were off by more than {known:.0%})" if known else ""
     if known is None:
@@ -150,7 +154,9 @@ def _setting(text: str) -> tuple[str, Any]:
     (override,) = read_overrides([text], problems) or [None]
     problems.raise_if_any()
     if override is None or override.is_preset:
-        raise ConfigError(f"--set {text}: name one setting, such as placement.strategy=separation.")
+        raise ConfigError(
+            f"--set {text}: name one setting, such as actor.tokens_per_microbatch=4096."
+        )
     return override.key, override.value
 
 
@@ -171,6 +177,7 @@ def as_data(found: Prediction) -> dict[str, Any]:
         "change": found.change,
         "spread": spread(),
         "slowest": found.slowest,
+        "unseen": list(found.unseen),
         "critical_path": {"before": _path(found.before), "after": _path(found.after)},
     }
 

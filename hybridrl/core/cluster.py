@@ -4,14 +4,18 @@ placement, a plan and a person can read."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, TypeVar
 
 from hybridrl.errors import ConfigError
 
 DEFAULT_CPU_SLOTS = 2
+MOST_DEVICES = 10_000
+"""That a cluster is made of by a name, a file or a question: more of them is a slip of the finger,
+and would only take all memory here."""
 
 
 @dataclass(frozen=True)
@@ -178,24 +182,32 @@ class Cluster:
         """
         try:
             read = json.loads(text)
-            models = {name: _read(DeviceModel, one) for name, one in read["models"].items()}
+            models = {name: _model(one) for name, one in read["models"].items()}
             hosts = {name: _host(one) for name, one in read.get("hosts", {}).items()}
             devices: list[Device] = []
             seen: dict[str, int] = {}
             for group in read["devices"]:
+                _refuse_others(group, ("kind", "node", "model", "count"))
                 node, model = str(group["node"]), str(group["model"])
                 if model not in models:
                     raise ValueError(f"`models` says nothing of {model!r}")
                 if group["kind"] not in ("cpu", "cuda"):
                     raise ValueError(f"kind={group['kind']!r} must be `cpu` or `cuda`")
-                for _ in range(int(group.get("count", 1))):
+                count = group.get("count", 1)
+                if type(count) is not int or not 1 <= count <= MOST_DEVICES - len(devices):
+                    raise ValueError(
+                        f"count={count!r} must be a whole number, 1 or more; there may be up to "
+                        f"{MOST_DEVICES:,} devices"
+                    )
+                for _ in range(count):
                     index = seen[node] = seen.get(node, -1) + 1
                     devices.append(Device(group["kind"], node, index, model))
             if not devices or len({device.kind for device in devices}) > 1:
                 raise ValueError("it must have devices, all of one kind")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise ConfigError(
-                f"This is no cluster: {type(error).__name__}: {error}. Expected "
+                f"This is no cluster: {what}. Expected "
                 '{"devices": [{"kind": "cuda", "node": "a", "model": "mine", "count": 8}], '
                 '"models": {"mine": {"memory": 8e10, ...}}, "hosts": {...}}, as `hybridrl cluster '
                 "probe --json` prints it."
@@ -207,23 +219,50 @@ _T = TypeVar("_T")
 
 
 def _read(kind: type[_T], read: Mapping[str, Any]) -> _T:
-    """A dataclass of numbers above 0, from a mapping."""
-    known = {one.name for one in fields(kind)}  # type: ignore[arg-type]
-    if more := read.keys() - known:
-        raise ValueError(f"there is no `{min(more)}`; there are {', '.join(sorted(known))}")
+    """A dataclass of numbers, from a mapping."""
+    known = fields(kind)  # type: ignore[arg-type]
+    _refuse_others(read, [one.name for one in known])
+    for one in known:
+        if one.default is MISSING and one.default_factory is MISSING:
+            read[one.name]  # a KeyError names what is missing
     for name, value in read.items():
-        for number in value.values() if isinstance(value, dict) else [value]:
-            if not isinstance(number, int | float) or not (number >= 0):
+        if name == "measured":
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} must be true or false")
+            continue
+        for number in value.values() if name == "flops" else [value]:
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            if not is_number or not 0 <= number < math.inf:
                 raise ValueError(f"{name}={number!r} must be a number, 0 or more")
     return kind(**read)
 
 
+def _refuse_others(read: Mapping[str, Any], known: Sequence[str]) -> None:
+    if more := read.keys() - set(known):
+        raise ValueError(f"there is no `{min(more)}`; there are {', '.join(sorted(known))}")
+
+
+def _model(read: Mapping[str, Any]) -> DeviceModel:
+    found = _read(DeviceModel, read)
+    if not found.memory or not all(found.flops.values()):
+        raise ValueError("`memory` and `flops` must be above 0")
+    if found.flops and not found.bandwidth:
+        raise ValueError("where there are `flops` there must be a `bandwidth` above 0")
+    return found
+
+
+def _link(read: Mapping[str, Any]) -> Link:
+    found = _read(Link, read)
+    if not found.bandwidth:
+        raise ValueError("the `bandwidth` of a link must be above 0")
+    return found
+
+
 def _host(read: Mapping[str, Any]) -> Host:
+    _refuse_others(read, [one.name for one in fields(Host)])
     store = read.get("store")
     return Host(
-        _read(Link, read["inside"]),
-        _read(Link, read["network"]),
-        None if store is None else _read(Link, store),
+        _link(read["inside"]), _link(read["network"]), None if store is None else _link(store)
     )
 
 

@@ -17,9 +17,10 @@ from typing import NamedTuple
 from hybridrl.config.presets import leaves
 from hybridrl.errors import ConfigError
 from hybridrl.planner.cache import cache_file, write_cached
+from hybridrl.planner.planned_otherwise import planned_seconds
 from hybridrl.planner.recorded_run import RecordedRun
 from hybridrl.planner.replay import replay
-from hybridrl.planner.run_questions import Question, planned_seconds, predict
+from hybridrl.planner.run_questions import Question, predict
 
 PLAN, REPLAY, ASKED = "plan", "replay", "whatif"
 FILE = "backtests.json"

@@ -112,7 +112,7 @@ def keep(cluster: Cluster) -> Path | None:
 
 def kept_probe(cluster: Cluster) -> Cluster | None:
     """What a probe of this machine has found of such devices, if there was one."""
-    with contextlib.suppress(OSError, ConfigError):
+    with contextlib.suppress(OSError, UnicodeDecodeError, ConfigError):
         found = Cluster.from_json(_file(cluster).read_text())
         if found.model_names == cluster.model_names and len(set(found.hosts.values())) == 1:
             return found

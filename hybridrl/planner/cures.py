@@ -77,9 +77,13 @@ def changed(config: Config, settings: list[Setting]) -> Config:
     for name, value in settings:
         *groups, leaf = name.split(".")
         place: Any = config
-        for group in groups:
-            place = getattr(place, group)
-        setattr(place, leaf, value)
+        for group in groups:  # some hold what they are given names of, such as `models`
+            is_free = isinstance(place, dict)
+            place = place.setdefault(group, {}) if is_free else getattr(place, group)
+        if isinstance(place, dict):
+            place[leaf] = value
+        else:
+            setattr(place, leaf, value)
     return config
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from hybridrl.core.cluster import Cluster, Device, DeviceModel, Host, Link
+from hybridrl.core.cluster import MOST_DEVICES, Cluster, Device, DeviceModel, Host, Link
 from hybridrl.core.cores import usable_cores
 from hybridrl.core.device import name_and_memory
 from hybridrl.errors import ConfigError, nearest
@@ -72,6 +72,8 @@ def named(text: str) -> Cluster:
     hosts: dict[str, Host] = {}
     for group in text.split(","):
         number, per_node, name, network = _group(text, group.strip())
+        if len(devices) + number > MOST_DEVICES:
+            raise ConfigError(f"--devices {text}: there may be up to {MOST_DEVICES:,} devices.")
         models[name], host = ACCELERATORS[name]
         if network:
             host = replace(host, network=Link(network, NETWORK_LATENCY))
@@ -126,9 +128,19 @@ def from_file(path: str) -> Cluster:
     if not file.is_file():
         raise ConfigError(f"--devices {path}: there is no such file.")
     try:
-        return Cluster.from_json(file.read_text())
+        cluster = Cluster.from_json(file.read_text(encoding="utf-8"))
     except ConfigError as error:
         raise ConfigError(f"--devices {path}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--devices {path}: this is no text in UTF-8.") from error
+    # CPU slots are what this machine has, too, and can be measured here.
+    if not cluster.rates_known and cluster.model_names != [CPU_SLOT]:
+        raise ConfigError(
+            f"--devices {path}: it does not say how fast its devices and links are. Write `flops` "
+            "and `bandwidth` of each model and an entry in `hosts` for each node, as `hybridrl "
+            "cluster probe --json` prints them."
+        )
+    return cluster
 
 
 def present(cluster: Cluster) -> Cluster:

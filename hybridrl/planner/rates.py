@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from hybridrl.core.cluster import Cluster, DeviceModel, Host
+from hybridrl.errors import ConfigError
 from hybridrl.planner.operator_cost import DeviceCosts
 
 COMPUTE, BANDWIDTH, WIRE = 0.45, 0.7, 0.7
@@ -56,13 +57,24 @@ class Rates:
         Args:
             dtype: Name of the precision of computation.
             costs: Of these devices, if they were measured.
+
+        Raises:
+            ConfigError: if nobody knows how fast a device is in this precision.
         """
+        precision = "float32" if dtype == "float32" else "bfloat16"
         made: dict[tuple[str, Host], Rates] = {}
         found = []
         for device in cluster.devices:
             key = device.model, cluster.hosts[device.node]
             if key not in made:
-                made[key] = _known(cluster.models[device.model], key[1], dtype, costs)
+                model = cluster.models[device.model]
+                if precision not in model.flops:
+                    raise ConfigError(
+                        f"model.dtype={dtype}: `flops` of {device.model} says nothing of "
+                        f"{precision}, only of {', '.join(model.flops)}. Add it to the cluster's "
+                        "file, or choose another model.dtype."
+                    )
+                made[key] = _known(model, key[1], precision, costs)
             found.append(made[key])
         return found
 
@@ -80,12 +92,11 @@ class Rates:
         return cls(**rates)
 
 
-def _known(model: DeviceModel, host: Host, dtype: str, costs: DeviceCosts | None) -> Rates:
+def _known(model: DeviceModel, host: Host, precision: str, costs: DeviceCosts | None) -> Rates:
     compute, bandwidth, wire, said = COMPUTE, BANDWIDTH, WIRE, "known rates"
     if model.measured:
         compute = bandwidth = wire = 1.0
         said = "measured rates"
-    precision = "float32" if dtype == "float32" else "bfloat16"
     return Rates(
         forward=compute * model.flops[precision],
         training=compute * model.flops[precision],

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hybridrl.config.load import read_settings
 from hybridrl.config.schema import Config
@@ -17,6 +18,7 @@ from hybridrl.errors import ConfigError, DataError
 from hybridrl.observe.metrics_history import read_metrics
 from hybridrl.observe.recorded_steps import NEWEST_BYTES, RecordedStep, read_steps
 from hybridrl.placement import Placement
+from hybridrl.planner.cures import Setting, changed
 from hybridrl.planner.dataflow import Lengths
 from hybridrl.planner.recorded_graph import graph_of
 from hybridrl.planner.replay import Graph
@@ -25,6 +27,7 @@ WARM = 1
 """Steps at the beginning that are left out where there are others: everything is done for the first
 time in them."""
 
+_T = TypeVar("_T")
 
 MADE = ("initial_model", "model")
 """Where the model of a run is that was made on the spot: as it began, and as it ended."""
@@ -73,12 +76,11 @@ class RecordedRun:
         if config.model.path is None:
             made = next((folder / name for name in MADE if (folder / name).is_dir()), folder)
             config = replace(config, model=replace(config.model, path=str(made)))
-        try:
-            cluster, placement = (file.read_text(encoding="utf-8") for file in files[1:])
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{folder}: cluster.json or placement.json is no text.") from error
+        cluster = _read(files[1], Cluster.from_json)
+        placement, settings = _read(files[2], _placement_and_settings)
+        config = changed(config, settings)
         kept = steps[WARM:][-last:] or steps
-        return cls(folder, config, Cluster.from_json(cluster), Placement.from_json(placement), kept)
+        return cls(folder, config, cluster, placement, kept)
 
     @cached_property
     def graph(self) -> Graph:
@@ -118,6 +120,22 @@ class RecordedRun:
 def _mean(rows: Sequence[Mapping[str, Any]], name: str, otherwise: float) -> float:
     found = [row[name] for row in rows if name in row]
     return statistics.fmean(found) if found else otherwise
+
+
+def _read(file: Path, parse: Callable[[str], _T]) -> _T:
+    try:
+        return parse(file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is no text in UTF-8.") from error
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def _placement_and_settings(text: str) -> tuple[Placement, list[Setting]]:
+    """Where roles lived; and the settings that a search chose with that, which config.yaml does not
+    have: it says what was asked."""
+    placement = Placement.from_json(text)
+    return placement, list(json.loads(text).get("settings", {}).items())
 
 
 def _shifted(record: Record, earlier: float) -> Record:

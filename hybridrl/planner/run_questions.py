@@ -8,29 +8,16 @@ predicted. Links need no plan: each rank's record says what it waited for them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any
+from dataclasses import dataclass, field
 
-import torch
-
-from hybridrl.checks.placement import check_placement
-from hybridrl.config.schema import Config
-from hybridrl.core.cluster import Cluster, Device, Link
+from hybridrl.core.cluster import Link
 from hybridrl.errors import ConfigError
-from hybridrl.placement import GENERATOR, Placement
+from hybridrl.placement import GENERATOR
 from hybridrl.placement.separated_actor import PARTS
-from hybridrl.planner.cluster_probe import with_makers_rates, with_rates
-from hybridrl.planner.cures import changed
-from hybridrl.planner.dataflow import sizes_of
-from hybridrl.planner.kept_costs import has_costs, rates_of
-from hybridrl.planner.plan import make_plan
-from hybridrl.planner.precision import with_dtype
-from hybridrl.planner.probe import probe
-from hybridrl.planner.rates import Rates
+from hybridrl.planner.cures import Setting
+from hybridrl.planner.planned_otherwise import planned_otherwise
 from hybridrl.planner.recorded_run import RecordedRun
 from hybridrl.planner.replay import NOWHERE, Graph, Replayed, replay
-from hybridrl.planner.step_time import Times
 from hybridrl.planner.what_if import (
     Where,
     moved,
@@ -62,7 +49,7 @@ class Question:
             that has devices of its own.
     """
 
-    settings: Sequence[tuple[str, Any]] = ()
+    settings: Sequence[Setting] = ()
     devices: int | None = None
     link: float = 1.0
     moves: Mapping[str, str | Sequence[int]] = field(default_factory=dict)
@@ -80,6 +67,7 @@ class Prediction:
         measured: Seconds of a step of the run.
         before, after: The replay of `steps` steps, as it was and changed.
         slowest: The rank that was mended, if one was.
+        unseen: Settings that change nothing in the plan, of which so nothing was predicted.
     """
 
     measured: float
@@ -87,6 +75,7 @@ class Prediction:
     after: Replayed
     steps: int
     slowest: str = ""
+    unseen: Sequence[str] = ()
 
     @property
     def seconds(self) -> float:
@@ -112,7 +101,7 @@ def predict(run: RecordedRun, question: Question) -> Prediction:
     """
     _check_names(run, question)
     graph = run.graph
-    before, said = replay(graph), ""
+    before, said, unseen = replay(graph), "", []
     if question.fix_slowest:
         found = slowest_rank(graph)
         if found is None:
@@ -131,12 +120,12 @@ def predict(run: RecordedRun, question: Question) -> Prediction:
         share = response / (prompt + response)
         graph = with_longer_responses(graph, question.responses, share)
     if question.settings or question.devices is not None:
-        graph = _planned_otherwise(run, question, graph)
+        graph, unseen = planned_otherwise(run, graph, question.settings, question.devices)
     if question.overlap_scoring:
         graph = with_scoring_overlapped(graph, REWARD, PARTS)
     for role, asked in question.moves.items():
         graph = moved(graph, role, _places(graph, role, asked))
-    return Prediction(run.seconds, before, replay(graph), len(run.steps), said)
+    return Prediction(run.seconds, before, replay(graph), len(run.steps), said, unseen)
 
 
 def _check_names(run: RecordedRun, question: Question) -> None:
@@ -176,54 +165,6 @@ def _places(graph: Graph, role: str, asked: str | Sequence[int]) -> Sequence[int
     return asked
 
 
-def _planned_otherwise(run: RecordedRun, question: Question, graph: Graph) -> Graph:
-    """With other settings, on other devices: each call in proportion to its plans."""
-    config = changed(run.config, list(question.settings))
-    cluster, placement = run.cluster, run.placement
-    if question.devices is not None:
-        config = replace(config, num_devices=question.devices)
-        cluster = of_size(cluster, question.devices)
-        placement = check_placement(_free(config), cluster)
-    old = _times(run, run.config, run.cluster, run.placement).phases
-    new = _times(run, config, cluster, placement).phases
-    ratios = {key: new[key] / old[key] for key in old.keys() & new.keys() if old[key]}
-    if question.devices is not None:
-        for role, place in placement.roles.items():
-            of_role = {phase: ratio for (name, phase), ratio in ratios.items() if name == role}
-            if any(node.role == role and node.place >= 0 for node in graph.nodes):
-                graph = moved(graph, role, place.devices, of_role)
-        return graph
-    for (role, phase), ratio in ratios.items():
-        graph = with_speed(graph, Where(role, phase), 1 / ratio)
-    return graph
-
-
-def _free(config: Config) -> Config:
-    """That asks for no placement by device numbers, which other devices do not have."""
-    if config.placement.strategy in ("explicit", "file"):
-        raise ConfigError(
-            f"--set devices=...: placement={config.placement.strategy} names devices by their "
-            "numbers. Add --set placement.strategy=flattening, or another one."
-        )
-    if config.placement.strategy == "auto":
-        return changed(config, [("placement.strategy", "flattening")])
-    return config
-
-
-def of_size(cluster: Cluster, number: int) -> Cluster:
-    """As many devices of the same make, on as many nodes more, or fewer."""
-    per_node, first = cluster.devices_per_node, cluster.devices[0]
-    nodes = [*cluster.nodes, *(f"node {n}" for n in range(len(cluster.nodes), number))]
-    devices = [
-        Device(first.kind, nodes[n // per_node], n % per_node, first.model) for n in range(number)
-    ]
-    hosts = dict(cluster.hosts)
-    if hosts:
-        some = hosts[cluster.nodes[0]]
-        hosts = {device.node: hosts.get(device.node, some) for device in devices}
-    return Cluster(devices, cluster.models, hosts)
-
-
 def link_speed(run: RecordedRun, wanted: Link) -> float:
     """How many times as fast links of this rate are as those of a run.
 
@@ -240,40 +181,3 @@ def link_speed(run: RecordedRun, wanted: Link) -> float:
         )
     now = host.network if len(nodes) > 1 else host.inside
     return wanted.bandwidth / now.bandwidth
-
-
-def planned_seconds(run: RecordedRun) -> float:
-    """Of a step of a run, as its plan has it, for samples as long as they were."""
-    return _times(run, run.config, run.cluster, run.placement).step
-
-
-def _times(run: RecordedRun, config: Config, cluster: Cluster, placement: Placement) -> Times:
-    """By the plan of these settings, for samples as long as those of the run."""
-    dtype = with_dtype(config, cluster.kind).model.dtype
-    rates: Rates | Sequence[Rates]
-    known = cluster if cluster.rates_known else with_makers_rates(cluster)
-    if known is not None:
-        rates = Rates.known(known, dtype)
-    elif has_costs(cluster, dtype):
-        rates = rates_of(with_rates(cluster), dtype)
-    else:
-        sizes = sizes_of(run.config, run.lengths)
-        tokens = min(run.config.actor.tokens_per_microbatch or sizes.tokens, sizes.tokens)
-        number, length = cluster.devices_per_node, sizes.sample_tokens
-        rates = _probed(str(config.model.path), dtype, cluster.kind, number, tokens, length)
-    plan = make_plan(config, known or cluster, placement, run.lengths, rates)
-    assert plan.times is not None  # for there are rates
-    return plan.times
-
-
-@lru_cache(maxsize=8)
-def _probed(path: str, dtype: str, kind: str, number: int, tokens: int, length: float) -> Rates:
-    """Of so many devices of this machine, at once; the same for all plans of a question, of which
-    the differences are to be told."""
-    if kind != "cpu" and not torch.accelerator.is_available():
-        raise ConfigError(
-            f"The run had {kind} devices that nobody knows and that are not here to be measured. "
-            "Write their `models` into its cluster.json, as `hybridrl cluster probe --json` prints "
-            "them there."
-        )
-    return probe(path, dtype, Cluster.of_one_node(kind, number), tokens, length)

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 
-from hybridrl.data.mixture import sources_of
 from hybridrl.report.advice_piece import Advice, tip, warning
 from hybridrl.report.evidence import Change, Evidence, Group
 
@@ -310,7 +309,7 @@ def _has_right_answers(seen: Evidence) -> bool:
     if seen.config is None:
         return False
     data = seen.config.data
-    tasks = [source.data.task for source in sources_of(data)] or [data.task]
+    tasks = [said.get("task") for said in data.sources.values()] or [data.task]
     return any(task not in (None, "environment") for task in tasks)
 
 

@@ -52,6 +52,21 @@ def test_json_and_back(tmp_path):
         lambda read: read["models"]["L4"].update(speed=3),
         lambda read: read["hosts"]["node0"].pop("network"),
         lambda read: read.pop("models"),
+        lambda read: read["models"]["L4"].pop("memory"),
+        lambda read: read["models"]["L4"].update(memory=0),
+        lambda read: read["models"]["L4"].update(memory=True),
+        lambda read: read["models"]["L4"].update(memory={}),
+        lambda read: read["models"]["L4"].update(memory=float("inf")),
+        lambda read: read["models"]["L4"].update(flops=3e13),
+        lambda read: read["models"]["L4"].update(flops={"bfloat16": 0.0}),
+        lambda read: read["models"]["L4"].update(measured=5),
+        lambda read: read["models"]["L4"].pop("bandwidth"),
+        lambda read: read["hosts"]["node0"]["inside"].update(bandwidth=0),
+        lambda read: read["hosts"]["node0"].update(disk={}),
+        lambda read: read["devices"][0].update(cuont=8),
+        lambda read: read["devices"][0].update(count=2.7),
+        lambda read: read["devices"][0].update(count=-1),
+        lambda read: read["devices"][0].update(count=10**9),
     ],
 )
 def test_a_file_that_is_no_cluster(tmp_path, change):
@@ -62,6 +77,44 @@ def test_a_file_that_is_no_cluster(tmp_path, change):
         named(f"{tmp_path}/mine.json")
     with pytest.raises(ConfigError, match="there is no such file"):
         named(f"{tmp_path}/other.json")
+
+
+@pytest.mark.parametrize("data", [b"[" * 100_000, b'{"devices": "\xff"}'])
+def test_a_file_that_is_no_text_or_no_json(tmp_path, data):
+    (tmp_path / "mine.json").write_bytes(data)
+    with pytest.raises(ConfigError, match=r"--devices .*mine.json: "):
+        named(f"{tmp_path}/mine.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda read: read.pop("hosts"),
+        lambda read: read.update(hosts={"other": read["hosts"]["node0"]}),
+        lambda read: read["models"]["L4"].update(flops={}),
+    ],
+)
+def test_a_file_says_how_fast_its_devices_are(tmp_path, change):
+    read = json.loads(named("2xL4").to_json())
+    change(read)
+    (tmp_path / "mine.json").write_text(json.dumps(read))
+    with pytest.raises(ConfigError, match="does not say how fast"):
+        named(f"{tmp_path}/mine.json")
+
+
+def test_a_precision_that_a_file_says_nothing_of(tmp_path):
+    read = json.loads(named("2xL4").to_json())
+    del read["models"]["L4"]["flops"]["bfloat16"]
+    (tmp_path / "mine.json").write_text(json.dumps(read))
+    cluster = named(f"{tmp_path}/mine.json")
+    assert len(Rates.known(cluster, "float32")) == 2
+    with pytest.raises(ConfigError, match=r"model.dtype=bfloat16: .* nothing of bfloat16"):
+        Rates.known(cluster, "bfloat16")
+
+
+def test_more_devices_than_anybody_has():
+    with pytest.raises(ConfigError, match="up to 10,000 devices"):
+        named("99999999xH100")
 
 
 def test_devices_that_differ_are_planned_each_for_itself():

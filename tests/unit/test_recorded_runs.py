@@ -16,12 +16,13 @@ from hybridrl.errors import ConfigError, DataError
 from hybridrl.models import make_tiny_model
 from hybridrl.observe import recorded_steps
 from hybridrl.observe.recorded_steps import RecordedStep, RecordedSteps, read_steps
-from hybridrl.planner import backtest, devices, run_questions
+from hybridrl.planner import backtest, devices, planned_otherwise
 from hybridrl.planner.lengths import read_lengths
+from hybridrl.planner.planned_otherwise import of_size
 from hybridrl.planner.rates import Rates
 from hybridrl.planner.recorded_graph import graph_of
 from hybridrl.planner.recorded_run import RecordedRun
-from hybridrl.planner.run_questions import Question, of_size, predict
+from hybridrl.planner.run_questions import Question, predict
 
 BEGIN = 1_700_000_000.0
 SHAPE = {"hidden_size": 64, "layers": 2, "heads": 2, "context": 128}
@@ -73,8 +74,8 @@ def run_of(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = tmp_path / "model"
     make_tiny_model(model, build_tokenizer(TEXT), seed=0, **SHAPE)
-    monkeypatch.setattr(run_questions, "probe", lambda *job: SLOW)
-    run_questions._probed.cache_clear()
+    monkeypatch.setattr(planned_otherwise, "probe", lambda *job: SLOW)
+    planned_otherwise._probed.cache_clear()
 
     def make(name, overrides=(), number=2, steps=None):
         folder = tmp_path / name
@@ -197,15 +198,54 @@ def test_a_setting_counts_as_far_as_the_plan_says(run_of, monkeypatch):
     assert asked(folder, set=["devices=4"]).change < -0.1
 
 
+def test_settings_that_no_plan_has_in_it_are_named(run_of):
+    folder = run_of("run")
+    assert asked(folder, set=["reward.processes=4"]).unseen == ["reward.processes"]
+    both = asked(
+        folder, set=["actor.optimizer.learning_rate=1e-5", "actor.tokens_per_microbatch=64"]
+    )
+    assert both.unseen == ["actor.optimizer.learning_rate"]
+
+
+def test_other_cuts_and_places_of_roles_are_planned(run_of):
+    """Their places are those of the run's file only while nothing else is asked for."""
+    folder = run_of("run")
+    found = asked(folder, set=["actor.parallel.tp=2"])
+    assert not found.unseen and abs(found.change) > 0.01
+    apart = ["placement.strategy=explicit", *("placement.roles.actor.devices=[0,1]",)]
+    found = asked(folder, set=[*apart, "placement.roles.reward.devices=[1]"])
+    places = {node.place for node in found.after.graph.nodes if node.role == "reward"}
+    assert places == {1} and not found.unseen
+
+
+def test_as_many_devices_as_before_change_nothing(run_of):
+    folder = run_of("run", ["placement.strategy=auto"])
+    assert asked(folder, set=["devices=2"]).change == 0.0
+    with pytest.raises(ConfigError, match="would search anew"):
+        asked(folder, set=["devices=4"])
+
+
+def test_what_a_search_chose_is_of_the_run(run_of):
+    folder = run_of("run", ["placement.strategy=auto"])
+    file = folder / "placement.json"
+    chosen = {"settings": {"actor.gradient_checkpointing": "full"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | chosen))
+    assert RecordedRun.at(folder).config.actor.gradient_checkpointing == "full"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"set": ["rollout.max_tokens=64"]}, "ask --scale responses=2x"),
+        ({"set": ["num_devices=4"]}, "ask --set devices="),
+        ({"set": ["algorithm.kl_coefficient=0.1"]}, "would differ by reference"),
+        ({"set": ["placement.strategy=separation"]}, "other devices would generate"),
         ({"set": ["rollout.max_tokns=3"]}, "rollout.max_tokens"),
         ({"set": ["trainer.steps=-3"]}, "trainer.steps"),
         ({"set": ["devices=0"]}, "--set devices=0"),
         ({"set": ["link=fast"]}, "400Gbps"),
         ({"set": ["link=100Mbps"]}, "link=2x"),
-        ({"set": ["placement=separation"]}, "placement.strategy"),
+        ({"set": ["placement=separation"]}, "name one setting"),
         ({"move": ["critic=own"]}, "actor, reward"),
         ({"move": ["reward=critic"]}, "name devices by their numbers"),
         ({"scale": ["responses=two"]}, "responses=2x"),
@@ -233,6 +273,8 @@ def test_a_cluster_of_another_size():
         *(("a", 0), ("a", 1), ("node 1", 0), ("node 1", 1), ("node 2", 0)),
     ]
     assert of_size(cluster, 1).devices == cluster.devices[:1]
+    uneven = Cluster([*cluster.devices[:1], *Cluster.of_one_node("cpu", 2, "b").devices])
+    assert of_size(uneven, 3).devices == uneven.devices
 
 
 def test_predictions_are_compared_and_remembered(run_of, capsys):
