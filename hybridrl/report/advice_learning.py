@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hybridrl.report.advice_piece import Advice, tip, warning
 from hybridrl.report.evidence import Change, Evidence, Group
@@ -309,7 +309,8 @@ def _has_right_answers(seen: Evidence) -> bool:
     if seen.config is None:
         return False
     data = seen.config.data
-    tasks = [said.get("task") for said in data.sources.values()] or [data.task]
+    sources = [said for said in data.sources.values() if isinstance(said, Mapping)]
+    tasks = [said.get("task") for said in sources] or [data.task]
     return any(task not in (None, "environment") for task in tasks)
 
 

@@ -240,8 +240,9 @@ def test_groups_that_score_alike_are_no_loss_to_what_does_not_compare_them(run_o
             ["easier prompts, or have them replaced"],
             ["warmup"],
         ),
+        (["data=mixture", "data.sources.sums.task=arithmetic"], ["warmup.steps"], []),
     ],
-    ids=["default", "pairs", "data without a task"],
+    ids=["default", "pairs", "data without a task", "a mixture with a task"],
 )
 def test_cures_of_groups_that_score_alike_are_settings_that_the_job_takes(
     run_of, overrides, cures, refused
