@@ -183,8 +183,10 @@ def cut(seen: Evidence) -> Iterator[Advice]:
 
 
 def length_hacking(seen: Evidence) -> Iterator[Advice]:
-    """Scores that follow the length of answers."""
-    related = [r for group in seen.groups if (r := _correlation(group)) is not None]
+    """Scores that follow the length of answers. In episodes that says nothing: who asks a tool, or
+    plays on, has more tokens, and that may be what the task is."""
+    groups = [] if _is_played(seen) else seen.groups
+    related = [r for group in groups if (r := _correlation(group)) is not None]
     together = statistics.fmean(related) if len(related) >= GROUPS_TO_TELL else 0.0
     lengths, rewards = seen.change("response/length_mean"), seen.change("reward/mean")
     grown = 1.0 if lengths is None or not lengths.first else lengths.last / lengths.first
@@ -293,6 +295,14 @@ LEARNING = (
     *(dead_groups, collapse, clipped, gradients, mismatch, cut, length_hacking, entropy),
     *(standstill, rewards_fail, evaluations_fall, critic),
 )
+
+
+def _is_played(seen: Evidence) -> bool:
+    """Whether samples are episodes."""
+    config = seen.config
+    if config is None:
+        return False
+    return bool(config.rollout.episode or config.rollout.serve or config.environment.name)
 
 
 def _compares(seen: Evidence) -> bool:

@@ -266,6 +266,12 @@ def test_evaluations_that_were_not_made_are_not_said_to_stand_still(run_of):
     assert "evaluations did not rise" in advise(folder)[0].title
 
 
+def test_tokens_of_tools_are_no_padding(run_of):
+    scores = [[3.0, 2.0, 2.0, 3.0]]  # as their lengths are
+    found = advise(run_of(["rollout.episode=tool.py:Tool"], scores=scores))
+    assert not [advice for advice in found if "length itself" in advice.title]
+
+
 def test_a_spike_has_its_step_where_another_has_no_norm(run_of):
     folder = run_of()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
