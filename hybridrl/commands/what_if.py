@@ -205,7 +205,7 @@ def _table(found: Prediction) -> Table:
             continue
         for path, share in zip(paths, shares, strict=True):
             seconds = path.get(name, 0.0)
-            cells += [f"{seconds / found.steps:.4g} s", f"{share:.0%}"]
+            cells += [f"{seconds / found.held:.4g} s", f"{share:.0%}"]
         table.add_row(name, *cells)
     idle = [
         sum(one.idle_shares.values()) / max(1, len(one.idle_shares))

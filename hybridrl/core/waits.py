@@ -1,8 +1,9 @@
 """Waiting for other ranks: for how long, and in which operation of which process group.
 
 Every wait of Python code for torch.distributed ends in `Work.wait`, those of FSDP and of vLLM too,
-so that is where time is taken. Which operations have begun, torch itself records (its flight
-recorder) and counts; nobody reads that until something hangs.
+so that is where time is taken, and in `counted_wait`, around what waits for a store. Which
+operations have begun, torch itself records (its flight recorder) and counts; nobody reads that
+until something hangs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,16 +59,26 @@ def time_waits() -> None:
 
 def _timed(untimed: Any) -> Any:
     def wait(work: Any, *arguments: Any, **keywords: Any) -> Any:
-        begin, thread = time.perf_counter(), threading.get_ident()
-        _waiting[thread] = work, begin
+        thread = threading.get_ident()
+        _waiting[thread] = work, time.perf_counter()
         try:
-            return untimed(work, *arguments, **keywords)
+            with counted_wait():
+                return untimed(work, *arguments, **keywords)
         finally:
             _waiting.pop(thread, None)
-            _seconds.total = seconds_waited() + time.perf_counter() - begin
 
     wait.untimed = untimed  # type: ignore[attr-defined]
     return wait
+
+
+@contextmanager
+def counted_wait() -> Iterator[None]:
+    """Counts what this thread does in it as waiting for other ranks."""
+    begin = time.perf_counter()
+    try:
+        yield
+    finally:
+        _seconds.total = seconds_waited() + time.perf_counter() - begin
 
 
 def seconds_waited() -> float:

@@ -18,6 +18,7 @@ from torch import Tensor
 from hybridrl.compress.weight_message import DELTA, FULL
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import synchronize
+from hybridrl.core.waits import counted_wait
 from hybridrl.engine.sync_choice import AUTO, PLAIN, SyncChoice
 from hybridrl.engine.train import TrainEngine
 from hybridrl.engine.weight_sync import SyncCost, WeightSync
@@ -109,7 +110,8 @@ class WeightChannel:
     def receive(self) -> tuple[int, SyncCost | None]:
         """Takes the next weights that were, or will be, sent; gives their version. Collective."""
         self.count += 1
-        version = int(store_of(self._group).get(f"sent/{self.count}"))
+        with counted_wait():
+            version = int(store_of(self._group).get(f"sent/{self.count}"))
         cost = None if self._sync is None else self._run()
         if self._sync is None:
             self._rollout.load(self._receive_whole())

@@ -58,7 +58,7 @@ def backtest(runs: Sequence[RecordedRun]) -> list[Tested]:
     for run in runs:
         name = run.folder.name
         found.append(Tested(PLAN, name, planned_seconds(run), run.seconds))
-        again = replay(run.graph).makespan / len(run.steps)
+        again = replay(run.graph).makespan / run.held
         found.append(Tested(REPLAY, name, again, run.seconds))
     for run in runs:
         for other in runs:

@@ -15,6 +15,9 @@ LEAST_SECONDS = 1e-4
 """Less between two phases is not worth a node."""
 WAIT_SECONDS = 1e-3
 """Ranks that waited longer may have waited for each other."""
+SENDS, RECEIVES = "send_weights", "receive_weights"
+"""Methods of two roles that move weights together: the call of the one comes right after that of
+the other."""
 SAME_END = 0.05
 """As a share of what they did: ranks of a collective were seen to end no farther apart."""
 
@@ -61,7 +64,7 @@ def graph_of(
     first = min(starts, default=origin) - origin
     nodes = [Node(DRIVER, "begin", 0, 0, max(0.0, first))]
     ends = [nodes[0].seconds]
-    pieces = [pieces_of(record) for record in done]
+    pieces = [pieces_of(record, shift[record.host] + origin) for record in done]
     together, own, wire = collectives(done, pieces)
     last_of_call: dict[int, list[int]] = {}
     last_of_host: dict[int, int] = {}
@@ -87,7 +90,7 @@ def graph_of(
                     wire[number][segment],
                 )
             )
-            ends.append(piece.end - shift[record.host] - origin)
+            ends.append(piece.end)
             after, lag = [len(nodes) - 1], 0.0
         last_of_host[record.host] = len(nodes) - 1
         last_of_call.setdefault(record.call, []).append(len(nodes) - 1)
@@ -106,9 +109,14 @@ def graph_of(
     return Graph(nodes, [f"device {place}" for place in range(places)])
 
 
-def pieces_of(record: Record) -> list[Piece]:
+def pieces_of(record: Record, zero: float = 0.0) -> list[Piece]:
     """The phases of a call and what lies between them, without overlap. What it waited outside of
-    phases is in the longest of the pieces between them."""
+    phases is in the longest of the pieces between them.
+
+    Args:
+        zero: What its clock showed at the moment from which the pieces are counted: only by one
+            clock it can be seen which ranks ended together.
+    """
     found: list[Piece] = []
     at = record.start
     for span in sorted(record.spans, key=lambda span: span.start):
@@ -130,7 +138,7 @@ def pieces_of(record: Record) -> list[Piece]:
         longest = max(others, key=lambda number: found[number].end - found[number].start)
         piece = found[longest]
         found[longest] = piece._replace(waited=min(rest, piece.end - piece.start))
-    return found
+    return [one._replace(start=one.start - zero, end=one.end - zero) for one in found]
 
 
 def collectives(
@@ -143,8 +151,10 @@ def collectives(
     together = [[NOWHERE] * len(some) for some in pieces]
     own = [[piece.end - piece.start for piece in some] for some in pieces]
     by_call: dict[int, list[int]] = {}
+    sent = {record.call for record in records if record.method == SENDS}
     for number, record in enumerate(records):
-        by_call.setdefault(record.call, []).append(number)
+        receives = record.method == RECEIVES and record.call - 1 in sent
+        by_call.setdefault(record.call - receives, []).append(number)
     made = 0
     for members in by_call.values():
         if len(members) < 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -86,13 +87,29 @@ class RecordedRun:
     def graph(self) -> Graph:
         """Of these steps, one right after the other: what passed between them, such as an
         evaluation, is left out."""
+        begin, end = self.steps[0].begin, self.steps[0].begin
         records = []
-        begin = at = self.steps[0].begin
         for step in self.steps:
-            earlier = step.begin - at
-            records += [_shifted(record, earlier) for record in step.records]
-            at += step.end - step.begin
-        return graph_of(records, begin, at, self.steps[-1].ahead)
+            records += [_shifted(record, step.begin - end) for record in step.records]
+            end += step.end - step.begin
+        return graph_of(records, begin, end, self._ahead)
+
+    @cached_property
+    def held(self) -> float:
+        """How many steps the graph is of: with `placement.staleness` it begins before the first of
+        them, with the samples that this one learned from."""
+        took = sum(step.end - step.begin for step in self.steps)
+        starts = [
+            record.start - self._ahead.get(record.host, 0.0)
+            for record in self.steps[0].records
+            if record.host >= 0
+        ]
+        before = max(0.0, self.steps[0].begin - min(starts, default=math.inf))
+        return len(self.steps) * (1 + before / took)
+
+    @property
+    def _ahead(self) -> Mapping[int, float]:
+        return self.steps[-1].ahead
 
     @cached_property
     def seconds(self) -> float:

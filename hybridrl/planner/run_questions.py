@@ -66,6 +66,7 @@ class Prediction:
     Attributes:
         measured: Seconds of a step of the run.
         before, after: The replay of `steps` steps, as it was and changed.
+        held: How many steps the replay is of; see `RecordedRun.held`.
         slowest: The rank that was mended, if one was.
         unseen: Settings that change nothing in the plan, of which so nothing was predicted.
     """
@@ -74,18 +75,19 @@ class Prediction:
     before: Replayed
     after: Replayed
     steps: int
+    held: float
     slowest: str = ""
     unseen: Sequence[str] = ()
 
     @property
     def seconds(self) -> float:
         """Of a step, as predicted."""
-        return self.after.makespan / self.steps
+        return self.after.makespan / self.held
 
     @property
     def replayed(self) -> float:
         """Of a step, replayed as it was."""
-        return self.before.makespan / self.steps
+        return self.before.makespan / self.held
 
     @property
     def change(self) -> float:
@@ -125,7 +127,7 @@ def predict(run: RecordedRun, question: Question) -> Prediction:
         graph = with_scoring_overlapped(graph, REWARD, PARTS)
     for role, asked in question.moves.items():
         graph = moved(graph, role, _places(graph, role, asked))
-    return Prediction(run.seconds, before, replay(graph), len(run.steps), said, unseen)
+    return Prediction(run.seconds, before, replay(graph), len(run.steps), run.held, said, unseen)
 
 
 def _check_names(run: RecordedRun, question: Question) -> None:

@@ -157,11 +157,10 @@ def _busy(
     for step in steps:
         for records, about in ((step.between, _about(step)), (step.records, {})):
             done = [record for record in records if record.host >= 0 and record.end]
-            pieces = [pieces_of(record) for record in done]
+            pieces = [pieces_of(r, origin + step.ahead.get(r.host, 0.0)) for r in done]
             own = collectives(done, pieces)[1]
             for record, parts, worked in zip(done, pieces, own, strict=True):
-                shift = origin + step.ahead.get(record.host, 0.0)
-                for span in _of_call(step.step, record, parts, worked, shift):
+                for span in _of_call(step.step, record, parts, worked):
                     cause = span.cause or about.get(record.call, "")
                     found[record.host].append((span._replace(cause=cause), record))
     for spans in found.values():
@@ -181,7 +180,7 @@ def _about(step: RecordedStep) -> dict[int, str]:
 
 
 def _of_call(
-    step: int, record: Record, pieces: Sequence[Piece], own: Sequence[float], shift: float
+    step: int, record: Record, pieces: Sequence[Piece], own: Sequence[float]
 ) -> Iterator[DeviceSpan]:
     lengths = [piece.end - piece.start for piece in pieces]
     longest = lengths.index(max(lengths))
@@ -189,7 +188,7 @@ def _of_call(
     main = _phase(record, max(named, key=record.phases.__getitem__) if named else OTHER)
     for number, (piece, seconds) in enumerate(zip(pieces, own, strict=True)):
         phase = main if piece.phase == OTHER else _phase(record, piece.phase)
-        start, end = piece.start - shift, piece.end - shift
+        start, end = piece.start, piece.end
         worked = min(end, start + seconds)
         tokens = record.tokens if number == longest else 0
         call = record.host, step, record.role, record.rank, record.method

@@ -22,7 +22,9 @@ from hybridrl.planner.planned_otherwise import of_size
 from hybridrl.planner.rates import Rates
 from hybridrl.planner.recorded_graph import graph_of
 from hybridrl.planner.recorded_run import RecordedRun
+from hybridrl.planner.replay import replay
 from hybridrl.planner.run_questions import Question, predict
+from hybridrl.planner.what_if import Where, with_links, with_speed
 
 BEGIN = 1_700_000_000.0
 SHAPE = {"hidden_size": 64, "layers": 2, "heads": 2, "context": 128}
@@ -293,6 +295,50 @@ def test_predictions_are_compared_and_remembered(run_of, capsys):
     asked_of = {row["what"]: row["error"] for row in found if row["kind"] == "whatif"}
     assert set(asked_of) == {"one -> other", "other -> one"}
     assert backtest.spread() == pytest.approx(sum(map(abs, asked_of.values())) / 2, abs=1e-3)
+
+
+def weights(call, seconds, waited):
+    """A transfer from device 0 to device 1, as both sides see it: they end together at 5 s."""
+    sent = record(call, "actor", 0, 0, [("sync", 5 - seconds[0], 5.0, waited[0])], (), waited[0])
+    taken = record(
+        call + 1, "generator", 0, 1, [("sync", 5 - seconds[1], 5.0, waited[1])], (), waited[1]
+    )
+    sent.method, taken.method = "send_weights", "receive_weights"
+    return [sent, taken]
+
+
+def test_whoever_receives_weights_waits_for_whoever_sends_them():
+    """What comes earlier on the side of the receiver changes nothing, but that it waits less."""
+    trains = record(1, "actor", 0, 0, [("train", 0.0, 4.5, 0.0)])
+    generates = record(2, "generator", 0, 1, [("generate", 0.0, 2.0, 0.0)])
+    graph = graph_of([trains, generates, *weights(3, (0.5, 3.0), (0.0, 2.5))], BEGIN)
+    assert replay(graph).makespan == pytest.approx(5.0)
+    longer = with_speed(graph, Where("generator", "generate"), 0.5)
+    assert replay(longer).makespan == pytest.approx(5.0)
+    assert replay(with_links(graph, 2.0)).makespan == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("ahead", [0.0, 7.5])
+def test_ranks_of_hosts_whose_clocks_differ_end_together(ahead):
+    spans = [("train", 0.0, 3.0, 0.2)], [("train", ahead, 3.0 + ahead, 1.2)]
+    records = [record(1, "actor", rank, rank, spans[rank]) for rank in range(2)]
+    graph = graph_of(records, BEGIN, BEGIN + 3.0, {1: ahead})
+    assert [node.seconds for node in graph.nodes if node.phase == "train"] == pytest.approx([3, 2])
+    assert len({node.together for node in graph.nodes if node.phase == "train"}) == 1
+
+
+def test_what_was_made_before_the_first_step_is_of_no_step(run_of):
+    """A step behind: samples of a step are generated while the one before it trains."""
+    steps = [step(number, 4.0 * number) for number in (1, 2, 3)]
+    for one in steps:
+        for call in one.records[:2]:
+            call.host += 2  # devices that only generate
+            call.start, call.end = call.start - 2.0, call.end - 2.0
+            call.spans = [s._replace(start=s.start - 2.0, end=s.end - 2.0) for s in call.spans]
+    run = RecordedRun.at(run_of("run", steps=steps))
+    assert run.held == pytest.approx(2.5)
+    found = predict(run, Question())
+    assert found.replayed == pytest.approx(4.0) and found.seconds == found.replayed
 
 
 def test_links_count_whatever_ranks_do_between():
