@@ -279,7 +279,8 @@ def choose_devices(devices: str, number: int | None, gpus: int, cpus: int) -> tu
     """
     kind = devices if devices != "auto" else ("cuda" if gpus else "cpu")
     there = gpus if kind == "cuda" else cpus
-    wanted = number or (gpus if kind == "cuda" else min(DEFAULT_CPU_SLOTS, cpus))
+    all_of_them = gpus if kind == "cuda" else min(DEFAULT_CPU_SLOTS, cpus)
+    wanted = all_of_them if number is None else number
     if not there:
         raise ConfigError("devices=cuda: no GPU was found. Set devices=cpu or devices=auto.")
     if not 1 <= wanted <= there:

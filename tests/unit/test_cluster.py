@@ -7,7 +7,7 @@ import pytest
 from settings import configured
 
 from hybridrl.cli import main
-from hybridrl.core.cluster import Cluster, Device, DeviceModel
+from hybridrl.core.cluster import Cluster, Device, DeviceModel, choose_devices
 from hybridrl.errors import ConfigError
 from hybridrl.planner import cluster_probe, devices, probe
 from hybridrl.planner.described import with_described_models
@@ -157,6 +157,11 @@ def test_what_a_probe_measures_is_a_cluster_to_plan_for(tmp_path, monkeypatch, c
     rates = cluster_probe.with_rates(Cluster.of_one_node("cpu", 1))
     assert rates.models["CPU slot"].bandwidth == 77.0
     assert len(Rates.known(rates, "float32")) == 1
+
+
+def test_no_devices_are_not_all_devices():
+    with pytest.raises(ConfigError, match="num_devices=0"):
+        choose_devices("cpu", 0, 0, 2)
 
 
 def test_a_probe_needs_a_folder_to_write_to(capsys, tmp_path):
