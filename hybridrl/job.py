@@ -240,7 +240,7 @@ class Job:
         self.directory.write_placement(best.to_json())
         said = (
             f"placement=auto chose {best.found.shape}: a step of about "
-            f"{readable_seconds(best.found.step)}, with samples "
+            f"{readable_seconds(best.seconds)}, with samples "
             + ("as long as they may be." if usual is None else f"of {usual} tokens.")
         )
         self.placement_notice = " ".join([said, *words(best.settings)])

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 GENERATION, PRECISION = "generation", "precision"
 """What else is planned, by the first word after `hybridrl plan`."""
 
+AUTO = (
+    "With placement=auto a start searches for a placement; this is the plan of flattening. Add "
+    "--search for what it would find."
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what `plan` takes."""
@@ -150,7 +155,8 @@ def _plan(chosen: argparse.Namespace, settings: list[str]) -> None:
             for line in table.sizes_lines(plan):
                 console.print(line, highlight=False, markup=False)
             said = f"Chosen: {', '.join(words(tuple(left)))}." if left else ""
-            for notice in filter(None, (said, plan.notice, *unseen)):
+            searched = AUTO if config.placement.strategy == "auto" else ""
+            for notice in filter(None, (said, searched, plan.notice, *unseen)):
                 console.print(notice, highlight=False, markup=False)
             for shown in table.tables(plan):
                 console.print()

@@ -27,7 +27,7 @@ from hybridrl.planner.auto import (
 )
 from hybridrl.planner.chosen_settings import choose_settings
 from hybridrl.planner.cluster_probe import with_rates
-from hybridrl.planner.cures import changed
+from hybridrl.planner.cures import Setting, changed
 from hybridrl.planner.described import with_described_models
 from hybridrl.planner.kept_costs import rates_of
 from hybridrl.planner.lengths import read_lengths
@@ -70,7 +70,7 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
             objective=objective,
             deadline_s=DEADLINE_S if chosen.deadline is None else chosen.deadline,
         )
-    quickest = found.best[0].found.step
+    quickest = found.best[0].seconds
     if chosen.within is not None and quickest > chosen.within:
         raise ConfigError(
             f"--within {chosen.within:g}: no way is as quick; the quickest that was found takes "
@@ -81,7 +81,7 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     else:
         _show(found, chosen.price)
     if chosen.out is not None:
-        _write(found.best[0], Path(chosen.out).expanduser())
+        _write(found.best[0], left, Path(chosen.out).expanduser())
 
 
 def _objective(chosen: argparse.Namespace, cluster: Cluster) -> Objective:
@@ -105,7 +105,7 @@ def _show(found: Proposals, price: str | None) -> None:
         def per(one: Proposal) -> float:
             cost = per_dollar(prices, one.plan.cluster)
             devices = len(one.plan.cluster.devices)
-            return one.plan.sizes.tokens / cost.of(one.found.step, devices)[0]
+            return one.plan.sizes.tokens / cost.of(one.seconds, devices)[0]
 
     console.print(side_by_side(found, per))
     for line in ("", *reasons(found)):
@@ -118,7 +118,7 @@ def _data(found: Proposals, chosen: Mapping[str, object]) -> dict[str, object]:
             {
                 **json.loads(one.to_json()),
                 "settings": {**chosen, **dict(one.settings)},
-                "step_seconds": one.found.step,
+                "step_seconds": one.seconds,
                 "idle": dict(one.plan.times.idle) if one.plan.times else {},
                 "memory_share": one.plan.filled(one.plan.fullest),
             }
@@ -129,14 +129,16 @@ def _data(found: Proposals, chosen: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-def _write(best: Proposal, file: Path) -> None:
-    """The placement, and beside it a recipe of the settings that it needs."""
+def _write(best: Proposal, left: Sequence[Setting], file: Path) -> None:
+    """The placement, and beside it a recipe of the settings that it needs, those among them that
+    were left to the plan: a start with this placement might choose others."""
     placement, recipe = file.with_suffix(".json"), file.with_suffix(".yaml")
     placement.write_text(best.to_json() + "\n")
     settings = {"placement": "file", "placement.path": str(placement.resolve())}
-    recipe.write_text(yaml.safe_dump(settings | dict(best.settings), sort_keys=False))
+    needed = dict(left) | dict(best.settings)
+    recipe.write_text(yaml.safe_dump(settings | needed, sort_keys=False))
     console = Console(stderr=True)
-    said = " ".join(words(best.settings))
+    said = " ".join(words(tuple(needed.items())))
     console.print(
         f"written: {placement} and {recipe}; add recipe={recipe} to the job's settings"
         f"{f' (it says {said})' if said else ''}",

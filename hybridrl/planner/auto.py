@@ -43,6 +43,11 @@ class Proposal:
         """Where every role lives."""
         return self.plan.placement
 
+    @property
+    def seconds(self) -> float:
+        """Of a step, by its plan: with functions and judges, which a search leaves out."""
+        return self.plan.times.step if self.plan.times else self.found.step
+
     def to_json(self) -> str:
         """As a placement.json, with the settings that belong to it."""
         return json.dumps(
@@ -88,7 +93,7 @@ def propose(
         objective: What is to be small; None: the seconds of a step.
 
     Raises:
-        ConfigError: if nothing fits.
+        ConfigError: if nothing fits, or nothing was found in time.
     """
     costs = PlannedCosts(config, cluster, rates, lengths, roles)
     made: dict[int, Proposal] = {}
@@ -122,6 +127,13 @@ def propose(
 
     report = search(costs, objective, deadline_s=deadline_s, accept=accept)
     best = [made[id(found)] for found in report.best]
+    if not best and not report.complete:
+        raise ConfigError(
+            f"placement=auto had found nothing for {cluster} when its {deadline_s:g} s were over; "
+            f"{report.looked_at} ways had been looked at. Take longer, by `hybridrl plan "
+            "--search --deadline 300 --out mine.json`, or another placement, such as "
+            "placement=flattening."
+        )
     if not best:
         least = min(report.misfits.values(), default=float("inf"))
         why = f"of all that was looked at the leanest fills a device to {least:.0%}"

@@ -90,6 +90,7 @@ class _Search:
         report = Report()
         ways = self._ways()
         report.ways = len(ways) * len(self.costs.variants)
+        report.complete = time.monotonic() <= self.until  # else there may be more of them
         heapify(ways)
         while ways:
             way = heappop(ways)

@@ -9,6 +9,7 @@ from rich.table import Table
 from hybridrl.core.readable import gib, readable_seconds
 from hybridrl.placement import ACTOR, GENERATOR
 from hybridrl.planner.auto import Proposal, Proposals
+from hybridrl.planner.replay import OVER
 from hybridrl.planner.table import SHORT, ranges
 
 SAME = 0.005
@@ -25,8 +26,8 @@ def side_by_side(found: Proposals, tokens_per_dollar: Callable[[Proposal], float
     def row(name: str, cell: Callable[[Proposal], str], **style: str) -> None:
         table.add_row(name, *(cell(one) for one in found.best), **style)
 
-    row("seconds of a step", lambda p: f"{p.found.step:.3g}", style="bold")
-    row("samples/s", lambda p: f"{p.plan.sizes.samples / p.found.step:.3g}")
+    row("seconds of a step", lambda p: f"{p.seconds:.3g}", style="bold")
+    row("samples/s", lambda p: f"{p.plan.sizes.samples / p.seconds:.3g}")
     if tokens_per_dollar is not None:
         row("tokens a dollar", lambda p: f"{tokens_per_dollar(p):,.0f}")
     for role in dict.fromkeys(role for one in found.best for role in one.placement.roles):
@@ -65,13 +66,16 @@ def reasons(found: Proposals) -> list[str]:
 
 def why(best: Proposal, other: Proposal) -> str:
     """Why a proposal is behind another one."""
-    longer = other.found.step / best.found.step - 1
+    longer = other.seconds / best.seconds - 1
     start = f"{longer:.1%} longer" if longer >= SAME else "about as quick"
+    used, before = (len(one.plan.cluster.devices) for one in (other, best))
+    if used != before:
+        start += f", on {used} device(s) (1: {before})"
     first, then = _by_part(best), _by_part(other)
     slower = {
         part: seconds - first.get(part, 0.0)
         for part, seconds in then.items()
-        if seconds - first.get(part, 0.0) > SAME * best.found.step
+        if seconds - first.get(part, 0.0) > SAME * best.seconds
     }
     said = []
     for part in sorted(slower, key=lambda part: -slower[part])[:2]:
@@ -81,12 +85,12 @@ def why(best: Proposal, other: Proposal) -> str:
             f"device(s) (1: {readable_seconds(first.get(part, 0.0))} on {_devices(best, part)})"
         )
     idle = (other.plan.times.idle if other.plan.times else {}) or {}
-    before = best.plan.times.idle_share if best.plan.times else 0.0
-    if sum(idle.values()) > before + SAME:
+    at_best = best.plan.times.idle_share if best.plan.times else 0.0
+    if sum(idle.values()) > at_best + SAME:
         cause = next(iter(idle))
         said.append(
-            f"its devices are idle for {sum(idle.values()):.0%} of the time (1: {before:.0%}), "
-            f"mostly waiting for {cause.replace('.', ' to ')}"
+            f"its devices are idle for {sum(idle.values()):.0%} of the time (1: {at_best:.0%}), "
+            f"mostly {'with' if cause == OVER else 'waiting for'} {cause.replace('.', ' to ')}"
         )
     if not said:
         said.append("calls that the first makes side by side take turns" if longer >= SAME else "")

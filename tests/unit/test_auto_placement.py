@@ -42,7 +42,8 @@ def written(folder, layers):
 def proposals(model, devices, *overrides, **options):
     cluster = named(devices)
     config = configured([*PPO, f"model.path={model}", f"reward.model={model}", *overrides])
-    return propose(config, cluster, Rates.known(cluster, "bfloat16"), deadline_s=600, **options)
+    rates = Rates.known(cluster, "bfloat16")
+    return propose(config, cluster, rates, **{"deadline_s": 600, **options})
 
 
 def test_what_is_proposed_is_what_a_start_would_plan(model):
@@ -95,6 +96,11 @@ def test_what_cannot_fit_says_so(tmp_path):
         proposals(written(tmp_path, layers=2000), "1xL4")
 
 
+def test_a_search_that_found_nothing_in_time_says_so(model):
+    with pytest.raises(ConfigError, match=r"when its 1e-09 s were over"):
+        proposals(model, "1xL4", deadline_s=1e-9)
+
+
 def test_cheap_and_few(model):
     quickest = proposals(model, "4xL4").best[0]
     dear = proposals(model, "4xL4", objective=per_dollar(prices_of("L4=0.7"), named("4xL4")))
@@ -121,9 +127,38 @@ def test_the_command(model, capsys, tmp_path):
     assert "longer" in said.out or "about as quick" in said.out
     recipe = load_config([*words, f"recipe={tmp_path}/mine.yaml"])
     assert recipe.placement.strategy == "file"
+    assert recipe.actor.tokens_per_microbatch  # that it was planned with, not what a start chooses
     written = json.loads((tmp_path / "mine.json").read_text())
     check_placement(recipe, named(f"{recipe.num_devices or 2}xH100"))
     assert written["roles"]["actor"]["devices"]
+
+
+def test_reasons_name_fewer_devices_and_what_has_nothing_left_to_do(capsys):
+    asked = ["plan", "--search", "algorithm=evaluate", "--devices"]
+    with pytest.raises(SystemExit):
+        main([*asked, "4xH100"])
+    assert "mostly with nothing to do" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*asked, "2xH100", "--price", "H100=1"])
+    assert "on 2 device(s) (1: 1)" in capsys.readouterr().out
+
+
+def test_a_step_is_as_long_as_the_plan_of_what_was_written_says(capsys, tmp_path):
+    """Scores of a function too, which take nothing that the search could choose."""
+    asked = ["plan", "--devices", "2xH100", "--json"]
+    with pytest.raises(SystemExit):
+        main([*asked, "--search", "--out", f"{tmp_path}/mine.json"])
+    found = json.loads(capsys.readouterr().out)["best"][0]
+    with pytest.raises(SystemExit):
+        main([*asked, f"recipe={tmp_path}/mine.yaml"])
+    planned = json.loads(capsys.readouterr().out)["time"]["step"]
+    assert found["step_seconds"] == pytest.approx(planned)
+
+
+def test_a_plan_of_auto_says_that_it_is_no_search(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--devices", "2xH100", "placement=auto"])
+    assert "this is the plan of flattening" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
