@@ -133,6 +133,8 @@ def question_of(recorded: RecordedRun, chosen: argparse.Namespace) -> Question:
         role, where = _pair("--move", text)
         numbers = re.fullmatch(r"\d+(,\d+)*", where)
         moves[role] = [int(one) for one in where.split(",")] if numbers else where
+        if numbers and len(set(moves[role])) < len(moves[role]):
+            raise ConfigError(f"--move {text}: names a device twice.")
         if numbers and max(moves[role]) > MOST_DEVICES:
             raise ConfigError(f"--move {text}: devices have numbers up to {MOST_DEVICES:,}.")
     longer = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hybridrl.planner.recorded_graph import OTHER
+from hybridrl.planner.recorded_graph import DRIVER, OTHER
 from hybridrl.planner.replay import NOWHERE, Graph, Node, Replayed, replay
 
 BY_RESPONSE = {"generate": 1.0}
@@ -74,9 +74,16 @@ def moved(
     before = {node.rank for node in graph.nodes if node.role == role and node.place >= 0}
     share = len(before) / len(places)
     numbers: dict[int, list[int]] = {}  # of each node of before, those that stand for it
+    joined: dict[tuple[int, ...], int] = {}  # by what was waited for
     nodes: list[Node] = []
     for number, node in enumerate(graph.nodes):
         after = tuple(new for old in node.after for new in numbers[old])
+        if len(after) > len(node.after) and not node.segment:
+            # Thousands that each wait for thousands all wait for one node that does.
+            if node.after not in joined:
+                joined[node.after] = len(nodes)
+                nodes.append(Node(DRIVER, OTHER, 0, 0, 0.0, after=after))
+            after = (joined[node.after],)
         if node.role != role or node.place < 0:
             numbers[number] = [len(nodes)]
             nodes.append(node._replace(after=after))
@@ -85,16 +92,15 @@ def moved(
         if not ranks:  # whoever waited for it waits for what it waited for
             numbers[number] = list(after)
             continue
-        numbers[number] = []
-        for rank in ranks:
-            numbers[number].append(len(nodes))
-            seconds = node.seconds * (planned or {}).get(node.phase, share)
-            tokens = round(node.tokens * share)
-            nodes.append(
-                node._replace(
-                    rank=rank, place=places[rank], seconds=seconds, after=after, tokens=tokens
-                )
-            )
+        # A later part of a call goes on where the same rank was.
+        afters = [(one,) for one in after] if node.segment else [after] * len(ranks)
+        seconds = node.seconds * (planned or {}).get(node.phase, share)
+        tokens = round(node.tokens * share)
+        numbers[number] = list(range(len(nodes), len(nodes) + len(ranks)))
+        nodes += [
+            node._replace(rank=rank, place=places[rank], seconds=seconds, after=own, tokens=tokens)
+            for rank, own in zip(ranks, afters, strict=True)
+        ]
     return Graph(nodes, names, graph.links)
 
 

@@ -249,6 +249,7 @@ def test_what_a_search_chose_is_of_the_run(run_of):
         ({"set": ["link=100Mbps"]}, "link=2x"),
         ({"set": ["placement=separation"]}, "name one setting"),
         ({"move": ["critic=own"]}, "actor, reward"),
+        ({"move": ["reward=0,0"]}, "names a device twice"),
         ({"move": ["reward=critic"]}, "name devices by their numbers"),
         ({"scale": ["responses=two"]}, "responses=2x"),
         ({"scale": ["reward.train=2x"]}, "reward.score"),
@@ -339,6 +340,12 @@ def test_what_was_made_before_the_first_step_is_of_no_step(run_of):
     assert run.held == pytest.approx(2.5)
     found = predict(run, Question())
     assert found.replayed == pytest.approx(4.0) and found.seconds == found.replayed
+
+
+def test_thousands_of_devices_are_asked_for_in_seconds(run_of):
+    """Each rank goes on where it was, and waits for all of another call by one node."""
+    nodes = asked(run_of("run"), set=["devices=1000"]).after.graph.nodes
+    assert len(nodes) > 3000 and sum(len(node.after) for node in nodes) < 4 * len(nodes)
 
 
 def test_links_count_whatever_ranks_do_between():
