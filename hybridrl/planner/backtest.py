@@ -55,6 +55,7 @@ class Tested(NamedTuple):
 def backtest(runs: Sequence[RecordedRun]) -> list[Tested]:
     """What would have been said of these runs, of those that can be asked for it."""
     found = []
+    runs = list({run.folder.resolve(): run for run in runs}.values())
     for run in runs:
         name = run.folder.name
         found.append(Tested(PLAN, name, planned_seconds(run), run.seconds))
@@ -73,8 +74,8 @@ def backtest(runs: Sequence[RecordedRun]) -> list[Tested]:
 
 
 def between(run: RecordedRun, other: RecordedRun) -> Question | None:
-    """What to ask the one so that it is like the other; None where that is no question of
-    settings."""
+    """What to ask the one so that it is like the other; None where that is no question of settings,
+    or none at all."""
     before, after = asdict(run.config), asdict(other.config)
     if run.config.algorithm != other.config.algorithm:
         return None
@@ -87,6 +88,8 @@ def between(run: RecordedRun, other: RecordedRun) -> Question | None:
     devices = len(other.cluster.devices)
     if any(key.startswith(("placement", "model.", "data", "environment")) for key, _ in changes):
         return None
+    if not changes and devices == len(run.cluster.devices):
+        return None  # how far two runs of the same are apart is no error of a prediction
     return Question(changes, devices if devices != len(run.cluster.devices) else None)
 
 

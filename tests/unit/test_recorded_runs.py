@@ -348,6 +348,12 @@ def test_thousands_of_devices_are_asked_for_in_seconds(run_of):
     assert len(nodes) > 3000 and sum(len(node.after) for node in nodes) < 4 * len(nodes)
 
 
+def test_runs_that_differ_in_nothing_are_no_prediction(run_of):
+    one, other = (RecordedRun.at(run_of(name)) for name in ("one", "other"))
+    found = backtest.backtest([one, other, one])
+    assert [test.kind for test in found] == ["plan", "replay"] * 2
+
+
 def test_links_count_whatever_ranks_do_between():
     """One of two ranks has a gap between its phases, and ends later: both wait for the link."""
     gap = [("score", 0.0, 1.0, 0.4), ("train", 1.2, 3.2, 1.0)]
