@@ -7,6 +7,7 @@ in seconds since the step began. `planner.recorded_graph` makes a graph of them.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -166,12 +167,14 @@ def _call_as_data(one: Record, since: Callable[[float], float]) -> dict[str, Any
 
 
 def _from_data(data: Mapping[str, Any]) -> RecordedStep:
-    begin = float(data["begin"])
+    begin, step, seconds = float(data["begin"]), data["step"], data["seconds"]
+    if type(step) is not int or not 0 < seconds < math.inf:
+        raise ValueError(f"step={step!r} of seconds={seconds!r}")
     ahead = {int(host): seconds for host, seconds in data["ahead"].items()}
     return RecordedStep(
-        data["step"],
+        step,
         begin,
-        begin + data["seconds"],
+        begin + seconds,
         [_call(one, begin) for one in data["calls"]],
         ahead,
         [_call(one, begin) for one in data.get("between", ())],
@@ -180,6 +183,8 @@ def _from_data(data: Mapping[str, Any]) -> RecordedStep:
 
 
 def _call(one: Mapping[str, Any], begin: float) -> Record:
+    if wrong := [name for name in ("call", "rank", "device") if type(one[name]) is not int]:
+        raise ValueError(f"{wrong[0]}={one[wrong[0]]!r}")
     spans = [Span(phase, begin + s, begin + e, w) for phase, s, e, w in one["spans"]]
     record = Record(one["role"], one["rank"], one["method"])
     record.start, record.end = begin + one["start"], begin + one["end"]

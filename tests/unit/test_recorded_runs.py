@@ -131,6 +131,25 @@ def test_what_is_done_again_is_forgotten_and_a_line_that_was_cut_left_out(tmp_pa
         file.forget_after(2)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda read: read.update(seconds=0),
+        lambda read: read.update(seconds=float("nan")),
+        lambda read: read.update(step={}),
+        lambda read: read["calls"][0].update(device="0"),
+    ],
+)
+def test_a_line_of_something_else_is_named(tmp_path, change):
+    RecordedSteps(tmp_path).write(step(1, 0.0))
+    file = tmp_path / "steps.jsonl"
+    read = json.loads(file.read_text())
+    change(read)
+    file.write_text(json.dumps(read) + "\n")
+    with pytest.raises(DataError, match=r"line 1: .* is no recorded step"):
+        read_steps(tmp_path)
+
+
 def test_a_run_that_went_on_counts_from_there(tmp_path):
     for one in (step(1, 0.0), step(2, 5.0), step(1, 9.0)._replace(step=3)):  # its calls begin anew
         RecordedSteps(tmp_path).write(one)
