@@ -10,6 +10,7 @@ from hybridrl.config.schema import CheckpointConfig
 from hybridrl.planner import chosen_settings
 from hybridrl.planner.chosen_settings import choose_settings
 from hybridrl.planner.cures import changed
+from hybridrl.planner.dataflow import Lengths
 from hybridrl.planner.described import with_described_models
 from hybridrl.planner.devices import named
 from hybridrl.planner.plan import make_plan
@@ -68,10 +69,8 @@ def test_a_micro_batch_takes_the_longest_sample() -> None:
     cluster = named("1xH100")
     settings = ["model.path=llama-7b", "actor.tokens_per_microbatch=null"]
     with with_described_models(load_config(settings), None) as config:
-        assert (
-            dict(choose_settings(config, cluster, (30_000, 30_000)))["actor.tokens_per_microbatch"]
-            >= 60_000
-        )
+        found = dict(choose_settings(config, cluster, Lengths.alike(30_000, 30_000)))
+        assert found["actor.tokens_per_microbatch"] >= 60_000
 
 
 def test_processes_are_the_cores_that_devices_leave(monkeypatch: pytest.MonkeyPatch) -> None:
