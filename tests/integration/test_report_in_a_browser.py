@@ -34,7 +34,7 @@ def test_a_report_opens_alone_without_an_error(tmp_path):
             for width, scheme in ((1280, "light"), (360, "dark")):
                 await page.open(url, width=width, scheme=scheme)
                 await page.until(DRAWN)
-                assert await page.value("document.querySelectorAll('.chart svg path').length") > 5
+                await page.until("document.querySelectorAll('.chart svg path').length > 5")
                 assert await page.value("document.querySelectorAll('[data-span]').length") > 5
                 assert await page.value("document.querySelectorAll('.token').length") == 2
                 assert await page.value("document.documentElement.scrollWidth") <= width
