@@ -44,6 +44,18 @@ class DataError(HybridRLError):
     """A data file, a row or a column is missing or malformed. Names the file and the line."""
 
 
+class RowError(DataError):
+    """A row of data cannot be read. `data.bad_rows` says whether it is left out.
+
+    Args:
+        reason: A few words that rows are counted by: `with an empty prompt`.
+    """
+
+    def __init__(self, message: str, reason: str = "malformed") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class MissingPackageError(HybridRLError):
     """An optional package is needed and not installed. Names the extra that brings it."""
 

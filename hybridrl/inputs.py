@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from hybridrl.core.batch import Batch
+    from hybridrl.data.refused_rows import RefusedRows
     from hybridrl.data.report import DataReport
     from hybridrl.trainers.base import Trainer
 
@@ -37,6 +38,7 @@ class Rows:
             they may be.
         sets: Prompts of the sets of `eval.sets`, by their names; None: a function without data.
         longest_evaluated: Prompt and response together, of the sets; 0: there are none.
+        refused: Rows that were left out, an entry for each table that has some.
     """
 
     training: Batch
@@ -46,6 +48,7 @@ class Rows:
     longest_response: int
     sets: Mapping[str, Batch | None] = field(default_factory=dict)
     longest_evaluated: int = 0
+    refused: Sequence[RefusedRows] = ()
 
 
 def model_folder(config: Config, run: Path) -> str:
@@ -63,6 +66,7 @@ def load_rows(config: Config, kind: str, tokenizer: Any) -> Rows:
     from hybridrl.data.environment_tasks import ENVIRONMENT, load_environment_tasks
     from hybridrl.data.mixture import load_sources, sources_of
     from hybridrl.data.preferences import samples_of_pairs
+    from hybridrl.data.refused_rows import RefusedRows
     from hybridrl.data.sources import check_apart, load_examples, load_pairs, load_prompts
 
     trains = load_trainer(config.trainer.name).TRAINS
@@ -70,18 +74,20 @@ def load_rows(config: Config, kind: str, tokenizer: Any) -> Rows:
         for data in [source.data for source in sources_of(config.data)] or [config.data]:
             check_apart(data)
     loaders = {"prompts": load_prompts, "examples": load_examples, "pairs": load_pairs}
-    number = config.eval.prompts
+    number, refusals = config.eval.prompts, list[RefusedRows]()
     if not needs_held_out(config, trains):
         if not trains:  # the job's own data is the business of nobody
-            sets = load_sets(config, tokenizer, None)
+            sets = load_sets(config, tokenizer, None, refusals)
             first = next(rows for rows in sets.values() if rows is not None)
             longest = _longest([first], ("prompt_ids",))
             response = config.rollout.max_tokens
-            return Rows(first, None, None, longest, response, *_with_longest(config, sets))
+            further = *_with_longest(config, sets), refusals
+            return Rows(first, None, None, longest, response, *further)
         number = 0
 
     def load(data: DataConfig, held_out: int) -> Sequence[Batch | None]:
-        return loaders[kind](data, tokenizer, held_out=held_out, seed=config.run.seed)
+        seed = config.run.seed
+        return loaders[kind](data, tokenizer, held_out=held_out, seed=seed, refusals=refusals)
 
     examples = None
     if config.data.task == ENVIRONMENT and config.environment.name is None:
@@ -114,8 +120,8 @@ def load_rows(config: Config, kind: str, tokenizer: Any) -> Rows:
     prompt = _longest(batches, ("prompt_ids",))
     if kind == "prompts" and is_served(config.rollout, config.environment):
         prompt = config.data.max_prompt_tokens  # a conversation grows beyond the row's prompt
-    sets = load_sets(config, tokenizer, held_out)
-    return Rows(training, held_out, examples, prompt, response, *_with_longest(config, sets))
+    longest = _with_longest(config, load_sets(config, tokenizer, held_out, refusals))
+    return Rows(training, held_out, examples, prompt, response, *longest, refusals)
 
 
 def needs_held_out(config: Config, trains: bool) -> bool:
@@ -128,11 +134,17 @@ def needs_held_out(config: Config, trains: bool) -> bool:
     return evaluates_held_out(config, trains) or any(one.data is None for one in sets)
 
 
-def load_sets(config: Config, tokenizer: Any, held_out: Batch | None) -> dict[str, Batch | None]:
+def load_sets(
+    config: Config,
+    tokenizer: Any,
+    held_out: Batch | None,
+    refusals: list[RefusedRows] | None = None,
+) -> dict[str, Batch | None]:
     """The prompts of the sets of `eval.sets`; None for a function that has no data.
 
     Args:
         held_out: The prompts of sets that name none.
+        refusals: Gets the rows that were left out.
 
     Raises:
         ConfigError, DataError: if those of a set cannot be read; names its settings.
@@ -146,7 +158,9 @@ def load_sets(config: Config, tokenizer: Any, held_out: Batch | None) -> dict[st
         by, seed = one.own.by_column, config.run.seed
         with problems.noted(), _said_of_set(one.setting):
             if one.data is not None:
-                rows = load_prompts_to_evaluate(one.data, tokenizer, number=one.prompts, seed=seed)
+                rows = load_prompts_to_evaluate(
+                    one.data, tokenizer, number=one.prompts, seed=seed, refusals=refusals
+                )
             elif one.own.function is not None:
                 rows = held_out
             elif held_out is None:
@@ -359,7 +373,10 @@ def report_on_rows(config: Config, kind: str, rows: Rows, tokenizer: Any) -> Dat
         for name, one in eval_sets(config).items():
             if one.data is not None and (prompts := rows.sets[name]) is not None:
                 kept[one.setting] = prompts
-    return report_on(rows.training, kept, tokenizer, repeats=kind == "prompts")
+    report = report_on(rows.training, kept, tokenizer, repeats=kind == "prompts")
+    if left_out := {refused.place: refused.figures() for refused in rows.refused if refused}:
+        report.figures["left_out"] = left_out
+    return report
 
 
 def check_by_column(config: Config, held_out: Batch | None) -> None:

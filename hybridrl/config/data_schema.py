@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from hybridrl.config.bounds import Name, OneOf, PositiveInt, With
+from hybridrl.config.bounds import Name, OneOf, PositiveInt, Share, With
 
 SUPERVISED = With("trainer.name=sft", "trainer.name=offline_distillation")
 RESPONSES = With(
@@ -76,6 +76,11 @@ class DataConfig:
     null: any."""
     too_long: Annotated[str, OneOf("error", "drop"), FROM_FILES] = "error"
     """What to do with longer rows: `error` or `drop`."""
+    bad_rows: Annotated[str, OneOf("error", "drop"), FROM_FILES] = "error"
+    """What to do with rows that cannot be read, such as one without an answer: `error` or `drop`,
+    which counts them by reason in the log and in `data-report.json`."""
+    bad_rows_limit: Annotated[Share, With("data.bad_rows=drop")] = 0.05
+    """With `data.bad_rows=drop`, the largest share of rows to leave out; more is an error."""
     prompts_per_step: PositiveInt = 64
     """Prompts, examples or pairs that a step learns from."""
     shuffle: Annotated[bool, With("data.sampler=null")] = True

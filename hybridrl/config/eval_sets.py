@@ -20,7 +20,7 @@ OF_ANSWERS = ("accuracy", "score", "length", "truncated")
 AT_K = ("mean", "pass", "maj")
 INHERITED = (
     *("prompt_column", "answer_column", "chat", "system_prompt", "max_prompt_tokens"),
-    "too_long",
+    *("too_long", "answer_format", "bad_rows", "bad_rows_limit"),
 )
 """Settings of `data` that a set has from the job where it says nothing."""
 _OF_TRAINING = (

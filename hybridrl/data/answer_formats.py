@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 
 from hybridrl.data.columns import column_of
 from hybridrl.data.encoding import shortened
-from hybridrl.errors import DataError
+from hybridrl.data.refused_rows import RefusedRows
+from hybridrl.errors import RowError
 
 TESTS = "tests"
 """The column that `hybridrl.rewards.code:passes_tests` reads."""
@@ -19,17 +21,26 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # with escapes, so that `\{` is pas
 _BOXES = ("\\boxed{", "\\fbox{")
 
 
-def with_answers(rows: pa.Table, answer_format: str, answer_column: str | None) -> pa.Table:
+def with_answers(
+    rows: pa.Table,
+    answer_format: str,
+    answer_column: str | None,
+    refused: RefusedRows | None = None,
+) -> pa.Table:
     """The rows, with the final answer alone in the column of answers, or with the column `tests`.
 
+    Args:
+        refused: Gets the rows whose answers are not of this format; None: they are an error.
+
     Raises:
-        DataError: if a column is missing, or a row's is not of this format; names the row.
+        DataError: if a column is missing, or a row is refused that may not be left out.
     """
+    refused = RefusedRows() if refused is None else refused
     if answer_format in _OF_TESTS:
         columns, make = _OF_TESTS[answer_format]
         cells = [column_of(rows, name, "data.answer_format").to_pylist() for name in columns]
-        of_rows = enumerate(zip(*cells, strict=True), start=1)
-        tests = [_read(make, number, *row) for number, row in of_rows]
+        tests = refused.map(partial(_read, make), *cells)
+        refused.kept(rows.num_rows)
         texts = pa.array([json.dumps(test) for test in tests], pa.large_string())
         if TESTS in rows.column_names:
             return rows.set_column(rows.column_names.index(TESTS), TESTS, texts)
@@ -38,7 +49,8 @@ def with_answers(rows: pa.Table, answer_format: str, answer_column: str | None) 
         return rows
     find = _after_marks if answer_format == "gsm8k" else _in_box
     cells = column_of(rows, answer_column, "data.answer_column").to_pylist()
-    found = [_read(find, number, cell) for number, cell in enumerate(cells, start=1)]
+    found = refused.map(partial(_read, find), cells)
+    refused.kept(rows.num_rows)
     if answer_column not in rows.column_names:  # dots lead into an object
         return rows.append_column(answer_column, pa.array(found, pa.large_string()))
     place = rows.column_names.index(answer_column)
@@ -49,9 +61,10 @@ def _read(make: Callable[..., Any], number: int, *cells: Any) -> Any:
     try:
         return make(*cells)
     except (ValueError, TypeError, KeyError) as error:
-        raise DataError(
+        raise RowError(
             f"Row {number} of the data is not as data.answer_format says: {error}. Mend the row "
-            "or leave it out, or name another format."
+            "or leave it out, or name another format.",
+            "without an answer of its format",
         ) from error
 
 

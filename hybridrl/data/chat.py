@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.data.encoding import control_tokens, excerpt, shortened
-from hybridrl.errors import ConfigError, DataError
+from hybridrl.errors import ConfigError, RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,9 +26,10 @@ def check_cell(
     """
     if isinstance(cell, str | list) and (cell or (may_be_empty and cell == "")):
         return
-    raise DataError(
+    raise RowError(
         f"Row {number} of the data has {cell!r} in the column `{column}` (`{setting}`), expected a "
-        f"string or a list of chat messages{'' if may_be_empty else ', not empty'}."
+        f"string or a list of chat messages{'' if may_be_empty else ', not empty'}.",
+        "without text or messages",
     )
 
 
@@ -46,9 +47,10 @@ def check_chat(
         ConfigError: if the tokenizer has no chat template.
     """
     if chat is False:
-        raise DataError(
+        raise RowError(
             f"Row {number} of the data has chat messages in the column `{column}`, but "
-            "`data.chat` is false, which allows strings only. Set `data.chat` to null or true."
+            "`data.chat` is false, which allows strings only. Set `data.chat` to null or true.",
+            "with messages where data.chat=false",
         )
     if not tokenizer.chat_template:
         cause = "`data.chat` is true" if chat else f"the column `{column}` holds messages"
@@ -76,9 +78,10 @@ def check_text(number: int, text: str, column: str, setting: str) -> None:
         DataError: naming the row.
     """
     if "\0" in text:
-        raise DataError(
+        raise RowError(
             f"Row {number} of the data has a NUL character (\\u0000) in the column `{column}` "
-            f"(`{setting}`), after {excerpt(text[: text.index(chr(0))][-40:])}. Remove it."
+            f"(`{setting}`), after {excerpt(text[: text.index(chr(0))][-40:])}. Remove it.",
+            "with a NUL character",
         )
 
 
@@ -93,22 +96,25 @@ def messages_of(number: int, cell: str | list[Any], role: str = "user") -> list[
     messages = [{"role": role, "content": cell}] if isinstance(cell, str) else cell
     for message in messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise DataError(
+            raise RowError(
                 f"Row {number} of the data has a chat message that is no object with `role` and "
-                f"`content`: {message!r}."
+                f"`content`: {message!r}.",
+                "with malformed messages",
             )
     # Arrow gives every message the keys of all messages; a template must not see the empty ones.
     filled = [{key: v for key, v in m.items() if v is not None} for m in messages]
     for message in filled:
         if not isinstance(message.get("role"), str) or not message["role"]:
-            raise DataError(
+            raise RowError(
                 f"Row {number} of the data has a chat message without a role: {message!r}. "
-                "Expected `system`, `user`, `assistant` or `tool`."
+                "Expected `system`, `user`, `assistant` or `tool`.",
+                "with malformed messages",
             )
         if (role := message["role"]) not in ROLES and role.strip().lower() in ROLES:
-            raise DataError(
+            raise RowError(
                 f"Row {number} of the data has a chat message of the role {role!r}; write "
-                f"`{role.strip().lower()}`, as chat templates do, which would take it for another."
+                f"`{role.strip().lower()}`, as chat templates do, which would take it for another.",
+                "with an unknown role",
             )
         if "content" in message or not message.get("tool_calls"):
             message["content"] = _text_of(number, message)
@@ -124,15 +130,17 @@ def question_of(number: int, cell: str | list[Any], column: str) -> list[Message
     messages = messages_of(number, cell)
     last = messages[-1]
     if last["role"] == "assistant":
-        raise DataError(
+        raise RowError(
             f"Row {number} of the data has a chat in the column `{column}` that ends with the "
             "assistant's message, so there is nothing to answer. Leave that message out, or put it "
-            "into a column of its own."
+            "into a column of its own.",
+            "that end with the assistant's message",
         )
     if last["role"] != "tool" and not str(last.get("content", "")).strip():
-        raise DataError(
+        raise RowError(
             f"Row {number} of the data has a chat in the column `{column}` whose last message, of "
-            f"the role `{last['role']}`, is empty. Leave the row out."
+            f"the role `{last['role']}`, is empty. Leave the row out.",
+            "with an empty last message",
         )
     return messages
 
@@ -146,9 +154,11 @@ def _text_of(number: int, message: Message) -> str:
         if content and all(isinstance(part, str) for part in parts) and set(kinds) <= {"text"}:
             content = "".join(parts)
     if not isinstance(content, str):
-        raise DataError(
+        raise RowError(
             f"Row {number} of the data has a message of the role `{message['role']}` whose content "
-            f"is no text: {shortened(content)}. Models are trained on text only; leave the row out."
+            f"is no text: {shortened(content)}. Models are trained on text only; leave the row "
+            "out.",
+            "with content that is no text",
         )
     return content
 
@@ -173,18 +183,20 @@ def render(
         content = message.get("content", "")
         check_text(number, content, "messages", "content")
         if found := control_tokens(tokenizer).search(content):
-            raise DataError(
+            raise RowError(
                 f"Row {number} of the data has `{found.group()}` in the text of a message of the "
                 f"role `{message['role']}`, which is a control token of the tokenizer "
                 f"`{tokenizer.name_or_path}`: the model would not read it as text. Remove it, or "
-                "write it otherwise."
+                "write it otherwise.",
+                "with a control token in a message",
             )
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
     except Exception as error:  # templates raise jinja2 errors, among them their own complaints
-        raise DataError(
+        raise RowError(
             f"The chat template of `{tokenizer.name_or_path}` refuses row {number} of the data: "
-            f"{error}"
+            f"{error}",
+            "that the chat template refuses",
         ) from error
     return str(text)
 
@@ -220,7 +232,10 @@ def cut_at_answers(
         after = whole if upto == messages else render(number, upto, tokenizer, ask=False)
         fits = whole.startswith(before) and whole.startswith(after)
         if not fits or not position <= len(before) < len(after):
-            raise DataError(_does_not_fit(number, place, messages, tokenizer))
+            raise RowError(
+                _does_not_fit(number, place, messages, tokenizer),
+                "whose turns the chat template does not keep apart",
+            )
         answer = _up_to_end(after[len(before) :], tokenizer)
         pieces += [whole[position : len(before)], answer]
         position = len(before) + len(answer)

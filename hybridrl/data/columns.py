@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hybridrl.errors import DataError, nearest
+from hybridrl.errors import DataError, RowError, nearest
 
 _log = logging.getLogger(__name__)
 
@@ -31,9 +31,10 @@ def check_columns(
         if name in columns or (isinstance(columns, Mapping) and _leads(columns, name)):
             continue
         there = [as_shown(column) for column in columns]
-        raise DataError(
+        raise RowError(
             f"{place} has no column `{name}` (`{setting}`); it has "
-            f"{', '.join(there[:40]) or 'none'}." + nearest(name, there)
+            f"{', '.join(there[:40]) or 'none'}." + nearest(name, there),
+            f"without the column `{name}`",
         )
 
 

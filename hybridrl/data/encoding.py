@@ -11,10 +11,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from hybridrl.errors import DataError
+from hybridrl.errors import DataError, RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from hybridrl.data.refused_rows import RefusedRows
 
 _log = logging.getLogger(__name__)
 
@@ -24,15 +26,18 @@ TokenIds = npt.NDArray[np.int64]
 
 
 def encode_prompts(
-    texts: Sequence[str], is_chat: Sequence[bool], tokenizer: PreTrainedTokenizerBase
+    texts: Sequence[str],
+    is_chat: Sequence[bool],
+    tokenizer: PreTrainedTokenizerBase,
+    refused: RefusedRows,
 ) -> list[TokenIds]:
     """Token ids of each prompt. A chat template writes the special tokens itself; a plain string
     gets the tokenizer's own.
 
-    Raises:
-        DataError: naming the row, if a prompt has no tokens.
+    Args:
+        refused: Gets rows whose prompt has no tokens.
     """
-    plain = [text for text, chatty in zip(texts, is_chat, strict=True) if not chatty]
+    plain = [text for text, chatty in zip(texts, is_chat, strict=True) if text and not chatty]
     holding = sum(bool(control_tokens(tokenizer).search(text)) for text in plain)
     if 0 < holding < len(plain):  # of rendered chats, all hold some
         _log.warning(
@@ -49,14 +54,18 @@ def encode_prompts(
             ids = tokenizer([texts[number] for number in chosen], add_special_tokens=not kind)
             for number, row in zip(chosen, ids["input_ids"], strict=True):
                 encoded[number] = np.asarray(row, dtype=np.int64)
-    for number, row in enumerate(encoded, start=1):
-        if not len(row):
-            raise DataError(
-                f"Row {number} of the data has a prompt that the tokenizer turns into no tokens: "
-                f"{excerpt(texts[number - 1])}"
-            )
+    refused.map(_check_tokens, encoded, texts)
     _warn_of_unknown_tokens(encoded, tokenizer, "prompts")
     return encoded
+
+
+def _check_tokens(number: int, ids: TokenIds, text: str) -> None:
+    if not len(ids):
+        raise RowError(
+            f"Row {number} of the data has a prompt that the tokenizer turns into no tokens: "
+            f"{excerpt(text)}",
+            "with a prompt of no tokens",
+        )
 
 
 def encode_turns(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[TokenIds]:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from hybridrl.core.hub import why_not_on_hub
 from hybridrl.data.columns import check_columns, with_inner_columns
 from hybridrl.data.json_lines import read_json_lines
+from hybridrl.data.refused_rows import RefusedRows
 from hybridrl.errors import DataError, MissingPackageError
 
 Format = Literal["jsonl", "parquet", "arrow", "datasets"]
@@ -44,6 +45,7 @@ def read_rows(
     format: Format | None = None,
     required: Mapping[str, str] | None = None,
     texts: Collection[str] = (),
+    refused: RefusedRows | None = None,
 ) -> pa.Table:
     """Reads all rows that `path` stands for.
 
@@ -64,6 +66,7 @@ def read_rows(
             `reward_model.ground_truth`.
         texts: Of these, columns in which numbers are read as texts where the file has them as
             such: JSON lines.
+        refused: Gets lines that are no rows, see `read_json_lines`; None: they are an error.
 
     Raises:
         DataError: if nothing is found, a file is broken (with its name and line), a required column
@@ -72,7 +75,11 @@ def read_rows(
     """
     required = required or {}
     files = check_path(path, split, format=format)
-    table = _read_files(files, format, required, texts) if files else _read_from_hub(path, split)
+    table = (
+        _read_files(files, format, required, texts, refused)
+        if files
+        else _read_from_hub(path, split)
+    )
     if table.num_rows == 0:
         raise DataError(f"`data.path` is `{path}`, which holds no rows.")
     return _complete(table, required, f"`{path}`")
@@ -202,10 +209,11 @@ def _read_files(
     format: Format | None,
     required: Mapping[str, str],
     texts: Collection[str],
+    refused: RefusedRows | None,
 ) -> pa.Table:
     kinds = {format or _format_of(file.name) for file in files}
     if kinds == {"jsonl"}:
-        return read_json_lines(files, required, texts)
+        return read_json_lines(files, required, texts, refused)
     if kinds == {"parquet"}:
         return _concat(files, [_read_parquet(file, required) for file in files])
     if kinds == {"arrow"}:

@@ -7,6 +7,7 @@ import json
 import logging
 import zlib
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pyarrow as pa
 
 from hybridrl.data.columns import as_shown, cells_of, check_columns
 from hybridrl.data.encoding import shortened
-from hybridrl.errors import DataError
+from hybridrl.data.refused_rows import RefusedRows
+from hybridrl.errors import DataError, RowError
 
 Location = tuple[Path, int]
 _GZIPPED = b"\x1f\x8b"
@@ -34,7 +36,10 @@ class WrittenNumber(float):
 
 
 def read_json_lines(
-    files: list[Path], required: Mapping[str, str], texts: Collection[str] = ()
+    files: list[Path],
+    required: Mapping[str, str],
+    texts: Collection[str] = (),
+    refused: RefusedRows | None = None,
 ) -> pa.Table:
     """Reads the files into one table; a key that a row lacks is null, empty lines are skipped.
 
@@ -45,16 +50,25 @@ def read_json_lines(
         required: The column that each setting names; every row must have it. Dots lead into
             objects: `reward_model.ground_truth`.
         texts: Of these, columns in which numbers become texts, as they are written.
+        refused: Gets lines that are no JSON object or lack a required column, which are rows of
+            nulls in the table; None: they are an error.
 
     Raises:
-        DataError: naming file and line, if a line is no JSON object, lacks a required column, or
-            holds a value of another type than the rows above it in one.
+        DataError: naming file and line, if a line is refused, or holds a value of another type than
+            the rows above it in a required column.
     """
+    refused = RefusedRows() if refused is None else refused
     rows: list[dict[str, Any]] = []
     locations: list[Location] = []
     for file in files:
-        for line, row in _rows_of(file):
-            check_columns(row, required, f"{file}, line {line},")
+        for line, text in _lines_of(file):
+            row: dict[str, Any] = {}
+            try:
+                read = _row(file, line, text)
+                check_columns(read, required, f"{file}, line {line},")
+                row = read
+            except DataError as error:
+                refused.refuse(len(rows) + 1, error)
             rows.append(row)
             locations.append((file, line))
     needed = set(required.values())
@@ -62,7 +76,7 @@ def read_json_lines(
     for name in dict.fromkeys([*(name for row in rows for name in row), *needed]):
         values = cells_of(rows, name)
         if name in texts:
-            values = [_as_written(*pair, name) for pair in zip(values, locations, strict=True)]
+            values = refused.map(partial(_as_written, name), values, locations)
         try:
             name.encode()
             columns[name] = pa.array(values)
@@ -71,15 +85,16 @@ def read_json_lines(
             if name in needed:
                 raise DataError(complaint) from error
             _log.warning("The data's column `%s` is left out. %s", as_shown(name), complaint)
+    refused.kept(len(rows))
     return pa.table(columns)
 
 
-def _rows_of(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _lines_of(file: Path) -> Iterator[tuple[int, bytes]]:
     try:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
             for line, text in enumerate(stream, start=1):
                 if text.strip():
-                    yield line, _row(file, line, text)
+                    yield line, text
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"`{file}` (`data.path`) cannot be read: {error}") from error
 
@@ -93,9 +108,10 @@ def _row(file: Path, line: int, text: bytes) -> dict[str, Any]:
         cure = "Save the file as UTF-8."
         if text.startswith(_GZIPPED):
             cure = f"It is compressed by gzip: name it `{file.name}.gz`."
-        raise DataError(
+        raise RowError(
             f"{file}, line {line}, is no text in UTF-8 (byte {error.start + 1} of the line: "
-            f"{error.reason}). {cure}"
+            f"{error.reason}). {cure}",
+            "that are no text in UTF-8",
         ) from error
     except (ValueError, RecursionError) as error:  # broken JSON
         what, hint = str(error), ""
@@ -106,11 +122,14 @@ def _row(file: Path, line: int, text: bytes) -> dict[str, Any]:
         if not text.lstrip(b"\xef\xbb\xbf").lstrip().startswith((b"{", b"[", b'"')):
             hint = f" It begins with {shortened(text.decode('utf-8-sig').strip())}; a line is one"
             hint += " object in braces. Write rows of another kind, such as CSV, as JSON lines."
-        raise DataError(f"{file}, line {line}, is no valid JSON: {what}.{hint}") from error
+        raise RowError(
+            f"{file}, line {line}, is no valid JSON: {what}.{hint}", "that are no valid JSON"
+        ) from error
     if not isinstance(row, dict):
-        raise DataError(
+        raise RowError(
             f"{file}, line {line}, holds a JSON {_json_name(row)}, expected an object such as "
-            '{"prompt": "17+58=", "answer": "75"}; a file has one object per line.'
+            '{"prompt": "17+58=", "answer": "75"}; a file has one object per line.',
+            "that are no JSON object",
         )
     return row
 
@@ -125,7 +144,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _as_written(value: Any, place: Location, column: str) -> Any:
+def _as_written(column: str, number: int, value: Any, place: Location) -> Any:
     """A number or a truth value as it stands in the file; anything else as it is.
 
     Raises:
@@ -135,9 +154,10 @@ def _as_written(value: Any, place: Location, column: str) -> Any:
         return value.text  # type: ignore[attr-defined]
     if isinstance(value, float):  # the decoder's own: NaN or infinity
         file, line = place
-        raise DataError(
+        raise RowError(
             f"{file}, line {line}, has {value} in the column `{column}`, which nothing equals. "
-            "Leave the row out."
+            "Leave the row out.",
+            "with an answer that is no number",
         )
     return json.dumps(value) if isinstance(value, bool | int) else value
 

@@ -25,8 +25,9 @@ def rows_within(
     setting: str,
     what: str,
     too_long: TooLong,
+    among: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.int64]:
-    """The numbers (from 0) of the rows with at most `limit` tokens, in order.
+    """The numbers (from 0) of the rows with at most `limit` tokens, in order; of those of `among`.
 
     Args:
         limit: None keeps all rows.
@@ -43,27 +44,28 @@ def rows_within(
         raise ConfigError(f"`data.too_long` is `{too_long}`, expected `error` or `drop`.")
     lengths = np.array([len(ids) for ids in encoded])
     if limit is None:
-        return np.arange(len(lengths))
-    kept = np.flatnonzero(lengths <= limit)
-    dropped = len(lengths) - len(kept)
+        return among
+    mine = lengths[among]
+    kept = among[mine <= limit]
+    dropped = len(mine) - len(kept)
     if dropped and too_long == "error":
-        first = int(np.flatnonzero(lengths > limit)[0])
+        first = int(among[mine > limit][0])
         raise DataError(
             f"Row {first + 1} of the data has a {what} of {lengths[first]} "
             f"tokens, more than `{setting}` ({limit}); {dropped} of "
-            f"{len(lengths)} rows are too long, the longest has {lengths.max()}. Raise "
+            f"{len(mine)} rows are too long, the longest has {mine.max()}. Raise "
             f"`{setting}`, or set `data.too_long=drop`. The {what} begins: {excerpt(texts[first])}"
         )
     if not len(kept):
         raise DataError(
             f"`data.too_long=drop` dropped all {dropped} rows: the shortest {what} has "
-            f"{lengths.min()} tokens and `{setting}` is {limit}. Raise it."
+            f"{mine.min()} tokens and `{setting}` is {limit}. Raise it."
         )
     if dropped:
         _log.warning(
             "Dropped %d of %d %ss that have more than %d tokens (`%s`).",
             dropped,
-            len(lengths),
+            len(mine),
             what,
             limit,
             setting,

@@ -26,7 +26,8 @@ from hybridrl.data.chat import (
 from hybridrl.data.columns import column_of
 from hybridrl.data.encoding import encode_prompts, encode_turns, end_token, ended
 from hybridrl.data.lengths import TooLong, rows_within
-from hybridrl.errors import DataError
+from hybridrl.data.refused_rows import RefusedRows
+from hybridrl.errors import DataError, RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,6 +59,7 @@ def tokenize_pairs(
     max_prompt_tokens: int | None = None,
     max_response_tokens: int | None = None,
     too_long: TooLong = "error",
+    refused: RefusedRows | None = None,
 ) -> Batch:
     """Tokenizes pairs of responses to one prompt, the better one and the worse one.
 
@@ -69,6 +71,7 @@ def tokenize_pairs(
 
     Args:
         margin_column: How much better the chosen answer is, a finite number; None: 0 for all.
+        refused: As in `tokenize_prompts`.
 
     Returns:
         A batch with one row per pair: the token-level columns `prompt_ids`, `chosen_ids` and
@@ -83,7 +86,8 @@ def tokenize_pairs(
     """
     chosen = column_of(rows, chosen_column, "data.chosen_column").to_pylist()
     rejected = column_of(rows, rejected_column, "data.rejected_column").to_pylist()
-    margins = _margins(rows, margin_column)
+    refused = RefusedRows() if refused is None else refused
+    margins = _margins(rows, margin_column, refused)
     if not chosen:
         raise DataError("There is nothing to tokenize: the data set has no rows.")
     columns = _Columns(prompt_column, chosen_column, rejected_column)
@@ -94,25 +98,29 @@ def tokenize_pairs(
     else:
         prompts = [None] * len(chosen)
         columns = columns._replace(prompt=None)
-    pairs = [
-        _pair_of(number, cells, columns, tokenizer, chat, system_prompt)
-        for number, cells in enumerate(zip(prompts, chosen, rejected, strict=True), start=1)
-    ]
-    check_system_prompt(system_prompt, [pair.is_chat for pair in pairs])
+
+    def read(number: int, *cells: Any) -> _Pair:
+        return _pair_of(number, cells, columns, tokenizer, chat, system_prompt)
+
+    found = refused.map(read, prompts, chosen, rejected)
+    kept = refused.kept(len(found))
+    check_system_prompt(system_prompt, [pair.is_chat for pair in found if pair is not None])
+    pairs = [pair or _Pair("", "", "", is_chat=False) for pair in found]
 
     end = end_token(tokenizer)
     texts = [pair.prompt for pair in pairs]
-    prompt_ids = encode_prompts(texts, [pair.is_chat for pair in pairs], tokenizer)
+    prompt_ids = encode_prompts(texts, [pair.is_chat for pair in pairs], tokenizer, refused)
     answers = [pair.chosen for pair in pairs], [pair.rejected for pair in pairs]
     chosen_ids, rejected_ids = (
         [ended(ids, end) for ids in encode_turns(side, tokenizer)] for side in answers
     )
-    kept = np.flatnonzero([pair.chosen != pair.rejected for pair in pairs])
-    if len(kept) < len(pairs):
+    read_rows = refused.kept(len(pairs))
+    kept = read_rows[[pairs[row].chosen != pairs[row].rejected for row in read_rows]]
+    if len(kept) < len(read_rows):
         _log.warning(
             "Dropped %d of %d pairs whose chosen and rejected responses are the same.",
-            len(pairs) - len(kept),
-            len(pairs),
+            len(read_rows) - len(kept),
+            len(read_rows),
         )
     limits = [("prompt", prompt_ids, texts, max_prompt_tokens)]
     limits += [
@@ -121,7 +129,15 @@ def tokenize_pairs(
     ]
     for what, ids, side, limit in limits:
         setting = f"data.max_{what}_tokens"
-        short = rows_within(ids, limit, texts=side, setting=setting, what=what, too_long=too_long)
+        short = rows_within(
+            ids,
+            limit,
+            texts=side,
+            setting=setting,
+            what=what,
+            too_long=too_long,
+            among=read_rows,
+        )
         kept = np.intersect1d(kept, short)
     if not len(kept):
         raise DataError(
@@ -178,16 +194,18 @@ def _pair_of(
     check_cell(number, chosen, columns.chosen, "data.chosen_column", may_be_empty=True)
     check_cell(number, rejected, columns.rejected, "data.rejected_column", may_be_empty=True)
     if type(chosen) is not type(rejected):
-        raise DataError(
+        raise RowError(
             f"Row {number} of the data has a string in one of the columns `{columns.chosen}` and "
-            f"`{columns.rejected}` and a list of chat messages in the other; write both alike."
+            f"`{columns.rejected}` and a list of chat messages in the other; write both alike.",
+            "with unlike responses",
         )
     if columns.prompt is not None:
         check_cell(number, prompt, columns.prompt, "data.prompt_column")
     elif isinstance(chosen, str):
-        raise DataError(
+        raise RowError(
             f"Row {number} of the data has its responses as strings, which do not tell where the "
-            "prompt ends, and `data.prompt_column` is null. Set it to the column of the prompts."
+            "prompt ends, and `data.prompt_column` is null. Set it to the column of the prompts.",
+            "without a prompt",
         )
     chats = dict(zip(columns, cells, strict=True))
     chats = {name: cell for name, cell in chats.items() if isinstance(cell, list) or chat}
@@ -232,34 +250,38 @@ def _prompt_of(
     """The messages that both answers follow."""
     for name, messages in ((columns.chosen, better), (columns.rejected, worse)):
         if messages[-1]["role"] != "assistant":
-            raise DataError(
+            raise RowError(
                 f"Row {number} of the data has a last message of the role "
                 f"`{messages[-1]['role']}` in the column `{name}`, expected `assistant`: the last "
-                "message is the response."
+                "message is the response.",
+                "that do not end with the assistant's message",
             )
     before = better[:-1]
     if before != worse[:-1]:
-        raise DataError(
+        raise RowError(
             f"Row {number} of the data has messages in `{columns.chosen}` and "
             f"`{columns.rejected}` that differ before their last ones, expected two responses to "
-            "one and the same prompt."
+            "one and the same prompt.",
+            "whose responses follow different messages",
         )
     if columns.prompt is None:
         if not before:
-            raise DataError(
+            raise RowError(
                 f"Row {number} of the data has no prompt: `{columns.chosen}` holds the response "
                 "only and `data.prompt_column` is null or names no column. Set it to that of the "
-                "prompts."
+                "prompts.",
+                "without a prompt",
             )
         return before
     given = question_of(number, prompt, columns.prompt)
     if not before:
         return given
     if _contents(given) != _contents(before[-len(given) :]):
-        raise DataError(
+        raise RowError(
             f"Row {number} of the data has one prompt in the column `{columns.prompt}` and another "
             f"before the response in `{columns.chosen}`. To take the latter, set "
-            "`data.prompt_column=null`."
+            "`data.prompt_column=null`.",
+            "with two different prompts",
         )
     return before
 
@@ -269,15 +291,21 @@ def _contents(messages: list[Message]) -> list[Any]:
     return [text.strip() if isinstance(text, str) else text for text in contents]
 
 
-def _margins(rows: pa.Table, margin_column: str | None) -> np.ndarray:
+def _margins(rows: pa.Table, margin_column: str | None, refused: RefusedRows) -> np.ndarray:
     if margin_column is None:
         return np.zeros(rows.num_rows, dtype=np.float32)
-    values = column_of(rows, margin_column, "data.margin_column").to_pylist()
-    for number, value in enumerate(values, start=1):
+
+    def read(number: int, value: Any) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value):
-            raise DataError(
+            raise RowError(
                 f"Row {number} of the data has {value!r} in the column `{margin_column}` "
-                "(`data.margin_column`), expected a finite number."
+                "(`data.margin_column`), expected a finite number.",
+                "without a margin",
             )
-    return np.array(values, dtype=np.float32)
+        return value
+
+    values = column_of(rows, margin_column, "data.margin_column").to_pylist()
+    return np.array(
+        [math.nan if v is None else v for v in refused.map(read, values)], dtype=np.float32
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
@@ -23,7 +24,8 @@ from hybridrl.data.chat import (
 from hybridrl.data.columns import column_of
 from hybridrl.data.encoding import TokenIds, encode_prompts, shortened
 from hybridrl.data.lengths import TooLong, rows_within
-from hybridrl.errors import DataError
+from hybridrl.data.refused_rows import RefusedRows
+from hybridrl.errors import DataError, RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,6 +57,7 @@ def tokenize_prompts(
     system_prompt: str | None = None,
     max_prompt_tokens: int,
     too_long: TooLong = "error",
+    refused: RefusedRows | None = None,
 ) -> Batch:
     """Tokenizes the prompts of `rows`.
 
@@ -66,6 +69,10 @@ def tokenize_prompts(
     Control tokens, such as the one that ends a turn, are read as such where they stand in a string
     that is taken as it is, for it may be a chat that somebody has rendered; the log tells if only
     some have any. In a message they are refused.
+
+    Args:
+        refused: Gets the rows that cannot be read, which are left out if it allows that; None:
+            they are an error.
 
     Returns:
         A batch with the columns `prompt_ids` (token-level), `prompt` (the text as the model sees
@@ -79,9 +86,15 @@ def tokenize_prompts(
             says nothing; names the row, counting from 1.
         ConfigError: if the settings contradict each other or the tokenizer.
     """
-    answers = _answers(rows, answer_column)
+    refused = RefusedRows() if refused is None else refused
+    answers = _answers(rows, answer_column, refused)
     prompts = render_prompts(
-        rows, tokenizer, prompt_column=prompt_column, chat=chat, system_prompt=system_prompt
+        rows,
+        tokenizer,
+        prompt_column=prompt_column,
+        chat=chat,
+        system_prompt=system_prompt,
+        refused=refused,
     )
     kept = rows_within(
         prompts.token_ids,
@@ -90,6 +103,7 @@ def tokenize_prompts(
         setting="data.max_prompt_tokens",
         what="prompt",
         too_long=too_long,
+        among=refused.kept(rows.num_rows),
     )
     columns = {
         "prompt_ids": prompts.token_ids,
@@ -118,28 +132,30 @@ def render_prompts(
     prompt_column: str,
     chat: bool | None,
     system_prompt: str | None,
+    refused: RefusedRows,
 ) -> RenderedPrompts:
-    """Renders and tokenizes the column `prompt_column`; see `tokenize_prompts` for the rules."""
+    """Renders and tokenizes the column `prompt_column`; see `tokenize_prompts` for the rules.
+    Refused rows have empty texts."""
     prompts = column_of(rows, prompt_column, "data.prompt_column").to_pylist()
     if not prompts:
         raise DataError("There is nothing to tokenize: the data set has no rows.")
-    texts: list[str] = []
-    is_chat: list[bool] = []
-    chats: list[list[dict[str, str]] | None] = []
-    for number, prompt in enumerate(prompts, start=1):
+
+    def read(number: int, prompt: Any) -> tuple[str, list[dict[str, str]] | None]:
         check_cell(number, prompt, prompt_column, "data.prompt_column")
-        is_chat.append(isinstance(prompt, list) or chat is True)
-        if is_chat[-1]:
-            check_chat(number, prompt, tokenizer, prompt_column, chat)
-            question = question_of(number, prompt, prompt_column)
-            messages = open_with(system_prompt, question)
-            texts.append(render(number, messages, tokenizer, ask=True))
-        else:
+        if not isinstance(prompt, list) and chat is not True:
             check_text(number, prompt, prompt_column, "data.prompt_column")
-            texts.append(prompt)
-        chats.append(_plain(question) if isinstance(prompt, list) else None)
+            return prompt, None
+        check_chat(number, prompt, tokenizer, prompt_column, chat)
+        question = question_of(number, prompt, prompt_column)
+        text = render(number, open_with(system_prompt, question), tokenizer, ask=True)
+        return text, _plain(question) if isinstance(prompt, list) else None
+
+    found = [row or ("", None) for row in refused.map(read, prompts)]
+    refused.kept(len(prompts))
+    texts, chats = [text for text, _ in found], [messages for _, messages in found]
+    is_chat = [isinstance(prompt, list) or chat is True for prompt in prompts]
     check_system_prompt(system_prompt, is_chat)
-    return RenderedPrompts(texts, encode_prompts(texts, is_chat, tokenizer), chats)
+    return RenderedPrompts(texts, encode_prompts(texts, is_chat, tokenizer, refused), chats)
 
 
 def _plain(messages: list[Message]) -> list[dict[str, str]]:
@@ -147,14 +163,14 @@ def _plain(messages: list[Message]) -> list[dict[str, str]]:
     return [{"role": str(m["role"]), "content": str(m.get("content") or "")} for m in messages]
 
 
-def _answers(rows: pa.Table, answer_column: str | None) -> list[str]:
+def _answers(rows: pa.Table, answer_column: str | None, refused: RefusedRows) -> list[str | None]:
     if answer_column is None:
         return [""] * rows.num_rows
     cells = column_of(rows, answer_column, "data.answer_column").to_pylist()
-    return [_answer(number, cell, answer_column) for number, cell in enumerate(cells, start=1)]
+    return refused.map(partial(_answer, answer_column), cells)
 
 
-def _answer(number: int, cell: Any, column: str) -> str:
+def _answer(column: str, number: int, cell: Any) -> str:
     """The answer as text. One that says nothing is refused: an empty response would be right."""
     if isinstance(cell, list | dict | bool):
         text = json.dumps(cell, default=str)
@@ -164,10 +180,11 @@ def _answer(number: int, cell: Any, column: str) -> str:
         text = "" if cell is None else str(cell)
     is_number = not isinstance(cell, float) or math.isfinite(cell)
     if not text.strip() or not is_number or isinstance(cell, bytes):
-        raise DataError(
+        raise RowError(
             f"Row {number} of the data has {shortened(cell)} in the column `{column}` "
             "(`data.answer_column`), expected the right answer. Leave the row out; or set "
-            "data.answer_column=null if no reward function reads answers."
+            "data.answer_column=null if no reward function reads answers.",
+            "without an answer",
         )
     check_text(number, text, column, "data.answer_column")
     return text

@@ -7,7 +7,6 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +20,7 @@ from hybridrl.data.files import TRAIN, read_rows, splits_of
 from hybridrl.data.held_out import draw, draw_rows, hold_out
 from hybridrl.data.preferences import tokenize_pairs
 from hybridrl.data.prompts import tokenize_prompts
+from hybridrl.data.refused_rows import RefusedRows
 from hybridrl.data.supervised import tokenize_conversations, tokenize_examples, tokenize_turns
 from hybridrl.data.tasks import load_task, task_names
 from hybridrl.errors import ConfigError, DataError, HybridRLError
@@ -58,13 +58,19 @@ class Split(NamedTuple):
 
 
 def load_prompts(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, held_out: int, seed: int
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    held_out: int,
+    seed: int,
+    refusals: list[RefusedRows] | None = None,
 ) -> Prompts:
     """Reads and tokenizes the prompts that `config` names.
 
     Args:
         held_out: How many prompts to evaluate on.
         seed: Of a built-in task's problems.
+        refusals: Gets the rows that were left out, an entry for each table that is read.
 
     Raises:
         DataError: for a missing file or column, a malformed row, or no rows at all.
@@ -77,7 +83,7 @@ def load_prompts(
     if answer_column is not None:
         required["data.answer_column"] = answer_column
 
-    def tokenized(rows: pa.Table) -> Batch:
+    def tokenized(rows: pa.Table, refused: RefusedRows) -> Batch:
         return tokenize_prompts(
             rows,
             tokenizer,
@@ -87,9 +93,10 @@ def load_prompts(
             system_prompt=config.system_prompt,
             max_prompt_tokens=config.max_prompt_tokens,
             too_long=config.too_long,  # type: ignore[arg-type]
+            refused=refused,
         )
 
-    split = _load(config, "problems", required, tokenized, held_out, seed, _with_answers)
+    split = _load(config, "problems", required, tokenized, held_out, seed, refusals, _with_answers)
     examples = None
     if task and any(answer != NO_ANSWER for answer in split.training["answer"]):
         examples = load_examples(config, tokenizer, held_out=held_out, seed=seed).training
@@ -97,7 +104,12 @@ def load_prompts(
 
 
 def load_prompts_to_evaluate(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, number: int, seed: int
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    number: int,
+    seed: int,
+    refusals: list[RefusedRows] | None = None,
 ) -> Batch:
     """Prompts of a place that nothing is learned from: of a built-in task those that it holds out,
     of a folder with files of several splits those of a split to evaluate on, else all.
@@ -105,18 +117,25 @@ def load_prompts_to_evaluate(
     Args:
         number: The most; of more there are drawn so many.
         seed: Of the draw, and of a built-in task's problems.
+        refusals: As in `load_prompts`.
 
     Raises:
         DataError, ConfigError: as `load_prompts` does.
     """
     holds_out = config.task is not None or _evaluated(config)[0] is not None
-    found = load_prompts(config, tokenizer, held_out=number if holds_out else 0, seed=seed)
+    held_out = number if holds_out else 0
+    found = load_prompts(config, tokenizer, held_out=held_out, seed=seed, refusals=refusals)
     rows = found.training if found.held_out is None else found.held_out
     return draw_rows(rows, number, seed)
 
 
 def load_examples(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, held_out: int, seed: int
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    held_out: int,
+    seed: int,
+    refusals: list[RefusedRows] | None = None,
 ) -> Split:
     """Reads and tokenizes the examples for supervised fine-tuning: of a built-in task its problems
     with their answers, else `data.messages_column`, or prompts and responses.
@@ -124,17 +143,19 @@ def load_examples(
     The arguments and errors are those of `load_prompts`, the columns those of `tokenize_examples`.
     """
     if config.task is not None and hasattr(load_task(config.task), "examples"):
-        turns = partial(tokenize_turns, tokenizer=tokenizer)
-        return _load(config, "examples", {}, turns, held_out, seed)
+        return _load(
+            config, "examples", {}, lambda rows, _: tokenize_turns(rows, tokenizer), held_out, seed
+        )
     if config.task is None and config.messages_column is not None:
         required = {"data.messages_column": config.messages_column}
 
-        def tokenized(rows: pa.Table) -> Batch:
+        def tokenized(rows: pa.Table, refused: RefusedRows) -> Batch:
             return tokenize_conversations(
                 rows,
                 tokenizer,
                 config.messages_column,  # type: ignore[arg-type]
                 system_prompt=config.system_prompt,
+                refused=refused,
                 **_limits(config),
             )
 
@@ -147,21 +168,27 @@ def load_examples(
         settings = ("data.prompt_column", "data.response_column")
         required = dict(zip(settings, columns, strict=True))
 
-        def tokenized(rows: pa.Table) -> Batch:
+        def tokenized(rows: pa.Table, refused: RefusedRows) -> Batch:
             return tokenize_examples(
                 rows,
                 tokenizer,
                 *columns,
                 chat=config.chat,
                 system_prompt=config.system_prompt,
+                refused=refused,
                 **_limits(config),
             )
 
-    return _load(config, "problems", required, tokenized, held_out, seed, _answered)
+    return _load(config, "problems", required, tokenized, held_out, seed, refusals, _answered)
 
 
 def load_pairs(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, held_out: int, seed: int
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    held_out: int,
+    seed: int,
+    refusals: list[RefusedRows] | None = None,
 ) -> Split:
     """Reads and tokenizes preference pairs.
 
@@ -178,7 +205,7 @@ def load_pairs(
     if margin_column is not None:
         required["data.margin_column"] = margin_column
 
-    def tokenized(rows: pa.Table) -> Batch:
+    def tokenized(rows: pa.Table, refused: RefusedRows) -> Batch:
         return tokenize_pairs(
             rows,
             tokenizer,
@@ -188,39 +215,62 @@ def load_pairs(
             margin_column=margin_column,
             chat=config.chat,
             system_prompt=config.system_prompt,
+            refused=refused,
             **_limits(config),
         )
 
-    return _load(config, "pairs", required, tokenized, held_out, seed)
+    return _load(config, "pairs", required, tokenized, held_out, seed, refusals)
 
 
 def _load(
     config: DataConfig,
     of_task: str,
     required: Mapping[str, str],
-    tokenized: Callable[[pa.Table], Batch],
+    tokenized: Callable[[pa.Table, RefusedRows], Batch],
     held_out: int,
     seed: int,
+    refusals: list[RefusedRows] | None = None,
     prepared: Callable[[pa.Table], pa.Table] = lambda rows: rows,
 ) -> Split:
     """Rows of the task's function `of_task`, which are first `prepared`, or of files, tokenized."""
     _check_places(config)
     if config.task is not None:
         training, kept = map(prepared, _rows_of_task(config, of_task, held_out, seed))
-        return Split(tokenized(training), tokenized(kept) if len(kept) else None)
+        refused = RefusedRows(), RefusedRows()
+        return Split(
+            tokenized(training, refused[0]), tokenized(kept, refused[1]) if len(kept) else None
+        )
     path, (eval_path, eval_split) = str(config.path), _evaluated(config)
     texts = [name for setting, name in required.items() if setting == "data.answer_column"]
 
-    def read(path: str, split: str | None) -> pa.Table:
-        rows = read_rows(path, split, required=required, texts=texts)
-        return with_answers(rows, config.answer_format, required.get("data.answer_column"))
+    def refusing(path: str) -> RefusedRows:
+        drop, limit = config.bad_rows == "drop", config.bad_rows_limit
+        found = RefusedRows(path, drop=drop, limit=limit)
+        if refusals is not None:
+            refusals.append(found)
+        return found
 
-    batch = tokenized(read(path, config.split))
+    def read(path: str, split: str | None, refused: RefusedRows) -> pa.Table:
+        return read_rows(path, split, required=required, texts=texts, refused=refused)
+
+    def made(rows: pa.Table, refused: RefusedRows) -> Batch:
+        answers = config.answer_format, required.get("data.answer_column")
+        batch = tokenized(with_answers(rows, *answers, refused), refused)
+        refused.tell()
+        return batch
+
+    refused = refusing(path)
+    batch = made(read(path, config.split, refused), refused)
     if eval_path is None:
         return Split(*hold_out(batch, held_out, seed))
     with _said_of_eval_path() if config.eval_path is not None else nullcontext():
-        others = read(eval_path, eval_split)
-        kept = tokenized(draw(others, held_out, seed)) if held_out else None
+        refused = refusing(eval_path)
+        others = read(eval_path, eval_split, refused)
+        if refused:  # lines that are no rows, among which none is drawn
+            others = others.take(refused.kept(len(others)))
+            refused.tell()
+        drawn = draw(others, held_out, seed)
+        kept = made(drawn, refusing(eval_path)) if held_out else None
     return Split(batch, kept)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,8 @@ from hybridrl.data.chat import (
 from hybridrl.data.columns import column_of
 from hybridrl.data.encoding import encode_prompts, encode_turns, end_token, ended
 from hybridrl.data.lengths import TooLong, rows_within
-from hybridrl.errors import DataError
+from hybridrl.data.refused_rows import RefusedRows
+from hybridrl.errors import DataError, RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,12 +48,14 @@ def tokenize_examples(
     max_prompt_tokens: int | None = None,
     max_response_tokens: int | None = None,
     too_long: TooLong = "error",
+    refused: RefusedRows | None = None,
 ) -> Batch:
     """Tokenizes each prompt, and each response followed by the end-of-sequence token.
 
     `chat` and `system_prompt` mean what they mean in `tokenize_prompts`. The response to a chat is
     an assistant's message and goes through the template as well; it may be a list of messages, of
-    which the assistant's are learned. Other responses are taken as they are.
+    which the assistant's are learned. Other responses are taken as they are. `refused` is what it
+    is in `tokenize_prompts`.
 
     Returns:
         A batch with the token-level columns `prompt_ids`, `response_ids` (everything after the
@@ -65,8 +69,8 @@ def tokenize_examples(
     """
     prompts = column_of(rows, prompt_column, "data.prompt_column").to_pylist()
     responses = column_of(rows, response_column, "data.response_column").to_pylist()
-    examples = []
-    for number, (prompt, response) in enumerate(zip(prompts, responses, strict=True), start=1):
+
+    def read(number: int, prompt: Any, response: Any) -> _Example:
         check_cell(number, response, response_column, "data.response_column", may_be_empty=True)
         check_cell(number, prompt, prompt_column, "data.prompt_column")
         chats = {prompt_column: prompt, response_column: response}
@@ -76,19 +80,23 @@ def tokenize_examples(
         if chats:
             asked = open_with(system_prompt, question_of(number, prompt, prompt_column))
             messages = asked + messages_of(number, response, "assistant")
-            examples.append(_example_of(number, messages, len(asked), tokenizer, response_column))
-        else:
-            check_text(number, prompt, prompt_column, "data.prompt_column")
-            check_text(number, response, response_column, "data.response_column")
-            examples.append(_Example([prompt, response], is_chat=False))
-    check_system_prompt(system_prompt, [example.is_chat for example in examples])
-    if responses and not any(map(_says_something, responses)):
+            return _example_of(number, messages, len(asked), tokenizer, response_column)
+        check_text(number, prompt, prompt_column, "data.prompt_column")
+        check_text(number, response, response_column, "data.response_column")
+        return _Example([prompt, response], is_chat=False)
+
+    refused = RefusedRows() if refused is None else refused
+    examples = refused.map(read, prompts, responses)
+    refused.kept(len(examples))
+    check_system_prompt(system_prompt, [e.is_chat for e in examples if e is not None])
+    read_ones = [r for r, e in zip(responses, examples, strict=True) if e is not None]
+    if read_ones and not any(map(_says_something, read_ones)):
         raise DataError(
             f"All responses of the data, in the column `{response_column}` "
             "(`data.response_column`), are empty, so nothing would be learned but to end. Name the "
             "column that holds them."
         )
-    return _tokenize(examples, tokenizer, max_prompt_tokens, max_response_tokens, too_long)
+    return _tokenize(examples, tokenizer, max_prompt_tokens, max_response_tokens, too_long, refused)
 
 
 def tokenize_conversations(
@@ -100,6 +108,7 @@ def tokenize_conversations(
     max_prompt_tokens: int | None = None,
     max_response_tokens: int | None = None,
     too_long: TooLong = "error",
+    refused: RefusedRows | None = None,
 ) -> Batch:
     """Tokenizes whole conversations, of which the assistant's turns are learned.
 
@@ -115,18 +124,23 @@ def tokenize_conversations(
             (see `cut_at_answers`); names the row.
         ConfigError: if the tokenizer has no chat template.
     """
-    examples = []
-    conversations = column_of(rows, messages_column, "data.messages_column").to_pylist()
-    for number, cell in enumerate(conversations, start=1):
+
+    def read(number: int, cell: Any) -> _Example:
         if not isinstance(cell, list) or not cell:
-            raise DataError(
+            raise RowError(
                 f"Row {number} of the data has {cell!r} in the column `{messages_column}` "
-                "(`data.messages_column`), expected a list of chat messages."
+                "(`data.messages_column`), expected a list of chat messages.",
+                "without messages",
             )
         check_chat(number, cell, tokenizer, messages_column, None)
         messages = open_with(system_prompt, messages_of(number, cell))
-        examples.append(_example_of(number, messages, 0, tokenizer, messages_column))
-    return _tokenize(examples, tokenizer, max_prompt_tokens, max_response_tokens, too_long)
+        return _example_of(number, messages, 0, tokenizer, messages_column)
+
+    refused = RefusedRows() if refused is None else refused
+    examples = refused.map(
+        read, column_of(rows, messages_column, "data.messages_column").to_pylist()
+    )
+    return _tokenize(examples, tokenizer, max_prompt_tokens, max_response_tokens, too_long, refused)
 
 
 def tokenize_turns(rows: pa.Table, tokenizer: PreTrainedTokenizerBase) -> Batch:
@@ -140,7 +154,7 @@ def tokenize_turns(rows: pa.Table, tokenizer: PreTrainedTokenizerBase) -> Batch:
     """
     prompts, turns = rows.column("prompt").to_pylist(), rows.column("turns").to_pylist()
     examples = [_Example([p, *t], is_chat=False) for p, t in zip(prompts, turns, strict=True)]
-    return _tokenize(examples, tokenizer, None, None, "error")
+    return _tokenize(examples, tokenizer, None, None, "error", RefusedRows())
 
 
 def _says_something(response: str | list[Any]) -> bool:
@@ -161,30 +175,37 @@ def _example_of(
     places = range(start, len(messages))
     answers = [place for place in places if messages[place]["role"] == "assistant"]
     if not answers:
-        raise DataError(
+        raise RowError(
             f"Row {number} of the data has no message of the role `assistant` in the column "
-            f"`{column}`, so there is nothing to learn from it. Leave the row out."
+            f"`{column}`, so there is nothing to learn from it. Leave the row out.",
+            "without a message of the assistant",
         )
     if answers[0] == 0:
-        raise DataError(
+        raise RowError(
             f"Row {number} of the data begins with the assistant's message in the column "
-            f"`{column}`, expected a message that it answers. Leave that message out."
+            f"`{column}`, expected a message that it answers. Leave that message out.",
+            "that begin with the assistant's message",
         )
     return _Example(cut_at_answers(number, messages, answers, tokenizer), is_chat=True)
 
 
 def _tokenize(
-    examples: list[_Example],
+    found: Sequence[_Example | None],
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int | None,
     max_response_tokens: int | None,
     too_long: TooLong,
+    refused: RefusedRows,
 ) -> Batch:
-    if not examples:
+    if not found:
         raise DataError("There is nothing to tokenize: the data set has no rows.")
+    refused.kept(len(found))
+    examples = [example or _Example(["", ""], is_chat=False) for example in found]
     end = end_token(tokenizer)
     prompts = [example.texts[0] for example in examples]
-    prompt_ids = encode_prompts(prompts, [example.is_chat for example in examples], tokenizer)
+    is_chat = [example.is_chat for example in examples]
+    prompt_ids = encode_prompts(prompts, is_chat, tokenizer, refused)
+    among = refused.kept(len(found))
     encoded = iter(encode_turns([text for e in examples for text in e.texts[1:]], tokenizer))
     response_ids, masks = [], []
     for example in examples:
@@ -205,6 +226,7 @@ def _tokenize(
         setting="data.max_prompt_tokens",
         what="prompt",
         too_long=too_long,
+        among=among,
     )
     kept = np.intersect1d(
         short,
@@ -215,6 +237,7 @@ def _tokenize(
             setting="data.max_response_tokens",
             what="response",
             too_long=too_long,
+            among=among,
         ),
     )
     if not len(kept):

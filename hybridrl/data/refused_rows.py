@@ -1,0 +1,116 @@
+"""Rows that cannot be read: an error, or left out and counted by reason (`data.bad_rows`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridrl.errors import DataError, RowError
+
+Found = TypeVar("Found")
+
+_log = logging.getLogger(__name__)
+
+
+class RefusedRows:
+    """The rows of one table that are refused, and why.
+
+    The stages that read a table share one: a row that a stage refuses is skipped by the next ones,
+    and keeps its place, so that columns stay aligned and rows keep their numbers, until `kept`
+    says which rows are left.
+
+    Args:
+        place: What the rows are of, for messages.
+        drop: Leave refused rows out; otherwise they are an error.
+        limit: The largest share of rows that may be left out.
+    """
+
+    def __init__(self, place: str = "the data", *, drop: bool = False, limit: float = 1.0) -> None:
+        self.place = place
+        self._drop, self._limit = drop, limit
+        self._errors: dict[int, DataError] = {}
+        self._rows = 0
+
+    def __bool__(self) -> bool:
+        """Whether any row is refused."""
+        return bool(self._errors)
+
+    def refuse(self, number: int, error: DataError) -> None:
+        """Notes that a row, counted from 1, is refused; the first error of a row counts."""
+        self._errors.setdefault(number, error.with_traceback(None))
+
+    def map(self, read: Callable[..., Found], *columns: Sequence[Any]) -> list[Found | None]:
+        """Calls `read(number, *cells)` for each row that is not refused yet; a `DataError` refuses
+        the row, in whose place there is None."""
+        found: list[Found | None] = []
+        for number, cells in enumerate(zip(*columns, strict=True), start=1):
+            result = None
+            if number not in self._errors:
+                try:
+                    result = read(number, *cells)
+                except DataError as error:
+                    self.refuse(number, error)
+            found.append(result)
+        return found
+
+    def kept(self, rows: int) -> npt.NDArray[np.int64]:
+        """The numbers, from 0, of the rows that are left of so many.
+
+        Raises:
+            DataError: if a row is refused and none may be left out, or more than `limit` allows.
+        """
+        self._rows = rows
+        refused = len(self._errors)
+        if refused and not self._drop:
+            first = self._errors[min(self._errors)]
+            count = "1 row is" if refused == 1 else f"{refused} rows are"
+            raise type(first)(
+                f"{str(first).rstrip()} ({count} refused of {rows}: {self._counts()}. "
+                "data.bad_rows=drop leaves them out.)"
+            ) from first
+        if refused > self._limit * rows or (refused and refused == rows):
+            raise DataError(
+                f"{refused} of the {rows} rows of {self.place} are refused, more than "
+                f"data.bad_rows_limit={self._limit} allows to leave out: {self._counts()}. "
+                f"{self._examples()}"
+            )
+        return np.array([n for n in range(rows) if n + 1 not in self._errors], np.int64)
+
+    def tell(self) -> None:
+        """Logs how many rows are left out, by reason, with the first row of each."""
+        if self._errors:
+            _log.warning(
+                "Left out %d of the %d rows of %s (data.bad_rows=drop): %s. %s",
+                len(self._errors),
+                self._rows,
+                self.place,
+                self._counts(),
+                self._examples(),
+            )
+
+    def figures(self) -> dict[str, Any]:
+        """For `data-report.json`: counts by reason, with the first sentence of each."""
+        reasons = {
+            reason: {"rows": len(numbers), "first": str(self._errors[numbers[0]])}
+            for reason, numbers in self._by_reason().items()
+        }
+        return {"rows": self._rows, "left_out": len(self._errors), "reasons": reasons}
+
+    def _by_reason(self) -> dict[str, list[int]]:
+        """Numbers of rows by reason, the most frequent reason first."""
+        found: dict[str, list[int]] = {}
+        for number in sorted(self._errors):
+            error = self._errors[number]
+            reason = error.reason if isinstance(error, RowError) else "malformed"
+            found.setdefault(reason, []).append(number)
+        return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+    def _counts(self) -> str:
+        return ", ".join(f"{len(rows)} {reason}" for reason, rows in self._by_reason().items())
+
+    def _examples(self) -> str:
+        return " ".join(str(self._errors[rows[0]]) for rows in self._by_reason().values())
