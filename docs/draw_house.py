@@ -26,7 +26,10 @@ FAMILIES = {
         "#3f51b5",
         {"workers", "engine", "rollout", "models", "parallel", "serving", "environments"},
     ),
-    "data and files": ("#8d5a2b", {"data", "rewards", "checkpoint", "compress", "reshard"}),
+    "data and files": (
+        "#8d5a2b",
+        {"data", "conversations", "rewards", "checkpoint", "compress", "reshard"},
+    ),
     "looking on": ("#7b3f8c", {"planner", "commands", "observe", "report"}),
     "everybody's": ("#546e7a", {"core", "algorithms", "config", "ray_backend"}),
 }

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -134,6 +135,20 @@ class Length:
 
     def __str__(self) -> str:
         return f"{self.entries} entries"
+
+
+class IsoDate:
+    """A date such as 2026-11-25."""
+
+    def refusal(self, value: str) -> str:
+        try:
+            datetime.date.fromisoformat(value)
+        except ValueError:
+            return f"must be {self}"
+        return ""
+
+    def __str__(self) -> str:
+        return "a date such as 2026-11-25"
 
 
 class TextOrTexts:

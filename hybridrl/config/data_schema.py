@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from hybridrl.config.bounds import Name, OneOf, PositiveInt, Share, With
+from hybridrl.config.bounds import IsoDate, Name, OneOf, PositiveInt, Share, With
 
 SUPERVISED = With("trainer.name=sft", "trainer.name=offline_distillation")
 RESPONSES = With(
@@ -69,6 +69,15 @@ class DataConfig:
     """Whether prompts go through the chat template; null: when they are chat messages."""
     system_prompt: Annotated[str | None, FROM_FILES] = None
     """What the chat template puts before each prompt; null: what the template itself has."""
+    tools_column: Annotated[Name | None, FROM_FILES] = "tools"
+    """The functions that the model may call, as objects or JSON text, which the chat template puts
+    into the prompt. The column may be missing; null: none, whatever the column `tools` holds."""
+    chat_template_options: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, wherever it is rendered: `enable_thinking`,
+    `reasoning_effort`, `date_string`; `data.chat_template_options.enable_thinking=false`."""
+    date: Annotated[str | None, IsoDate()] = None
+    """The date that chat templates write into prompts; null: that of the run's first start, which
+    its resumes and forks keep."""
     max_prompt_tokens: PositiveInt = 1024
     """Longest prompt; see `too_long`."""
     max_response_tokens: Annotated[PositiveInt | None, RESPONSES] = None

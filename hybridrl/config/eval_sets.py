@@ -21,6 +21,7 @@ AT_K = ("mean", "pass", "maj")
 INHERITED = (
     *("prompt_column", "answer_column", "chat", "system_prompt", "max_prompt_tokens"),
     *("too_long", "answer_format", "bad_rows", "bad_rows_limit"),
+    *("tools_column", "chat_template_options", "date"),
 )
 """Settings of `data` that a set has from the job where it says nothing."""
 _OF_TRAINING = (

@@ -11,8 +11,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from hybridrl.conversations.messages import Message, Tool
 from hybridrl.errors import HybridRLError
-from hybridrl.serving.messages import Message, Said, Tool
+from hybridrl.serving.messages import Said
 from hybridrl.serving.session import Known
 
 

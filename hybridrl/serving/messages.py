@@ -1,4 +1,4 @@
-"""Messages as programs send them, as chat templates read them, and as the model answered them."""
+"""Messages as the model answered them, and how programs name conversations."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-Message = dict[str, Any]
-Tool = dict[str, Any]
+from hybridrl.conversations.messages import Message, Tool, parsed_arguments
 
 
 class Call(NamedTuple):
@@ -84,21 +83,6 @@ def call_ids(seed: int, count: int) -> list[str]:
     return [digest[:9] for digest in digests]
 
 
-def for_templates(messages: Sequence[Message]) -> list[Message]:
-    """As templates expect them: no empty fields, and the arguments of calls as objects."""
-    found = []
-    for message in messages:
-        message = {name: value for name, value in message.items() if value is not None}
-        message.setdefault("content", "")
-        if calls := message.get("tool_calls"):
-            message["tool_calls"] = [
-                call | {"function": call["function"] | {"arguments": _parsed(call)}}
-                for call in calls
-            ]
-        found.append(message)
-    return found
-
-
 def prefix_keys(messages: Sequence[Message], tools: Sequence[Tool]) -> Iterator[str]:
     """Names of the conversations that consist of the first message, of the first two, and so on.
 
@@ -109,7 +93,7 @@ def prefix_keys(messages: Sequence[Message], tools: Sequence[Tool]) -> Iterator[
     for message in messages:
         meaning: list[Any] = [message["role"], message.get("content") or ""]
         for call in message.get("tool_calls") or []:
-            meaning.append([call["function"]["name"], _parsed(call)])
+            meaning.append([call["function"]["name"], parsed_arguments(call)])
         if message["role"] == "tool":
             meaning.append([message.get("name"), message.get("tool_call_id")])
         digest.update(json.dumps(meaning, sort_keys=True).encode())
@@ -119,11 +103,3 @@ def prefix_keys(messages: Sequence[Message], tools: Sequence[Tool]) -> Iterator[
 def as_json(arguments: Any) -> str:
     """The arguments of a call as text, which they may be already."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def _parsed(call: Message) -> Any:
-    arguments = call["function"]["arguments"]
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments

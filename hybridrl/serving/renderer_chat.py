@@ -7,8 +7,9 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.conversations.messages import Message, Tool, read_messages
 from hybridrl.serving.chat import Chat, ChatError
-from hybridrl.serving.messages import Call, Message, Said, Tool, as_json, for_templates
+from hybridrl.serving.messages import Call, Said, as_json
 from hybridrl.serving.session import Known
 from hybridrl.serving.template_chat import TemplateChat
 
@@ -30,7 +31,7 @@ class RendererChat(Chat):
         try:
             return list(
                 self._renderer.render_ids(
-                    for_templates(messages), tools=list(tools) or None, add_generation_prompt=True
+                    read_messages(messages), tools=list(tools) or None, add_generation_prompt=True
                 )
             )
         except Exception as error:  # of many kinds, as the renderers are
@@ -43,7 +44,7 @@ class RendererChat(Chat):
             found = self._renderer.bridge_to_next_turn(
                 known.prompt_ids,
                 known.token_ids,
-                for_templates(messages[at + 1 :]),
+                read_messages(messages[at + 1 :]),
                 tools=list(tools) or None,
             )
         except Exception as error:

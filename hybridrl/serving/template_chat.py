@@ -7,8 +7,10 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hybridrl.conversations.messages import Message, Tool, read_messages, read_tools
+from hybridrl.conversations.rendering import ChatTemplateError, TemplateContext, render_chat
 from hybridrl.serving.chat import Chat, ChatError
-from hybridrl.serving.messages import Call, Message, Said, Tool, as_json, for_templates
+from hybridrl.serving.messages import Call, Said, as_json
 from hybridrl.serving.session import Known
 
 if TYPE_CHECKING:
@@ -23,8 +25,11 @@ class TemplateChat(Chat):
     """By the tokenizer's own chat template, whatever it is. The calls of tools are looked for as
     `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as many models write them."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, context: TemplateContext | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._context = context or TemplateContext()
         self._special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
@@ -80,15 +85,10 @@ class TemplateChat(Chat):
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool], *, ask: bool) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
-                for_templates(messages),
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=ask,
-            )
-        except Exception as error:  # templates raise jinja2 errors, among them their own complaints
+            context = self._context.with_tools(read_tools(tools))
+            return render_chat(self._tokenizer, read_messages(messages), context, ask=ask)
+        except ChatTemplateError as error:
             raise ChatError(f"The chat template refuses these messages: {error}") from error
-        return str(text)
 
     def _tokens(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

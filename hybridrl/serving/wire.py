@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hybridrl.conversations.messages import Message, Tool
 from hybridrl.serving.fields import are_tokens, is_number, is_token, read, wrong
-from hybridrl.serving.messages import Message, Tool
 
 ROLES = {"system", "developer", "user", "assistant", "tool"}
 MOST_SAMPLES = 128

@@ -15,6 +15,7 @@ import torch
 
 from hybridrl.config.schema import JudgeConfig, RolloutConfig, RolloutParallelConfig
 from hybridrl.controller import Context
+from hybridrl.conversations.rendering import TemplateContext, render_chat
 from hybridrl.core.batch import Batch
 from hybridrl.models import load_tokenizer
 from hybridrl.parallel.process_group import join
@@ -222,7 +223,7 @@ def encode_request(tokenizer: Any, template: str, parts: Mapping[str, str]) -> l
     text = re.sub(r"\{(\w+)\}", lambda m: mark + m[0] + mark if m[1] in parts else m[0], template)
     if tokenizer.chat_template:
         message = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        text = render_chat(tokenizer, message, TemplateContext(), ask=True)
     # One text from one special token of the templates to the next, with the parts in it: so words
     # are cut into tokens as usual. Only there do special tokens count.
     ids: list[int] = []

@@ -5,8 +5,9 @@ import json
 import pytest
 from agent_cases import TEMPLATES, WEATHER, letters, merging_tokenizer
 
+from hybridrl.conversations.messages import read_messages
 from hybridrl.serving.chat import ChatError
-from hybridrl.serving.messages import Said, for_templates, prefix_keys
+from hybridrl.serving.messages import Said, prefix_keys
 from hybridrl.serving.renderer_chat import RendererChat, chat_of
 from hybridrl.serving.session import Known
 from hybridrl.serving.template_chat import TemplateChat
@@ -99,7 +100,7 @@ def test_conversations_that_mean_the_same_have_one_name():
     other = same | {"function": {"name": "f", "arguments": '{"a": 2}'}}
     assert key([said]) != key([said | {"tool_calls": [other]}])
     assert key([GO_ON]) != key([GO_ON], [WEATHER]) and key([GO_ON]) != key([GO_ON, GO_ON])
-    assert for_templates([said])[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert read_messages([said])[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
 
 QWEN = TEMPLATES["chatml"].replace("<|end|>", "<|im_end|>")

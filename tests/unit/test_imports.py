@@ -19,7 +19,8 @@ EVERYTHING = {"*"}
 MAY_IMPORT = {
     "core": set(),
     "algorithms": {"core"},
-    "data": {"core", "environments", "=rewards.procedural"},
+    "conversations": set(),
+    "data": {"core", "conversations", "environments", "=rewards.procedural"},
     "rewards": {"core"},
     "observe": {"core"},
     "models": {"core", "checkpoint", "compress"},
@@ -32,17 +33,17 @@ MAY_IMPORT = {
     "parallel": {"core", "compress", "models", "=controller", "=controller.worker"},
     "rollout": {"core", "models"},
     "environments": {"core"},
-    "serving": {"core", "environments", "rollout"},
+    "serving": {"core", "conversations", "environments", "rollout"},
     "engine": {
         *("core", "algorithms", "checkpoint", "compress", "models", "parallel", "reshard"),
         "rollout",
     },
     "workers": {
         *("core", "algorithms", "models", "parallel", "engine", "rollout", "rewards", "data"),
-        *("controller", "checkpoint", "compress", "environments", "serving"),
+        *("controller", "checkpoint", "compress", "conversations", "environments", "serving"),
     },
     "evaluation": {
-        *("core", "controller", "data", "observe", "rewards"),
+        *("core", "controller", "conversations", "data", "observe", "rewards"),
         *("=rollout", "=rollout.base", "=config.bounds"),
     },
     "trainers": {

@@ -1,0 +1,79 @@
+"""Rendering: conversations become text by the tokenizer's chat template."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.conversations.messages import Message, Tool
+from hybridrl.errors import HybridRLError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ChatTemplateError(HybridRLError):
+    """A chat template refuses a conversation. Quotes what it says."""
+
+
+@dataclass(frozen=True)
+class TemplateContext:
+    """What a chat template reads beside the messages.
+
+    Attributes:
+        options: Its own variables, such as `enable_thinking` (`data.chat_template_options`).
+        date: The date of the run (`data.date`), which `strftime_now` of a template gives in place
+            of the clock's; None: the clock's.
+        tools: Functions that the model may call, as `read_tools` returns them.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    date: datetime.date | None = None
+    tools: Sequence[Tool] = ()
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], date: str | None) -> TemplateContext:
+        """Build it from the settings `data.chat_template_options` and `data.date`."""
+        return cls(dict(options), None if date is None else datetime.date.fromisoformat(date))
+
+    def with_tools(self, tools: Sequence[Tool]) -> TemplateContext:
+        """Return the same context with these tools."""
+        return replace(self, tools=tools)
+
+    def with_options(self, options: Mapping[str, Any]) -> TemplateContext:
+        """Return the same context with further options, which win."""
+        return replace(self, options={**self.options, **options})
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    context: TemplateContext,
+    *,
+    ask: bool,
+) -> str:
+    """Return a conversation as text.
+
+    Args:
+        messages: As `read_messages` returns them.
+        ask: Whether the generation prompt follows, which opens the assistant's next turn.
+
+    Raises:
+        ChatTemplateError: if the template refuses the messages.
+    """
+    further: dict[str, Any] = dict(context.options)
+    if context.date is not None:
+        further["strftime_now"] = context.date.strftime  # a variable goes before the clock's own
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(context.tools) or None,
+            tokenize=False,
+            add_generation_prompt=ask,
+            **further,
+        )
+    except Exception as error:  # templates raise jinja2 errors, among them their own complaints
+        raise ChatTemplateError(str(error)) from error
+    return str(text)
