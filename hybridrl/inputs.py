@@ -354,16 +354,20 @@ def remarks_on(config: Config, kind: str, rows: Rows) -> list[str]:
 
 
 def report_on_rows(config: Config, kind: str, rows: Rows, tokenizer: Any) -> DataReport:
-    """What the prompts repeat.
+    """Report what the prompts repeat, and the first row as the model reads it.
 
     Args:
         kind: As of `load_rows`.
     """
     from hybridrl.data.environment_tasks import ENVIRONMENT
     from hybridrl.data.report import HELD_OUT, DataReport, report_on
+    from hybridrl.observe.first_row import show_first_row
 
     if config.data.task == ENVIRONMENT:  # tasks may differ though their prompts do not
         return DataReport({}, [])
+    shown = []
+    if not is_served(config.rollout, config.environment):  # a program sends messages of its own
+        shown = show_first_row(rows.training, tokenizer)
     kept = {}
     if (held_out := rows.held_out) is not None:
         if kind == "pairs":
@@ -376,6 +380,8 @@ def report_on_rows(config: Config, kind: str, rows: Rows, tokenizer: Any) -> Dat
     report = report_on(rows.training, kept, tokenizer, repeats=kind == "prompts")
     if left_out := {refused.place: refused.figures() for refused in rows.refused if refused}:
         report.figures["left_out"] = left_out
+    report.figures["first_row"] = [one.figures() for one in shown]
+    report.remarks[:0] = [one.sentence() for one in shown]
     return report
 
 

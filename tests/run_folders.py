@@ -40,6 +40,16 @@ def run_folder(path, steps=3, samples_at=(1,), rows=8, says="an answer", state="
     )
     noted = {"state": state, "why": "", "began": "2026-01-01T00:00:00+00:00", "ended": None}
     (path / "status.json").write_text(json.dumps(noted))
+    pieces = [("<|user|>\n1+1?<|assistant|>\n", False), (f"{says}<|end|>", True)]
+    first_row = {
+        "name": "example",
+        "pieces": [{"text": text, "is_learned": learned} for text, learned in pieces],
+    }
+    training = {"rows": 40, "exact_duplicates": 2, "near_duplicates": 0}
+    reasons = {"too long": {"rows": 3, "first": "Row 7 of the data is too long."}}
+    left_out = {"data.path": {"rows": 43, "left_out": 3, "reasons": reasons}}
+    report = {"first_row": [first_row], "training": training, "left_out": left_out}
+    (path / "data-report.json").write_text(json.dumps(report))
     lines = [{"step": 0, "accuracy": 0.25}, *map(metrics_row, range(1, steps + 1))]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (path / "steps.jsonl").write_text("".join(_step(step) for step in range(1, steps + 1)))

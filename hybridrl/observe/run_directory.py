@@ -13,7 +13,8 @@ runs/2026-03-01_09-30-00-addition/
     model/           the trained model
     placement.json   which role lives on which devices; `placement=file` reads it
     cluster.json     these devices and their nodes
-    data-report.json which prompts are there twice, or nearly, also among those to evaluate on
+    data-report.json the first row as the model reads it; which prompts are there twice, or nearly,
+                     also among those to evaluate on
     checkpoints/     whole steps to go on from; see `step_folders`
     lock.json        which job has the folder, while it runs; see `run_lock`
     status.json      what has become of the run; see `run_state`
@@ -181,7 +182,7 @@ class RunDirectory:
             _write_durably(part, text + "\n")
 
     def write_data_report(self, figures: Mapping[str, Any]) -> None:
-        """Writes what the data repeats as JSON."""
+        """Writes the first row, and what the data repeats, as JSON."""
         with replacing(self.path / "data-report.json") as part:
             _write_durably(part, to_json(figures, indent=2) + "\n")
 

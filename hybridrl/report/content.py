@@ -49,6 +49,7 @@ class Content:
             "curves": self.curves,
             "timeline": lambda: timeline(self.run.path),
             "samples": lambda: samples(self.run),
+            "data": lambda: self.run.data_report(),
             "settings": self.settings,
             "state": self.state,
         }

@@ -14,7 +14,7 @@ from hybridrl.observe.strict_json import to_json
 
 SCRIPTS = (
     *("dom.js", "scale.js", "words.js", "curves.js", "timeline.js"),
-    *("tokens.js", "samples.js", "tables.js", "live.js", "page.js"),
+    *("tokens.js", "samples.js", "data.js", "tables.js", "live.js", "page.js"),
 )
 """In the order in which they are read."""
 OF_RUNS = ("dom.js", "live.js", "runs.js")

@@ -83,6 +83,10 @@ class RunFolder:
         """See `observe.evaluations`."""
         return EvaluationsFile(self.path).read()
 
+    def data_report(self) -> Mapping[str, Any]:
+        """Of `data-report.json`: the first row, and what the data repeats."""
+        return _object(self.path / "data-report.json")
+
     def recoveries(self) -> list[dict[str, Any]]:
         """A row each time that workers were lost and the run went on."""
         return list(_lines(self.path / "recoveries.jsonl"))

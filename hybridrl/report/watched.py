@@ -23,6 +23,7 @@ READ = {
     "curves": (_METRICS, "evaluations.json"),
     "timeline": (_STEPS,),
     "samples": ("samples", "tokens", "config.yaml"),
+    "data": ("data-report.json",),
     "settings": ("config.yaml",),
     "state": (
         *(_METRICS, _STATUS, "evaluations.json", "recoveries.jsonl"),

@@ -38,6 +38,9 @@ def test_a_report_opens_alone_without_an_error(tmp_path):
                 assert await page.value("document.querySelectorAll('[data-span]').length") > 5
                 assert await page.value("document.querySelectorAll('.token').length") == 2
                 assert await page.value("document.documentElement.scrollWidth") <= width
+                shown = await page.value("document.querySelector('#data pre').innerText")
+                assert shown.startswith("<|user|>\n1+1?<|assistant|>\n</script><script>alert(1)")
+                assert await page.value("document.querySelectorAll('#data pre mark').length") == 1
                 assert await page.value("document.images.length") == 0
                 assert not await page.value(
                     "document.body.innerText.includes('could not be drawn')"

@@ -35,7 +35,7 @@ def data(tmp_path):
 
 def test_the_default_job_is_right_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert problems_of() == ([], [])
+    assert problems_of() == ([], ["First prompt as the model reads it: 25+9="])
     run(load_config([*TINY, "run.dry=true"]))
     assert "prompts_per_step: 128" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())

@@ -36,7 +36,7 @@ def test_what_a_model_says_is_never_markup(tmp_path):
     (run / "logs").mkdir()
     (run / "logs" / "actor-0.log").write_text(f"WARNING {HOSTILE}\n")
     text = report_of(run)
-    assert text.count("</script>") == text.count("<script") == 8  # seven parts and the program
+    assert text.count("</script>") == text.count("<script") == 9  # eight parts and the program
     assert "<img" not in text and "<title>run&lt;b&gt;</title>" in text
     assert HOSTILE in [one["response"] for one in data_in(text)["samples"]["samples"]]
     assert HOSTILE[:40] in data_in(text)["state"]["warnings"][0]["line"]

@@ -2,7 +2,7 @@
 // The page: its parts in order, and, where a server gives it, what is new.
 (function () {
   const { h, replace, number, seconds, moment, state } = Report;
-  const ORDER = ["words", "curves", "timeline", "samples", "settings", "state"];
+  const ORDER = ["words", "curves", "timeline", "samples", "data", "settings", "state"];
   const data = {}, roots = {};
 
   function facts(head) {
