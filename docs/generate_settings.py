@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from generate_migration import PAGES, table_row
 
-from hybridrl.config.aliases import ALIASES
+from hybridrl.config.aliases import foreign_settings
 from hybridrl.config.names import leaves
 from hybridrl.config.schema import Config, EvalSetConfig
 from hybridrl.config.values import conditions, default_of, described, hints, is_optional, plain
@@ -47,13 +48,11 @@ def sections() -> Iterator[str]:
             yield "\n".join([title, "", *([about, ""] if name else []), head, *rows])
     yield "## Coming from TRL, verl, OpenRLHF or NeMo-RL"
     yield (
-        "Below whatever group a name stands there (`actor_rollout_ref.actor.optim.lr`), its last "
-        "words are looked for, and the command line answers with what it is called here."
+        "The command line answers to other libraries' names with what they are called here, "
+        "whatever group they stand in. [coming_from_trl.md](coming_from_trl.md) and "
+        "[coming_from_verl.md](coming_from_verl.md) have those of TRL and verl; further ones are:"
     )
-    rows = [
-        f"| `{name}` | {' or '.join(f'`{one}`' for one in alias.settings)} | {_cell(alias.note)} |"
-        for name, alias in ALIASES.items()
-    ]
+    rows = [table_row(row) for row in foreign_settings() if row.library not in PAGES]
     yield "\n".join(["| there | here | |", "|---|---|---|", *rows])
 
 

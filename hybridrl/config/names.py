@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from functools import cache
 from typing import Any
@@ -17,7 +17,7 @@ from hybridrl.errors import ConfigError, nearest
 OPEN = (
     *("reward.options", "cost.options", "algorithm.loss_options", "placement.roles", "models"),
     *("rollout.engine_options", "environment.options", "eval.sets"),
-    *("data.task_options", "data.sampler_options", "data.sources"),
+    *("data.task_options", "data.sampler_options", "data.sources", "data.chat_template_options"),
 )
 """Settings below which any name may stand: the user's, those of a loss, roles, tasks, vLLM's or an
 environment's; checked with them."""
@@ -41,8 +41,12 @@ def is_open(key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in OPEN)
 
 
-def check_name(key: str) -> None:
+def check_name(key: str, value: str = "", arguments: Iterable[str] = ()) -> None:
     """Refuses the name of no setting, group of settings or preset.
+
+    Args:
+        value: What the user set it to.
+        arguments: The whole command line. From both, values of other libraries are converted.
 
     Raises:
         ConfigError: with what may be meant.
@@ -54,15 +58,15 @@ def check_name(key: str) -> None:
         raise ConfigError(f"`{key}` is no name; names have letters, digits, `_` and dots between.")
     if key in known or key in CHOSEN or any(name.startswith(f"{key}.") for name in known):
         return
-    raise ConfigError(f"There is no setting `{key}`.{_meant(key, list(known))}")
+    raise ConfigError(f"There is no setting `{key}`.{_meant(key, list(known), value, arguments)}")
 
 
-def _meant(key: str, known: list[str]) -> str:
+def _meant(key: str, known: list[str], value: str, arguments: Iterable[str]) -> str:
     """What is known of other libraries' names, else the nearest by the whole name, else by its last
     word wherever that stands."""
     if key.split(".")[0].split("/")[0] == "hydra":
         return " Jobs keep their files in run.root, or in run.directory; nothing else is Hydra's."
-    if told := meant(key):
+    if told := meant(key, value, arguments):
         return f" {told}"
     if close := nearest(key, [*known, *CHOSEN]):
         return close

@@ -56,7 +56,7 @@ def read_overrides(arguments: Sequence[str], problems: Problems) -> list[Overrid
     found: list[Override] = []
     for argument in arguments:
         with problems.noted():
-            found += _read(argument)
+            found += _read(argument, arguments)
     with problems.noted():
         _check_one_preset(arguments)
     return found
@@ -79,7 +79,7 @@ def in_brackets(key: str, text: str) -> str:
     return f"Write it in brackets: '{key}=[{text}]'."
 
 
-def _read(argument: str) -> list[Override]:
+def _read(argument: str, arguments: Sequence[str]) -> list[Override]:
     key, equals, text = argument.partition("=")
     if key.startswith("~"):
         name = key.removeprefix("~")
@@ -94,7 +94,7 @@ def _read(argument: str) -> list[Override]:
     key = re.sub(r"^\+{1,2}", "", key).strip()
     if key == recipe.KEY:
         return _of_recipe(Path(text))
-    check_name(key)
+    check_name(key, text, arguments)
     value = text if key in CHOSEN else _value(key, text)
     return [Override(key, value, f"{key}={text}")]
 

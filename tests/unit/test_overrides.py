@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridrl.config.aliases import ALIASES, meant
+from hybridrl.config.aliases import foreign_settings, meant
 from hybridrl.config.load import load_config
 from hybridrl.config.names import is_open, leaves
 from hybridrl.config.presets import CHOSEN
@@ -166,12 +166,56 @@ def test_a_sweep_is_every_choice_of_one_value_each():
 
 def test_other_libraries_names_are_answered_with_ours():
     known = leaves()
-    for name, alias in ALIASES.items():
-        assert alias.settings or alias.note, name
-        for setting in alias.settings:
-            assert setting in known or setting in CHOSEN or is_open(setting), (name, setting)
-        assert not alias.note or alias.note.endswith("."), name
-        assert name in known or meant(f"some.group.{name}") == meant(name) != ""
+    for row in foreign_settings():
+        assert row.settings or row.here in (("none",), ("automatic",)), row
+        for setting in row.settings:
+            assert setting in known or setting in CHOSEN or is_open(setting), (row.names, setting)
+        assert not row.note or row.note.endswith("."), row.names
+        for name in row.names:
+            assert meant(name) != "" and (row.library == "verl" or meant(f"some.group.{name}"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (  # verl multiplies it by rollout.n, so that it counts prompts
+            [
+                *("data.train_batch_size=1024", "actor_rollout_ref.rollout.n=5"),
+                "actor_rollout_ref.actor.ppo_mini_batch_size=256",
+            ],
+            "Write actor.updates_per_step=4.",
+        ),
+        (["data.prompts_per_step=64", "ppo_mini_batch_size=16"], "actor.updates_per_step=4."),
+        (["generation_batch_size=64", "num_generations=8"], "Write data.prompts_per_step=8."),
+        (["trainer.n_gpus_per_node=8", "trainer.nnodes=2"], "Write num_devices=16."),
+        (["kl_loss_type=low_var_kl"], "Write algorithm.kl_estimator=k3."),
+        (["algorithm.kl_penalty=kl"], "Write algorithm.kl_estimator=k1."),
+        (["scale_rewards=False"], "Write algorithm.advantage_scale=none."),
+        (["enforce_eager=True"], "Write rollout.cuda_graphs=false."),
+        (["rollout.name=vllm"], "Write rollout=vllm."),
+        (["train_batch_size=64"], "Of verl: It is called `data.prompts_per_step` here."),
+        (["train_batch_size=64"], "it counts samples, here updates"),
+        (["critic_warmup=3"], "`critic.warmup_steps`"),
+        (["mask_truncated_completions=true"], "There is none here."),
+        (["trainer.project_name=x"], "There is none here."),
+    ],
+)
+def test_values_of_other_libraries_are_converted(overrides, sentence):
+    with pytest.raises(ConfigError) as raised:
+        load_config(overrides)
+    assert sentence in str(raised.value)
+
+
+def test_a_value_that_cannot_be_computed_is_left_out():
+    with pytest.raises(ConfigError) as raised:
+        load_config(["data.train_batch_size=1000", "ppo_mini_batch_size=256"])
+    assert "`actor.updates_per_step`" in str(raised.value) and "Write" not in str(raised.value)
+
+
+def test_options_of_a_template_have_any_name():
+    assert value_of("data.chat_template_options", "data.chat_template_options.x=false") == {
+        "x": False
+    }
 
 
 @pytest.mark.parametrize(
@@ -181,7 +225,7 @@ def test_other_libraries_names_are_answered_with_ours():
         ("actor_rollout_ref.actor.optim.lr", r"`actor\.optimizer\.learning_rate`"),
         ("critic.optim.lr", r"`models\.critic\.optimizer\.learning_rate`"),
         ("actor_rollout_ref.rollout.n", r"`rollout\.samples_per_prompt`"),
-        ("train_batch_size", r"`data\.prompts_per_step` here\. It counts prompts"),
+        ("rollout_batch_size", r"`data\.prompts_per_step` here\. It counts prompts"),
         ("trust_remote_code", "are not loaded"),
     ],
 )

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridrl.checks.settings import check
-from hybridrl.config.aliases import ALIASES
+from hybridrl.config.aliases import foreign_settings
 from hybridrl.config.bounds import ListOf, OneOf
 from hybridrl.config.load import load_config, to_yaml
 from hybridrl.config.names import OPEN, leaves
@@ -69,7 +69,10 @@ PRESETS = [f"{group}={name}" for group in CHOSEN for name in names(group)]
 
 own = st.sampled_from([f"{name}.{below}" for name in OPEN for below in ("a", "critic.path", "x.y")])
 known = st.sampled_from([*leaves(), *CHOSEN, "actor", "model.tiny", "cost", "models.critic"])
-strange = st.one_of(st.sampled_from(list(ALIASES)), st.text(string.printable, max_size=12))
+strange = st.one_of(
+    st.sampled_from([name for row in foreign_settings() for name in row.names]),
+    st.text(string.printable, max_size=12),
+)
 values = st.one_of(
     st.sampled_from(WORDS), st.text(max_size=12), st.integers().map(str), st.floats().map(repr)
 )
