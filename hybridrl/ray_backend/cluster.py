@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -18,7 +19,7 @@ from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.ray_backend import node_probe
 from hybridrl.ray_backend.library import ray
 from hybridrl.ray_backend.nodes import Node, NodeReport, check_reports, check_room, table
-from hybridrl.ray_backend.own_node import OwnNode
+from hybridrl.ray_backend.own_node import OwnNode, cure_of
 
 PACKAGES = {
     "hybridrl": ("hybridrl",),
@@ -40,6 +41,12 @@ CLOSE_SECONDS = 5.0
 """What of a cluster of ours has not ended by then is killed."""
 STARTS = 2
 """Ray gives up after 30 s, which a busy machine may need."""
+SOCKET_BYTES = 107
+"""Longest path of a Unix socket."""
+SESSION_BYTES = len("/session_2026-01-31_12-00-00_000000_4194304/sockets/plasma_store")
+"""What Ray adds to the path of its temporary folder for the socket with the longest path."""
+SHORT_FOLDER = "/tmp/ray"
+"""Ray's own default where no variable names another."""
 
 
 class Connection:
@@ -102,39 +109,51 @@ def _our_sigterm() -> Iterator[None]:
 
 
 def connect(address: str | None) -> OwnNode | None:
-    """Joins the cluster at `address` (see `ray.address`), or starts one on this machine, whose node
-    it gives.
+    """Join the cluster at `address` (see `ray.address`), or start one on this machine.
+
+    Returns:
+        The node that was started here; None if a cluster was joined.
 
     Raises:
         ConfigError: if there is none at the address.
         HybridRLError: if none could be started.
     """
-    # `ray job submit` says in this variable which cluster the job belongs to.
-    address = address or os.environ.get("RAY_ADDRESS")
-    if address is None:
+    said = f"ray.address={address}"
+    # `ray job submit` names the cluster of its job in this variable, which `auto` stands for, too.
+    if address in (None, "auto") and (told := os.environ.get("RAY_ADDRESS")):
+        address, said = told, f"RAY_ADDRESS={told} (an environment variable)"
+    # What others have started on this machine is joined only if somebody says so.
+    if address in (None, "local"):
         return start(usable_cores())
-    _check_listening(address)
     try:
+        found = address
+        if address == "auto":
+            found = ray._private.services.get_ray_address_from_environment("auto", None)
+        _check_listening(found, said)
         ray.init(address=address, **QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"ray.address={address}: Ray could not be reached: {error} Write `auto` on a node of "
-            "the cluster, or the `host:port` that `ray start --head` printed."
+            f"{said}: Ray could not be reached: {error} Write `auto` on a node of the cluster, "
+            "or the `host:port` that `ray start --head` printed; `local` starts a Ray of the job's "
+            "own."
         ) from error
     return None
 
 
 def start(cpus: int) -> OwnNode:
-    """Starts a cluster on this machine, with so many CPU slots.
+    """Start a cluster on this machine with `cpus` CPU slots, whatever else runs there.
 
     Raises:
-        HybridRLError: if that fails twice.
+        HybridRLError: with the cause and its cure, after a second attempt where that may help.
     """
     _choose_token()
+    folder = _temporary_folder()
     for attempt in range(STARTS):
         node = OwnNode()
         try:
-            ray.init(num_cpus=cpus, include_dashboard=False, **QUIET)
+            ray.init(
+                address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=folder, **QUIET
+            )
             node.started(ray._private.worker._global_node.get_session_dir_path())
             return node
         except BaseException as error:
@@ -142,12 +161,23 @@ def start(cpus: int) -> OwnNode:
                 ray.shutdown()
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
-            if attempt == STARTS - 1:  # Ray itself has waited for 30 s
+            cure = cure_of(error, folder)
+            if attempt == STARTS - 1 or cure:
+                is_late = re.search("time[d-]? ?out", str(error), re.IGNORECASE)
+                busy = "If the machine is busy, try again when it is less so. " if is_late else ""
+                cure = cure or f"{busy}Ray's own logs say more: {folder}/session_latest/logs."
                 raise HybridRLError(
-                    f"Ray could not be started on this machine: {error} If the machine is busy, "
-                    "try again when it is less so; if not, its own logs say more."
+                    f"Ray could not be started on this machine: {error} {cure}"
                 ) from error
     raise AssertionError("the last attempt returns or raises")
+
+
+def _temporary_folder() -> str:
+    """The folder for the files and sockets of a Ray of ours. A scheduler's TMPDIR may be too long
+    for sockets."""
+    usual: str = ray._common.utils.get_default_ray_temp_dir()
+    is_short = len(os.fsencode(usual)) + SESSION_BYTES <= SOCKET_BYTES
+    return usual if is_short else SHORT_FOLDER
 
 
 def end(node: OwnNode) -> None:
@@ -166,17 +196,19 @@ def _choose_token() -> None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
-def _check_listening(address: str) -> None:
+def _check_listening(address: str, said: str) -> None:
     """Ray itself would try for two minutes, and then end the process."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdigit():
-        return  # `auto`, or something that Ray refuses at once
+        return  # something that Ray refuses at once
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
     except OSError as error:
+        at = "there" if said.partition(" ")[0].endswith(f"={address}") else f"at {address}"
         raise ConfigError(
-            f"ray.address={address}: nothing answers there ({error}). Is the cluster running, and "
-            "is that the `host:port` that `ray start --head` printed?"
+            f"{said}: nothing answers {at} ({error}). Is the cluster running, and is that the "
+            "`host:port` that `ray start --head` printed? Without an address, or with "
+            "ray.address=local, a job starts a Ray of its own."
         ) from error
 
 

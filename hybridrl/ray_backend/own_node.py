@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import subprocess
 import threading
@@ -39,6 +40,34 @@ _WATCH = (
 """Waits for the end of the driver; then it ends the agents, and removes the folder of Ray's session
 if it was told one. A driver that misses its raylet in the middle of a call is ended by Ray at once
 and can say nothing: then this says its words."""
+
+CURES = {
+    "AF_UNIX path": "Give Ray a folder with a short path: RAY_TMPDIR=/tmp.",
+    "No space left|Disk quota": "Free space in {folder} and in /dev/shm, or name another folder "
+    "with a short path: RAY_TMPDIR=<folder>.",
+    "Permission denied|Read-only file": "Ray has to write to {folder}. Name another folder with a "
+    "short path: RAY_TMPDIR=<folder>.",
+    "/dev/shm|shared memory|object store memory|Cannot allocate": "Ray keeps its objects in "
+    "/dev/shm. Give that more space: docker run --shm-size=8g; in Kubernetes an emptyDir with "
+    "medium Memory, mounted there.",
+    "Address already in use|EADDRINUSE": "Another process took a port that Ray had chosen. Start "
+    "the job again.",
+}
+"""What helps where Ray could not be started, by words of its message. What none of these causes, a
+second attempt may mend."""
+
+
+def cure_of(error: Exception, folder: str) -> str:
+    """Return what to do about an error of Ray's start, as sentences; empty if the message does not
+    name a known cause.
+
+    Args:
+        folder: Where Ray has its files.
+    """
+    for words, cure in CURES.items():
+        if re.search(words, str(error), re.IGNORECASE):
+            return cure.format(folder=folder)
+    return ""
 
 
 class OwnNode:

@@ -35,7 +35,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.rewards.cheating import cheating_attempts
 from hybridrl.rewards.plain_data import read_observation
 from hybridrl.rewards.sandbox import Limits, confinement, run_python
-from hybridrl.rewards.splitting import SplitTest, split_tests
+from hybridrl.rewards.splitting import split_tests
 
 _WALL_FACTOR = 2.0  # on a busy machine, processor time takes so much longer
 _NEEDED = ("collections", "datetime", "decimal", "fractions", "numpy")
@@ -80,21 +80,10 @@ def passes_tests(
         total_s: seconds for all inputs together, which must be less than `reward.timeout_s`.
 
     Raises:
-        ValueError: if `tests` is something else, empty, or no valid Python.
+        ValueError: see `read_tests`.
         MachineError: if this machine cannot confine programs.
     """
-    if isinstance(tests, str):
-        try:
-            tests = json.loads(tests)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"`tests` is a text but no JSON ({error}); give a list, or a list as JSON."
-            ) from error
-    if not isinstance(tests, Sequence) or len(tests) == 0:
-        raise ValueError(
-            f"`tests` is {_shown(tests)}, expected a list with at least one test: an assert, or a "
-            "dictionary with `input` and `output`."
-        )
+    tests = read_tests(tests)
     program = extract_program(response)
     limits = _limits(cpu_s, memory_mib, total_s)
     inside, applied = 0, set[str]()
@@ -148,11 +137,38 @@ def extract_program(response: str) -> str:
     return response
 
 
+def read_tests(tests: Any) -> Sequence[Any]:
+    """Return the tests of a row as a list.
+
+    Raises:
+        ValueError: if they are something else, empty, no valid Python, or define asserts that
+            nothing calls.
+    """
+    if isinstance(tests, str):
+        try:
+            tests = json.loads(tests)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"`tests` is a text but no JSON ({error}); give a list, or a list as JSON."
+            ) from error
+    if not isinstance(tests, Sequence) or len(tests) == 0:
+        raise ValueError(
+            f"`tests` is {_shown(tests)}, expected a list with at least one test: an assert, or a "
+            "dictionary with `input` and `output`."
+        )
+    if all(isinstance(test, str) for test in tests):
+        _check_parses(tests)
+        _check_called(tests)
+    else:
+        list(map(_as_pair, tests))
+    return tests
+
+
 def _passed_asserts(program: str, tests: Sequence[str], limits: Limits) -> tuple[int, int]:
     """How many tests are passed, and how many are not judged outside alone."""
     nonce = secrets.token_hex(16)
     names = f"observe_{secrets.token_hex(8)}", f"compare_{secrets.token_hex(8)}"
-    split = _split(tests, *names)
+    split = split_tests(tests, *names)
     sources = [test.source for test in split]
     everything = "\n".join([program, *tests])
     needs = [name for name in _NEEDED if name in everything]
@@ -175,14 +191,12 @@ def _passed_asserts(program: str, tests: Sequence[str], limits: Limits) -> tuple
     return passed, sum(was_inside for _, was_inside in verdicts)
 
 
-def _split(tests: Sequence[str], observe: str, compare: str) -> list[SplitTest]:
+def _check_parses(tests: Sequence[str]) -> None:
     for test in tests:
         try:
             ast.parse(test)
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"The test {_shown(test)} is no valid Python: {error}") from error
-    _check_called(tests)
-    return split_tests(tests, observe, compare)
 
 
 def _check_called(tests: Sequence[str]) -> None:

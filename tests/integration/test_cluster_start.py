@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 from netlab import RAY_ENVIRONMENT, ray_nodes
 from settings import SHORT
+
+from hybridrl.core.cores import usable_cores
+from hybridrl.errors import ConfigError
+from hybridrl.ray_backend.cluster import connect
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 QUIET = {"capture_output": True, "text": True, "timeout": 240, "check": False}
@@ -26,9 +32,12 @@ def nodes():
         yield started
 
 
-def run(script: str, *arguments: str, folder: Path | None = None) -> tuple[int, str]:
+def run(
+    script: str, *arguments: str, folder: Path | None = None, **environment: str
+) -> tuple[int, str]:
     """A program of its own, because a process joins one Ray in its life."""
-    done = subprocess.run([sys.executable, "-c", script, *arguments], cwd=folder, **QUIET)
+    settings = QUIET | {"env": QUIET["env"] | environment}
+    done = subprocess.run([sys.executable, "-c", script, *arguments], cwd=folder, **settings)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -69,6 +78,46 @@ def test_an_address_at_which_nothing_answers(tmp_path):
         port = server.getsockname()[1]
     code, output = run(MAIN, f"ray.address=127.0.0.1:{port}", *OVERRIDES, folder=tmp_path)
     assert code == 2 and f"ray.address=127.0.0.1:{port}: nothing answers there" in output
+
+
+OWN = """
+from hybridrl.ray_backend.cluster import connect, end
+from hybridrl.ray_backend.library import ray
+node = connect(None)
+print("cpus", ray.cluster_resources()["CPU"], "at", node.logs)
+end(node)
+"""
+
+
+def test_a_ray_of_somebody_else_is_left_alone(nodes):
+    """Ray itself joins what the last `ray start` wrote to this file, whether that lives or not."""
+    folder = Path(tempfile.mkdtemp(prefix="hy", dir="/tmp"))  # short, for sockets
+    try:
+        (folder / "ray").mkdir()
+        (folder / "ray" / "ray_current_cluster").write_text(nodes[0].cluster)
+        code, output = run(OWN, RAY_TMPDIR=str(folder))
+        left = [path.name for path in (folder / "ray").glob("session_2*")]
+    finally:
+        shutil.rmtree(folder)
+    assert code == 0 and f"at {folder}/ray/session_" in output, output
+    assert float(output.split("cpus ")[1].split()[0]) == usable_cores() and not left
+
+
+def test_a_temporary_folder_of_a_long_name(tmp_path):
+    long = tmp_path / ("scratch-of-job-" + "4711" * 25)
+    long.mkdir()
+    code, output = run(OWN, TMPDIR=str(long))
+    assert code == 0 and "at /tmp/ray/session_" in output, output
+    assert not Path(output.split("at ")[1].split()[0]).exists()
+
+
+def test_an_address_of_the_environment_is_called_by_its_name(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    for address in (None, "auto"):
+        with pytest.raises(ConfigError, match=r"RAY_ADDRESS=127.0.0.1:1 \(an envi"):
+            connect(address)
+    with pytest.raises(ConfigError, match=r"ray.address=127.0.0.1:2: nothing answers there"):
+        connect("127.0.0.1:2")
 
 
 @pytest.mark.long

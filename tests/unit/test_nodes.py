@@ -12,6 +12,7 @@ from hybridrl.controller.hangs import Hang
 from hybridrl.errors import ConfigError
 from hybridrl.ray_backend import node_probe
 from hybridrl.ray_backend.nodes import Node, NodeReport, by_address, check_reports, check_room
+from hybridrl.ray_backend.own_node import cure_of
 
 SMALL = Node("a", "10.0.0.10", cpus=8, gpus=3, free_cpus=8, free_gpus=1)
 LARGE = Node("b", "10.0.0.9", cpus=8, gpus=5, free_cpus=2, free_gpus=5)
@@ -144,3 +145,19 @@ def test_a_call_that_takes_too_long_is_named_by_its_rank_not_by_its_device():
     call = Call(3, "generator", "generate_sequences", [2], [None])
     text = str(Hang({2: (call, 0)}, [2], 5.0, [None] * 3, HOSTS).error())
     assert text.startswith("generator.generate_sequences on rank 0 did not finish within 5 s")
+
+
+@pytest.mark.parametrize(
+    ("message", "cure"),
+    [
+        ("AF_UNIX path length cannot exceed 107 bytes: /scratch/x", "RAY_TMPDIR=/tmp."),
+        ("[Errno 28] No space left on device", "Free space in /tmp/ray and in /dev/shm"),
+        ("[Errno 13] Permission denied: '/tmp/ray/session_x'", "has to write to /tmp/ray."),
+        ("the object store memory of 40 MB is below the minimum", "docker run --shm-size=8g"),
+        ("bind: Address already in use", "Start the job again."),
+        ("The current node timed out during startup.", ""),
+    ],
+)
+def test_a_ray_that_cannot_start_is_answered_by_its_cause(message, cure):
+    found = cure_of(OSError(message), "/tmp/ray")
+    assert cure in found and bool(cure) == bool(found)
