@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.core.memory_group import memory_group
-from hybridrl.environments.shim import MARK, end_all
+from hybridrl.environments.shim import LOOPBACK, MARK, end_all, with_direct_access
 
 _MOST_OUTPUT = 16 << 20
 """Bytes of standard output and errors in a row, without an episode that ends."""
@@ -82,7 +82,7 @@ class EnvironmentProcess:
                 bufsize=0,
                 pass_fds=kept,
                 start_new_session=True,  # Ctrl-C in the terminal does not reach it
-                env={**os.environ, MARK: self._mark},
+                env={**with_direct_access(os.environ, *LOOPBACK), MARK: self._mark},
             )
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._closing = threading.Lock()

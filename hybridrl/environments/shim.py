@@ -28,13 +28,17 @@ import threading
 import time
 import traceback
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 ADAPTERS = "environment_adapters"
 """The name under which the folder of adapters is a package here."""
 MARK = "HYBRIDRL_ENVIRONMENT"
 """A variable that all descendants of a process inherit, so that they can be found and ended."""
+NO_PROXY = ("no_proxy", "NO_PROXY")
+LOOPBACK = ("127.0.0.1", "localhost")
 _TICK_S = 0.25
 _HEARTBEAT_TICKS = 20
 _LONGEST_TEXT = 8000
@@ -111,6 +115,7 @@ class Shim:
         """Takes a message from the pool; called in the loop."""
         for told in message.get("play", ()):
             number = told.pop("number")
+            os.environ.update(with_direct_access(os.environ, urlsplit(told["url"]).hostname or ""))
             self.ages[number] = 0.0
             context = contextvars.copy_context()
             context.run(_episode.set, number)
@@ -218,6 +223,15 @@ def watch(shim: Shim, end: Any) -> None:
             end({"ending": "timeout"})
         if limit and (taken := _memory_of_tree()) > limit:
             end({"ending": "memory", "bytes": taken})
+
+
+def with_direct_access(environment: Mapping[str, str], *hosts: str) -> dict[str, str]:
+    """Return environment variables with which HTTP clients ask no proxy for these hosts: what reads
+    `http_proxy` looks for exceptions in `no_proxy` or in `NO_PROXY`."""
+    known = ",".join(environment.get(name, "") for name in NO_PROXY).split(",")
+    names = dict.fromkeys(filter(None, [*map(str.strip, known), *hosts]))
+    wanted = "*" if "*" in names else ",".join(names)
+    return {**environment, **dict.fromkeys(NO_PROXY, wanted)}
 
 
 def end_all(mark: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -219,13 +220,19 @@ class _Agents(Playing):
             turn_rewards = session.report.turn_rewards or turn_rewards
             metrics = {**metrics, **session.report.metrics}
         elif played.failure is not None:
-            reward, reason = self._failed(played), played.kind
+            reward, reason = self._failed(played, session), played.kind
         rewards = self._turn_rewards(turn_rewards, branches)
         self._ended[row] = EpisodeSample(branches, rewards, reward, reason, metrics)
 
-    def _failed(self, played: Played) -> float:
+    def _failed(self, played: Played, session: Session) -> float:
         """The score of an episode that failed."""
         failure, settings = str(played.failure), self._rollout.settings
+        if not session.sampled and (proxies := set_proxies()):
+            failure += (
+                f"\nThe model was never asked, and {proxies} is set in the environment. no_proxy "
+                "and NO_PROXY of the program name the endpoint's host; a client that does not read "
+                "them has to be told not to use a proxy."
+            )
         if settings.on_error == "fail":
             raise RolloutError(
                 f"An episode failed ({played.kind}), and environment.on_error=fail ends the job "
@@ -247,6 +254,12 @@ class _Agents(Playing):
             )
             return []
         return list(rewards or [])
+
+
+def set_proxies() -> str:
+    """The variables that name HTTP proxies, for the middle of a sentence; empty if none does."""
+    kinds = urllib.request.getproxies_environment()  # their addresses may have passwords
+    return " and ".join(f"{kind}_proxy" for kind in sorted(kinds) if kind != "no")
 
 
 def agent_rollout(

@@ -18,6 +18,7 @@ from hybridrl.config.schema import EnvironmentConfig
 from hybridrl.environments.adapters.episode import EpisodeError, Score, scored
 from hybridrl.environments.pool import EnvironmentPool, Play
 from hybridrl.environments.rows import load_rows
+from hybridrl.environments.shim import with_direct_access
 from hybridrl.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -257,3 +258,42 @@ def test_scores_are_those_of_gymnasium(play, name, kwargs, actions):
                 total += environment.step(int(said))[1]
         assert played.reward == played.metrics["return"] == total
     assert len({played.reward for played in found}) > 1
+
+
+ASKS = """
+import json, os, sys, urllib.request
+
+def play(row, model):
+    return ask(model.base_url, model.api_key)
+
+def ask(url, key):
+    body = json.dumps({"messages": [{"role": "user", "content": "?"}]}).encode()
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/chat/completions", body, headers)
+    answer = json.load(urllib.request.urlopen(request, timeout=30))
+    return float(answer["choices"][0]["message"]["content"])
+
+if __name__ == "__main__":
+    print(ask(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["command", "function"])
+def test_no_proxy_is_asked_for_the_endpoint(play, monkeypatch, tmp_path, kind):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    (file := tmp_path / "asks.py").write_text(ASKS)
+    own = {"command": [sys.executable, str(file)]} if kind == "command" else {}
+    name = "command" if kind == "command" else f"{file}:play"
+    (played,), _ = play(lambda messages: "3", [{"prompt": "?"}], name, **own)
+    assert (played.failure, played.reward) == (None, 3.0)
+
+
+def test_further_hosts_need_no_proxy_and_earlier_ones_stay():
+    given = {"NO_PROXY": "a.org, b.org", "no_proxy": "b.org", "PATH": "/bin"}
+    found = with_direct_access(given, "10.0.0.2", "a.org")
+    assert set(found["no_proxy"].split(",")) == {"a.org", "b.org", "10.0.0.2"}
+    assert found["NO_PROXY"] == found["no_proxy"] and found["PATH"] == "/bin"
+    assert with_direct_access({"no_proxy": "*"}, "10.0.0.2")["NO_PROXY"] == "*"
