@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from hybridrl.core.locations import UNREACHABLE, Location, RemotePath
+from hybridrl.core.locations import UNREACHABLE, Location, RemotePath, free_bytes
 from hybridrl.core.os_errors import as_os_errors
+from hybridrl.core.readable import readable_bytes
 from hybridrl.errors import HybridRLError, StorageError
 
 
@@ -20,9 +21,12 @@ def explained(path: Location) -> Iterator[None]:
             yield
     except OSError as error:
         cure = "Free some space there, or save in a folder that every rank can write to."
+        why = error.strerror or str(error)
         if isinstance(path, RemotePath):
             cure = UNREACHABLE
-        raise StorageError(f"Cannot write {path}: {error.strerror or error}. {cure}") from error
+        elif (free := free_bytes(path)) is not None:
+            why += f" ({readable_bytes(free)} free there)"
+        raise StorageError(f"Cannot write {path}: {why}. {cure}") from error
 
 
 @contextmanager

@@ -125,7 +125,8 @@ class RayConfig:
     """How to reach Ray."""
 
     address: Annotated[Name | None, RAY] = None
-    """`auto`, `host:port` or `ray://host:port` joins a cluster; null starts one on this machine."""
+    """`auto`, `host:port` or `ray://host:port` joins a cluster; `local` starts one on this machine;
+    null joins that of the environment variable RAY_ADDRESS, and starts one where it is not set."""
     start_timeout_s: Annotated[Seconds, RAY] = 120.0
     """Longest wait for the cluster to give the devices."""
 

@@ -250,6 +250,16 @@ def remove(location: Location) -> None:
         location.unlink(missing_ok=True)
 
 
+def free_bytes(path: Path) -> int | None:
+    """Free bytes on the disk of `path`, or of its nearest existing parent; None if unknown."""
+    for folder in (path, *path.absolute().parents):
+        try:
+            return shutil.disk_usage(folder).free
+        except OSError:
+            continue
+    return None
+
+
 def copy_files(source: Location, target: Location, names: Iterable[str] | None = None) -> None:
     """Copies files of a folder and of those in it.
 

@@ -59,6 +59,13 @@ def cores() -> Finding:
             f"export OMP_NUM_THREADS={max(1, int(quota))}, so that threads do not wait for each "
             "other.",
         )
+    if (load := os.getloadavg()[0]) > most and not asked:
+        return note(
+            "cores",
+            f"{what}; other work keeps {load:.1f} busy",
+            "export OMP_NUM_THREADS=1 if it stays so: threads that wait for each other make small "
+            "steps many times slower.",
+        )
     return ok("cores", what)
 
 

@@ -111,8 +111,8 @@ def proxies() -> Iterator[Finding]:
         wanted = ",".join([*([known] if known else []), *hosts])
         yield note(
             "proxies",
-            f"{names} would be asked for {' and '.join(caught)}: programs that talk to a job's "
-            "endpoint do not reach it",
+            f"{names} would be asked for {' and '.join(caught)}: programs that you start do not "
+            "reach a job's endpoint (those that the job starts do)",
             f"export no_proxy={wanted} NO_PROXY={wanted}",
         )
     else:

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridrl.core.locations import UNREACHABLE, Location, RemotePath
+from hybridrl.core.locations import UNREACHABLE, Location, RemotePath, free_bytes
 from hybridrl.core.os_errors import as_os_errors
 from hybridrl.core.readable import readable_bytes
 from hybridrl.errors import StorageError
@@ -51,16 +51,6 @@ def write_error_sentence(path: Location, error: OSError, setting: str = RUN_FOLD
     else:
         why = error.strerror or str(error)
     return f"Cannot write {path}: {why} ({space}). {cure}"
-
-
-def free_bytes(path: Path) -> int | None:
-    """Free bytes on the disk of `path`, or of its nearest existing parent; None if unknown."""
-    for folder in (path, *path.absolute().parents):
-        try:
-            return shutil.disk_usage(folder).free
-        except OSError:
-            continue
-    return None
 
 
 @contextlib.contextmanager

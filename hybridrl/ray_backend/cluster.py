@@ -204,9 +204,8 @@ def _check_listening(address: str, said: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
     except OSError as error:
-        at = "there" if said.partition(" ")[0].endswith(f"={address}") else f"at {address}"
         raise ConfigError(
-            f"{said}: nothing answers {at} ({error}). Is the cluster running, and is that the "
+            f"{said}: nothing answers there ({error}). Is the cluster running, and is that the "
             "`host:port` that `ray start --head` printed? Without an address, or with "
             "ray.address=local, a job starts a Ray of its own."
         ) from error

@@ -135,6 +135,7 @@ def cgroup(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
     monkeypatch.setattr(cores, "QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0.5, 0.5))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return tmp_path
 
@@ -147,6 +148,14 @@ def test_threads_beyond_the_cores_that_a_quota_leaves(cgroup, monkeypatch):
     found = machine.cores()
     assert found.state == State.NOTE and "OMP_NUM_THREADS=8 is more" in found.what
     (cgroup / "cpu.max").write_text("max 100000\n")
+    assert machine.cores().state == State.OK
+
+
+def test_other_work_on_all_cores(cgroup, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 2.0, 1.0))
+    found = machine.cores()
+    assert found.state == State.NOTE and "other work keeps 9.0 busy" in found.what
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert machine.cores().state == State.OK
 
 
