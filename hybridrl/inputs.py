@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.config.eval_sets import eval_sets, evaluates_held_out
+from hybridrl.config.eval_sets import eval_sets, evaluates_held_out, needs_held_out
 from hybridrl.config.schema import Config, DataConfig, is_served
+from hybridrl.config.task_settings import remark_on_task, without_task
 from hybridrl.errors import ConfigError, DataError, Problems, nearest
 from hybridrl.observe.storage import explain_write_errors
 from hybridrl.trainers import load_trainer, name_of
@@ -124,16 +125,6 @@ def load_rows(config: Config, kind: str, tokenizer: Any) -> Rows:
     return Rows(training, held_out, examples, prompt, response, *longest, refusals)
 
 
-def needs_held_out(config: Config, trains: bool) -> bool:
-    """Whether anything is evaluated on held-out rows of the job's own data.
-
-    Args:
-        trains: Something is trained.
-    """
-    sets = eval_sets(config).values()
-    return evaluates_held_out(config, trains) or any(one.data is None for one in sets)
-
-
 def load_sets(
     config: Config,
     tokenizer: Any,
@@ -222,8 +213,8 @@ def with_objects(
             raise ConfigError(f"Job(reward={reward!r}): must be a function, or a list of them.")
         config = replace(config, reward=replace(config.reward, function=functions))
     if data is not None:
-        rows = replace(config.data, task=None, path="data.parquet", split=None)
-        config = replace(config, data=rows)
+        config = without_task(config)
+        config = replace(config, data=replace(config.data, path="data.parquet", split=None))
     if trainer is not None:
         if not isinstance(trainer, type):
             raise ConfigError(
@@ -339,7 +330,8 @@ def remarks_on(config: Config, kind: str, rows: Rows) -> list[str]:
     """
     if not load_trainer(config.trainer.name).TRAINS:
         return []
-    found, number, wanted = [], len(rows.training), config.data.prompts_per_step
+    found = [said] if (said := remark_on_task(config)) else []
+    number, wanted = len(rows.training), config.data.prompts_per_step
     if number < wanted and config.data.sampler is None:
         found.append(
             f"data.prompts_per_step={wanted}, and there are {number} {kind} to learn from, so each "

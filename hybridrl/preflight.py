@@ -24,6 +24,7 @@ from hybridrl.checks.roles import check_models, model_of
 from hybridrl.checks.settings import check, devices_here, lacks_model
 from hybridrl.checks.teachers import check_rubrics, check_teachers
 from hybridrl.checks.tokenizer import check_tokenizer
+from hybridrl.config.eval_sets import needs_held_out
 from hybridrl.config.load import to_plain
 from hybridrl.config.schema import Config
 from hybridrl.core.cluster import Cluster
@@ -130,7 +131,7 @@ def load_inputs(
         with problems.noted():
             inputs.check_lengths(config, kind, rows, model)
     if rows is not None and is_whole and trainer.__module__.startswith("hybridrl."):
-        if inputs.needs_held_out(config, trainer.TRAINS) or trainer.TRAINS:
+        if needs_held_out(config, trainer.TRAINS) or trainer.TRAINS:
             with problems.noted():
                 remarks += check_rewards(config, rows.training, rows.held_out)
         with problems.noted():

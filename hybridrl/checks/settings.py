@@ -17,6 +17,7 @@ from hybridrl.checks.placement import check_placement
 from hybridrl.checks.roles import check_models, check_roles
 from hybridrl.checks.rollout import check_rollout
 from hybridrl.checks.training import check_training
+from hybridrl.config.eval_sets import needs_held_out
 from hybridrl.config.schema import Config, DataConfig, is_served
 from hybridrl.config.values import with_defaults, wrong_values
 from hybridrl.core.cluster import Cluster, choose_devices
@@ -90,7 +91,8 @@ def _check_data(config: Config) -> None:
             f"data.sources={', '.join(data.sources)} and data.{_place(data)} are set. Write "
             "data=mixture, and put what is to be learned into the sources."
         )
-    if data.task is None and not data.path and not data.sources:
+    has_rows = data.task is not None or data.path or data.sources
+    if not has_rows and _reads_rows(config):
         raise ConfigError(
             "There are no prompts: set data=jsonl data.path=<file, folder or data set>, "
             "data=arithmetic, or data=mixture with data.sources.<name>.path=<file> for each source."
@@ -111,6 +113,14 @@ def _check_data(config: Config) -> None:
             "model.path is not set. The tiny model that is made without it knows only the "
             "characters of a built-in task; set model.path=<folder or hub name>."
         )
+
+
+def _reads_rows(config: Config) -> bool:
+    """Whether the job learns from, or is evaluated on, rows of `data`, not of `eval.sets` alone."""
+    from hybridrl.trainers import load_trainer
+
+    trains = load_trainer(config.trainer.name).TRAINS
+    return trains or needs_held_out(config, trains)
 
 
 def lacks_model(config: Config) -> bool:

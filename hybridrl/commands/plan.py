@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from hybridrl.commands.plan_options import cluster_of, lengths_of, tiny_of
+from hybridrl.commands.plan_options import cluster_of, lengths_of, planned, tiny_of
 from hybridrl.errors import ConfigError, Problems
 
 if TYPE_CHECKING:
@@ -125,7 +125,6 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _plan(chosen: argparse.Namespace, settings: list[str]) -> None:
-    from hybridrl.config.load import load_config
     from hybridrl.planner import table
     from hybridrl.planner.chosen_settings import choose_settings
     from hybridrl.planner.cures import changed, refuse
@@ -134,7 +133,7 @@ def _plan(chosen: argparse.Namespace, settings: list[str]) -> None:
     from hybridrl.planner.search_table import words
     from hybridrl.preflight import preflight
 
-    config = load_config(settings)
+    config, unnamed = planned(settings)
     lengths = lengths_of(chosen.lengths)
     problems = Problems()
     is_elsewhere = chosen.devices is not None
@@ -156,7 +155,7 @@ def _plan(chosen: argparse.Namespace, settings: list[str]) -> None:
                 console.print(line, highlight=False, markup=False)
             said = f"Chosen: {', '.join(words(tuple(left)))}." if left else ""
             searched = AUTO if config.placement.strategy == "auto" else ""
-            for notice in filter(None, (said, searched, plan.notice, *unseen)):
+            for notice in filter(None, (unnamed, said, searched, plan.notice, *unseen)):
                 console.print(notice, highlight=False, markup=False)
             for shown in table.tables(plan):
                 console.print()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hybridrl.errors import ConfigError
@@ -12,6 +14,31 @@ if TYPE_CHECKING:
     from hybridrl.config.schema import Config
     from hybridrl.core.cluster import Cluster
     from hybridrl.planner.dataflow import Lengths
+
+
+def planned(settings: Sequence[str]) -> tuple[Config, str]:
+    """The settings of the job to plan, and what to say of what they do not name; empty: nothing.
+
+    A model of the user's is not planned with the lengths of the built-in task that is learned where
+    no data is named.
+    """
+    from hybridrl.config.load import load_config
+    from hybridrl.config.task_settings import without_task
+
+    config = load_config(settings)
+    if config.model.path is None:
+        return config, (
+            "model.path is not set: this is the plan of a tiny model. Set it to a folder, a hub "
+            "name, or a size such as llama-7b."
+        )
+    if not getattr(config.data.task, "is_default", False):
+        return config, ""
+    plain = without_task(config)
+    data, rollout = replace(plain.data, task=str(config.data.task)), plain.rollout
+    return replace(plain, data=data), (
+        f"No data is named: prompts of up to data.max_prompt_tokens={data.max_prompt_tokens} and "
+        f"responses of up to rollout.max_tokens={rollout.max_tokens} are planned."
+    )
 
 
 def cluster_of(config: Config, text: str | None) -> Cluster:

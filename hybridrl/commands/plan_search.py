@@ -12,8 +12,7 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
-from hybridrl.commands.plan_options import cluster_of, lengths_of, tiny_of
-from hybridrl.config.load import load_config
+from hybridrl.commands.plan_options import cluster_of, lengths_of, planned, tiny_of
 from hybridrl.core.cluster import Cluster
 from hybridrl.core.readable import readable_seconds
 from hybridrl.errors import ConfigError, Problems
@@ -47,7 +46,7 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     """
     if chosen.deadline is not None and not 0 < chosen.deadline < math.inf:
         raise ConfigError(f"--deadline {chosen.deadline:g}: must be seconds above 0.")
-    config = load_config(overrides)
+    config, unnamed = planned(overrides)
     lengths = lengths_of(chosen.lengths)
     if lengths is None and config.placement.lengths is not None:
         lengths = read_lengths(config.placement.lengths, "placement.lengths")
@@ -79,7 +78,7 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     if chosen.json:
         sys.stdout.write(json.dumps(_data(found, dict(left)), indent=2) + "\n")
     else:
-        _show(found, chosen.price)
+        _show(found, chosen.price, unnamed)
     if chosen.out is not None:
         _write(found.best[0], left, Path(chosen.out).expanduser())
 
@@ -96,7 +95,7 @@ def _objective(chosen: argparse.Namespace, cluster: Cluster) -> Objective:
     return Objective()
 
 
-def _show(found: Proposals, price: str | None) -> None:
+def _show(found: Proposals, price: str | None, unnamed: str) -> None:
     console = Console(width=None if sys.stdout.isatty() else 200)
     per = None
     if price is not None:
@@ -108,7 +107,7 @@ def _show(found: Proposals, price: str | None) -> None:
             return one.plan.sizes.tokens / cost.of(one.seconds, devices)[0]
 
     console.print(side_by_side(found, per))
-    for line in ("", *reasons(found)):
+    for line in (unnamed, "", *reasons(found)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 

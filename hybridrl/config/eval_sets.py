@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from hybridrl.config.eval_schema import EvalSetConfig
 from hybridrl.config.role_models import check_names, typed
 from hybridrl.config.schema import Config, DataConfig, RewardConfig
+from hybridrl.config.task_settings import without_task
 from hybridrl.errors import ConfigError, Problems, nearest
 
 HELD_OUT = "held_out"
@@ -24,7 +25,9 @@ INHERITED = (
     *("tools_column", "chat_template_options", "date"),
 )
 """Settings of `data` that a set has from the job where it says nothing."""
-_OF_TRAINING = (
+OF_PLACE = ("path", "split", "task", "tasks", "task_options", "rows")
+"""Settings of `data` that say where a set's rows are, which a set has for itself."""
+OF_TRAINING = (
     *("eval_path", "eval_split", "response_column", "messages_column", "chosen_column"),
     *("rejected_column", "margin_column", "max_response_tokens", "prompts_per_step", "shuffle"),
     *("sampler", "sampler_options", "sources"),
@@ -116,6 +119,16 @@ def evaluates_held_out(config: Config, trains: bool) -> bool:
     return (trains or not config.eval.sets) if wanted is None else wanted
 
 
+def needs_held_out(config: Config, trains: bool) -> bool:
+    """Whether anything is evaluated on held-out rows of the job's own data.
+
+    Args:
+        trains: Something is trained.
+    """
+    sets = eval_sets(config).values()
+    return evaluates_held_out(config, trains) or any(one.data is None for one in sets)
+
+
 def _set(config: Config, name: str, read: Any) -> SetSettings:
     setting = f"eval.sets.{name}"
     if not re.fullmatch(r"[\w-]+", str(name)) or name in TAKEN:
@@ -141,7 +154,7 @@ def _set(config: Config, name: str, read: Any) -> SetSettings:
 def _data(config: Config, setting: str, read: Mapping[str, Any]) -> DataConfig | None:
     if not read:
         return None
-    known = [f.name for f in fields(DataConfig) if f.name not in _OF_TRAINING]
+    known = [f.name for f in fields(DataConfig) if f.name not in OF_TRAINING]
     check_names(f"{setting}.data", read, known)
     if not set(read) - set(INHERITED):
         raise ConfigError(
@@ -149,7 +162,8 @@ def _data(config: Config, setting: str, read: Mapping[str, Any]) -> DataConfig |
             f"{setting}.data.path=<file>, or {setting}.data.task=<task>; or leave {setting}.data "
             "out, and the set has the job's held-out prompts."
         )
-    inherited = {name: getattr(config.data, name) for name in INHERITED}
+    job = without_task(config).data  # whose limits are not those of other rows
+    inherited = {name: getattr(job, name) for name in INHERITED}
     data = typed(f"{setting}.data", replace(DataConfig(), **inherited), read)
     if data.task is not None and data.path is not None:
         raise ConfigError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, is_dataclass, replace
 from functools import cache
@@ -22,12 +23,25 @@ from hybridrl.config.overrides import (
     in_brackets,
     read_overrides,
 )
-from hybridrl.config.presets import CHOSEN, names, preset, presets_with, settings_of_group
+from hybridrl.config.presets import (
+    CHOSEN,
+    DATA,
+    FILES,
+    names,
+    preset,
+    presets_with,
+    settings_of_group,
+)
+from hybridrl.config.presets import leaves as leaves_of_preset
 from hybridrl.config.resumed_settings import with_settings_of_run
 from hybridrl.config.schema import Config
 from hybridrl.config.shown import that_count
+from hybridrl.config.task_settings import said_by_task, with_task_noted
 from hybridrl.config.values import is_optional, kind_of, mistyped, plain, sentence, wrong_values
 from hybridrl.errors import ConfigError, Problems, nearest
+
+_PLACE_OF_ROWS = re.compile(r"data(\.(task|path|sources)(\..*)?)?")
+"""Settings that name data."""
 
 
 def load_config(overrides: Sequence[str] = ()) -> Config:
@@ -44,14 +58,17 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
     """
     problems = Problems()
     read = read_overrides(overrides, problems)
-    composed = _compose(read, problems)
+    composed, instead, is_default = _composed_for_rows(read, problems)
     if problems:  # so that what is wrong with the settings that there are is told beside it
         with problems.noted():
             if wrong := dict(wrong_values(to_config(composed))):
                 raise ConfigError(*wrong.values())
     problems.raise_if_any()
     keys = (key for override in read for key in _settings_of(override))
-    return with_settings_of_run(to_config(composed), keys)
+    config = to_config(composed)
+    if instead:
+        config = with_task_noted(config, instead, is_default)
+    return with_settings_of_run(config, keys)
 
 
 def read_settings(file: Path) -> Config:
@@ -103,7 +120,10 @@ def to_yaml(config: Config) -> str:
 
 def shown(config: Config) -> str:
     """What counts of the configuration in this job, for a person to read."""
-    return OmegaConf.to_yaml(OmegaConf.create(that_count(secrets.written(_named(config)), config)))
+    settings = OmegaConf.create(that_count(secrets.written(_named(config)), config))
+    by_task = said_by_task(config)
+    head = f"# As data={config.data.task} has them: {by_task}\n" if by_task else ""
+    return head + OmegaConf.to_yaml(settings)
 
 
 def to_plain(config: Config) -> dict[str, Any]:
@@ -112,7 +132,9 @@ def to_plain(config: Config) -> dict[str, Any]:
 
 
 def _named(config: Config) -> Config:
-    """With the names of reward functions that were given as objects."""
+    """With the names of reward functions that were given as objects, and of the task alone."""
+    if config.data.task is not None:
+        config = replace(config, data=replace(config.data, task=str(config.data.task)))
     reward, cost = config.reward, config.cost
     if cost is not None:
         cost = replace(cost, function=_names(cost.function))
@@ -127,13 +149,50 @@ def _names(function: Any) -> Any:
     return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
 
 
-def _compose(overrides: Sequence[Override], problems: Problems) -> DictConfig:
-    """Defaults, then presets, then what else overrides say, in their order."""
+def _composed_for_rows(
+    overrides: Sequence[Override], problems: Problems
+) -> tuple[DictConfig, dict[str, Any], bool]:
+    """The settings; of those that the preset of a built-in task decides, what they are without it;
+    and whether nobody has named any data. Then the data is the environment's tasks where there is
+    an environment, and none where only sets of other data are evaluated."""
     chosen = dict(CHOSEN)
     for override in overrides:
         if override.is_preset:
             with problems.noted():
                 chosen[override.key] = _preset_name(override)
+    composed = _compose(chosen, overrides, problems)
+    is_default = not any(_PLACE_OF_ROWS.fullmatch(override.key) for override in overrides)
+    if is_default and _value(composed, "environment.name") is not None:
+        return _compose({**chosen, DATA: "environment"}, overrides, Problems()), {}, False
+    if preset(DATA, chosen[DATA])[DATA]["task"] is None:
+        return composed, {}, False
+    plain = _compose({**chosen, DATA: FILES}, overrides, Problems())
+    if is_default and _value(plain, "model.path") is not None and _evaluates_only_sets(plain):
+        return plain, {}, False
+    instead = {}
+    for name, _ in leaves_of_preset(preset(DATA, chosen[DATA])):
+        value = _value(plain, name)
+        if name != "data.task" and value != _value(composed, name):
+            instead[name] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    return composed, instead, is_default
+
+
+def _value(config: DictConfig, name: str) -> Any:
+    """A setting; None where it refers to what is not there."""
+    return OmegaConf.select(config, name, throw_on_resolution_failure=False)
+
+
+def _evaluates_only_sets(config: DictConfig) -> bool:
+    """Whether nothing is trained, and every set of `eval.sets` names data of its own."""
+    sets = [one for one in config.eval.sets.values() if one is not None]
+    has_data = [OmegaConf.is_config(one) and bool(one.get("data")) for one in sets]
+    return _value(config, "trainer.name") == "evaluate" and bool(sets) and all(has_data)
+
+
+def _compose(
+    chosen: Mapping[str, str], overrides: Sequence[Override], problems: Problems
+) -> DictConfig:
+    """Defaults, then presets, then what else overrides say, in their order."""
     config = deepcopy(_with_presets(tuple(chosen.items())))
     for override in overrides:
         if not override.is_preset:

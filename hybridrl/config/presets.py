@@ -14,6 +14,9 @@ CHOSEN = {"rollout": "vllm", "data": "arithmetic", "placement": "flattening", "a
 """The groups of presets, in the order in which they count, with what is chosen in each if nothing
 is said."""
 
+DATA, FILES = "data", "jsonl"
+"""The group of data, and its preset that brings no settings of a task."""
+
 
 @cache
 def names(group: str) -> tuple[str, ...]:

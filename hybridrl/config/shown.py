@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
+from hybridrl.config.eval_sets import INHERITED
 from hybridrl.config.schema import Config
 from hybridrl.config.values import conditions, default_of, hints
 
@@ -50,11 +51,30 @@ def _holds(condition: str, setting: str, config: Config) -> bool:
     name, above, least = name.partition(">")
     if name.startswith("."):
         name = setting.rpartition(".")[0] + name
+    for value in _values(name, setting, config):
+        if above:
+            holds = value > float(least)
+        elif not equals:
+            holds = bool(value)
+        else:
+            holds = ("null" if value is None else str(value)) == wanted or ":" in str(value)
+        if holds:
+            return True
+    return False
+
+
+def _values(name: str, setting: str, config: Config) -> Iterator[Any]:
+    """A setting's value, and of one of `data` also those of the sources of a mixture; and of the
+    sets of `eval.sets`, if they have what depends on it from the job."""
     value: Any = config
     for part in name.split("."):
         value = getattr(value, part)
-    if above:
-        return bool(value > float(least))
-    if not equals:
-        return bool(value)
-    return ("null" if value is None else str(value)) == wanted or ":" in str(value)
+    yield value
+    group, _, leaf = name.partition(".")
+    if group != "data":
+        return
+    others = [*config.data.sources.values()]
+    if setting.removeprefix("data.") in INHERITED:
+        sets = [one for one in config.eval.sets.values() if isinstance(one, Mapping)]
+        others += [one.get("data") for one in sets]
+    yield from (one[leaf] for one in others if isinstance(one, Mapping) and leaf in one)

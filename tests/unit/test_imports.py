@@ -77,7 +77,7 @@ MAY_IMPORT = {
     "commands": {
         *("core", "checkpoint", "doctor", "models", "observe", "planner", "report", "trainers"),
         *("=config.overrides", "=config.values", "=config.load", "=checks.settings"),
-        *("=checks.precision", "=cli", "=config.names", "=config.presets"),
+        *("=checks.precision", "=cli", "=config.names", "=config.presets", "=config.task_settings"),
         *("=inputs", "=preflight"),
         *("=rollout.base", "=rollout.choosing", "=rollout.pipeline_group"),
     },

@@ -1,0 +1,78 @@
+"""What a built-in task needs, such as lengths and a learning rate, belongs to that task: where rows
+come from elsewhere it no longer holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+from hybridrl.config.schema import Config
+
+
+class TaskName(str):
+    """A value of `data.task` that a preset has set.
+
+    Attributes:
+        instead: Settings that the task's preset decides, with what they are without it. What the
+            user or another preset says is not among them.
+        is_default: Nobody has named any data.
+    """
+
+    instead: Mapping[str, Any] = {}
+    is_default = False
+
+    @classmethod
+    def of(cls, name: str, instead: Mapping[str, Any], is_default: bool) -> TaskName:
+        found = cls(name)
+        found.instead, found.is_default = instead, is_default
+        return found
+
+
+def without_task(config: Config) -> Config:
+    """The settings without the built-in task and without what its preset decides."""
+    instead = getattr(config.data.task, "instead", {})
+    config = replace(config, data=replace(config.data, task=None))
+    return _changed(config, instead)
+
+
+def with_task_noted(config: Config, instead: Mapping[str, Any], is_default: bool) -> Config:
+    """The settings with a task that knows what its preset decides; see `TaskName`."""
+    task = TaskName.of(str(config.data.task), instead, is_default)
+    return replace(config, data=replace(config.data, task=task))
+
+
+def remark_on_task(config: Config) -> str:
+    """A sentence on a model of the user's that learns a built-in task because no data is named;
+    empty for any other job."""
+    task = config.data.task
+    if config.model.path is None or not getattr(task, "is_default", False):
+        return ""
+    return (
+        f"No data is named, so {config.model.path} learns the built-in task {task}, with settings "
+        f"for a tiny model ({said_by_task(config)}). Set data=jsonl data.path=<file>, or "
+        f"data={task} if this is meant."
+    )
+
+
+def said_by_task(config: Config) -> str:
+    """The settings that a task's preset decides, with their values."""
+    found = []
+    for name in getattr(config.data.task, "instead", {}):
+        value: Any = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        found.append(f"{name}={value}")
+    return ", ".join(found)
+
+
+def _changed(config: Config, settings: Mapping[str, Any]) -> Config:
+    config = deepcopy(config)
+    for name, value in settings.items():
+        *groups, leaf = name.split(".")
+        place: Any = config
+        for group in groups:
+            place = getattr(place, group)
+        setattr(place, leaf, value)
+    return config

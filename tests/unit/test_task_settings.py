@@ -1,0 +1,126 @@
+"""What a built-in task needs belongs to that task, and no longer holds for rows from elsewhere."""
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from hybridrl import cli
+from hybridrl.checks.settings import check
+from hybridrl.config.eval_sets import INHERITED, OF_PLACE, OF_TRAINING, eval_sets
+from hybridrl.config.load import load_config, shown
+from hybridrl.config.schema import DataConfig
+from hybridrl.config.shown import idle
+from hybridrl.errors import ConfigError
+from hybridrl.inputs import remarks_on, with_objects
+
+EVALUATE = ["algorithm=evaluate", "model.path=some/model", "executor=inline", "run.dry=true"]
+SET = "eval.sets.math.data.path=math.jsonl"
+
+
+def of(config):
+    optimizer = config.actor.optimizer
+    lengths = config.data.max_prompt_tokens, config.rollout.max_tokens
+    return (*lengths, config.warmup.steps, optimizer.learning_rate, optimizer.schedule)
+
+
+TOY, REAL = (16, 8, 118, 5e-4, "cosine"), (1024, 512, 0, 1e-6, "constant")
+
+
+def test_the_task_has_its_settings_where_it_is_learned():
+    config = load_config([])
+    assert (config.data.task, *of(config)) == ("arithmetic", *TOY)
+    head, _ = shown(config).split("\n", 1)
+    assert head.startswith("# As data=arithmetic has them: ") and "rollout.max_tokens=8" in head
+    assert not shown(load_config(["data=jsonl", "data.path=x"])).startswith("#")
+
+
+def test_rows_of_a_program_have_no_settings_of_the_task():
+    rows = [{"prompt": "1+1=", "answer": "2"}]
+    assert of(with_objects(load_config([]), None, rows, None)) == REAL
+    files = load_config(["data=jsonl", "data.path=data.parquet"])
+    assert with_objects(load_config([]), None, rows, None) == files
+    # what the user or another preset says stays, also where it is what the task has
+    given = load_config(["rollout.max_tokens=8", "warmup.steps=0", "algorithm=sft"])
+    found = with_objects(given, None, rows, None)
+    assert (found.rollout.max_tokens, found.data.max_prompt_tokens) == (8, 1024)
+    sft = load_config(["algorithm=sft", "data=jsonl"]).actor.optimizer.learning_rate
+    assert found.actor.optimizer.learning_rate == sft
+    tool = with_objects(load_config(["data=calculator"]), None, rows, None)
+    assert tool.rollout.episode is None and tool.rollout.stop == []
+
+
+def test_only_sets_are_evaluated_with_no_settings_of_the_task():
+    for data in ([], ["data=jsonl"]):
+        config = load_config([*EVALUATE, *data, SET])
+        assert config.data.task is None and of(config) == REAL
+        check(config)
+        assert eval_sets(config)["math"].data.max_prompt_tokens == 1024
+    with pytest.raises(ConfigError, match="There are no prompts"):
+        check(load_config([*EVALUATE, "data=jsonl", SET, "eval.held_out=true"]))
+    # without a model of one's own, or where the task itself is evaluated, it is the task
+    assert load_config(["algorithm=evaluate", SET]).data.task == "arithmetic"
+    assert load_config([*EVALUATE, SET, "eval.sets.own.samples=4"]).data.task == "arithmetic"
+
+
+def test_a_set_beside_the_task_has_no_limits_of_the_task():
+    limits = eval_sets(load_config([SET]))["math"].data.max_prompt_tokens
+    assert limits == 1024
+    given = load_config([SET, "data.max_prompt_tokens=16"])
+    assert eval_sets(given)["math"].data.max_prompt_tokens == 16
+
+
+def test_an_environment_brings_its_own_rows():
+    config = load_config(["environment.name=gymnasium"])
+    assert (config.data.task, config.warmup.steps) == ("environment", 0)
+    assert config.actor.optimizer.learning_rate == 1e-6
+    assert load_config(["environment.name=mcp", "data=arithmetic"]).data.task == "arithmetic"
+
+
+def test_a_model_that_learns_the_task_by_default_is_told():
+    class Rows:
+        training, held_out = range(500), range(5)
+
+    (said,) = remarks_on(load_config(["model.path=some/model"]), "prompts", Rows)
+    assert "some/model learns the built-in task arithmetic" in said and "learning_rate" in said
+    for named in (["data=arithmetic"], ["data.task=arithmetic"]):
+        assert remarks_on(load_config(["model.path=some/model", *named]), "prompts", Rows) == []
+    assert remarks_on(load_config([]), "prompts", Rows) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model.path=llama-7b"], "prompts of up to data.max_prompt_tokens=1024 and responses of"),
+        (["placement=separation"], "model.path is not set: this is the plan of a tiny model"),
+    ],
+)
+def test_a_plan_says_what_it_plans(words, said, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", *words, "--devices", "64xH200"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert said in shown
+    assert ("samples of 1024 + 512 tokens" in shown) == words[0].startswith("model.path")
+
+
+def test_each_setting_of_data_is_inherited_by_sets_or_not():
+    lists = [*INHERITED, *OF_PLACE, *OF_TRAINING]
+    assert sorted(lists) == sorted(field.name for field in fields(DataConfig))
+
+
+def test_sets_read_rows_as_the_job_does():
+    words = ["data=jsonl", "data.path=x", "data.answer_format=gsm8k", "data.bad_rows=drop", SET]
+    data = eval_sets(load_config(words))["math"].data
+    assert (data.answer_format, data.bad_rows, data.path) == ("gsm8k", "drop", "math.jsonl")
+
+
+def test_settings_that_sources_or_sets_read_are_not_called_idle(tmp_path):
+    columns = ["data.prompt_column=question", "data.chat=true", "data.answer_format=gsm8k"]
+    assert idle(load_config(["data=mixture", "data.sources.a.path=x", *columns])) == []
+    assert idle(load_config([*EVALUATE, SET, *columns])) == []
+    rows = ["data=mixture", "data.sources.a.task=reasoning_gym", "data.rows=50"]
+    assert idle(load_config(rows)) == []
+    assert "data.chat=True does nothing" in idle(load_config(["data.chat=true"]))[0]
+    assert json.dumps(idle(load_config(["data=jsonl", "data.path=x", "data.rows=50"])))[2:11] == (
+        "data.rows"
+    )
