@@ -81,7 +81,8 @@ def load_rows(config: Config, kind: str, tokenizer: Any) -> Rows:
             sets = load_sets(config, tokenizer, None, refusals)
             first = next(rows for rows in sets.values() if rows is not None)
             longest = _longest([first], ("prompt_ids",))
-            response = config.rollout.max_tokens
+            most = (one.own.max_tokens for one in eval_sets(config).values())
+            response = max(limit or config.rollout.max_tokens for limit in most)
             further = *_with_longest(config, sets), refusals
             return Rows(first, None, None, longest, response, *further)
         number = 0
