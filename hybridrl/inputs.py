@@ -242,6 +242,7 @@ def write_rows(rows: Any, file: Path) -> str:
     import pyarrow.parquet as pq
 
     from hybridrl.core.batch import Batch
+    from hybridrl.data.columns import table_of
 
     if isinstance(rows, Batch):
         table = rows.table
@@ -249,7 +250,7 @@ def write_rows(rows: Any, file: Path) -> str:
         table = rows.with_format("arrow")[:]
     elif isinstance(rows, Sequence) and rows and all(isinstance(row, Mapping) for row in rows):
         try:
-            table = pa.Table.from_pylist(list(rows))
+            table = table_of(rows)
         except (pa.ArrowException, OverflowError, UnicodeError) as error:
             raise ConfigError(
                 f"Job(data=...): the values of a column must be of one kind: {error}"
