@@ -82,7 +82,7 @@ def load_inputs(
     Raises:
         HybridRLError: with everything that is wrong with them.
     """
-    from hybridrl.models import load_config, load_tokenizer
+    from hybridrl.models import load_config, load_tokenizer, trained_parts
     from hybridrl.models.adapters import check_targets
 
     trainer = load_trainer(config.trainer.name)
@@ -100,6 +100,9 @@ def load_inputs(
             path = inputs.model_folder(config, folder)
             model = load_config(path)
             check_targets(model, config.actor.lora)
+            if trainer.TRAINS:
+                adapters = config.actor.lora.rank is not None
+                remarks += filter(None, [trained_parts(path, model, adapters=adapters)])
         with problems.noted():
             named = config.model.tokenizer or path
             tokenizer = load_tokenizer(named) if named else None

@@ -31,7 +31,7 @@ def write_apart(
     values: Iterable[Tensor],
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[dict[str, WrittenHeader], list[WrittenBox]]:
-    """Sends parts of files, all of one dtype, as a file of this rank's own, which is there when
+    """Sends parts of files as a file of this rank's own, which is there when
     everything has been sent.
 
     Args:
@@ -46,15 +46,15 @@ def write_apart(
     file = folder / f"rank-{rank:05}.safetensors"
     names = [f"{part.name}{list(map(list, part.box))}" for part in parts]
     shapes = {name: extent(part.box) for name, part in zip(names, parts, strict=True)}
-    dtype = parts[0].entry.dtype if parts else torch.float32
-    header, entries, length = make_header(shapes, dtype)
+    dtypes = {name: part.entry.dtype for name, part in zip(names, parts, strict=True)}
+    header, entries, length = make_header(shapes, torch.float32, dtypes)
     boxes: list[WrittenBox] = []
     with explained(file), file.writing() as sent:
         sent.write(header)
         for name, part, tensor in zip(names, parts, values, strict=True):
             if stop():
                 raise StorageError(f"{file} was not written: the worker ended before.")
-            memory = bytes_of(tensor.to("cpu", dtype))
+            memory = bytes_of(tensor.to("cpu", part.entry.dtype))
             sent.write(memory)
             box = written_box(part, zlib.crc32(memory))
             boxes.append(box._replace(own_start=entries[name].start))
@@ -105,6 +105,7 @@ class TensorsApart:
                 if box.file.startswith((f"{stem}.", f"{stem}-")):
                     self._boxes.setdefault(box.tensor, []).append((one, box))
         self.shapes = {name: found[0][1].shape for name, found in self._boxes.items()}
+        self.dtypes = {name: DTYPES[found[0][1].dtype] for name, found in self._boxes.items()}
 
     @torch.no_grad()
     def read(self, name: str, box: Box, into: Tensor) -> None:

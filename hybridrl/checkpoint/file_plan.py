@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from hybridrl.checkpoint.header import Entry, make_header
+from hybridrl.checkpoint.header import NO_OTHERS, Entry, make_header
 from hybridrl.core.boxes import Box, volume, whole, windows
 from hybridrl.core.layout import Layout, Move
 from hybridrl.core.pieces import Piece, Place
@@ -96,6 +96,7 @@ def plan_files(
     dtype: torch.dtype,
     file_bytes: int,
     stem: str,
+    dtypes: Mapping[str, torch.dtype] = NO_OTHERS,
 ) -> FilePlan:
     """The files for tensors of these shapes, in this order.
 
@@ -104,17 +105,23 @@ def plan_files(
         dtype: Of the values in the files.
         file_bytes: Largest file, unless one tensor is larger.
         stem: What the names of the files begin with.
+        dtypes: Of tensors that have another one than `dtype`.
     """
     headers, lengths, named = {}, {}, {}
+    sizes = {
+        name: math.prod(shape) * dtypes.get(name, dtype).itemsize for name, shape in shapes.items()
+    }
     entries: dict[str, tuple[str, Entry]] = {}
-    for file, inside in _split(shapes, dtype, file_bytes, stem).items():
-        headers[file], found, lengths[file] = make_header(inside, dtype)
+    for file, inside in _split(sizes, file_bytes, stem).items():
+        # Wide values first: readers want each tensor at a multiple of its own width.
+        inside.sort(key=lambda name: -dtypes.get(name, dtype).itemsize)
+        here = {name: shapes[name] for name in inside}
+        headers[file], found, lengths[file] = make_header(here, dtype, dtypes)
         entries |= {name: (file, entry) for name, entry in found.items()}
         named |= dict.fromkeys(inside, file)
     index = ""
     if len(headers) > 1:
-        total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-        metadata = {"total_size": total}
+        metadata = {"total_size": sum(sizes.values())}
         index = json.dumps({"metadata": metadata, "weight_map": named}, indent=2) + "\n"
     parts = [
         FilePart(entries[name][0], name, entries[name][1], move.box, move.source)
@@ -124,18 +131,15 @@ def plan_files(
     return FilePlan(headers, lengths, index, tuple(parts))
 
 
-def _split(
-    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, file_bytes: int, stem: str
-) -> dict[str, dict[str, tuple[int, ...]]]:
+def _split(sizes: Mapping[str, int], file_bytes: int, stem: str) -> dict[str, list[str]]:
     """The tensors of each file, by its name."""
-    files: list[dict[str, tuple[int, ...]]] = [{}]
+    files: list[list[str]] = [[]]
     room = file_bytes
-    for name, shape in shapes.items():
-        size = math.prod(shape) * dtype.itemsize
+    for name, size in sizes.items():
         if size > room and files[-1]:
-            files.append({})
+            files.append([])
             room = file_bytes
-        files[-1][name] = shape
+        files[-1].append(name)
         room -= size
     if len(files) == 1:
         return {f"{stem}.safetensors": files[0]}

@@ -34,6 +34,8 @@ DTYPES = {
 }
 """The number formats that are read here, by the names that headers use."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NO_OTHERS: Mapping[str, torch.dtype] = {}
+"""All tensors have one dtype."""
 _LENGTH = struct.Struct("<Q")
 MOST_HEADER_BYTES = 100_000_000
 """What safetensors itself allows."""
@@ -96,23 +98,33 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def make_header(
-    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype] = NO_OTHERS,
 ) -> tuple[bytes, dict[str, Entry], int]:
-    """The first bytes of a file, where in it each tensor lies, and the length of the file."""
+    """The first bytes of a file, where in it each tensor lies, and the length of the file.
+
+    Args:
+        dtypes: Of tensors that have another one than `dtype`.
+    """
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers insists on it
     starts, end = {}, 0
     for name, shape in shapes.items():
+        own = dtypes.get(name, dtype)
         starts[name] = end
-        end += math.prod(shape) * dtype.itemsize
+        end += math.prod(shape) * own.itemsize
         described[name] = {
-            "dtype": NAMES[dtype],
+            "dtype": NAMES[own],
             "shape": list(shape),
             "data_offsets": [starts[name], end],
         }
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # values are aligned, for those who map the file
     first = _LENGTH.size + len(text)
-    entries = {name: Entry(shapes[name], dtype, first + start) for name, start in starts.items()}
+    entries = {
+        name: Entry(shapes[name], dtypes.get(name, dtype), first + start)
+        for name, start in starts.items()
+    }
     return _LENGTH.pack(len(text)) + text, entries, first + end
 
 

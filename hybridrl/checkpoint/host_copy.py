@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.checkpoint.file_plan import FilePart
+from hybridrl.checkpoint.reading import TensorInFiles
 from hybridrl.checkpoint.writing import values_of
 from hybridrl.core.boxes import extent
 from hybridrl.core.device import host_memory, mark
@@ -31,7 +32,7 @@ class HostCopy:
             at += part.size
 
     @torch.no_grad()
-    def fill(self, sources: Mapping[str, Tensor | None]) -> Callable[[], None]:
+    def fill(self, sources: Mapping[str, Tensor | TensorInFiles | None]) -> Callable[[], None]:
         """Copies what local tensors hold now; zeros where there is none.
 
         From GPUs the copies are under way when this returns: the device does them before anything

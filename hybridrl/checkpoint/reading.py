@@ -37,6 +37,7 @@ class TensorFiles:
     Attributes:
         folder: As given.
         shapes: Of all tensors, by name; none if there are no such files.
+        dtypes: Of their values in the files.
         bytes_read: Bytes of tensors read so far.
 
     Raises:
@@ -64,6 +65,7 @@ class TensorFiles:
                     "The files are not of one model; copy, download or save it again."
                 )
         self.shapes = {name: entry.shape for name, (_, entry) in self._entries.items()}
+        self.dtypes = {name: entry.dtype for name, (_, entry) in self._entries.items()}
         self._window = torch.empty(0, dtype=torch.uint8)
         self._opened: dict[Path, int] = {}
         weakref.finalize(self, _close, self._opened)
@@ -134,6 +136,19 @@ class TensorFiles:
                     )
                 at, start = at + got, start + got
         self.bytes_read += at
+
+
+class TensorInFiles:
+    """A tensor of files, of which a box is read when it is asked for, as slices."""
+
+    def __init__(self, files: TensorFiles, name: str) -> None:
+        self._files, self._name = files, name
+
+    def __getitem__(self, place: tuple[slice, ...]) -> Tensor:
+        box = tuple((side.start, side.stop) for side in place)
+        values = torch.empty(extent(box), dtype=self._files.dtypes[self._name])
+        self._files.read(self._name, box, values)
+        return values
 
 
 def index_of(stem: str) -> str:

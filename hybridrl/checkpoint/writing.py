@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -23,8 +23,8 @@ from hybridrl.checkpoint.file_plan import (
     plan_files,
     share,
 )
-from hybridrl.checkpoint.header import NAMES, bytes_of
-from hybridrl.checkpoint.reading import index_of
+from hybridrl.checkpoint.header import NAMES, NO_OTHERS, bytes_of
+from hybridrl.checkpoint.reading import TensorInFiles, index_of
 from hybridrl.core.boxes import extent, runs
 from hybridrl.core.layout import Layout
 from hybridrl.core.locations import Location, sync_names, write_whole
@@ -35,11 +35,12 @@ def write_tensors(
     folder: Path,
     layout: Layout,
     rank: int,
-    read: Callable[[str], Tensor],
+    read: Callable[[str], Tensor | TensorInFiles],
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,
     file_bytes: int = FILE_BYTES,
     stem: str = MODEL,
+    dtypes: Mapping[str, torch.dtype] = NO_OTHERS,
 ) -> None:
     """Writes all tensors of a layout, in the order of its `shapes`. Collective.
 
@@ -58,13 +59,14 @@ def write_tensors(
         group: The ranks; None: there is one only.
         file_bytes: Largest file, unless one tensor is larger.
         stem: What the names of the files begin with.
+        dtypes: Of tensors that have another one than `dtype`.
 
     Raises:
         StorageError: on all ranks, if one of them could not write; names the file.
         LayoutError: if nobody holds some part of a tensor.
     """
     mine = [(move.name, move) for move in share(layout, layout.shapes, rank)]
-    plan = plan_files(layout.shapes, mine, dtype, file_bytes, stem)
+    plan = plan_files(layout.shapes, mine, dtype, file_bytes, stem, dtypes)
     try:
         with agreed(group), explained(folder):
             if rank == 0:
@@ -156,7 +158,7 @@ def written_box(part: FilePart, crc32: int) -> WrittenBox:
     return WrittenBox(part.name, name, shape, part.box, part.file, start, crc32)
 
 
-def values_of(part: FilePart, tensor: Tensor) -> Tensor:
+def values_of(part: FilePart, tensor: Tensor | TensorInFiles) -> Tensor:
     """What a part takes from the local tensor that holds it."""
     inner = zip(part.source.start, extent(part.box), strict=True)
     return tensor[tuple(slice(at, at + n) for at, n in inner)]

@@ -163,16 +163,15 @@ def _check_type(described: dict[str, Any], path: str, setting: str) -> None:
 
 def _check_writes(config: PretrainedConfig, path: str, setting: str) -> None:
     """Refuses what is no language model that writes from left to right."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from hybridrl.models.language_model import class_of
 
     classes = list(config.architectures or ())
     wrong = next((name for name in classes if any(no in name for no in NO_WRITERS)), None)
-    known = {type(config), type(config.get_text_config())}
     if getattr(config, "is_encoder_decoder", False):
         why = f"an encoder-decoder ({config.model_type})"
     elif wrong is not None:
         why = f"`{wrong}` by its config.json"
-    elif not any(kind in MODEL_FOR_CAUSAL_LM_MAPPING for kind in known):
+    elif class_of(config) is None:
         why = f"of the type `{config.model_type}`, of which transformers has no language model"
     else:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,18 @@ from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.checkpoint.writing import write_tensors
 from hybridrl.commands.steps import one_step, show, show_json
 from hybridrl.core.boxes import whole
-from hybridrl.core.dtypes import DTYPES
+from hybridrl.core.dtypes import DTYPES, with_dtype
 from hybridrl.core.layout import Layout
 from hybridrl.core.locations import Location, write_whole
 from hybridrl.core.pieces import local_pieces
 from hybridrl.core.readable import readable_bytes
+from hybridrl.core.written import CARRIED
 from hybridrl.errors import ConfigError
 from hybridrl.observe.storage import explain_write_errors
 
 ADAPTER = "adapter_model"
-OF_TRAINING = ("training.json", "generations.json")
+NUMBERS = "training.json"
+OF_TRAINING = (NUMBERS, "generations.json")
 """What a model's folder has no use for."""
 
 
@@ -49,7 +52,9 @@ def export(chosen: argparse.Namespace) -> int:
     tensors, stem = _model(source)
     with explain_write_errors(target):
         _copy_description(source, _beside(files, chosen.role), target, chosen.dtype)
-        size = _write(tensors, target, stem, dtype, int(chosen.file_gib * 2**30))
+        numbers = json.loads((source / NUMBERS).read_text(encoding="utf-8"))
+        carried = {name: tensors.dtypes[name] for name in numbers.get(CARRIED, ())}
+        size = _write(tensors, target, stem, dtype, int(chosen.file_gib * 2**30), carried)
     found = {"step": step, "role": chosen.role, "folder": str(target), "bytes": size}
     if chosen.json:
         return show_json(found)
@@ -89,7 +94,7 @@ def _copy_description(source: Location, names: list[str], target: Path, dtype: s
     for name in names:
         text = (source / name).read_text(encoding="utf-8")
         if name == "config.json":
-            text = json.dumps(json.loads(text) | {"dtype": dtype}, indent=2) + "\n"
+            text = json.dumps(with_dtype(json.loads(text), dtype), indent=2) + "\n"
         write_whole(target / name, text.encode())
 
 
@@ -99,16 +104,23 @@ def _write(
     stem: str,
     dtype: torch.dtype,
     file_bytes: int,
+    carried: Mapping[str, torch.dtype],
 ) -> int:
-    """Needs memory for one tensor. Gives the bytes of all."""
+    """Needs memory for one tensor. Gives the bytes of all.
+
+    Args:
+        carried: Precisions of tensors that stay as they are.
+    """
 
     @lru_cache(maxsize=1)
     def read(name: str) -> Tensor:
-        tensor = torch.empty(tensors.shapes[name], dtype=torch.float32)
+        own = carried.get(name, torch.float32)
+        tensor = torch.empty(tensors.shapes[name], dtype=own)
         tensors.read(name, whole(tensor.shape), tensor)
         return tensor
 
     shapes = {name: tuple(shape) for name, shape in tensors.shapes.items()}
     mine = {name: local_pieces(name, whole(shape)) for name, shape in shapes.items()}
-    write_tensors(target, Layout(shapes, {0: mine}), 0, read, dtype, None, file_bytes, stem)
+    layout = Layout(shapes, {0: mine})
+    write_tensors(target, layout, 0, read, dtype, None, file_bytes, stem, carried)
     return sum(path.stat().st_size for path in target.glob(f"{stem}*.safetensors"))

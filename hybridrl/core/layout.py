@@ -89,6 +89,15 @@ class Layout:
         }
         return self.parts(parts)
 
+    def beside(self, other: Layout) -> Layout:
+        """The tensors of this layout and of another one, whose ranks are the same."""
+        shapes = {**self.shapes, **other.shapes}
+        if isinstance(self.pieces, PieceTable) and isinstance(other.pieces, PieceTable):
+            return Layout(shapes, self.pieces.beside(other.pieces))
+        return Layout(
+            shapes, {rank: {**here, **other.pieces[rank]} for rank, here in self.pieces.items()}
+        )
+
     def parts(self, parts: Mapping[str, Part]) -> Layout:
         """Tensors that are made of those of this layout, by name."""
         shapes = {name: part.shape for name, part in parts.items()}

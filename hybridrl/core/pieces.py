@@ -135,6 +135,13 @@ class PieceTable(Mapping[int, OfRank]):
             tensors[name] = (begin, columns[column, part.kind])
         return PieceTable(self.ranks, tuple(found), tensors)
 
+    def beside(self, other: PieceTable) -> PieceTable:
+        """See `Layout.beside`."""
+        assert self.ranks == other.ranks
+        first = len(self.columns)
+        moved = {name: (begin, first + column) for name, (begin, column) in other.tensors.items()}
+        return PieceTable(self.ranks, (*self.columns, *other.columns), {**self.tensors, **moved})
+
     @cached_property
     def _places(self) -> dict[int, int]:
         return {rank: place for place, rank in enumerate(self.ranks)}

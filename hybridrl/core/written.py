@@ -22,9 +22,15 @@ from typing import Any, NamedTuple
 from hybridrl.core.boxes import Box, runs, volume
 from hybridrl.core.locations import Location, ranges_of, sizes_below
 
-ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+ITEM_BYTES = {
+    **{"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1},
+    **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1},
+}
 """Of the number formats that are written, by the names that safetensors headers use."""
 LISTS = "rank-*.json"
+CARRIED = "carried"
+"""In the plain numbers of a state: names of the tensors that are as the model's own files have
+them."""
 _READ_BYTES = 4 << 20
 _READERS = 4
 """Boxes that are checked at once, most of the time without Python's lock."""

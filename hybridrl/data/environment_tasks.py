@@ -9,7 +9,6 @@ import pyarrow as pa
 
 from hybridrl.config.schema import DataConfig, EnvironmentConfig
 from hybridrl.core.batch import Batch
-from hybridrl.data.columns import table_of
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.sources import Prompts
 from hybridrl.environments.rows import load_rows
@@ -43,7 +42,7 @@ def load_environment_tasks(
 
     def tokenized(rows: Sequence[dict[str, Any]]) -> Batch:
         try:
-            table = table_of(rows)
+            table = pa.Table.from_pylist(list(rows))
         except (pa.ArrowException, OverflowError, UnicodeError) as error:
             raise ConfigError(
                 f"environment.name={environment.name} gave tasks whose columns are not of one kind "

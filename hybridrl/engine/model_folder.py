@@ -6,9 +6,10 @@ Every rank writes and reads what it holds, so that none needs memory for the who
 from __future__ import annotations
 
 import itertools
+import json
 import logging
+import shutil
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,8 +22,9 @@ from hybridrl.checkpoint.apart import TensorsApart
 from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.checkpoint.writing import write_tensors
 from hybridrl.core.boxes import intersection
+from hybridrl.core.dtypes import with_dtype
 from hybridrl.core.layout import Layout, Piece
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, StorageError
 from hybridrl.models import PackedModel
 from hybridrl.models.adapters import ADAPTER, has_adapters
 from hybridrl.models.stored_names import (
@@ -30,6 +32,7 @@ from hybridrl.models.stored_names import (
     StoredPart,
     index_of,
     is_converted,
+    is_replaced,
     most_bytes,
     parts_in_files,
     stored_name,
@@ -38,6 +41,7 @@ from hybridrl.parallel.layout import pieces_of, whole_shape
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.tensor import Cut
 
+GENERATION = "generation_config.json"
 _log = logging.getLogger(__name__)
 
 
@@ -66,31 +70,73 @@ def save_model(
     """
     with agreed(mesh.group()), explained(folder):
         if mesh.is_first:
-            describe(model, folder, dtype)
+            describe(model, folder, dtype, form.source)
+    carried = form.carried_tensors()
     write_tensors(
         folder,
-        form.layout(layout),
+        form.all_tensors(layout),
         mesh.place,
-        partial(index_of, parts),
+        lambda name: carried[name] if name in carried else index_of(parts, name),
         dtype,
         mesh.group(),
         file_bytes=most_bytes(form.stem, file_bytes),
         stem=form.stem,
+        dtypes=form.dtypes(),
     )
+    with agreed(mesh.group()):
+        if mesh.is_first and form.source is not None:
+            _check_kept(model, folder, form.source)
 
 
-def describe(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
-    """Writes what a folder has beside weights of this precision, as `save_pretrained` does; that
-    cannot do without the weights."""
+def _check_kept(model: PreTrainedModel, folder: Path, source: TensorFiles) -> None:
+    """Holds a folder that was written against the one that the model came from.
+
+    Raises:
+        StorageError: if a tensor is missing.
+    """
+    written = TensorFiles(folder).shapes
+    if lost := [n for n in source.shapes if n not in written and not is_replaced(model, n)]:
+        raise StorageError(
+            f"{folder} lacks {len(lost)} of the tensors of {source.folder}, among them "
+            f"`{lost[0]}`, so it is no whole {type(model).__name__}. This is a mistake of "
+            "hybridrl: please report it. The newest checkpoint has what was trained."
+        )
+
+
+def describe(
+    model: PreTrainedModel, folder: Path, dtype: torch.dtype, source: TensorFiles | None = None
+) -> None:
+    """Writes what a folder has beside weights of this precision and a tokenizer: the files of the
+    folder that the model came from, or what `save_pretrained` would write, which cannot do without
+    the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     if has_adapters(model):
         model.peft_config[ADAPTER].save_pretrained(str(folder))
     else:
-        model.config.dtype = str(dtype).removeprefix("torch.")
+        name = str(dtype).removeprefix("torch.")
+        model.config.dtype = name
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
-    if model.can_generate():
+        if source is not None and model.get_output_embeddings() is not None:
+            _describe_as_before(model, folder, name, source.folder)
+    if model.can_generate() and not (folder / GENERATION).is_file():
         model.generation_config.save_pretrained(folder)
+
+
+def _describe_as_before(model: PreTrainedModel, folder: Path, dtype: str, source: Path) -> None:
+    described = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if type(model).__name__ not in (described.get("architectures") or ()):
+        described["architectures"] = [type(model).__name__]
+    text = json.dumps(with_dtype(described, dtype), indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    for pattern in (GENERATION, "*processor_config.json"):
+        for file in source.glob(pattern):
+            shutil.copyfile(file, folder / file.name)
+
+
+def is_unread(model: nn.Module) -> bool:
+    """Whether parameters are still to be read from files."""
+    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def fill(

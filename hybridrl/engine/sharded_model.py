@@ -17,13 +17,13 @@ from hybridrl.config.schema import ActorConfig
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.layout import Layout
 from hybridrl.engine.compiled_layers import compile_layers
-from hybridrl.engine.model_folder import fill, load_weights, save_model
+from hybridrl.engine.model_folder import fill, is_unread, load_weights, save_model
 from hybridrl.engine.whole_parameters import whole_parameters
 from hybridrl.models import PackedModel
 from hybridrl.models.adapters import adapter_names, has_adapters, merged
 from hybridrl.models.checkpointing import set_checkpointing
 from hybridrl.models.low_bit_scoring import LowBitScoring
-from hybridrl.models.stored_names import stored_form
+from hybridrl.models.stored_names import StoredForm, stored_form
 from hybridrl.parallel import tensor as tensor_parallel
 from hybridrl.parallel.fsdp import gather_differences, is_small, shard, units
 from hybridrl.parallel.layout import training_layout
@@ -41,12 +41,13 @@ class ShardedModel:
         device: This rank's device.
         dtype: Name of the precision of computation.
         config: Gradient checkpointing, offload, pipeline chunks.
-        files: Of a model that is not read yet: every rank reads what is left to it.
+        files: That the model is of. If it is not read yet, every rank reads what is left to it.
 
     Attributes:
         model: What this rank runs.
         cuts: Of parameters that are cut over tensor-parallel ranks.
         has_adapters: Whether only adapters are trained.
+        source: The files that the model is of; None: it is of none that are known here.
         scoring: What rounds the weights of a model that only scores; None: nothing does.
     """
 
@@ -59,6 +60,7 @@ class ShardedModel:
         config: ActorConfig,
         files: TensorFiles | None = None,
     ) -> None:
+        self.source = files
         self.config = config
         self.scoring: LowBitScoring | None = None
         self.device = device
@@ -84,9 +86,14 @@ class ShardedModel:
         )
         by_difference = config.parallel.weights != "full" and mesh.fsdp.size() > mesh.copies
         self._gathers = gather_differences(self.model) if by_difference else []
-        if files is not None:
+        if files is not None and is_unread(self.model.inner):
             place = torch.device("cpu") if offload else device
             fill(self.model, files, self.cuts, mesh.index("tp"), place)
+
+    def stored_form(self) -> StoredForm | None:
+        """The form in which the model is saved; see `stored_names.stored_form`. Collective when
+        first asked."""
+        return stored_form(self.model.inner, self.layout().shapes, self.source)
 
     def take_said(self) -> list[str]:
         """Sentences for the user about how gradients are summed, each once."""
@@ -171,7 +178,7 @@ class ShardedModel:
             StorageError: on all ranks, if one of them could not write.
         """
         inner = self.model.inner
-        if (form := stored_form(inner, self.layout().shapes)) is not None:
+        if (form := self.stored_form()) is not None:
             parts, dtype = self.local_parameters(), torch.float32 if self.has_adapters else dtype
             save_model(inner, form, self.layout(), parts, self.mesh, folder, dtype, file_bytes)
             return

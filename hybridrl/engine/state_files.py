@@ -6,7 +6,9 @@
     training.json         what is a plain number
     rank-00000.json ...   what each rank wrote, and its checksums; see `hybridrl.core.written`
 
-Tensors are float32; moments that are kept in half precision lose nothing by it.
+Tensors that are trained are float32, those that are carried over from the model's own files as
+they are there (`carried` in the plain numbers names them); moments that are kept in half precision
+lose nothing by it.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hybridrl.checkpoint.reading import TensorInFiles
 from hybridrl.engine.train import TrainEngine
-from hybridrl.models.stored_names import StoredForm, as_named, stored_form
+from hybridrl.models.stored_names import StoredForm, as_named
 
 NUMBERS = "training.json"
 MOMENTS_STEM = "moments"
@@ -43,7 +46,7 @@ class StateFiles(NamedTuple):
 def state_files(engine: TrainEngine) -> StateFiles:
     """What is kept of an engine. Collective."""
     shapes = engine.layout().shapes
-    form = stored_form(engine.model.inner, shapes) or as_named(WEIGHTS_STEM, shapes)
+    form = engine.stored_form() or as_named(WEIGHTS_STEM, shapes)
     mine, group = set(trained_parameters(engine)), engine.mesh.group()
     found = [mine]
     if group is not None:  # a rank of a pipeline has the parameters of its stages only
@@ -59,12 +62,14 @@ def trained_parameters(engine: TrainEngine) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in parameters if parameter.requires_grad}
 
 
-def local_state(engine: TrainEngine, weights: StoredForm) -> dict[str, Tensor | None]:
+def local_state(
+    engine: TrainEngine, weights: StoredForm
+) -> dict[str, Tensor | TensorInFiles | None]:
     """What this rank holds: weights by the names of parameters, or of parts of these where files
     have parts (`StoredForm.layout`), and moments. Before its first optimizer step, and where it
     never had a gradient, a parameter has none."""
     parameters = engine.local_parameters()
-    found: dict[str, Tensor | None] = dict(parameters)
+    found: dict[str, Tensor | TensorInFiles | None] = {**parameters, **weights.carried_tensors()}
     for name in {part.parameter for part in weights.parts if part.lacking}:
         found |= {f"{name}/{index}": part for index, part in enumerate(parameters[name])}
     for name, parameter in trained_parameters(engine).items():

@@ -22,7 +22,7 @@ from hybridrl.checkpoint.apart import write_apart
 from hybridrl.checkpoint.background import Background
 from hybridrl.checkpoint.file_plan import FILE_BYTES, FilePart, FilePlan, plan_files, share
 from hybridrl.checkpoint.host_copy import HostCopy
-from hybridrl.checkpoint.reading import index_of
+from hybridrl.checkpoint.reading import TensorInFiles, index_of
 from hybridrl.checkpoint.writing import (
     headers_of,
     values_of,
@@ -31,6 +31,7 @@ from hybridrl.checkpoint.writing import (
     write_parts,
     written_box,
 )
+from hybridrl.core import written
 from hybridrl.core.boxes import extent
 from hybridrl.core.locations import Location
 from hybridrl.core.pieces import Place
@@ -48,7 +49,7 @@ from hybridrl.engine.state_files import (
 )
 from hybridrl.engine.train import TrainEngine
 from hybridrl.errors import StorageError
-from hybridrl.models.stored_names import most_bytes
+from hybridrl.models.stored_names import CARRIED, most_bytes
 
 Numbers = Mapping[str, Any]
 """What becomes a JSON file."""
@@ -115,11 +116,11 @@ class StateSaver:
 
         def work(stop: Callable[[], bool]) -> Saved:
             copied()
-            saved = write(folder, self._copy.values, stop)
+            saved = write(folder, self._copied(), stop)
             if copy is None:
                 return saved
             try:
-                again = write(copy, self._copy.values, stop)
+                again = write(copy, self._copied(), stop)
             except StorageError as error:  # the state is on the disk all the same
                 return saved._replace(copy_fault=str(error.__cause__ or error))
             return saved._replace(copy_seconds=again.seconds)
@@ -192,13 +193,14 @@ class StateSaver:
     def _plans(self) -> tuple[FilePlan, FilePlan]:
         """Of weights and of moments."""
         layout, files, place = self._engine.layout(), self._files, self._engine.mesh.place
-        stored, stem = files.weights.layout(layout), files.weights.stem
+        stored, stem = files.weights.all_tensors(layout), files.weights.stem
         weights = plan_files(
             stored.shapes,
             [(move.name, move) for move in share(stored, stored.shapes, place)],
             torch.float32,
             most_bytes(stem, self._file_bytes),
             stem,
+            files.weights.dtypes(),
         )
         moves = share(layout, files.trained, place)
         moments = plan_files(
@@ -222,7 +224,15 @@ class StateSaver:
 
     @cached_property
     def _copy(self) -> HostCopy:
-        return HostCopy(self.parts, self._engine.device)
+        changing = [part for part in self.parts if not part.source.tensor.startswith(CARRIED)]
+        return HostCopy(changing, self._engine.device)
+
+    def _copied(self) -> Iterator[Tensor]:
+        """Values of `parts`: copies, and what never changes from the files in which it is."""
+        copies, carried = iter(self._copy.values), self._files.weights.carried_tensors()
+        for part in self.parts:
+            source = carried.get(part.source.tensor)
+            yield next(copies) if source is None else values_of(part, source)
 
     @cached_property
     def _description(self) -> dict[str, bytes]:
@@ -231,7 +241,8 @@ class StateSaver:
             return {}
         with TemporaryDirectory() as name:
             folder = Path(name)
-            describe(self._engine.model.inner, folder, torch.float32)
+            source = self._files.weights.source
+            describe(self._engine.model.inner, folder, torch.float32, source)
             if self._tokenizer is not None:
                 self._tokenizer(folder)
             return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
@@ -257,10 +268,13 @@ class StateSaver:
             "schedule": self._engine.schedule.last_epoch,
             "skipped_in_a_row": self._engine.skipped_in_a_row,
             "counters": dict(counters),
+            written.CARRIED: list(self._files.weights.carried),
         }
 
 
-def _values(parts: Iterable[FilePart], sources: Mapping[str, Tensor | None]) -> Iterator[Tensor]:
+def _values(
+    parts: Iterable[FilePart], sources: Mapping[str, Tensor | TensorInFiles | None]
+) -> Iterator[Tensor]:
     for part in parts:
         source = sources[part.source.tensor]
         if source is None:

@@ -17,6 +17,7 @@ from hybridrl.models.loading import (
 from hybridrl.models.log_probs import token_log_probs
 from hybridrl.models.packed_models import CausalPolicy, PackedModel, ScalarModel
 from hybridrl.models.packing import PackedSamples, Packing, Rows
+from hybridrl.models.trained_parts import trained_parts
 
 __all__ = [
     "CausalPolicy",
@@ -37,6 +38,7 @@ __all__ = [
     "stored_dtype",
     "tiny_config",
     "token_log_probs",
+    "trained_parts",
     "unread_model",
     "unread_scalar_model",
 ]

@@ -6,7 +6,6 @@ The model stays a plain transformers model: `save_pretrained` writes the adapter
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -14,10 +13,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config.schema import LoraSettings
 from hybridrl.errors import ConfigError, MissingPackageError, nearest
+from hybridrl.models.language_model import build_language_model
 
 ADAPTER = "default"
 """The one adapter that a model has here."""
@@ -73,7 +73,7 @@ def check_targets(config: PretrainedConfig, settings: LoraSettings) -> None:
         return
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+            model = build_language_model(config)
     except ValueError:  # it is no language model, which is told elsewhere, too
         return
     add_adapters(model, settings)

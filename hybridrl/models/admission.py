@@ -15,17 +15,12 @@ import math
 
 import torch
 from torch import Tensor
-from transformers import (
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.core.batch import Batch
 from hybridrl.errors import ConfigError
 from hybridrl.models.attention import NAME
+from hybridrl.models.language_model import build_language_model, class_of, decoder_of
 from hybridrl.models.packed_models import CausalPolicy, ScalarModel
 from hybridrl.models.packing import PackedSamples, Rows
 from hybridrl.models.shrunk import VOCABULARY, shrunk
@@ -63,7 +58,7 @@ def admit(config: PretrainedConfig, path: str, *, scalar: bool = False) -> Rows:
 
 def _tried(config: PretrainedConfig, path: str, scalar: bool) -> Rows:
     who = f"{path} ({config.model_type})"
-    if scalar and type(config.get_text_config()) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+    if scalar and class_of(config, scalar=True) is None:
         raise ConfigError(
             f"{who} cannot be a critic or a reward model: transformers has no class of it with a "
             "scalar head. Choose another model for that role, or an algorithm without one."
@@ -150,16 +145,15 @@ def twins(config: PretrainedConfig, scalar: bool) -> tuple[PreTrainedModel, PreT
     Args:
         config: See `shrunk`.
     """
-    kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     if scalar:
         config.num_labels = 1
     with torch.device("meta"):
-        meta = kind.from_config(copy.deepcopy(config), attn_implementation="eager")
+        meta = build_language_model(config, scalar=scalar, attn_implementation="eager")
     if (size := sum(p.numel() for p in meta.parameters())) > MOST_PARAMETERS:
         raise ValueError(f"it would still have {size:,} parameters")
     ours, alone = (
-        kind.from_config(
-            copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention
+        build_language_model(
+            config, scalar=scalar, dtype=torch.float32, attn_implementation=attention
         ).eval()
         for attention in (NAME, "eager")
     )
@@ -177,7 +171,7 @@ def said_alone(model: PreTrainedModel, sample: Tensor) -> Tensor:
     first, or the values before these."""
     row = sample[None]
     if model.get_output_embeddings() is None:
-        return model.score(model.base_model(row, use_cache=False).last_hidden_state[0, :-1])[:, 0]
+        return model.score(decoder_of(model)(row, use_cache=False).last_hidden_state[0, :-1])[:, 0]
     scores = torch.log_softmax(model(row, use_cache=False).logits[0, :-1], 1)
     return scores.gather(1, sample[1:, None])[:, 0]
 

@@ -15,6 +15,7 @@ from hybridrl.compress.sensitivity import activation_kl, bfloat16_kl, token_kls,
 from hybridrl.core.device import logits_at_a_time
 from hybridrl.errors import DataError
 from hybridrl.models.attention import NAME
+from hybridrl.models.language_model import decoder_of
 from hybridrl.models.low_bit_linear import (
     GROUP,
     LARGEST_HALF,
@@ -103,7 +104,7 @@ def _hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
     further: dict[str, Any] = {}
     if model.config._attn_implementation == NAME:
         further["packing"] = Packing.of(torch.tensor([0, len(ids)]), device)
-    outputs = model.base_model(input_ids=ids.to(device)[None], use_cache=False, **further)
+    outputs = decoder_of(model)(input_ids=ids.to(device)[None], use_cache=False, **further)
     states: Tensor = outputs.last_hidden_state[0]
     return states
 

@@ -13,15 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-)
+import torch
+import transformers
+from transformers import PretrainedConfig
 from transformers.utils import logging
 
 from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.errors import ConfigError
+from hybridrl.models.language_model import build_language_model, read_language_model
 
 HEAD = "score."
 """What the name of a scalar head's parameters begins with."""
@@ -70,24 +69,32 @@ def check_complete(
     Raises:
         ConfigError: for tensors that are missing or of another shape; names them.
     """
-    kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     described = copy.deepcopy(config)
     if scalar:
         described.num_labels = 1
     try:
+        with torch.device("meta"):
+            build_language_model(described, scalar=scalar)
+    except Exception as error:
+        raise ConfigError(
+            f"{setting}={path}: transformers {transformers.__version__} cannot build a model of "
+            f"the type `{config.model_type}` from its config.json ({_reason(error)}). If it names "
+            "a package, install it; else take another model, or a version of transformers that "
+            "knows this one."
+        ) from error
+    try:
         with quiet():
-            model, report = kind.from_pretrained(
+            model, report = read_language_model(
                 path,
-                config=described,
+                described,
+                scalar=scalar,
                 device_map="meta",
                 ignore_mismatched_sizes=True,
-                output_loading_info=True,
             )
     except Exception as error:  # libraries raise many kinds
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
-            f"{setting}={path}: no model could be built by its config.json and its files "
-            f"({type(error).__name__}: {reason}). Copy, download or save it again."
+            f"{setting}={path}: its files could not be read as the model that its config.json "
+            f"describes ({_reason(error)}). Copy, download or save it again."
         ) from error
     if scalar and not hasattr(model, HEAD[:-1]):
         raise ConfigError(
@@ -133,6 +140,11 @@ def refuse_made_up(report: Mapping[str, Any], who: str, *, needs_head: bool) -> 
             "0. Take a sequence-classification folder with one label: trainer.name=reward_model "
             "makes one."
         )
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:300]}"
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from hybridrl.checkpoint.reading import TensorFiles
@@ -16,6 +16,7 @@ from hybridrl.core.boxes import whole
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.generation_plan import WHOLE
 from hybridrl.errors import ConfigError
+from hybridrl.models.language_model import build_language_model, decoder_of
 from hybridrl.models.linear_layers import check_linear
 from hybridrl.models.loading import unread_model
 from hybridrl.models.low_bit_linear import LowBitLinear, apply_bits
@@ -51,7 +52,7 @@ class DecoderStage(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        base = model.base_model
+        base = decoder_of(model)
         every, stop = list(base.layers), first + len(bits)
         self.is_first, self.is_last = first == 0, stop == len(every)
         self.hidden_size = int(model.config.get_text_config().hidden_size)
@@ -152,7 +153,8 @@ def unread_stage(
     """The stage of the model at `path`; no other parameters are read, if they can be read by
     parts."""
     model, files = unread_model(path)
-    return DecoderStage(model, files, first, bits, DTYPES[dtype], device)
+    unread = any(parameter.is_meta for parameter in model.parameters())
+    return DecoderStage(model, files if unread else None, first, bits, DTYPES[dtype], device)
 
 
 def check_stages(config: PretrainedConfig, setting: str, path: str) -> None:
@@ -182,10 +184,10 @@ def _tried(config: PretrainedConfig) -> str:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
-            model = AutoModelForCausalLM.from_config(
+            model = build_language_model(
                 small, dtype=torch.float32, attn_implementation="eager"
             ).eval()
-            lacking = [part for part in PARTS if not hasattr(model.base_model, part)]
+            lacking = [part for part in PARTS if not hasattr(decoder_of(model), part)]
             if lacking:
                 return f"it has no `{lacking[0]}`"
             for parameter in model.parameters():  # caps and scales must matter, too
@@ -195,7 +197,7 @@ def _tried(config: PretrainedConfig) -> str:
                     parameter += 0.3 * torch.randn_like(parameter)
             ids = torch.randint(VOCABULARY, (2, 21))
             expected = model(ids, use_cache=False).logits[:, -1]
-            layers = len(model.base_model.layers)
+            layers = len(decoder_of(model).layers)
             stages = [
                 DecoderStage(copy.deepcopy(model), None, *part, torch.float32, torch.device("cpu"))
                 for part in ((0, [WHOLE]), (1, [WHOLE] * (layers - 1)))

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Container
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from hybridrl.checkpoint.reading import TensorFiles
+from hybridrl.core.boxes import whole
 from hybridrl.models.attention import NAME
+from hybridrl.models.language_model import build_language_model
 from hybridrl.models.stored_names import parts_in_files
 
 HEAD = "score.weight"
@@ -62,10 +59,11 @@ def empty_model(path: str, config: PretrainedConfig, *, scalar: bool) -> Unread 
     files = TensorFiles(Path(path))
     if not files.shapes:
         return _left_to_transformers(path, "it has no safetensors files")
-    kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model = kind.from_config(config, dtype=torch.float32, attn_implementation=NAME)
+            model = build_language_model(
+                config, scalar=scalar, dtype=torch.float32, attn_implementation=NAME
+            )
     except ValueError as error:
         return _left_to_transformers(path, str(error))
     parameters = dict(model.named_parameters())
@@ -78,25 +76,42 @@ def empty_model(path: str, config: PretrainedConfig, *, scalar: bool) -> Unread 
         if not parts or any(files.shapes[part.name] != part.shape for part in parts):
             return _left_to_transformers(path, f"`{name}` is not in it as the model has it")
     tied = model.all_tied_weights_keys.keys()
-    if others := sorted(model.state_dict().keys() - parameters.keys() - tied):
-        return _left_to_transformers(path, f"`{others[0]}` is no parameter")
-    if twice := sorted(tied & files.shapes.keys()):
+    kept = {
+        name: tuple(buffer.shape)
+        for name, buffer in model.state_dict().items()
+        if name not in parameters and name not in tied
+    }
+    buffers = parts_in_files(model, kept, files.shapes)
+    for name, shape in kept.items():
+        if [part.shape for part in buffers.get(name, ())] != [shape]:
+            return _left_to_transformers(path, f"`{name}` is no parameter")
+    alike = [name for name in files.shapes if _end(name) in list(map(_end, tied))]
+    if twice := sorted(parts_in_files(model, dict.fromkeys(tied, ()), alike)):
         return _left_to_transformers(path, f"`{twice[0]}` is tied, and in it besides")
-    if (buffer := _compute_buffers(model)) is not None:
+    if (buffer := _compute_buffers(model, kept)) is not None:
         return _left_to_transformers(path, f"`{buffer}` is not computed by its class")
+    for name, (part,) in buffers.items():
+        files.read(part.name, whole(part.shape), model.get_buffer(name))
     if scalar:
         _read_head(model, files)
     _read_generation_config(model, path)
     return Unread(model.eval(), files)
 
 
+def _end(name: str) -> list[str]:
+    return name.split(".")[-2:]
+
+
 def _left_to_transformers(path: str, why: str) -> None:
     _log.info("Every rank reads the whole of %s, by transformers' own loading: %s.", path, why)
 
 
-def _compute_buffers(model: PreTrainedModel) -> str | None:
+def _compute_buffers(model: PreTrainedModel, kept: Container[str]) -> str | None:
     """Computes what constructors could not on the meta device, such as rotary frequencies; in the
     way in which `from_pretrained`, which builds models there, too, does it.
+
+    Args:
+        kept: Names of those that are in files.
 
     Returns:
         The first buffer that nothing has been written to; None if there is no such.
@@ -110,7 +125,8 @@ def _compute_buffers(model: PreTrainedModel) -> str | None:
             if buffer.is_meta:
                 blank = torch.full(buffer.shape, _mark(buffer.dtype), dtype=buffer.dtype)
                 setattr(module, name, blank)
-                unwritten[f"{path}.{name}"] = blank.clone()
+                if f"{path}.{name}" not in kept:
+                    unwritten[f"{path}.{name}"] = blank.clone()
     model.initialize_weights()  # of the modules that are not
     buffers = dict(model.named_buffers())
     return next(

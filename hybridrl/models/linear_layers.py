@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from hybridrl.errors import ConfigError
+from hybridrl.models.language_model import build_language_model, decoder_of
 from hybridrl.models.shrunk import shrunk
 
 LATENT = "kv_lora_rank"
@@ -33,8 +34,8 @@ def check_linear(
         found = "latent attention, which multiplies weights with each other"
     else:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(shrunk(config))
-        found = next(map(_kind, filter(_is_odd, model.get_decoder().modules())), "")
+            model = build_language_model(shrunk(config))
+        found = next(map(_kind, filter(_is_odd, decoder_of(model).modules())), "")
     if found:
         raise ConfigError(
             f"{setting} is for models of attention and linear layers, and {path} "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -24,6 +25,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.models.attention import NAME
 from hybridrl.models.complete import HEAD, quiet, refuse_made_up
 from hybridrl.models.empty import empty_model
+from hybridrl.models.language_model import decoder_of, read_language_model
 
 logging.disable_progress_bar()
 
@@ -40,8 +42,9 @@ def load_config(path: str, setting: str = "model.path") -> PretrainedConfig:
 
 def stored_dtype(path: str) -> str:
     """The precision in which the model at `path` is stored, of those that models are saved in."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    return names.get(getattr(load_config(path), "dtype", None), "float32")
+    names, config = {dtype: name for name, dtype in DTYPES.items()}, load_config(path)
+    said = [getattr(one, "dtype", None) for one in (config, config.get_text_config())]
+    return next((names[dtype] for dtype in said if dtype in names), "float32")
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -59,8 +62,8 @@ def load_model(path: str, dtype: str) -> PreTrainedModel:
     """The causal language model at `path`, on the CPU, with packed attention."""
     try:
         with quiet():
-            model, found = AutoModelForCausalLM.from_pretrained(
-                path, dtype=DTYPES[dtype], attn_implementation=NAME, output_loading_info=True
+            model, found = read_language_model(
+                path, load_config(path), dtype=DTYPES[dtype], attn_implementation=NAME
             )
     except Exception as error:  # libraries raise many kinds
         raise ConfigError(f"model.path={path} could not be loaded: {_first_line(error)}") from error
@@ -69,10 +72,13 @@ def load_model(path: str, dtype: str) -> PreTrainedModel:
 
 
 def unread_model(path: str) -> tuple[PreTrainedModel, TensorFiles | None]:
-    """As `load_model` in float32, with parameters on the meta device and the files in which they
-    are; with weights and None where they cannot be read by parts."""
-    if (found := empty_model(path, load_config(path), scalar=False)) is None:
-        return load_model(path, "float32"), None
+    """As `load_model` in float32, with parameters on the meta device, and the files in which they
+    are; with weights where they cannot be read by parts, and None where files and model do not have
+    the same numbers."""
+    config = load_config(path)
+    if (found := empty_model(path, config, scalar=False)) is None:
+        model = load_model(path, "float32")
+        return model, _files_of(path, config, model)
     return _finished(found.model), found.files
 
 
@@ -85,15 +91,13 @@ def load_scalar_model(path: str, dtype: str, *, needs_head: bool = False) -> Pre
     Args:
         needs_head: It will never learn: without a head of its own it is refused.
     """
-    check_labels(load_config(path), path)
+    config = load_config(path)
+    check_labels(config, path)
+    config.num_labels = 1
     try:
         with quiet():
-            model, found = AutoModelForSequenceClassification.from_pretrained(
-                path,
-                num_labels=1,
-                dtype=DTYPES[dtype],
-                attn_implementation=NAME,
-                output_loading_info=True,
+            model, found = read_language_model(
+                path, config, scalar=True, dtype=DTYPES[dtype], attn_implementation=NAME
             )
     except Exception as error:  # libraries raise many kinds
         raise ConfigError(
@@ -115,8 +119,31 @@ def unread_scalar_model(
     found = empty_model(path, config, scalar=True)
     lacks_head = found is not None and "score.weight" not in found.files.shapes
     if found is None or (needs_head and lacks_head):
-        return load_scalar_model(path, "float32", needs_head=needs_head), None
+        model = load_scalar_model(path, "float32", needs_head=needs_head)
+        return model, _files_of(path, config, model)
     return _finished(found.model), found.files
+
+
+def _files_of(path: str, config: PretrainedConfig, model: PreTrainedModel) -> TensorFiles | None:
+    """The files that a model was read from: those of the folder, or of the hub's copy here.
+
+    Raises:
+        ConfigError: if the model had more than a language model, and it could not be saved with it.
+    """
+    folder, is_plain = Path(path), not getattr(config, "quantization_config", None)
+    if is_plain and not folder.is_dir():
+        # If it was not kept, or is no name of the hub, its files stay unknown.
+        with contextlib.suppress(OSError, ValueError):
+            folder = Path(snapshot_download(path, local_files_only=True))
+    if is_plain and folder.is_dir() and (files := TensorFiles(folder)).shapes:
+        return files
+    if decoder_of(model) is not model.base_model:
+        raise ConfigError(
+            f"{path}: only the language model of a {type(model).__name__} is trained. Its other "
+            "tensors are copied when it is saved, which needs safetensors files that are not "
+            "quantised. Save it as such first, with save_pretrained of its class."
+        )
+    return None
 
 
 def check_labels(config: PretrainedConfig, who: str) -> None:

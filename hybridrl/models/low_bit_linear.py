@@ -14,9 +14,11 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hybridrl.errors import ConfigError
 from hybridrl.models.int8_products import Int8Weight
+from hybridrl.models.language_model import decoder_of
 from hybridrl.models.rounded_rows import SMALLEST_SCALE
 
 BITS = (4, 8, 16, 32)
@@ -134,7 +136,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     Raises:
         ConfigError: if it has none under the usual name.
     """
-    base = getattr(model, "base_model", model)
+    base = decoder_of(model) if isinstance(model, PreTrainedModel) else model
     found = getattr(base, "layers", None)
     if not isinstance(found, nn.ModuleList):
         raise ConfigError(

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hybridrl.models.divergence import divergence, likeliest
+from hybridrl.models.language_model import decoder_of
 from hybridrl.models.log_probs import Vocabulary, token_log_probs
 from hybridrl.models.packing import PackedSamples, Rows
 
@@ -52,7 +53,7 @@ class PackedModel(nn.Module):
     def hidden(self, samples: PackedSamples) -> torch.Tensor:
         """The last hidden states, `[tokens, hidden]` of all rows."""
         ids = samples.input_ids
-        return self.inner.base_model(
+        return decoder_of(self.inner)(
             input_ids=ids,
             position_ids=samples.packing.position_ids(ids.numel()).view(ids.shape),
             packing=samples.packing,

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.errors import ConfigError
+from hybridrl.models.language_model import build_language_model, decoder_of
 from hybridrl.models.packing import Packing
 
 
@@ -141,7 +142,7 @@ class Routing:
 
 def find_routers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The routers that transformers knows of in a model, by name."""
-    recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
+    recorded = getattr(decoder_of(model), "_can_record_outputs", None) or {}
     kind = getattr(recorded.get("router_logits"), "target_class", None)
     if kind is None:
         return {}
@@ -172,7 +173,7 @@ def check_routing(config: PretrainedConfig, setting: str, path: str) -> None:
         ConfigError: names the setting.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = build_language_model(config)
     if Routing.of(model) is None:
         raise ConfigError(
             f"{setting}: {path} has no routers that choose experts by a softmax over all of a "

@@ -36,7 +36,7 @@ ALIGNED = 8
 
 
 def shrunk(config: PretrainedConfig, cuts: int = 1, layers: int = 2) -> PretrainedConfig:
-    """The language model of `config` with few and narrow layers, one or more of each kind that it
+    """`config` with few and narrow layers in its language model, one or more of each kind that it
     has. Whatever else makes its arithmetic its own stays: kinds of layers, norms, biases, caps,
     scales, rotary positions.
 
@@ -44,7 +44,8 @@ def shrunk(config: PretrainedConfig, cuts: int = 1, layers: int = 2) -> Pretrain
         cuts: So many ranks are to share its heads and widths.
         layers: At least so many, of a model that has as many.
     """
-    small = copy.deepcopy(config.get_text_config())
+    whole = copy.deepcopy(config)
+    small = whole.get_text_config()
     heads = _get(small, "num_attention_heads") or HEADS
     groups = max(1, heads // (_get(small, "num_key_value_heads") or heads))
     few = _multiple(HEADS, cuts)
@@ -70,7 +71,7 @@ def shrunk(config: PretrainedConfig, cuts: int = 1, layers: int = 2) -> Pretrain
     _set(small, "num_hidden_layers", len(kinds) or layers)
     if kinds:
         _set(small, "layer_types", kinds)
-    return small
+    return whole
 
 
 def _multiple(least: int, of: int) -> int:

@@ -17,17 +17,27 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from hybridrl.checkpoint.file_plan import MODEL
+from hybridrl.checkpoint.reading import TensorFiles, TensorInFiles
 from hybridrl.core.boxes import Box, intersection, relative, volume, whole
 from hybridrl.core.layout import Layout
-from hybridrl.core.pieces import Part, Piece
+from hybridrl.core.pieces import Part, Piece, PieceTable
 from hybridrl.core.views import storage, view_box
 from hybridrl.models.adapters import adapter_names, has_adapters
 
 ADAPTER_STEM = "adapter_model"
 """What the name of an adapter's file begins with, as peft has it."""
+CARRIED = "carried/"
+"""Begins the local names of tensors that are copied from file to file."""
+OUTPUT = "lm_head"
+"""What heads over the vocabulary are called."""
 aten = torch.ops.aten
 
 
@@ -62,10 +72,15 @@ class StoredForm(NamedTuple):
     Attributes:
         stem: What the names of the files begin with.
         parts: The tensors in them; with adapters, theirs alone.
+        source: The files that the model was read from; None: it was not, or in another form.
+        carried: Names of those of its tensors that are no part of the model, such as towers and
+            heads that are not built. They stand beside the parts as they are in `source`.
     """
 
     stem: str
     parts: tuple[StoredPart, ...]
+    source: TensorFiles | None = None
+    carried: tuple[str, ...] = ()
 
     def by_parameter(self) -> dict[str, list[StoredPart]]:
         """The tensors that each parameter is in."""
@@ -87,6 +102,33 @@ class StoredForm(NamedTuple):
             }
         )
 
+    def all_tensors(self, layout: Layout) -> Layout:
+        """`layout` and the carried tensors, of which each rank can read all."""
+        own = self.layout(layout)
+        if self.source is None or not self.carried:
+            return own
+        shapes = {name: self.source.shapes[name] for name in self.carried}
+        here = tuple(layout.pieces)
+        kinds = {shape: number for number, shape in enumerate(dict.fromkeys(shapes.values()))}
+        columns = tuple(
+            ((Piece(whole(shape), "", (0,) * len(shape)),),) * len(here) for shape in kinds
+        )
+        tensors = {name: (CARRIED + name, kinds[shape]) for name, shape in shapes.items()}
+        carried = Layout(shapes, PieceTable(here, columns, tensors))
+        return own.beside(carried)
+
+    def carried_tensors(self) -> dict[str, TensorInFiles]:
+        """They, by their local names in `all_tensors`."""
+        return {
+            CARRIED + name: TensorInFiles(self.source, name)
+            for name in self.carried
+            if self.source is not None
+        }
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of the carried tensors."""
+        return {name: self.source.dtypes[name] for name in self.carried if self.source is not None}
+
 
 def _piece(part: StoredPart, piece: Piece) -> Piece | None:
     if (shared := intersection(piece.box, part.box)) is None:
@@ -107,17 +149,62 @@ def most_bytes(stem: str, file_bytes: int) -> int:
     return sys.maxsize if stem == ADAPTER_STEM else file_bytes
 
 
-def stored_form(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> StoredForm | None:
-    """The form in which transformers, or peft, keeps a model whose parameters have these names and
-    shapes; None if tensors of files are not parts of the parameters."""
+def stored_form(
+    model: PreTrainedModel,
+    shapes: Mapping[str, tuple[int, ...]],
+    source: TensorFiles | None = None,
+) -> StoredForm | None:
+    """The form in which a model is saved whose parameters have these names and shapes: that of the
+    files which it was read from, else that of transformers, or peft; None if tensors of files are
+    not parts of the parameters.
+
+    Args:
+        source: The files that the model was read from.
+    """
     if has_adapters(model):
         names = adapter_names(model, shapes)
         return StoredForm(
             ADAPTER_STEM,
             tuple(_whole_part(stored, name, shapes[name]) for name, stored in names.items()),
         )
-    parts = _converted(model, shapes)
-    return None if parts is None else StoredForm(MODEL, parts)
+    found = {} if source is None else _as_read(model, shapes, source)
+    new = {name: shape for name, shape in shapes.items() if name not in found}
+    made = _converted(model, new) if new else ()
+    if made is None:
+        return None
+    for part in made:
+        found.setdefault(part.parameter, []).append(part)
+    parts = tuple(part for name in shapes for part in found[name])
+    if source is None:
+        return StoredForm(MODEL, parts)
+    here = {part.name for part in parts}
+    here |= {name for name in source.shapes if is_replaced(model, name)}
+    return StoredForm(MODEL, parts, source, tuple(n for n in source.shapes if n not in here))
+
+
+def _as_read(
+    model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], source: TensorFiles
+) -> dict[str, list[StoredPart]]:
+    """The tensors that each parameter was read from, and those that are tied to it."""
+    found = {
+        name: list(parts)
+        for name, parts in parts_in_files(model, shapes, source.shapes).items()
+        if all(source.shapes[part.name] == part.shape for part in parts)
+    }
+    tied = model.all_tied_weights_keys
+    if tied:
+        used = {part.name for parts in found.values() for part in parts}
+        others = _renamed(model, [name for name in source.shapes if name not in used])
+        for name, stored in others.items():
+            if (owner := tied.get(name)) in shapes and source.shapes[stored] == shapes[owner]:
+                found.setdefault(owner, []).append(_whole_part(stored, owner, shapes[owner]))
+    return found
+
+
+def is_replaced(model: PreTrainedModel, stored: str) -> bool:
+    """Whether a tensor is of the head over the vocabulary, and the model has a scalar one."""
+    is_head = stored.rpartition(".")[0].rpartition(".")[2] == OUTPUT
+    return is_head and model.get_output_embeddings() is None
 
 
 def as_named(stem: str, shapes: Mapping[str, tuple[int, ...]]) -> StoredForm:
@@ -134,23 +221,57 @@ def parts_in_files(
         shapes: Of the parameters, by name.
         stored: Names of the tensors in the files.
     """
-    there = set(stored)
-    found = {
-        name: (_whole_part(stored_name(name), name, shape),)
+    there = {name: name for name in stored}
+    found = _whole_parts(shapes, there)
+    others = {name: shape for name, shape in shapes.items() if name not in found}
+    if not others:
+        return found
+    divided = _divided(model, others)
+    if len(divided) < len(others) or any(p.name not in there for parts in divided for p in parts):
+        there |= _renamed(model, [name for name in there if name not in shapes])
+        found |= _whole_parts(others, there)
+    for parts in divided:
+        if parts[0].parameter in found:
+            continue
+        names = _renamed(model, [p.name for p in parts]) if parts[0].name not in there else {}
+        canonical = {before: after for after, before in names.items()}
+        here = [there.get(canonical.get(part.name, part.name)) for part in parts]
+        if all(name is not None for name in here):
+            found[parts[0].parameter] = tuple(
+                part._replace(name=str(name)) for part, name in zip(parts, here, strict=True)
+            )
+    return found
+
+
+def _whole_parts(
+    shapes: Mapping[str, tuple[int, ...]], there: Mapping[str, str]
+) -> dict[str, tuple[StoredPart, ...]]:
+    return {
+        name: (_whole_part(there[stored_name(name)], name, shape),)
         for name, shape in shapes.items()
         if stored_name(name) in there
     }
-    others = {name: shape for name, shape in shapes.items() if name not in found}
-    by_stored_name = {stored_name(name): name for name in others}
-    if by_stored_name and is_converted(model):
-        divided: dict[str, list[StoredPart]] = {}
-        converted = {stored: shapes[name] for stored, name in by_stored_name.items()}
-        for part in _converted(model, converted) or ():
-            divided.setdefault(by_stored_name[part.parameter], []).append(part)
-        for name, parts in divided.items():
-            if all(part.name in there for part in parts):
-                found[name] = tuple(part._replace(parameter=name) for part in parts)
-    return found
+
+
+def _divided(
+    model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]
+) -> list[list[StoredPart]]:
+    """The tensors that transformers makes of each of these parameters."""
+    by_stored_name = {stored_name(name): name for name in shapes}
+    found: dict[str, list[StoredPart]] = {}
+    for part in _converted(model, {s: shapes[name] for s, name in by_stored_name.items()}) or ():
+        name = by_stored_name[part.parameter]
+        found.setdefault(name, []).append(part._replace(parameter=name))
+    return list(found.values())
+
+
+def _renamed(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
+    """Names of tensors in files by what transformers calls them while it reads them, before it puts
+    experts together: files that were published long ago have other names than it saves."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    known, prefix = model.state_dict(), model.base_model_prefix
+    return {rename_source_key(name, renamings, [], prefix, known)[0]: name for name in stored}
 
 
 def stored_name(name: str) -> str:

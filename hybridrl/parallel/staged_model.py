@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hybridrl.errors import ConfigError
 from hybridrl.models import PackedModel, PackedSamples
 from hybridrl.models.adapters import has_adapters
+from hybridrl.models.language_model import decoder_of
 from hybridrl.parallel.stages import check_stages, split_layers
 
 PARTS = ("embed_tokens", "layers", "norm")
@@ -69,7 +70,7 @@ class StagedModel(nn.Module):
         self.dtype = dtype
         self.OUTPUTS, self.shift, self.rows = model.OUTPUTS, model.shift, model.rows
         self.shapes = model.shapes
-        inner, base = model.inner, model.inner.base_model
+        inner, base = model.inner, decoder_of(model.inner)
         if has_adapters(inner):
             raise ConfigError(
                 "actor.lora.rank does not go with pipelines yet: choose parallel.pp=1, or "
@@ -110,7 +111,7 @@ class StagedModel(nn.Module):
         if not last:
             base.norm = elsewhere
             for name, module in list(inner.named_children()):
-                if module is not base:
+                if base not in module.modules():
                     setattr(inner, name, Elsewhere())
 
     @property
@@ -137,7 +138,7 @@ class StagedModel(nn.Module):
         Returns:
             The outputs of the model from the last stage; `[tokens, hidden]` from others.
         """
-        base, parts = self.inner.base_model, self._parts[stage]
+        base, parts = decoder_of(self.inner), self._parts[stage]
         whole = {name: getattr(base, name) for name in PARTS}
         if stage:
             parts["embed_tokens"].states = states

@@ -21,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.errors import ConfigError
 from hybridrl.models import CausalPolicy, PackedModel
+from hybridrl.models.language_model import decoder_of
 from hybridrl.models.log_probs import Vocabulary
 from hybridrl.parallel.collectives import copy_to_all, sum_over
 from hybridrl.parallel.mesh import ParallelMesh
@@ -122,7 +123,7 @@ def cut(model: PackedModel, mesh: ParallelMesh) -> TensorCuts:
     key_value_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     shared = max(1, size // key_value_heads)
     names = {module: name for name, module in inner.named_modules()}
-    base = inner.base_model
+    base = decoder_of(inner)
     for path, module in base.named_modules():
         style = _style(config.base_model_tp_plan, path)
         if style is None:

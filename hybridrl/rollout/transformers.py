@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.boxes import whole
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.pieces import Piece
+from hybridrl.models import load_config
+from hybridrl.models.language_model import read_language_model
 from hybridrl.rollout.base import RolloutEngine, Sampling, responses, row_seeds
 from hybridrl.rollout.choosing import Chooser
 from hybridrl.rollout.weights import Form, Pieces, WeightWriter, differences
@@ -39,15 +41,15 @@ class TransformersRollout(RolloutEngine):
         self._tokenizer = tokenizer
         self._max_sequences = max_sequences
         self._eos = torch.tensor(eos_token_ids, device=device)
+        config, as_is = load_config(path), DTYPES[dtype]
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=DTYPES[dtype], attn_implementation="sdpa"
+            self._model, _ = read_language_model(
+                path, config, dtype=as_is, attn_implementation="sdpa"
             )
         except ValueError:  # its attention does what the fused one does not know
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=DTYPES[dtype], attn_implementation="eager"
+            self._model, _ = read_language_model(
+                path, config, dtype=as_is, attn_implementation="eager"
             )
-        self._model = model
         self._model.to(device).eval().requires_grad_(False)
 
     @torch.inference_mode()

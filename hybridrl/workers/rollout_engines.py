@@ -16,7 +16,6 @@ from hybridrl.core.generation_plan import GenerationPlan, equal_plan, read_plan
 from hybridrl.engine.train import TrainEngine
 from hybridrl.models import load_config, load_tokenizer
 from hybridrl.models.decoder_stage import check_stages
-from hybridrl.models.stored_names import stored_form
 from hybridrl.rollout import RolloutEngine
 from hybridrl.workers.engines import ModelSource
 
@@ -33,7 +32,7 @@ def trained_weights(
     if train.has_adapters or not Path(source.path).is_dir():
         return None
     stored, shapes = TensorFiles(Path(source.path)).shapes, train.layout().shapes
-    form = stored_form(train.model.inner, shapes)
+    form = train.stored_form()
     trained = shapes.keys() if form is None else {part.name for part in form.parts}
     return shapes if stored and stored.keys() <= trained | shapes.keys() else None
 

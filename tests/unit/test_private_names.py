@@ -39,6 +39,7 @@ KNOWN = {
     "_SubParsersAction": ("commands/completion.py",),
     # transformers and peft
     "_attn_implementation": ("models/calibration.py",),
+    "_from_config": ("models/language_model.py",),  # of classes; public of the auto classes only
     "_gradient_checkpointing_func": ("models/checkpointing.py",),
     "_is_hf_initialized": ("models/empty.py",),
     "_keys_to_ignore_on_save": ("models/stored_names.py",),
