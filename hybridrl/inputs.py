@@ -81,7 +81,8 @@ def load_rows(config: Config, kind: str, tokenizer: Any) -> Rows:
             sets = load_sets(config, tokenizer, None, refusals)
             first = next(rows for rows in sets.values() if rows is not None)
             longest = _longest([first], ("prompt_ids",))
-            response = config.rollout.max_tokens
+            most = (one.own.max_tokens for one in eval_sets(config).values())
+            response = max(limit or config.rollout.max_tokens for limit in most)
             further = *_with_longest(config, sets), refusals
             return Rows(first, None, None, longest, response, *further)
         number = 0
@@ -241,6 +242,7 @@ def write_rows(rows: Any, file: Path) -> str:
     import pyarrow.parquet as pq
 
     from hybridrl.core.batch import Batch
+    from hybridrl.data.columns import table_of
 
     if isinstance(rows, Batch):
         table = rows.table
@@ -248,7 +250,7 @@ def write_rows(rows: Any, file: Path) -> str:
         table = rows.with_format("arrow")[:]
     elif isinstance(rows, Sequence) and rows and all(isinstance(row, Mapping) for row in rows):
         try:
-            table = pa.Table.from_pylist(list(rows))
+            table = table_of(rows)
         except (pa.ArrowException, OverflowError, UnicodeError) as error:
             raise ConfigError(
                 f"Job(data=...): the values of a column must be of one kind: {error}"

@@ -59,6 +59,10 @@ class DataConfig:
     messages_column: Annotated[Name | None, SUPERVISED] = None
     """Supervised fine-tuning: whole conversations, of which the assistant's turns are learned; null
     reads `prompt_column` and `response_column`."""
+    learn: Annotated[str, OneOf("all", "last", "each"), SUPERVISED] = "all"
+    """Supervised fine-tuning: which of the assistant's turns of a conversation are learned: `all`,
+    in one row if the chat template shows each as the model generates it, else in as many as it
+    takes; `each` in a row of its own; or the `last` alone."""
     chosen_column: Annotated[Name, PAIRS] = "chosen"
     """Preference pairs: the better response, text or chat messages that end with it."""
     rejected_column: Annotated[Name, PAIRS] = "rejected"

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.conversations.messages import Message, Tool
-from hybridrl.errors import HybridRLError
+from hybridrl.errors import ConfigError, HybridRLError, nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_GIVEN = {"messages", "tools", "add_generation_prompt"}
+"""Variables of templates that are no options."""
+_GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
+"""A statement of transformers' own, which jinja2 does not know."""
 
 
 class ChatTemplateError(HybridRLError):
@@ -77,3 +84,44 @@ def render_chat(
     except Exception as error:  # templates raise jinja2 errors, among them their own complaints
         raise ChatTemplateError(str(error)) from error
     return str(text)
+
+
+def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """Return the names that the chat template reads, those of the messages and tools included;
+    none without a template."""
+    template = tokenizer.chat_template or {}
+    sources = [template] if isinstance(template, str) else template.values()
+    return frozenset().union(*map(_variables, sources))
+
+
+def check_options(
+    options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, setting: str
+) -> None:
+    """Refuse options that the chat template never reads.
+
+    Args:
+        setting: What gives them, for messages.
+
+    Raises:
+        ConfigError: names the option and what the template reads.
+    """
+    known = sorted(template_variables(tokenizer) - _GIVEN)
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"{setting}.{name}: the chat template of `{tokenizer.name_or_path}` does not read "
+                f"it; it reads {', '.join(known) or 'no options'}.{nearest(name, known)}"
+            )
+
+
+@cache
+def _variables(template: str) -> frozenset[str]:
+    import jinja2
+    from jinja2 import meta
+
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        parsed = environment.parse(_GENERATION.sub("", template))
+    except jinja2.TemplateError:  # rendering will say so
+        return frozenset()
+    return frozenset(meta.find_undeclared_variables(parsed))

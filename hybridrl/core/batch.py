@@ -19,7 +19,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from hybridrl.core.columns import Ragged, is_number, is_ragged, to_arrow, to_ragged, to_torch
+from hybridrl.core.columns import (
+    Ragged,
+    is_number,
+    is_ragged,
+    python_values,
+    to_arrow,
+    to_ragged,
+    to_torch,
+)
 from hybridrl.errors import DataError, nearest
 
 ROUTES = "routed_experts"
@@ -129,7 +137,7 @@ class Batch:
             return to_ragged(array)
         if is_number(array.type):
             return to_torch(array)
-        return array.to_pylist()
+        return python_values(array)
 
     def ragged(self, name: str) -> Ragged:
         """The token-level column `name`; a `DataError` if it holds one value per row."""
@@ -230,12 +238,12 @@ class Batch:
 
     def to_pylist(self) -> list[dict[str, Any]]:
         """One dictionary per row."""
-        return list(self.table.to_pylist())
+        return _rows_of(self.table)
 
     def rows_for_users(self) -> list[dict[str, Any]]:
         """One dictionary per row, of the columns that are the business of a user's function: all
         but the library's own (`LIBRARY_COLUMNS`)."""
-        return list(self.table.select(list(filter(is_of_data, self.columns))).to_pylist())
+        return _rows_of(self.table.select(list(filter(is_of_data, self.columns))))
 
     def write_parquet(self, path: Path) -> None:
         """Writes the rows as they are; pandas, polars and DuckDB read the file."""
@@ -245,6 +253,14 @@ class Batch:
     def read_parquet(cls, path: Path) -> Batch:
         """Reads a file that `write_parquet` wrote."""
         return cls(pq.read_table(path))
+
+
+def _rows_of(table: pa.Table) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = table.to_pylist()
+    for name in (field.name for field in table.schema if isinstance(field.type, pa.JsonType)):
+        for row, cell in zip(rows, python_values(table.column(name)), strict=True):
+            row[name] = cell
+    return rows
 
 
 RowNumbers = Sequence[int] | Sequence[bool] | npt.NDArray[Any] | torch.Tensor

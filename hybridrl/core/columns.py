@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +49,21 @@ def is_ragged(arrow_type: pa.DataType) -> bool:
         or pa.types.is_fixed_size_list(arrow_type)
     )
     return is_list and is_number(arrow_type.value_type)
+
+
+def json_column(values: Sequence[Any]) -> pa.Array:
+    """A column of lists of objects, kept as JSON: an Arrow struct would give each object the keys
+    of all, and each key one type and one place."""
+    texts = [None if value is None else json.dumps(value) for value in values]
+    return pa.array(texts, pa.json_())
+
+
+def python_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
+    """The values of a column as Python objects, what is kept as JSON included."""
+    cells: list[Any] = column.to_pylist()
+    if isinstance(column.type, pa.JsonType):
+        return [None if cell is None else json.loads(cell) for cell in cells]
+    return cells
 
 
 def to_ragged(array: pa.Array) -> Ragged:

@@ -10,7 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hybridrl.core.columns import json_column, python_values
 from hybridrl.errors import DataError, RowError, nearest
+
+TOOLS = "tools"
+"""What the column of tools is called unless `data.tools_column` says otherwise."""
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +54,26 @@ def cells_of(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
     return [row[name] if name in row else _inside(row, name) for row in rows]
 
 
+def arrow_column(values: Sequence[Any]) -> pa.Array:
+    """The values as a column: lists of objects, such as messages and tools, as JSON."""
+    listed = [value for value in values if value is not None]
+    objects = [one for value in listed if isinstance(value, list) for one in value]
+    is_json = bool(objects) and all(isinstance(value, list) for value in listed)
+    if is_json and all(isinstance(one, dict) for one in objects):
+        return json_column(values)
+    return pa.array(values)
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Rows as a table; a key that a row lacks is null.
+
+    Raises:
+        ArrowException, OverflowError, UnicodeError: if no column can hold the values of a key.
+    """
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pa.table({name: arrow_column([row.get(name) for row in rows]) for name in names})
+
+
 def with_inner_columns(table: pa.Table, names: Collection[str]) -> pa.Table:
     """The table, with what names with dots lead to as columns of these names."""
     for name in names:
@@ -74,7 +98,7 @@ def column_of(rows: pa.Table, name: str, setting: str) -> pa.ChunkedArray:
             f"{', '.join(rows.column_names)}." + nearest(name, rows.column_names)
         )
     column = rows.column(name)
-    if len(column) and _is_chat_in_text(column[0].as_py()):
+    if len(column) and _is_chat_in_text(python_values(column[:1])[0]):
         _log.warning(
             "The data's column `%s` (`%s`) holds chats as JSON in texts, and texts are taken as "
             "they are. Write them as lists of messages, so that the chat template renders them.",
@@ -82,6 +106,18 @@ def column_of(rows: pa.Table, name: str, setting: str) -> pa.ChunkedArray:
             setting,
         )
     return column
+
+
+def tools_cells(rows: pa.Table, name: str | None) -> list[Any]:
+    """The cells of `data.tools_column`; None for each row where there is none. The column `tools`
+    may be missing.
+
+    Raises:
+        DataError: if another is.
+    """
+    if name is None or (name == TOOLS and name not in rows.column_names):
+        return [None] * rows.num_rows
+    return python_values(column_of(rows, name, "data.tools_column"))
 
 
 def _is_chat_in_text(cell: Any) -> bool:

@@ -30,12 +30,14 @@ def encode_prompts(
     is_chat: Sequence[bool],
     tokenizer: PreTrainedTokenizerBase,
     refused: RefusedRows,
+    numbers: Sequence[int] | None = None,
 ) -> list[TokenIds]:
     """Token ids of each prompt. A chat template writes the special tokens itself; a plain string
     gets the tokenizer's own.
 
     Args:
         refused: Gets rows whose prompt has no tokens.
+        numbers: Of the rows; None: they count from 1.
     """
     plain = [text for text, chatty in zip(texts, is_chat, strict=True) if text and not chatty]
     holding = sum(bool(control_tokens(tokenizer).search(text)) for text in plain)
@@ -54,17 +56,52 @@ def encode_prompts(
             ids = tokenizer([texts[number] for number in chosen], add_special_tokens=not kind)
             for number, row in zip(chosen, ids["input_ids"], strict=True):
                 encoded[number] = np.asarray(row, dtype=np.int64)
-    refused.map(_check_tokens, encoded, texts)
+    _without_second_ends(encoded, texts, is_chat, tokenizer)
+    numbers = range(1, len(texts) + 1) if numbers is None else numbers
+    for number, ids, text in zip(numbers, encoded, texts, strict=True):
+        if not len(ids):
+            refused.refuse(number, _without_tokens(number, text))
     _warn_of_unknown_tokens(encoded, tokenizer, "prompts")
     return encoded
 
 
-def _check_tokens(number: int, ids: TokenIds, text: str) -> None:
-    if not len(ids):
-        raise RowError(
-            f"Row {number} of the data has a prompt that the tokenizer turns into no tokens: "
-            f"{excerpt(text)}",
-            "with a prompt of no tokens",
+def _without_tokens(number: int, text: str) -> RowError:
+    return RowError(
+        f"Row {number} of the data has a prompt that the tokenizer turns into no tokens: "
+        f"{excerpt(text)}",
+        "with a prompt of no tokens",
+    )
+
+
+def _without_second_ends(
+    encoded: list[TokenIds],
+    texts: Sequence[str],
+    is_chat: Sequence[bool],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Takes from plain prompts what the tokenizer adds wrongly: a beginning-of-sequence token
+    before the one of a text that is rendered already, and an end-of-sequence token at the end,
+    after which nothing is to be generated."""
+    begin, end, twice = tokenizer.bos_token_id, tokenizer.eos_token_id, 0
+    for row, text in enumerate(texts):
+        ids = encoded[row]
+        if is_chat[row]:
+            continue
+        begins = begin is not None and text.startswith(str(tokenizer.bos_token))
+        if begins and len(ids) > 1 and ids[0] == ids[1] == begin:
+            ids, twice = ids[1:], twice + 1
+        ends = text.rstrip().endswith(str(tokenizer.eos_token))
+        if end is not None and list(ids[-1 - ends :]) == [end] * (1 + ends):
+            ids = ids[:-1]
+        encoded[row] = ids
+    if twice:
+        _log.warning(
+            "%d of %d prompts begin with `%s` already, which the tokenizer `%s` puts before each "
+            "text: they get no second one.",
+            twice,
+            len(texts),
+            tokenizer.bos_token,
+            tokenizer.name_or_path,
         )
 
 
@@ -100,6 +137,12 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
             "trained with it would never stop. Set `eos_token` in its tokenizer_config.json."
         )
     return int(tokenizer.eos_token_id)
+
+
+def trimmed(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A response without the blanks behind an end-of-sequence token that it brings."""
+    end, found = tokenizer.eos_token, text.rstrip()
+    return found if isinstance(end, str) and found.endswith(end) else text
 
 
 def ended(ids: TokenIds, end: int) -> TokenIds:

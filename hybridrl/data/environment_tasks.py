@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from hybridrl.config.schema import DataConfig, EnvironmentConfig
 from hybridrl.core.batch import Batch
+from hybridrl.data.columns import table_of
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.sources import Prompts
 from hybridrl.environments.rows import load_rows
@@ -42,7 +43,7 @@ def load_environment_tasks(
 
     def tokenized(rows: Sequence[dict[str, Any]]) -> Batch:
         try:
-            table = pa.Table.from_pylist(list(rows))
+            table = table_of(rows)
         except (pa.ArrowException, OverflowError, UnicodeError) as error:
             raise ConfigError(
                 f"environment.name={environment.name} gave tasks whose columns are not of one kind "

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hybridrl.core.batch import Batch
+from hybridrl.data.supervised import CONVERSATION
 
 LARGEST_SHARE = 0.2
 """Of the rows, held out of data that has no others to evaluate on."""
@@ -60,8 +61,14 @@ def _drawn(rows: int, number: int, seed: int) -> npt.NDArray[np.int64]:
 
 def _prompt_numbers(rows: Batch) -> npt.NDArray[np.int64]:
     """A number for each row; rows of one prompt have the same."""
+    if CONVERSATION in rows:  # whose rows have several prompts, each the beginning of the next
+        heads = rows[CONVERSATION].numpy()
+        first = dict(zip(heads[::-1].tolist(), _keys(rows)[::-1], strict=True))
+        keys = [first[head] for head in heads.tolist()]
+    else:
+        keys = _keys(rows)
     known: dict[bytes, int] = {}
-    return np.array([known.setdefault(key, len(known)) for key in _keys(rows)], np.int64)
+    return np.array([known.setdefault(key, len(known)) for key in keys], np.int64)
 
 
 def _keys(rows: Batch) -> list[bytes]:

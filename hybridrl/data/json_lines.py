@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from hybridrl.data.columns import as_shown, cells_of, check_columns
+from hybridrl.data.columns import arrow_column, as_shown, cells_of, check_columns
 from hybridrl.data.encoding import shortened
 from hybridrl.data.refused_rows import RefusedRows
 from hybridrl.errors import DataError, RowError
@@ -79,7 +79,7 @@ def read_json_lines(
             values = refused.map(partial(_as_written, name), values, locations)
         try:
             name.encode()
-            columns[name] = pa.array(values)
+            columns[name] = arrow_column(values)
         except _UNFIT as error:
             complaint = _complaint(name, values, locations, error)
             if name in needed:

@@ -26,6 +26,7 @@ def rows_within(
     what: str,
     too_long: TooLong,
     among: npt.NDArray[np.int64],
+    numbers: Sequence[int] | None = None,
 ) -> npt.NDArray[np.int64]:
     """The numbers (from 0) of the rows with at most `limit` tokens, in order; of those of `among`.
 
@@ -34,6 +35,7 @@ def rows_within(
         texts: Of the rows, for messages.
         setting: Where `limit` comes from, for messages; for instance `data.max_prompt_tokens`.
         what: Is limited: `prompt` or `response`.
+        numbers: Of the rows, for messages; None: they count from 1.
         too_long: `error` refuses a longer row, `drop` leaves it out and logs how many it were.
 
     Raises:
@@ -50,8 +52,9 @@ def rows_within(
     dropped = len(mine) - len(kept)
     if dropped and too_long == "error":
         first = int(among[mine > limit][0])
+        number = first + 1 if numbers is None else numbers[first]
         raise DataError(
-            f"Row {first + 1} of the data has a {what} of {lengths[first]} "
+            f"Row {number} of the data has a {what} of {lengths[first]} "
             f"tokens, more than `{setting}` ({limit}); {dropped} of "
             f"{len(mine)} rows are too long, the longest has {mine.max()}. Raise "
             f"`{setting}`, or set `data.too_long=drop`. The {what} begins: {excerpt(texts[first])}"

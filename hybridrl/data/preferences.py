@@ -11,20 +11,22 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from hybridrl.conversations.messages import Message
+from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.core.batch import Batch, Ragged
+from hybridrl.core.columns import python_values
 from hybridrl.data.chat import (
-    Message,
+    ChatRenderer,
     check_cell,
     check_chat,
     check_system_prompt,
     check_text,
-    cut_at_answers,
     messages_of,
     open_with,
     question_of,
 )
-from hybridrl.data.columns import column_of
-from hybridrl.data.encoding import encode_prompts, encode_turns, end_token, ended
+from hybridrl.data.columns import TOOLS, column_of, tools_cells
+from hybridrl.data.encoding import encode_prompts, encode_turns, end_token, ended, trimmed
 from hybridrl.data.lengths import TooLong, rows_within
 from hybridrl.data.refused_rows import RefusedRows
 from hybridrl.errors import DataError, RowError
@@ -60,6 +62,8 @@ def tokenize_pairs(
     max_response_tokens: int | None = None,
     too_long: TooLong = "error",
     refused: RefusedRows | None = None,
+    context: TemplateContext | None = None,
+    tools_column: str | None = TOOLS,
 ) -> Batch:
     """Tokenizes pairs of responses to one prompt, the better one and the worse one.
 
@@ -71,7 +75,7 @@ def tokenize_pairs(
 
     Args:
         margin_column: How much better the chosen answer is, a finite number; None: 0 for all.
-        refused: As in `tokenize_prompts`.
+        refused, context, tools_column: As in `tokenize_prompts`.
 
     Returns:
         A batch with one row per pair: the token-level columns `prompt_ids`, `chosen_ids` and
@@ -84,25 +88,28 @@ def tokenize_pairs(
             from 1), or no pair is left.
         ConfigError: if the settings contradict each other or the tokenizer.
     """
-    chosen = column_of(rows, chosen_column, "data.chosen_column").to_pylist()
-    rejected = column_of(rows, rejected_column, "data.rejected_column").to_pylist()
+    chosen = python_values(column_of(rows, chosen_column, "data.chosen_column"))
+    rejected = python_values(column_of(rows, rejected_column, "data.rejected_column"))
     refused = RefusedRows() if refused is None else refused
     margins = _margins(rows, margin_column, refused)
     if not chosen:
         raise DataError("There is nothing to tokenize: the data set has no rows.")
     columns = _Columns(prompt_column, chosen_column, rejected_column)
     if prompt_column is not None and prompt_column in rows.column_names:
-        prompts = rows.column(prompt_column).to_pylist()
+        prompts = python_values(rows.column(prompt_column))
     elif prompt_column is not None and any(isinstance(answer, str) for answer in chosen):
         prompts = column_of(rows, prompt_column, "data.prompt_column").to_pylist()  # raises
     else:
         prompts = [None] * len(chosen)
         columns = columns._replace(prompt=None)
 
-    def read(number: int, *cells: Any) -> _Pair:
-        return _pair_of(number, cells, columns, tokenizer, chat, system_prompt)
+    renderer = ChatRenderer(tokenizer, context, tools_column)
 
-    found = refused.map(read, prompts, chosen, rejected)
+    def read(number: int, tools: Any, *cells: Any) -> _Pair:
+        return _pair_of(number, cells, columns, tokenizer, chat, system_prompt, renderer, tools)
+
+    found = refused.map(read, tools_cells(rows, tools_column), prompts, chosen, rejected)
+    renderer.tell()
     kept = refused.kept(len(found))
     check_system_prompt(system_prompt, [pair.is_chat for pair in found if pair is not None])
     pairs = [pair or _Pair("", "", "", is_chat=False) for pair in found]
@@ -112,7 +119,11 @@ def tokenize_pairs(
     prompt_ids = encode_prompts(texts, [pair.is_chat for pair in pairs], tokenizer, refused)
     answers = [pair.chosen for pair in pairs], [pair.rejected for pair in pairs]
     chosen_ids, rejected_ids = (
-        [ended(ids, end) for ids in encode_turns(side, tokenizer)] for side in answers
+        [
+            ids if pair.is_chat else ended(ids, end)  # a chat's template says where turns end
+            for ids, pair in zip(encode_turns(side, tokenizer), pairs, strict=True)
+        ]
+        for side in answers
     )
     read_rows = refused.kept(len(pairs))
     kept = read_rows[[pairs[row].chosen != pairs[row].rejected for row in read_rows]]
@@ -186,6 +197,8 @@ def _pair_of(
     tokenizer: PreTrainedTokenizerBase,
     chat: bool | None,
     system_prompt: str | None,
+    renderer: ChatRenderer,
+    tools_cell: Any,
 ) -> _Pair:
     prompt, chosen, rejected = cells
     if columns.prompt is None:
@@ -215,14 +228,17 @@ def _pair_of(
     if not chats:
         for name, cell in zip(columns, cells, strict=True):
             check_text(number, cell, str(name), "data.*_column")
-        return _Pair(prompt, chosen, rejected, is_chat=False)
+        renderer.note_unshown(tools_cell)
+        ends = (trimmed(cell, tokenizer) for cell in (chosen, rejected))
+        return _Pair(prompt, *ends, is_chat=False)
     better, worse = (messages_of(number, cell, "assistant") for cell in (chosen, rejected))
     asked = open_with(system_prompt, _prompt_of(number, prompt, better, worse, columns))
-    texts = [
-        cut_at_answers(number, [*asked, answer], [len(asked)], tokenizer)
+    tools = renderer.tools(number, tools_cell)
+    (first,), (second,) = (
+        renderer.examples(number, [*asked, answer], [len(asked)], tools)
         for answer in (better[-1], worse[-1])
-    ]
-    return _Pair(texts[0][0], texts[0][1], texts[1][1], is_chat=True)
+    )
+    return _Pair(first[0], first[1], second[1], is_chat=True)
 
 
 def messages_of_transcript(cell: Any) -> Any:

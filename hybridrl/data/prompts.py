@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
+from hybridrl.conversations.messages import Message
+from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.core.batch import Batch, is_of_data
+from hybridrl.core.columns import python_values
 from hybridrl.data.chat import (
-    Message,
+    ChatRenderer,
     check_cell,
     check_chat,
     check_system_prompt,
     check_text,
     open_with,
     question_of,
-    render,
 )
-from hybridrl.data.columns import column_of
+from hybridrl.data.columns import TOOLS, column_of, tools_cells
 from hybridrl.data.encoding import TokenIds, encode_prompts, shortened
 from hybridrl.data.lengths import TooLong, rows_within
 from hybridrl.data.refused_rows import RefusedRows
@@ -58,6 +60,8 @@ def tokenize_prompts(
     max_prompt_tokens: int,
     too_long: TooLong = "error",
     refused: RefusedRows | None = None,
+    context: TemplateContext | None = None,
+    tools_column: str | None = TOOLS,
 ) -> Batch:
     """Tokenizes the prompts of `rows`.
 
@@ -73,6 +77,9 @@ def tokenize_prompts(
     Args:
         refused: Gets the rows that cannot be read, which are left out if it allows that; None:
             they are an error.
+        context: Options of the chat template, and the date of the run.
+        tools_column: Of the functions that the model may call, which the template shows; `tools`
+            may be missing. None: there are none.
 
     Returns:
         A batch with the columns `prompt_ids` (token-level), `prompt` (the text as the model sees
@@ -95,6 +102,8 @@ def tokenize_prompts(
         chat=chat,
         system_prompt=system_prompt,
         refused=refused,
+        renderer=ChatRenderer(tokenizer, context, tools_column),
+        tools=tools_cells(rows, tools_column),
     )
     kept = rows_within(
         prompts.token_ids,
@@ -133,25 +142,30 @@ def render_prompts(
     chat: bool | None,
     system_prompt: str | None,
     refused: RefusedRows,
+    renderer: ChatRenderer,
+    tools: list[Any],
 ) -> RenderedPrompts:
     """Renders and tokenizes the column `prompt_column`; see `tokenize_prompts` for the rules.
     Refused rows have empty texts."""
-    prompts = column_of(rows, prompt_column, "data.prompt_column").to_pylist()
+    prompts = python_values(column_of(rows, prompt_column, "data.prompt_column"))
     if not prompts:
         raise DataError("There is nothing to tokenize: the data set has no rows.")
 
-    def read(number: int, prompt: Any) -> tuple[str, list[dict[str, str]] | None]:
+    def read(number: int, prompt: Any, cell: Any) -> tuple[str, list[dict[str, str]] | None]:
         check_cell(number, prompt, prompt_column, "data.prompt_column")
         if not isinstance(prompt, list) and chat is not True:
             check_text(number, prompt, prompt_column, "data.prompt_column")
+            renderer.note_unshown(cell)
             return prompt, None
         check_chat(number, prompt, tokenizer, prompt_column, chat)
         question = question_of(number, prompt, prompt_column)
-        text = render(number, open_with(system_prompt, question), tokenizer, ask=True)
+        messages = open_with(system_prompt, question)
+        text = renderer.prompt(number, messages, renderer.tools(number, cell))
         return text, _plain(question) if isinstance(prompt, list) else None
 
-    found = [row or ("", None) for row in refused.map(read, prompts)]
+    found = [row or ("", None) for row in refused.map(read, prompts, tools)]
     refused.kept(len(prompts))
+    renderer.tell()
     texts, chats = [text for text, _ in found], [messages for _, messages in found]
     is_chat = [isinstance(prompt, list) or chat is True for prompt in prompts]
     check_system_prompt(system_prompt, is_chat)
@@ -166,7 +180,7 @@ def _plain(messages: list[Message]) -> list[dict[str, str]]:
 def _answers(rows: pa.Table, answer_column: str | None, refused: RefusedRows) -> list[str | None]:
     if answer_column is None:
         return [""] * rows.num_rows
-    cells = column_of(rows, answer_column, "data.answer_column").to_pylist()
+    cells = python_values(column_of(rows, answer_column, "data.answer_column"))
     return refused.map(partial(_answer, answer_column), cells)
 
 

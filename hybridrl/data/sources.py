@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hybridrl.config.schema import DataConfig
+from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.core.batch import Batch
 from hybridrl.data.answer_formats import with_answers
 from hybridrl.data.files import TRAIN, read_rows, splits_of
@@ -94,6 +95,7 @@ def load_prompts(
             max_prompt_tokens=config.max_prompt_tokens,
             too_long=config.too_long,  # type: ignore[arg-type]
             refused=refused,
+            **_chats(config),
         )
 
     split = _load(config, "problems", required, tokenized, held_out, seed, refusals, _with_answers)
@@ -156,6 +158,8 @@ def load_examples(
                 config.messages_column,  # type: ignore[arg-type]
                 system_prompt=config.system_prompt,
                 refused=refused,
+                learn=config.learn,  # type: ignore[arg-type]
+                **_chats(config),
                 **_limits(config),
             )
 
@@ -176,6 +180,8 @@ def load_examples(
                 chat=config.chat,
                 system_prompt=config.system_prompt,
                 refused=refused,
+                learn=config.learn,  # type: ignore[arg-type]
+                **_chats(config),
                 **_limits(config),
             )
 
@@ -216,6 +222,7 @@ def load_pairs(
             chat=config.chat,
             system_prompt=config.system_prompt,
             refused=refused,
+            **_chats(config),
             **_limits(config),
         )
 
@@ -402,6 +409,12 @@ def _prompt_column(config: DataConfig, otherwise: str) -> str:
             f"of the prompts{otherwise}."
         )
     return config.prompt_column
+
+
+def _chats(config: DataConfig) -> dict[str, Any]:
+    """What chats are rendered with."""
+    context = TemplateContext.of(config.chat_template_options, config.date)
+    return {"context": context, "tools_column": None if config.task else config.tools_column}
 
 
 def _limits(config: DataConfig) -> dict[str, Any]:

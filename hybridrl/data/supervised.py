@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
+from hybridrl.conversations.messages import Message, Tool
+from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.core.batch import Batch
+from hybridrl.core.columns import python_values
 from hybridrl.data.chat import (
-    Message,
+    ChatRenderer,
     check_cell,
     check_chat,
     check_system_prompt,
     check_text,
-    cut_at_answers,
     messages_of,
     open_with,
     question_of,
 )
-from hybridrl.data.columns import column_of
-from hybridrl.data.encoding import encode_prompts, encode_turns, end_token, ended
+from hybridrl.data.columns import TOOLS, column_of, tools_cells
+from hybridrl.data.encoding import encode_prompts, encode_turns, end_token, ended, trimmed
 from hybridrl.data.lengths import TooLong, rows_within
 from hybridrl.data.refused_rows import RefusedRows
 from hybridrl.errors import DataError, RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+Learn = Literal["all", "last", "each"]
+CONVERSATION = "conversation"
+"""Where a conversation has become several rows: a number that they share."""
 
 
 class _Example(NamedTuple):
@@ -49,28 +56,37 @@ def tokenize_examples(
     max_response_tokens: int | None = None,
     too_long: TooLong = "error",
     refused: RefusedRows | None = None,
+    context: TemplateContext | None = None,
+    tools_column: str | None = TOOLS,
+    learn: Learn = "all",
 ) -> Batch:
     """Tokenizes each prompt, and each response followed by the end-of-sequence token.
 
     `chat` and `system_prompt` mean what they mean in `tokenize_prompts`. The response to a chat is
     an assistant's message and goes through the template as well; it may be a list of messages, of
-    which the assistant's are learned. Other responses are taken as they are. `refused` is what it
-    is in `tokenize_prompts`.
+    which the assistant's are learned as `learn` says. Other responses are taken as they are. The
+    further arguments are what they are in `tokenize_prompts`.
+
+    Args:
+        learn: Which answers of a conversation: `all`, in one row where the template shows each as
+            it is generated, else in several; `each` in a row of its own; or the `last` alone.
 
     Returns:
         A batch with the token-level columns `prompt_ids`, `response_ids` (everything after the
         prompt) and `response_mask` (uint8; 1 for the tokens to learn, the end included). Rows
-        dropped as too long are counted in a log message.
+        dropped as too long are counted in a log message. Where conversations have become several
+        rows, `conversation` says which belong together.
 
     Raises:
         DataError: if a column is missing, a prompt or response is not usable, or the tokenizer has
             no end-of-sequence token; names the row.
         ConfigError: if the settings contradict each other or the tokenizer.
     """
-    prompts = column_of(rows, prompt_column, "data.prompt_column").to_pylist()
-    responses = column_of(rows, response_column, "data.response_column").to_pylist()
+    prompts = python_values(column_of(rows, prompt_column, "data.prompt_column"))
+    responses = python_values(column_of(rows, response_column, "data.response_column"))
+    renderer = ChatRenderer(tokenizer, context, tools_column, learn)
 
-    def read(number: int, prompt: Any, response: Any) -> _Example:
+    def read(number: int, prompt: Any, response: Any, tools_cell: Any) -> list[_Example]:
         check_cell(number, response, response_column, "data.response_column", may_be_empty=True)
         check_cell(number, prompt, prompt_column, "data.prompt_column")
         chats = {prompt_column: prompt, response_column: response}
@@ -80,15 +96,18 @@ def tokenize_examples(
         if chats:
             asked = open_with(system_prompt, question_of(number, prompt, prompt_column))
             messages = asked + messages_of(number, response, "assistant")
-            return _example_of(number, messages, len(asked), tokenizer, response_column)
+            tools = renderer.tools(number, tools_cell)
+            return _examples_of(number, messages, len(asked), renderer, tools, response_column)
         check_text(number, prompt, prompt_column, "data.prompt_column")
         check_text(number, response, response_column, "data.response_column")
-        return _Example([prompt, response], is_chat=False)
+        renderer.note_unshown(tools_cell)
+        return [_Example([prompt, trimmed(response, tokenizer)], is_chat=False)]
 
     refused = RefusedRows() if refused is None else refused
-    examples = refused.map(read, prompts, responses)
+    examples = refused.map(read, prompts, responses, tools_cells(rows, tools_column))
     refused.kept(len(examples))
-    check_system_prompt(system_prompt, [e.is_chat for e in examples if e is not None])
+    renderer.tell()
+    check_system_prompt(system_prompt, [e.is_chat for one in examples for e in one or ()])
     read_ones = [r for r, e in zip(responses, examples, strict=True) if e is not None]
     if read_ones and not any(map(_says_something, read_ones)):
         raise DataError(
@@ -109,6 +128,9 @@ def tokenize_conversations(
     max_response_tokens: int | None = None,
     too_long: TooLong = "error",
     refused: RefusedRows | None = None,
+    context: TemplateContext | None = None,
+    tools_column: str | None = TOOLS,
+    learn: Learn = "all",
 ) -> Batch:
     """Tokenizes whole conversations, of which the assistant's turns are learned.
 
@@ -125,7 +147,9 @@ def tokenize_conversations(
         ConfigError: if the tokenizer has no chat template.
     """
 
-    def read(number: int, cell: Any) -> _Example:
+    renderer = ChatRenderer(tokenizer, context, tools_column, learn)
+
+    def read(number: int, cell: Any, tools_cell: Any) -> list[_Example]:
         if not isinstance(cell, list) or not cell:
             raise RowError(
                 f"Row {number} of the data has {cell!r} in the column `{messages_column}` "
@@ -134,12 +158,13 @@ def tokenize_conversations(
             )
         check_chat(number, cell, tokenizer, messages_column, None)
         messages = open_with(system_prompt, messages_of(number, cell))
-        return _example_of(number, messages, 0, tokenizer, messages_column)
+        tools = renderer.tools(number, tools_cell)
+        return _examples_of(number, messages, 0, renderer, tools, messages_column)
 
     refused = RefusedRows() if refused is None else refused
-    examples = refused.map(
-        read, column_of(rows, messages_column, "data.messages_column").to_pylist()
-    )
+    cells = python_values(column_of(rows, messages_column, "data.messages_column"))
+    examples = refused.map(read, cells, tools_cells(rows, tools_column))
+    renderer.tell()
     return _tokenize(examples, tokenizer, max_prompt_tokens, max_response_tokens, too_long, refused)
 
 
@@ -153,7 +178,7 @@ def tokenize_turns(rows: pa.Table, tokenizer: PreTrainedTokenizerBase) -> Batch:
         The columns of `tokenize_examples`.
     """
     prompts, turns = rows.column("prompt").to_pylist(), rows.column("turns").to_pylist()
-    examples = [_Example([p, *t], is_chat=False) for p, t in zip(prompts, turns, strict=True)]
+    examples = [[_Example([p, *t], is_chat=False)] for p, t in zip(prompts, turns, strict=True)]
     return _tokenize(examples, tokenizer, None, None, "error", RefusedRows())
 
 
@@ -164,13 +189,14 @@ def _says_something(response: str | list[Any]) -> bool:
     return any(message.get("content") or message.get("tool_calls") for message in response)
 
 
-def _example_of(
+def _examples_of(
     number: int,
     messages: list[Message],
     start: int,
-    tokenizer: PreTrainedTokenizerBase,
+    renderer: ChatRenderer,
+    tools: list[Tool],
     column: str,
-) -> _Example:
+) -> list[_Example]:
     """The assistant's messages from number `start` on are learned."""
     places = range(start, len(messages))
     answers = [place for place in places if messages[place]["role"] == "assistant"]
@@ -186,11 +212,12 @@ def _example_of(
             f"`{column}`, expected a message that it answers. Leave that message out.",
             "that begin with the assistant's message",
         )
-    return _Example(cut_at_answers(number, messages, answers, tokenizer), is_chat=True)
+    found = renderer.examples(number, messages, answers, tools)
+    return [_Example(texts, is_chat=True) for texts in found]
 
 
 def _tokenize(
-    found: Sequence[_Example | None],
+    found: Sequence[list[_Example] | None],
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int | None,
     max_response_tokens: int | None,
@@ -200,17 +227,20 @@ def _tokenize(
     if not found:
         raise DataError("There is nothing to tokenize: the data set has no rows.")
     refused.kept(len(found))
-    examples = [example or _Example(["", ""], is_chat=False) for example in found]
+    of_rows = [one or [_Example(["", ""], is_chat=False)] for one in found]
+    examples = [example for one in of_rows for example in one]
+    numbers = np.repeat(np.arange(len(found)), [len(one) for one in of_rows])
     end = end_token(tokenizer)
     prompts = [example.texts[0] for example in examples]
     is_chat = [example.is_chat for example in examples]
-    prompt_ids = encode_prompts(prompts, is_chat, tokenizer, refused)
-    among = refused.kept(len(found))
+    prompt_ids = encode_prompts(prompts, is_chat, tokenizer, refused, (numbers + 1).tolist())
+    among = np.flatnonzero(np.isin(numbers, refused.kept(len(found))))
     encoded = iter(encode_turns([text for e in examples for text in e.texts[1:]], tokenizer))
     response_ids, masks = [], []
     for example in examples:
         turns = [next(encoded) for _ in example.texts[1:]]
-        turns[-1] = ended(turns[-1], end)
+        if not example.is_chat:  # whose template says where its turns end
+            turns[-1] = ended(turns[-1], end)
         is_answer = [place % 2 == 0 for place in range(len(turns))]
         response_ids.append(np.concatenate(turns))
         masks.append(np.repeat(np.array(is_answer, np.uint8), [len(turn) for turn in turns]))
@@ -219,6 +249,8 @@ def _tokenize(
         "response_ids": response_ids,
         "response_mask": masks,
     }
+    if len(examples) > len(found):
+        columns[CONVERSATION] = numbers
     short = rows_within(
         prompt_ids,
         max_prompt_tokens,
@@ -227,6 +259,7 @@ def _tokenize(
         what="prompt",
         too_long=too_long,
         among=among,
+        numbers=numbers + 1,
     )
     kept = np.intersect1d(
         short,
@@ -238,6 +271,7 @@ def _tokenize(
             what="response",
             too_long=too_long,
             among=among,
+            numbers=numbers + 1,
         ),
     )
     if not len(kept):

@@ -9,10 +9,14 @@ from typing import Any
 import numpy as np
 
 from hybridrl.config.eval_sets import AT_K, OF_ANSWERS, Metric
+from hybridrl.data.encoding import shortened
 from hybridrl.evaluation.certainty import Difference, Estimate, estimate, paired, unpaired
 from hybridrl.evaluation.measures import measure
 from hybridrl.evaluation.samples import Samples
 from hybridrl.observe.evaluations import named_evaluations, newest_of_sets
+
+MOST = 0.5
+"""Of the responses: from more truncated ones on their scores are doubted."""
 
 
 def estimates(
@@ -29,6 +33,36 @@ def estimates(
         for source in sorted(set(sources)):
             rows = np.asarray([one == source for one in sources])
             found[f"{metric}/{source}"] = estimate(values[rows])
+    return found
+
+
+def doubts(samples: Samples, set_name: str, max_tokens: str, *, unscored: bool) -> list[str]:
+    """Sentences on figures that say little of the model: most of the responses were cut off, or
+    none scored.
+
+    Args:
+        set_name: As a person reads it.
+        max_tokens: The setting that ends a response, and its value.
+        unscored: Whether it is worth a word that none scored above 0.
+    """
+    kinds = [one for one in (samples.greedy, samples.sampled) if one is not None]
+    truncated = np.concatenate([one.truncated.ravel() for one in kinds])
+    scores = np.concatenate([one.scores.ravel() for one in kinds])
+    found = []
+    if truncated.mean() > MOST:
+        found.append(
+            f"Evaluation of {set_name}: {truncated.sum():.0f} of {len(truncated)} responses ended "
+            f"at {max_tokens}, so their scores say little of the model. Raise it."
+        )
+    known = scores[~np.isnan(scores)]
+    if unscored and len(known) and not (known > 0).any():
+        answer = (samples.column("answer") if "answer" in samples.table.column_names else [""])[0]
+        found.append(
+            f"Evaluation of {set_name}: none of {len(known)} responses scored above 0. "
+            + (f"The first was held against the answer {shortened(answer)}. " if answer else "")
+            + "Check the reward function, and how the rows are read (data.answer_column, "
+            "data.answer_format)."
+        )
     return found
 
 

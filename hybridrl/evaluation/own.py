@@ -20,8 +20,10 @@ import pyarrow as pa
 
 from hybridrl.config.schema import DataConfig
 from hybridrl.controller import BatchRef, WorkerGroup
+from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.core import user_code
 from hybridrl.core.batch import Batch
+from hybridrl.data.columns import table_of
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.errors import ConfigError, DataError, HybridRLError, nearest
 from hybridrl.rollout import Sampling
@@ -150,7 +152,7 @@ class Model:
             row["answer"] = row.get("answer", "") if answer is None else answer
         has_answers = all(str(row["answer"]).strip() for row in rows)
         try:
-            table = pa.Table.from_pylist(rows)
+            table = table_of(rows)
         except (pa.ArrowException, OverflowError) as error:
             raise DataError(f"The prompts must all be of one kind: {error}") from error
         return tokenize_prompts(
@@ -159,6 +161,8 @@ class Model:
             prompt_column="prompt",
             answer_column="answer" if has_answers else None,
             max_prompt_tokens=self._data.max_prompt_tokens,
+            context=TemplateContext.of(self._data.chat_template_options, self._data.date),
+            tools_column=None,
         )
 
     def _asked(self, prompt: Any) -> Any:

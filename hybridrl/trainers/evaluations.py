@@ -14,7 +14,7 @@ from hybridrl.config.load import to_plain
 from hybridrl.evaluation import own
 from hybridrl.evaluation.answers import draw, keys_of, table_of
 from hybridrl.evaluation.extraction import extraction
-from hybridrl.evaluation.figures import Baseline, estimates
+from hybridrl.evaluation.figures import Baseline, doubts, estimates
 from hybridrl.evaluation.samples import Samples
 from hybridrl.evaluation.sets import EvalSet
 from hybridrl.observe.evaluation_table import evaluation_table, table_text
@@ -49,7 +49,7 @@ class Evaluations:
             config, self._trains
         )
         self._named = None if config.eval.baseline is None else Baseline.named(config.eval.baseline)
-        self._remarked: set[str] = set()
+        self._remarked: set[tuple[str, str]] = set()
 
     def due(self, step: int, last: bool = False, but: Sequence[str] = ()) -> list[str]:
         """The names of the sets to be evaluated after this step, 0 being before the first.
@@ -105,7 +105,13 @@ class Evaluations:
             return
         if sets := newest_of_sets(self.file.read()):
             against = f", against {config.eval.baseline}" if self._named else ""
-            self.view.message(table_text(evaluation_table(sets, f"evaluations{against}")))
+            table = table_text(evaluation_table(sets, f"evaluations{against}"))
+            self.view.message("\n".join([table, *self.doubts()]))
+
+    def doubts(self) -> list[str]:
+        """What makes figures of the newest evaluations say little; see `figures.doubts`."""
+        newest = newest_of_sets(self.file.read()).values()
+        return [said for each in newest for said in each.get("doubts", ())]
 
     def compared(self) -> dict[str, Any]:
         """For the summary: of each metric of the newest evaluations how it differs from the
@@ -131,7 +137,9 @@ class Evaluations:
             keys = keys_of(job.held_out)
             table = table_of(drawn, keys, config.reward.correct_at, extract, [by] if by else [])
             name = _name_of(role, HELD_OUT)
-            entries[name] = self._kept(step, name, table, metrics, by) | {
+            limit = f"rollout.max_tokens={sampling.max_tokens}"
+            said = doubts(Samples(table), "the held-out rows", limit, unscored=not self._trains)
+            entries[name] = self._kept(step, name, table, metrics, by, said) | {
                 "sampling": asdict(sampling) | {"samples": k},
                 "correct_at": config.reward.correct_at,
             }
@@ -175,7 +183,9 @@ class Evaluations:
         by = settings.own.by_column
         keys, correct_at = keys_of(one.rows), settings.reward.correct_at
         table = table_of(drawn, keys, correct_at, one.extract, [by] if by else [])
-        return self._kept(step, name, table, settings.metrics, by) | self._how(one, role)
+        limit = f"{settings.setting}.max_tokens={one.sampling.max_tokens}"
+        said = doubts(Samples(table), f"`{one.name}`", limit, unscored=True)
+        return self._kept(step, name, table, settings.metrics, by, said) | self._how(one, role)
 
     def _of_function(self, one: EvalSet, role: str, step: int) -> dict[str, Any] | None:
         """What a function of the user's says; None if the set has none."""
@@ -213,9 +223,15 @@ class Evaluations:
         return how if role == ACTOR else how | {"role": role}
 
     def _kept(
-        self, step: int, name: str, table: Any, metrics: Sequence[Metric], by: str | None
+        self,
+        step: int,
+        name: str,
+        table: Any,
+        metrics: Sequence[Metric],
+        by: str | None,
+        doubts: list[str],
     ) -> dict[str, Any]:
-        """Writes samples, and gives the metrics with how sure they are."""
+        """Writes samples, and gives the metrics with how sure they are, and why to doubt them."""
         samples, directory = Samples(table), self.job.directory
         found = estimates(samples, metrics, by)
         path = directory.write_evaluated(name, step, table)
@@ -224,6 +240,8 @@ class Evaluations:
             "samples": str(path.relative_to(directory.path)),
             "metrics": {metric: one._asdict() for metric, one in found.items()},
         }
+        if doubts:
+            entry["doubts"] = doubts
         baseline = self._baseline(step, name)
         if baseline is not None:
             entry["baseline"] = baseline.origin(name)
@@ -236,10 +254,13 @@ class Evaluations:
         job = self.job
         for name, entry in sets.items():
             baseline = self._baseline(step, name)
-            said = "" if baseline is None else baseline.remark(name, entry)
-            if said and said not in self._remarked:
-                self._remarked.add(said)
-                self.view.message(said)
+            remarks = [*entry.get("doubts", ())] if self._trains else []  # else beside the table
+            remarks += [] if baseline is None else [baseline.remark(name, entry)]
+            for said in filter(None, remarks):
+                kind = name, re.sub(r"\d+", "", said)  # once, whatever the counts are
+                if kind not in self._remarked:
+                    self._remarked.add(kind)
+                    self.view.message(said)
         found = {
             "step": step,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -350,6 +350,8 @@ class Loop:
         save_models(self.job, self.view, until)
         if compared := self.evaluations.compared():
             self.summary["against_baseline"] = compared
+        if doubts := self.evaluations.doubts():
+            self.summary["evaluation_doubts"] = doubts
         write_summary(self.job, self.summary, error)
         self.evaluations.show()
         try:

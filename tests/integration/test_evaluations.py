@@ -92,6 +92,14 @@ def test_sets_beside_the_held_out_rows_and_an_early_end(sets, tmp_path, capsys):
     assert found[0]["model_step"] == 3 and sorted(found[0]["sets"]) == ["easy", "own"]
     accuracy = found[0]["sets"]["easy"]["metrics"]["accuracy"]
     assert accuracy["difference"]["test"] == "McNemar"
+    # The command of the page: sets of other data alone, with no data of the job.
+    only = ["algorithm=evaluate", *INLINE[:2], f"model.path={model}", "eval.sets.math.max_tokens=2"]
+    easy = sets[0].partition("=")[2]
+    capsys.readouterr()
+    main.run(load_config([*only, f"eval.sets.math.data.path={easy}", f"run.directory={alone}2"]))
+    summary = json.loads((tmp_path / "alone2" / "summary.json").read_text())
+    (cut,) = [said for said in summary["evaluation_doubts"] if "ended at" in said]
+    assert "ended at eval.sets.math.max_tokens=2" in cut and cut in capsys.readouterr().out
 
 
 @pytest.mark.ray

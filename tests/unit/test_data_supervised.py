@@ -127,9 +127,96 @@ def test_turns_that_follow_each_other_and_other_roles():
     assert shown(batch, build_tokenizer())[0][1] == "yes<eos>[ t-1+1<eos> a-]2<eos>[ a-]3<eos>"
 
 
+@pytest.mark.parametrize(
+    ("learn", "expected"),
+    [
+        (
+            "all",
+            [("u-hi<eos> a-", "==yes<eos>"), ("u-hi<eos> a-yes<eos> u-so<eos> a-", "==no<eos>")],
+        ),
+        ("last", [("u-hi<eos> a-yes<eos> u-so<eos> a-", "==no<eos>")]),
+    ],
+)
+def test_answers_are_learned_as_they_are_generated(learn, expected, caplog):
+    rows = [TALK, TALK[:2]]
+    batch = conversations(rows, FORGETFUL, learn=learn)
+    assert shown(batch, build_tokenizer()) == [*expected, ("u-hi<eos> a-", "==yes<eos>")]
+    assert ("1 conversations became 2 rows" in caplog.text) == (learn == "all")
+    if learn == "all":
+        assert batch["conversation"].tolist() == [0, 0, 1]
+
+
+def test_each_answer_in_a_row_of_its_own():
+    batch = conversations([TALK], CLOSING, learn="each")
+    assert shown(batch, build_tokenizer()) == [
+        ("u-hi<eos> a-", "yes<eos>"),
+        ("u-hi<eos> a-yes<eos> u-so<eos> a-", "no<eos>"),
+    ]
+    assert "conversation" not in conversations([TALK], CLOSING).columns
+
+
+def test_only_the_answers_that_a_rendering_changes_need_another():
+    """Thoughts stay until the next question, as in Qwen3's template for tool calls."""
+    template = CLOSING.replace(
+        "{{ m.content",
+        "{% set ns = namespace(last=0) %}{% for n in messages %}{% if n.role == 'user' %}"
+        "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+        "{% if m.role == 'assistant' and loop.index0 > ns.last %}=={% endif %}{{ m.content",
+    )
+    talk = [*TALK[:3], TALK[3], say("tool", "1"), say("assistant", "2")]
+    assert shown(conversations([talk], template), build_tokenizer()) == [
+        ("u-hi<eos> a-", "==yes<eos>"),
+        ("u-hi<eos> a-yes<eos> u-so<eos> a-", "==no<eos>[ t-1<eos> a-]==2<eos>"),
+    ]
+
+
+def test_a_turn_ends_with_the_control_token_that_closes_it():
+    """Not also with the end-of-sequence token, which nobody generates there."""
+    closed = CLOSING.replace("<eos>", "<unk>")
+    assert shown(conversations([TALK], closed), build_tokenizer()) == [
+        ("u-hi<unk> a-", "yes<unk>[ u-so<unk> a-]no<unk>")
+    ]
+    opened = "{% for m in messages %}<unk>{{ m.role[0] }}-{{ m.content }}{% endfor %}"
+    opened += "{% if add_generation_prompt %}<unk>a-{% endif %}"
+    assert shown(conversations([TALK], opened), build_tokenizer()) == [
+        ("<unk>u-hi<unk>a-", "yes<unk>[u-so<unk>a-]no<eos>")
+    ]
+    other_end = CLOSING.replace("<eos>", "{{ '<eos>' if loop.last else '<unk>' }}")
+    assert shown(conversations([TALK], other_end), build_tokenizer()) == [
+        ("u-hi<eos> a-", "yes<eos>"),
+        ("u-hi<unk> a-yes<unk> u-so<eos> a-", "no<eos>"),
+    ]
+    other_end = other_end.replace("loop.last", "loop.last and m.role == 'assistant'")
+    assert shown(conversations([TALK], other_end), build_tokenizer()) == [
+        ("u-hi<unk> a-", "yes<eos>"),
+        ("u-hi<unk> a-yes<unk> u-so<unk> a-", "no<eos>"),
+    ]
+
+
+def test_a_thought_that_the_generation_prompt_opens_is_learned():
+    from agent_cases import merging_tokenizer
+
+    tokenizer = merging_tokenizer("plain")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content.split('</think>')[-1] }}<|end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}assistant:<think>\n{% endif %}"
+    )
+    user = say("user", "1+1")
+    for answer in (
+        say("assistant", "<think>\neasy\n</think>\n\n2"),
+        say("assistant", "2", reasoning_content="easy"),
+    ):
+        rows = pa.Table.from_pylist([{"messages": [user, answer]}])
+        batch = tokenize_conversations(rows, tokenizer, "messages")
+        assert shown(batch, tokenizer) == [
+            ("user:1+1<|end|>\nassistant:<think>\n", "easy\n</think>\n\n2<|end|>")
+        ]
+    rows = pa.Table.from_pylist([{"messages": [user, say("assistant", "2")]}])
+    with pytest.raises(DataError, match=r"opens a thought .*message 2 of row 1 .*has none"):
+        tokenize_conversations(rows, tokenizer, "messages")
+
+
 def test_a_template_that_rewrites_turns_is_refused_with_a_cure():
-    with pytest.raises(DataError, match=r"message 2 of row 1 .*Make one row of each of the"):
-        conversations([TALK], FORGETFUL)
     tokenizer = with_template(FORGETFUL)
     batch = examples([{"prompt": TALK[:3], "response": "no"}], tokenizer)
     assert shown(batch, tokenizer) == [("u-hi<eos> a-yes<eos> u-so<eos> a-", "==no<eos>")]

@@ -21,7 +21,7 @@ from hybridrl.evaluation import own
 from hybridrl.evaluation.answers import keys_of
 from hybridrl.evaluation.certainty import estimate, mcnemar, paired, unpaired
 from hybridrl.evaluation.extraction import extraction
-from hybridrl.evaluation.figures import Baseline, estimates
+from hybridrl.evaluation.figures import Baseline, doubts, estimates
 from hybridrl.evaluation.measures import majority_at_k, measure, pass_at_k
 from hybridrl.evaluation.samples import Samples
 from hybridrl.evaluation.sets import sampling_of
@@ -276,3 +276,20 @@ def test_a_function_of_the_users_is_given_what_it_names(tmp_path):
         own.evaluate("eval.sets.x.function", f"{file}:wrong", given)
     with pytest.raises(ConfigError, match=r"(?s)raised ZeroDivisionError.*return 1 / 0"):
         own.evaluate("eval.sets.x.function", f"{file}:fails", given)
+
+
+def test_truncated_and_unscored_evaluations_are_doubted():
+    def said(found, **how):
+        return doubts(found, "`math`", "rollout.max_tokens=8", **{"unscored": True, **how})
+
+    assert said(samples([[1.0, 0.0], [0.0, 0.0]])) == []  # half of them is not most
+    (unscored,) = said(samples([[0.0, -1.0], [0.0, float("nan")]]))
+    assert "none of 3 responses scored above 0" in unscored and "data.answer_format" in unscored
+    assert said(samples([[0.0, 0.0]]), unscored=False) == []
+    assert said(samples([[float("nan")] * 2])) == []
+    found = samples([[1.0], [1.0], [0.0]], greedy=True)
+    cut = found.table.set_column(7, "finish_reason", pa.array(["length", "length", "stop"]))
+    (truncated,) = said(Samples(cut))
+    assert "2 of 3 responses ended at rollout.max_tokens=8" in truncated
+    named = samples([[0.0]]).table.append_column("answer", pa.array(["so it is #### 5"]))
+    assert "held against the answer 'so it is #### 5'" in said(Samples(named))[0]
