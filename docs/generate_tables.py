@@ -15,6 +15,7 @@ from hybridrl.config.schema import RolloutConfig
 from hybridrl.controller import Worker
 from hybridrl.controller.protocol import Transfer
 from hybridrl.core.batch import LIBRARY_COLUMNS
+from hybridrl.trainers.policy import PolicyTrainer
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.reference import ReferenceWorker
@@ -24,6 +25,9 @@ from hybridrl.workers.reward_model import RewardModelWorker
 PAGE = Path(__file__).parent / "drivers.md"
 BEGIN = "<!-- Written by docs/generate_tables.py from the workers' own @transfer. -->"
 END = "<!-- End of what is written. -->"
+TRAINER_BEGIN = "<!-- Written by docs/generate_tables.py from PolicyTrainer. -->"
+TRAINER_END = "<!-- End of PolicyTrainer. -->"
+OF_TRAINER = ("samples", "judge", "rewarded", "unfold", "score", "learn")
 OF_DATA = "a column of the data"
 """Stands for every name that the library does not know."""
 PLUMBING = {
@@ -84,11 +88,33 @@ def tables() -> str:
     return "\n\n".join(found)
 
 
+def trainer_table() -> str:
+    """A row for each method of a PolicyTrainer that a step calls."""
+    rows = ["| method | |", "|---|---|"]
+    for name in OF_TRAINER:
+        method = getattr(PolicyTrainer, name)
+        parameters = list(inspect.signature(method).parameters.values())[1:]
+        shown = ", ".join(str(one).partition(":")[0] + _default(one) for one in parameters)
+        shown = shown.replace("log_probs", "*, log_probs") if name == "score" else shown
+        about = (inspect.getdoc(method) or "").partition("\n\n")[0].replace("\n", " ")
+        rows.append(f"| `{name}({shown})` | {about} |")
+    return "\n".join(rows)
+
+
+def _default(parameter: inspect.Parameter) -> str:
+    return "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+
+
 def written(page: str) -> str:
-    """The page with the tables as they are now between its two marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
+    """The page with the tables as they are now between their marks."""
+    for begin, end, table in (
+        (BEGIN, END, tables()),
+        (TRAINER_BEGIN, TRAINER_END, trainer_table()),
+    ):
+        before, _, rest = page.partition(begin)
+        _, _, after = rest.partition(end)
+        page = f"{before}{begin}\n\n{table}\n\n{end}{after}"
+    return page
 
 
 def _rows(group: Group) -> list[str]:

@@ -14,14 +14,22 @@ PROGRAMS = ("hybridrl", "python", "make")
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 
+EXCERPT = re.compile(r"<!-- excerpt: (.+) -->$")
+
+
 class Block(NamedTuple):
-    """A block of code. `language` is what stands behind its fence; of one that is only indented,
-    `indented`."""
+    """A block of code.
+
+    Attributes:
+        language: What stands behind its fence; of one that is only indented, `indented`.
+        excerpt: Why it is not run, from the comment `<!-- excerpt: why -->` above its fence.
+    """
 
     page: Path
     line: int
     language: str
     text: str
+    excerpt: str = ""
 
     @property
     def name(self) -> str:
@@ -42,7 +50,7 @@ class Command(NamedTuple):
 
 def blocks(page: Path) -> Iterator[Block]:
     """All blocks of a page, in order."""
-    language, begin, held, previous = "", 0, [], ""
+    language, begin, held, previous, why = "", 0, [], "", ""
     for number, line in enumerate([*page.read_text(encoding="utf-8").splitlines(), ""], 1):
         fence = line.startswith("```")
         indented = line.startswith("    ") or (language == "indented" and not line.strip())
@@ -50,8 +58,8 @@ def blocks(page: Path) -> Iterator[Block]:
             if not fence:
                 held.append(line)
                 continue
-            yield Block(page, begin, language, "\n".join(held))
-            language, held = "", []
+            yield Block(page, begin, language, "\n".join(held), why)
+            language, held, why = "", [], ""
         elif indented and (language or not previous.strip()):
             if not language:
                 language, begin = "indented", number
@@ -61,7 +69,8 @@ def blocks(page: Path) -> Iterator[Block]:
                 yield Block(page, begin, language, "\n".join(held))
                 language, held = "", []
             if fence:
-                language, begin = line[3:].strip() or "text", number + 1
+                language, begin = line[3:].strip() or "none", number + 1
+                why = found[1] if (found := EXCERPT.match(previous)) else ""
         previous = line
 
 
@@ -69,7 +78,7 @@ def commands(page: Path) -> Iterator[Command]:
     """Commands of the project in a page's blocks, and between single backquotes in its text, which
     may not go on in the next line."""
     for block in blocks(page):
-        if block.language in ("text", "bash", "sh", "indented"):
+        if block.language in ("text", "bash", "console"):
             whole = block.text.replace("\\\n", " " * 2)
             for offset, line in enumerate(whole.splitlines()):
                 yield from _command(page, block.line + offset, line)
