@@ -22,6 +22,7 @@ from hybridrl.config.schema import (
     RolloutParallelConfig,
 )
 from hybridrl.controller import Worker
+from hybridrl.conversations.rendering import TemplateContext, check_options
 from hybridrl.data.mixture import rewards_of, source_names
 from hybridrl.models import load_tokenizer
 from hybridrl.placement import GENERATOR, Placement
@@ -86,6 +87,7 @@ def _source(job: Built, path: str | None = None) -> ModelSource:
         save_dtype=job.config.model.save_dtype,
         file_bytes=round(job.config.model.file_gib * 2**30),
         seed=job.config.run.seed,
+        template=TemplateContext.of(job.config.data.chat_template_options, job.config.data.date),
     )
 
 
@@ -165,7 +167,7 @@ def _scores(job: Built, role: str, kind: str) -> Keywords:
         "tokenizer": job.tokenizer_path,
         "model": _own_source(job, role) if config.model else None,
         "model_config": replace(_training(job, role), lora=LoraSettings()),
-        "judge": _judge(job, config.judge) if config.judge.path else None,
+        "judge": _judge(job, kind, config.judge) if config.judge.path else None,
         "rollout": job.config.rollout,
         "kind": kind,
         "job": job.name,
@@ -176,13 +178,18 @@ def _scores(job: Built, role: str, kind: str) -> Keywords:
     }
 
 
-def _judge(job: Built, config: JudgeConfig) -> ModelSource:
-    source = _source(job, config.path)
+def _judge(job: Built, kind: str, config: JudgeConfig) -> ModelSource:
+    source, tokenizer = _source(job, config.path), load_tokenizer(config.path)
+    template = source.template
+    if (options := config.chat_template_options) is not None:
+        check_options(options, tokenizer, f"{kind}.judge.chat_template_options")
+        template = replace(template, options=options)
     return replace(
         source,
         tokenizer=config.path,
         context_length=config.context,
-        eos_token_ids=end_tokens(config.path, load_tokenizer(config.path)),
+        eos_token_ids=end_tokens(config.path, tokenizer),
+        template=template,
     )
 
 

@@ -263,10 +263,10 @@ class Pump:
         self.thread.join(60)
 
 
-def endpoint_of(tokenizer, **options) -> Endpoint:
+def endpoint_of(tokenizer, context=None, **options) -> Endpoint:
     """An endpoint with the template's chat."""
     options = {"model": "m", "vocabulary": len(tokenizer), "context_length": 4096} | options
-    return Endpoint(tokenizer, TemplateChat(tokenizer), **options)
+    return Endpoint(tokenizer, TemplateChat(tokenizer, context), **options)
 
 
 TRAINED = Sampling(256, temperature=0.7)

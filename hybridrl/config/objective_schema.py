@@ -46,6 +46,8 @@ class JudgeConfig:
     template: Annotated[Name | None, JUDGED] = None
     """A text file in which `{prompt}`, `{response}`, `{answer}` and any other column of the data
     stand for their values; null: a general one."""
+    chat_template_options: Annotated[dict[str, Any] | None, JUDGED] = None
+    """Variables of the judge's own chat template; null: `data.chat_template_options`."""
     mode: Annotated[str, OneOf("grade", "rank"), JUDGED] = "grade"
     """`grade`: each response by itself; `rank`: all responses to a prompt are put in order in one
     request, in a random order, and score from 1, the best, to 0."""

@@ -296,6 +296,8 @@ class ChatRenderer:
                 name,
             )
         shows = "tools" in template_variables(self._tokenizer)
+        if shows and counts["tools"]:
+            _log.warning("%d rows have tools, which their prompts show.", counts["tools"])
         if unshown := counts["unshown"] + (0 if shows else counts["tools"]):
             cause = "the prompts are plain text"
             if not counts["unshown"]:

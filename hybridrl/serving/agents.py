@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridrl.config.schema import EnvironmentConfig, RolloutConfig
+from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.core.batch import Batch
 from hybridrl.environments.adapters.episode import MODEL
 from hybridrl.environments.play import Play, Played
@@ -272,6 +273,7 @@ def agent_rollout(
     vocabulary: int,
     context_length: int,
     replica: int,
+    template: TemplateContext | None = None,
     announced_at: Path | None = None,
 ) -> AgentRollout:
     """The endpoint of a replica, with the programs that the settings ask for.
@@ -280,12 +282,13 @@ def agent_rollout(
         model: Its folder or hub name; programs call it by `MODEL`.
         vocabulary: Token ids are less than this.
         replica: Its number; each has a port of its own.
+        template: Options of the chat template where a request has none, and the run's date.
         announced_at: Where programs from outside find address and token.
     """
     outside = None if environment.name else OutsidePrograms(environment.timeout_s)
     endpoint = Endpoint(
         tokenizer,
-        chat_of(tokenizer, model),
+        chat_of(tokenizer, model, template),
         model=MODEL,
         vocabulary=vocabulary,
         context_length=context_length,

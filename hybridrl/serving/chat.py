@@ -9,7 +9,8 @@ tokenized.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hybridrl.conversations.messages import Message, Tool
 from hybridrl.errors import HybridRLError
@@ -29,6 +30,14 @@ class Chat(ABC):
     """
 
     stop_token_ids: tuple[int, ...] = ()
+
+    @abstractmethod
+    def with_options(self, options: Mapping[str, Any]) -> Chat:
+        """Return the chat whose template has these variables, which win over those of the job.
+
+        Raises:
+            ChatError: if the template does not read one of them.
+        """
 
     @abstractmethod
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hybridrl.conversations.messages import Message, Tool, parsed_arguments
@@ -83,13 +83,15 @@ def call_ids(seed: int, count: int) -> list[str]:
     return [digest[:9] for digest in digests]
 
 
-def prefix_keys(messages: Sequence[Message], tools: Sequence[Tool]) -> Iterator[str]:
+def prefix_keys(
+    messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any] | None = None
+) -> Iterator[str]:
     """Names of the conversations that consist of the first message, of the first two, and so on.
 
     Conversations with the same name mean the same: ids of calls, what was thought, and how JSON is
     written make no difference, for programs lose or rewrite these.
     """
-    digest = hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps([list(tools), dict(options or {})], sort_keys=True).encode())
     for message in messages:
         meaning: list[Any] = [message["role"], message.get("content") or ""]
         for call in message.get("tool_calls") or []:

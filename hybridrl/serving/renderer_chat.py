@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.conversations.messages import Message, Tool, read_messages
+from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.serving.chat import Chat, ChatError
 from hybridrl.serving.messages import Call, Said, as_json
 from hybridrl.serving.session import Known
@@ -17,31 +19,39 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
+_DATE = "conversation_start_date"
+"""What renderers call the date that a template asks the clock for."""
 
 
 class RendererChat(Chat):
     """By the package `renderers`, which knows the formats of many models: what they think, and how
-    they call tools."""
+    they call tools. Prompts are those of the tokenizer's own template, as in the data.
 
-    def __init__(self, renderer: Any) -> None:
-        self._renderer = renderer
+    Args:
+        renderer: Reads what the model wrote.
+        template: Writes the prompts.
+        kind: The name of the renderer in its package.
+    """
+
+    def __init__(self, renderer: Any, template: TemplateChat, kind: str) -> None:
+        self._renderer, self._template, self._kind = renderer, template, kind
         self.stop_token_ids = tuple(renderer.get_stop_token_ids())
+        bridge = _renderer_of(kind, template)
+        self._bridge = bridge if bridge and _agree(bridge, template, _PROBES[:1]) else None
+
+    def with_options(self, options: Mapping[str, Any]) -> RendererChat:
+        return RendererChat(self._renderer, self._template.with_options(options), self._kind)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        try:
-            return list(
-                self._renderer.render_ids(
-                    read_messages(messages), tools=list(tools) or None, add_generation_prompt=True
-                )
-            )
-        except Exception as error:  # of many kinds, as the renderers are
-            raise ChatError(f"The chat template refuses these messages: {error}") from error
+        return self._template.prompt(messages, tools)
 
     def continuation(
         self, messages: Sequence[Message], tools: Sequence[Tool], at: int, known: Known
     ) -> list[int] | None:
+        if self._bridge is None:  # it does not know the template's options
+            return self._template.continuation(messages, tools, at, known)
         try:
-            found = self._renderer.bridge_to_next_turn(
+            found = self._bridge.bridge_to_next_turn(
                 known.prompt_ids,
                 known.token_ids,
                 read_messages(messages[at + 1 :]),
@@ -71,35 +81,53 @@ class RendererChat(Chat):
         )
 
 
-def chat_of(tokenizer: PreTrainedTokenizerBase, model: str) -> Chat | None:
+def chat_of(
+    tokenizer: PreTrainedTokenizerBase, model: str, context: TemplateContext | None = None
+) -> Chat | None:
     """The chat of a model; None if its tokenizer has no chat template.
 
     Args:
         model: Its folder or hub name. A renderer is taken by that, if it writes a conversation just
             as the tokenizer's own template does.
+        context: Options of the template, and the date of the run.
     """
     if not tokenizer.chat_template:
         return None
-    chat = TemplateChat(tokenizer)
-    known = map(RendererChat, _renderers_of(tokenizer, model))
-    return next((one for one in known if _agree(one, chat)), chat)
+    template = TemplateChat(tokenizer, context)
+    plain = TemplateChat(tokenizer, replace(template.context, options={}))
+    for kind in _kinds_of(model):
+        renderer = _renderer_of(kind, plain)
+        if renderer is not None and _agree(renderer, plain, _PROBES):
+            return RendererChat(renderer, template, kind)
+    return template
 
 
-def _renderers_of(tokenizer: PreTrainedTokenizerBase, model: str) -> Iterator[Any]:
+def _kinds_of(model: str) -> list[str]:
     """The renderers of the package `renderers` for models of this name: those of several owners may
     have the same."""
     try:
-        from renderers import config_from_name, create_renderer
         from renderers.base import MODEL_RENDERER_MAP
     except ImportError:
-        return
+        return []
     last = model.rstrip("/").rpartition("/")[2]
     kinds = [k for name, k in MODEL_RENDERER_MAP.items() if name.rpartition("/")[2] == last]
-    for kind in dict.fromkeys(kinds):
-        try:
-            yield create_renderer(tokenizer, config_from_name(kind))
-        except Exception as error:  # it wants tokens that this tokenizer lacks, say
-            _log.info("no renderer for %s: %s", model, error)
+    return list(dict.fromkeys(kinds))
+
+
+def _renderer_of(kind: str, template: TemplateChat) -> Any:
+    """The renderer with the template's options and date; None if it does not know them."""
+    from renderers import config_from_name, create_renderer
+    from renderers.base import merge_chat_template_kwargs, template_field_names
+
+    options, date = dict(template.context.options), template.context.date
+    try:
+        config: Any = config_from_name(kind)
+        if date is not None and _DATE in template_field_names(config):
+            options = {_DATE: date.isoformat(), **options}
+        return create_renderer(template.tokenizer, merge_chat_template_kwargs(config, options))
+    except Exception as error:  # it wants tokens that this tokenizer lacks, say
+        _log.info("no renderer %s for %s: %s", kind, template.tokenizer.name_or_path, error)
+        return None
 
 
 _PROBES: tuple[list[Message], ...] = (
@@ -117,13 +145,14 @@ _PROBE_TOOL: Tool = {
 }
 
 
-def _agree(renderer: Chat, template: Chat) -> bool:
+def _agree(renderer: Any, template: Chat, probes: Sequence[list[Message]]) -> bool:
     """Whether both write conversations alike. A model that was trained on from one of this name may
     have another template."""
-    for messages, tools in itertools.product(_PROBES, ([], [_PROBE_TOOL])):
+    for messages, tools in itertools.product(probes, ([], [_PROBE_TOOL])):
         try:
-            if renderer.prompt(messages, tools) != template.prompt(messages, tools):
+            found = renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True)
+            if list(found) != template.prompt(messages, tools):
                 return False
-        except ChatError:
+        except Exception:  # of many kinds, as the renderers are
             return False
     return True

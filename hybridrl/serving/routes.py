@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SESSION = "X-Session-ID"
+MOST_CHATS = 64
+"""Chats with different options that are kept."""
 LONG_POLL_S = 30.0
 """So long a program waits for an episode before it has to ask again."""
 
@@ -62,6 +66,7 @@ class Routes:
         self._tokenizer = tokenizer
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         self._chat = chat
+        self._chat_with = lru_cache(MOST_CHATS)(self._make_chat)
         self._sessions = sessions
         self._exchange = exchange
         self._outside = outside
@@ -105,11 +110,15 @@ class Routes:
         self._check_length(*(str(message.get("content") or "") for message in asked.messages))
         place = self._place(request, asked.wishes.seed)
         try:
-            prompt_ids = self._chat_prompt(self._chat, asked, place)
+            chat = self._chat_with(json.dumps(asked.options, sort_keys=True))
+        except ChatError as error:
+            raise RefusedError(400, str(error), param="chat_template_kwargs") from error
+        try:
+            prompt_ids = self._chat_prompt(chat, asked, place)
         except ChatError as error:
             raise RefusedError(400, str(error), param="messages") from error
-        shape = ChatShape(self._model, asked, self._tokenizer, self._chat)
-        ends = self._chat.stop_token_ids
+        shape = ChatShape(self._model, asked, self._tokenizer, chat)
+        ends = chat.stop_token_ids
         return await self._answer(request, place, [prompt_ids], shape, ends)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -206,13 +215,19 @@ class Routes:
                 return await refused(events, error)
             raise
 
+    def _make_chat(self, options: str) -> Chat:
+        """The chat with options of a request, as JSON."""
+        assert self._chat is not None
+        found = json.loads(options)
+        return self._chat.with_options(found) if found else self._chat
+
     def _chat_prompt(self, chat: Chat, asked: ChatRequest, place: Place) -> list[int]:
         """The tokens of a conversation. Where it goes on after a turn of this session, that turn
         has the tokens that were sampled."""
         messages, tools = asked.messages, asked.tools
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if turns and (at := turns[-1]) < len(messages) - 1:
-            *_, key = prefix_keys(messages[: at + 1], tools)
+            *_, key = prefix_keys(messages[: at + 1], tools, asked.options)
             if (known := place.session.known(key)) is not None:
                 found = chat.continuation(messages, tools, at, known)
                 if found is not None:

@@ -104,7 +104,9 @@ class ChatShape(Shape):
         return self._chat.said(token_ids, prompt_ids, self._callable).cut_at(self.wishes.stop)
 
     def key(self, said: Said, call_ids: Sequence[str]) -> str | None:
-        *_, key = prefix_keys([*self._asked.messages, said.message(call_ids)], self._asked.tools)
+        asked = self._asked
+        messages = [*asked.messages, said.message(call_ids)]
+        *_, key = prefix_keys(messages, asked.tools, asked.options)
         return key
 
     def choice(self, index: int, turn: Sampled, said: Said, call_ids: Sequence[str]) -> Json:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from hybridrl.conversations.messages import Message, Tool, read_messages, read_tools
-from hybridrl.conversations.rendering import ChatTemplateError, TemplateContext, render_chat
+from hybridrl.conversations.rendering import (
+    ChatTemplateError,
+    TemplateContext,
+    check_options,
+    render_chat,
+)
+from hybridrl.errors import ConfigError
 from hybridrl.serving.chat import Chat, ChatError
 from hybridrl.serving.messages import Call, Said, as_json
 from hybridrl.serving.session import Known
@@ -28,9 +34,16 @@ class TemplateChat(Chat):
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, context: TemplateContext | None = None
     ) -> None:
-        self._tokenizer = tokenizer
-        self._context = context or TemplateContext()
+        self.tokenizer = tokenizer
+        self.context = context or TemplateContext()
         self._special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
+
+    def with_options(self, options: Mapping[str, Any]) -> TemplateChat:
+        try:
+            check_options(options, self.tokenizer, "chat_template_kwargs")
+        except ConfigError as error:
+            raise ChatError(str(error)) from error
+        return TemplateChat(self.tokenizer, self.context.with_options(options))
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         return self._tokens(self._text(messages, tools, ask=True))
@@ -66,13 +79,13 @@ class TemplateChat(Chat):
         self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[Tool]
     ) -> Said:
         if tools:
-            text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+            text = self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
             calls, rest = _split_calls(text)
             if calls:
                 for token in self._special:
                     rest = rest.replace(token, "")
                 return Said(rest.strip(), calls)
-        return Said(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return Said(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _keeps(self, answer: Message, text: str) -> bool:
         """Whether what the model said stands in what the template makes of the conversation."""
@@ -85,13 +98,13 @@ class TemplateChat(Chat):
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool], *, ask: bool) -> str:
         try:
-            context = self._context.with_tools(read_tools(tools))
-            return render_chat(self._tokenizer, read_messages(messages), context, ask=ask)
+            context = self.context.with_tools(read_tools(tools))
+            return render_chat(self.tokenizer, read_messages(messages), context, ask=ask)
         except ChatTemplateError as error:
             raise ChatError(f"The chat template refuses these messages: {error}") from error
 
     def _tokens(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _split_calls(text: str) -> tuple[tuple[Call, ...], str]:

@@ -15,6 +15,11 @@ from hybridrl.serving.fields import are_tokens, is_number, is_token, read, wrong
 ROLES = {"system", "developer", "user", "assistant", "tool"}
 MOST_SAMPLES = 128
 MOST_STOPS = 32
+_AS_TEMPLATED = (
+    *(("chat_template", None), ("documents", None)),
+    *(("add_generation_prompt", True), ("continue_final_message", False)),
+)
+"""Fields that would have other tokens than the template's, and what they may be."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +57,18 @@ class Wishes:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Of `/v1/chat/completions`. `may_call`: whether a call of a tool is one, or just text."""
+    """Of `/v1/chat/completions`.
+
+    Attributes:
+        may_call: Whether a call of a tool is one, or just text.
+        options: Variables of the chat template.
+    """
 
     model: str | None
     messages: list[Message]
     tools: list[Tool]
     may_call: bool
+    options: dict[str, Any]
     wishes: Wishes
 
 
@@ -99,6 +110,14 @@ def chat_request(body: Mapping[str, Any]) -> ChatRequest:
     shape = body.get("response_format") or {"type": "text"}
     if not isinstance(shape, dict) or shape.get("type") != "text":
         raise wrong("response_format", "must be of the type `text`; others are not supported")
+    for name, plain in _AS_TEMPLATED:
+        if body.get(name) not in (None, plain):
+            raise wrong(name, "is not supported: the model's own chat template asks for an answer")
+    options = body.get("chat_template_kwargs") or {}
+    if not isinstance(options, dict):
+        raise wrong("chat_template_kwargs", "must be an object of variables of the chat template")
+    if (effort := read(body, "reasoning_effort", str, None)) is not None:
+        options = {"reasoning_effort": effort, **options}
     limit = "max_completion_tokens" if body.get("max_completion_tokens") else "max_tokens"
     log_probs = read(body, "logprobs", bool, False)
     wishes = _wishes(
@@ -112,6 +131,7 @@ def chat_request(body: Mapping[str, Any]) -> ChatRequest:
         [_message(message, number) for number, message in enumerate(messages)],
         tools,
         bool(tools) and choice != "none",
+        options,
         wishes,
     )
 

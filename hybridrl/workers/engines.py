@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hybridrl.checkpoint.file_plan import FILE_BYTES
 from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.config.schema import ActorConfig, LoraSettings
 from hybridrl.controller import Context
+from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.core.precision_plan import PrecisionPlan
 from hybridrl.core.training_mesh import training_mesh
 from hybridrl.engine.cut_proof import prove_cuts
@@ -44,6 +45,7 @@ class ModelSource:
         seed: Of adapters, which are new in it.
         adapters: Of those that go to what generates as they are; None: all weights go.
         precision: Which layers compute in fewer bits; None: none.
+        template: What its chat template reads beside the messages.
     """
 
     path: str
@@ -56,6 +58,7 @@ class ModelSource:
     seed: int = 0
     adapters: LoraSettings | None = None
     precision: PrecisionPlan | None = None
+    template: TemplateContext = field(default_factory=TemplateContext)
 
 
 def policy_engine(

@@ -100,7 +100,7 @@ class Judge:
         self._template = Path(config.template).read_text() if config.template else usual
         self.pattern = config.pattern or PATTERNS[config.mode]
         self._rubric = None if config.rubric is None else load_rubric(config.rubric)
-        self._tokenizer = load_tokenizer(source.tokenizer)
+        self._tokenizer, self._context = load_tokenizer(source.tokenizer), source.template
         self._context_length = source.context_length
         self._sampling = Sampling(config.max_tokens, temperature=0.0)
         # It keeps its weights, so it never sleeps, and takes no tools.
@@ -193,7 +193,7 @@ class Judge:
 
     def _encode(self, row: Mapping[str, Any]) -> torch.Tensor:
         known = {"answer": "", **{name: str(value) for name, value in row.items()}}
-        return torch.tensor(encode_request(self._tokenizer, self._template, known))
+        return torch.tensor(encode_request(self._tokenizer, self._template, known, self._context))
 
 
 def _shuffled(members: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -209,7 +209,12 @@ def _side_by_side(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**rows[0], "responses": "\n\n".join(answers)}
 
 
-def encode_request(tokenizer: Any, template: str, parts: Mapping[str, str]) -> list[int]:
+def encode_request(
+    tokenizer: Any,
+    template: str,
+    parts: Mapping[str, str],
+    context: TemplateContext | None = None,
+) -> list[int]:
     """The tokens of a request to the judge.
 
     Only the template and the tokenizer's own chat template may hold special tokens. The parts come
@@ -217,13 +222,14 @@ def encode_request(tokenizer: Any, template: str, parts: Mapping[str, str]) -> l
 
     Args:
         parts: Texts for the `{names}` of the template.
+        context: What the chat template reads beside the message.
     """
     mark = secrets.token_hex(16)  # that no text holds
     # Not str.format: a brace in an answer is a brace.
     text = re.sub(r"\{(\w+)\}", lambda m: mark + m[0] + mark if m[1] in parts else m[0], template)
     if tokenizer.chat_template:
         message = [{"role": "user", "content": text}]
-        text = render_chat(tokenizer, message, TemplateContext(), ask=True)
+        text = render_chat(tokenizer, message, context or TemplateContext(), ask=True)
     # One text from one special token of the templates to the next, with the parts in it: so words
     # are cut into tokens as usual. Only there do special tokens count.
     ids: list[int] = []

@@ -97,6 +97,7 @@ def _player(
             vocabulary=load_config(source.path).get_text_config().vocab_size,
             context_length=source.context_length,
             replica=replica,
+            template=source.template,
             announced_at=folder and folder / f"endpoint-{replica}.json",
         )
     from hybridrl.rollout.episodes import EpisodeRollout

@@ -6,6 +6,7 @@ import pytest
 from agent_cases import TEMPLATES, WEATHER, letters, merging_tokenizer
 
 from hybridrl.conversations.messages import read_messages
+from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.serving.chat import ChatError
 from hybridrl.serving.messages import Said, prefix_keys
 from hybridrl.serving.renderer_chat import RendererChat, chat_of
@@ -24,7 +25,7 @@ def chat(request):
 
 
 def text_of(chat, token_ids):
-    return chat._tokenizer.decode(token_ids, skip_special_tokens=False)
+    return chat.tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 def rendered(chat, messages, tools=()):
@@ -35,7 +36,7 @@ def rendered(chat, messages, tools=()):
 @pytest.mark.parametrize("new", [[GO_ON], [GO_ON, GO_ON]])
 def test_the_tokens_that_were_sampled_stay(chat, end, new):
     prompt_ids = chat.prompt(QUESTION, [])
-    sampled = letters(chat._tokenizer, f"then or in the other{end}")
+    sampled = letters(chat.tokenizer, f"then or in the other{end}")
     said = chat.said(sampled, prompt_ids, [])
     messages = [*QUESTION, said.message([]), *new]
     found = chat.continuation(messages, [], 2, Known(prompt_ids, sampled))
@@ -48,7 +49,7 @@ def test_the_tokens_that_were_sampled_stay(chat, end, new):
 
 def test_calls_stay_as_they_were_written(chat):
     prompt_ids = chat.prompt(QUESTION, [WEATHER])
-    sampled = letters(chat._tokenizer, f"let us see {CALL}{CALL}<|end|>")
+    sampled = letters(chat.tokenizer, f"let us see {CALL}{CALL}<|end|>")
     said = chat.said(sampled, prompt_ids, [WEATHER])
     assert [json.loads(call.arguments) for call in said.calls] == [{"place": "there"}] * 2
     messages = [*QUESTION, said.message(["1", "2"]), SUNNY, SUNNY, GO_ON]
@@ -63,7 +64,7 @@ def test_calls_stay_as_they_were_written(chat):
 def test_a_template_that_leaves_out_what_was_thought_begins_anew():
     chat = TemplateChat(merging_tokenizer("chatml"))
     prompt_ids = chat.prompt(QUESTION, [])
-    sampled = letters(chat._tokenizer, "<think>hm</think>in there<|end|>")
+    sampled = letters(chat.tokenizer, "<think>hm</think>in there<|end|>")
     message = chat.said(sampled, prompt_ids, []).message([])
     assert message["content"] == "<think>hm</think>in there"
     assert chat.continuation([*QUESTION, message, GO_ON], [], 2, Known(prompt_ids, sampled)) is None
@@ -73,12 +74,12 @@ def test_a_template_that_leaves_out_what_was_thought_begins_anew():
 
 def test_what_is_no_call_stays_text(chat):
     for text in ("<tool_call>{", "<tool_call>[1]</tool_call>", "<tool_call>{}</tool_call>"):
-        said = chat.said(letters(chat._tokenizer, f"a {text}<|end|>"), [], [WEATHER])
+        said = chat.said(letters(chat.tokenizer, f"a {text}<|end|>"), [], [WEATHER])
         assert said == Said(f"a {text}")
     both = f"<tool_call>no</tool_call>{CALL}"
-    said = chat.said(letters(chat._tokenizer, both), [], [WEATHER])
+    said = chat.said(letters(chat.tokenizer, both), [], [WEATHER])
     assert said.content == "<tool_call>no</tool_call>" and len(said.calls) == 1
-    open_end = letters(chat._tokenizer, CALL.removesuffix("</tool_call>"))
+    open_end = letters(chat.tokenizer, CALL.removesuffix("</tool_call>"))
     assert len(chat.said(open_end, [], [WEATHER]).calls) == 1
 
 
@@ -99,6 +100,7 @@ def test_conversations_that_mean_the_same_have_one_name():
     assert key([said]) == key([{"role": "assistant", "content": "", "tool_calls": [same]}])
     other = same | {"function": {"name": "f", "arguments": '{"a": 2}'}}
     assert key([said]) != key([said | {"tool_calls": [other]}])
+    assert [*prefix_keys([GO_ON], [], {"a": 1})] != [*prefix_keys([GO_ON], [], {"a": 2})]
     assert key([GO_ON]) != key([GO_ON], [WEATHER]) and key([GO_ON]) != key([GO_ON, GO_ON])
     assert read_messages([said])[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
@@ -120,7 +122,7 @@ def qwen_tokenizer():
 
 def test_a_renderer_thinks_calls_and_keeps_tokens():
     tokenizer, renderer = qwen_tokenizer()
-    chat = RendererChat(renderer)
+    chat = RendererChat(renderer, TemplateChat(tokenizer), "qwen3")
     assert tokenizer.eos_token_id in chat.stop_token_ids
     prompt_ids = chat.prompt(QUESTION, [WEATHER])
     text = f"<think>hm</think>\n\nin there\n{CALL}<|im_end|>"
@@ -161,3 +163,31 @@ def test_a_renderer_is_taken_by_name_if_it_agrees_with_the_template():
     assert isinstance(chat_of(tokenizer, "/models/Qwen/Qwen3-0.6B/"), RendererChat)
     tokenizer.chat_template = None
     assert chat_of(tokenizer, "m") is None
+
+
+OFF = {"enable_thinking": False}
+SWITCHED_OFF = """{% if enable_thinking is defined and not enable_thinking %}\
+{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"""
+
+
+def test_a_renderer_has_the_options_of_the_job_and_of_a_request():
+    tokenizer, _ = qwen_tokenizer()
+    template = agreeing_template()
+    tokenizer.chat_template = template.removesuffix("{% endif %}") + SWITCHED_OFF
+    chat = chat_of(tokenizer, "Qwen3-0.6B")
+    assert isinstance(chat, RendererChat)
+    switched = chat.with_options(OFF)
+    of_job = chat_of(tokenizer, "Qwen3-0.6B", TemplateContext(options=OFF))
+    for one in (switched, of_job):
+        prompt = tokenizer.decode(one.prompt(QUESTION, []))
+        assert prompt.endswith("assistant\n<think>\n\n</think>\n\n")
+        sampled = tokenizer("in there<|im_end|>", add_special_tokens=False)["input_ids"]
+        known = Known(one.prompt(QUESTION, []), sampled)
+        messages = [*QUESTION, one.said(sampled, known.prompt_ids, []).message([]), GO_ON]
+        found = tokenizer.decode(one.continuation(messages, [], 2, known))
+        assert found.startswith(f"{prompt}in there<|im_end|>")
+        assert found.endswith("assistant\n<think>\n\n</think>\n\n")
+    again = of_job.with_options({"enable_thinking": True})
+    assert again.prompt(QUESTION, []) == chat.prompt(QUESTION, [])
+    with pytest.raises(ChatError, match=r"chat_template_kwargs.thinks: .* reads enable_thinking"):
+        chat.with_options({"thinks": 1})

@@ -138,7 +138,7 @@ def test_tools_that_nobody_sees_are_told_of(tokenizer, caplog):
     assert "1 rows have tools" in prompts({"p": [USER], "tools": [WEATHER]}, blind)
     assert "plain text" in prompts({"p": "a", "tools": "hammer, saw"})
     assert "not shown" in prompts({"p": [*talk({}), {"role": "tool", "content": "x"}]})
-    assert not prompts({"p": [USER], "tools": [WEATHER]})
+    assert "1 rows have tools, which" in prompts({"p": [USER], "tools": [WEATHER]})
     with pytest.raises(DataError, match=r"Row 1 .* column `tools` .*data.tools_column=null"):
         prompts({"p": [USER], "tools": "hammer, saw"})
     with pytest.raises(DataError, match=r"`data.tools_column` is `tool`.*Did you mean `tools`"):

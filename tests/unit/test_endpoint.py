@@ -11,14 +11,17 @@ import openai
 import pytest
 from agent_cases import TRAINED, WEATHER, Pump, ScriptedEngine, endpoint_of, merging_tokenizer
 
+from hybridrl.conversations.rendering import TemplateContext
+
 CALL = '<tool_call>{"name": "weather", "arguments": {"place": "Bern"}}</tool_call>'
 
 
 class Served:
     """An endpoint whose model says what the test wants, and a session of it."""
 
-    def __init__(self, **options):
+    def __init__(self, opening="", **options):
         self.tokenizer = merging_tokenizer("chatml")
+        self.tokenizer.chat_template = opening + self.tokenizer.chat_template
         self.says = "hello there<|end|>"
         self.engine = ScriptedEngine(self.tokenizer, lambda prompt, seed: self.says)
         self.endpoint = endpoint_of(self.tokenizer, **options)
@@ -447,3 +450,66 @@ def test_what_is_no_http_is_answered_and_not_told(shared, caplog):
         connection.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
         assert b" 400 " in connection.recv(4096).partition(b"\r\n")[0]
     assert not caplog.records
+
+
+SWITCH = "{% if reasoning_effort is defined %}{{ reasoning_effort + '!' }}{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def switched():
+    """An endpoint whose template reads `reasoning_effort`, which the job sets to `low`."""
+    served = Served(SWITCH, context=TemplateContext({"reasoning_effort": "low"}))
+    yield served
+    served.close()
+
+
+def test_options_of_a_request_reach_the_template_and_go_before_those_of_the_job(switched):
+    def prompt_of(**further):
+        switched.new_session()
+        body = {"messages": USER, "return_token_ids": True, **further}
+        found = switched.post(f"/session/e{switched.count}/v1/chat/completions", body)
+        assert found.status_code == 200, found.text
+        return switched.tokenizer.decode(found.json()["prompt_token_ids"])
+
+    assert prompt_of().startswith("low!")
+    assert prompt_of(reasoning_effort="high").startswith("high!")
+    options = {"reasoning_effort": "none"}
+    assert prompt_of(chat_template_kwargs=options).startswith("none!")
+    assert prompt_of(reasoning_effort="high", chat_template_kwargs=options).startswith("none!")
+    with switched.client().chat.completions.create(
+        model="m", messages=USER, reasoning_effort="high", stream=True
+    ) as stream:
+        list(stream)
+    *_, request = switched.engine.requests
+    assert switched.tokenizer.decode(request.prompt_ids).startswith("high!")
+
+
+@pytest.mark.parametrize(
+    ("further", "param", "words"),
+    [
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "reads"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "must be an object"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "does not read"),
+        ({"reasoning_effort": 3}, "reasoning_effort", "must be text"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
+        ({"add_generation_prompt": False}, "add_generation_prompt", "not supported"),
+        ({"continue_final_message": True}, "continue_final_message", "not supported"),
+    ],
+)
+def test_what_would_not_reach_the_template_is_refused(switched, further, param, words):
+    found = switched.post("/v1/chat/completions", {"messages": USER} | further)
+    error = found.json()["error"]
+    assert found.status_code == 400 and error["param"] == param and words in error["message"]
+
+
+def test_a_turn_that_was_asked_for_with_other_options_is_not_gone_on_with(switched):
+    """With the same options the tokens that were sampled stay; with others the template speaks."""
+    client = switched.client()
+    for effort, branches in (("low", 1), ("high", 2)):
+        session = switched.new_session()
+        client = switched.client()
+        first = client.chat.completions.create(model="m", messages=USER, reasoning_effort="low")
+        said = first.choices[0].message.content
+        messages = [*USER, {"role": "assistant", "content": said}, *USER]
+        client.chat.completions.create(model="m", messages=messages, reasoning_effort=effort)
+        assert len(session.end()) == branches

@@ -1,9 +1,12 @@
 """What a judge is asked: answers in it are characters, whatever they hold."""
 
+import datetime
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.workers.judge import TEMPLATE, encode_request
 
 CHAT = (
@@ -55,6 +58,15 @@ def test_an_answer_cannot_end_its_turn(tokenizer):
 def test_parts_of_an_answer_that_only_together_are_special_stay_characters(tokenizer):
     ids = encode_request(tokenizer, "{prompt}{response}", {"prompt": "<|im_", "response": "end|>"})
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1  # the turn's own
+
+
+def test_it_is_rendered_with_the_options_and_the_date_of_the_job(tokenizer):
+    context = TemplateContext({"level": "strict"}, datetime.date(2024, 7, 26))
+    said = "{{ strftime_now('%Y-%m-%d') + level }}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "chat_template", CHAT + said)
+        ids = encode_request(tokenizer, TEMPLATE, INNOCENT, context)
+    assert tokenizer.decode(ids).endswith("2024-07-26strict")
 
 
 def test_names_in_an_answer_are_not_filled_in(tokenizer):
