@@ -14,7 +14,7 @@ RESPONSES = With(
 )
 PAIRS = With("trainer.name=dpo", "trainer.name=reward_model")
 FROM_FILES = With("data.path")
-FORMATS = ("gsm8k", "boxed", "mbpp", "humaneval", "apps")
+FORMATS = ("gsm8k", "boxed", "mbpp", "humaneval", "apps", "livecodebench")
 REASONING_GYM = With("data.task=reasoning_gym")
 
 
@@ -32,7 +32,7 @@ class DataConfig:
     rows: Annotated[PositiveInt, REASONING_GYM] = 2000
     """Of reasoning-gym: how many problems to learn from, of all tasks together."""
     path: Name | None = None
-    """JSONL or Parquet file, folder or glob; or the name of a data set on the hub."""
+    """JSON, CSV or Parquet file, folder or glob; or the name of a data set on the hub."""
     sources: Annotated[dict[str, Any], With("data.sources")] = field(default_factory=dict)
     """A mixture, by names of yours: each source has a `path` or a `task`, any other setting of
     `data` that is about columns, and `weight`, `reward` and `eval_prompts`. See docs/data.md."""

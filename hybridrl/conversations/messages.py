@@ -8,6 +8,11 @@ from typing import Any
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
+SHAREGPT = {
+    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"},
+    **{"bard": "assistant", "observation": "tool", "function_response": "tool"},
+}
+"""Roles by what speakers are called in ShareGPT's dumps and those that follow them."""
 
 
 def read_messages(messages: Sequence[Message]) -> list[Message]:
@@ -31,6 +36,21 @@ def read_messages(messages: Sequence[Message]) -> list[Message]:
             message.pop("tool_calls", None)
         found.append(message)
     return found
+
+
+def from_sharegpt(messages: Sequence[Any]) -> list[Any]:
+    """Return messages whose keys are `role` and `content` where they are ShareGPT's `from` and
+    `value`; a `function_call`, whose value is JSON, becomes a call of a tool."""
+    return [_from_sharegpt(one) if isinstance(one, dict) else one for one in messages]
+
+
+def _from_sharegpt(message: Message) -> Message:
+    if "role" in message or not {"from", "value"} <= message.keys():
+        return message
+    speaker, said = message["from"], message["value"]
+    if speaker == "function_call":
+        return {"role": "assistant", "content": "", "tool_calls": [_parsed(said)]}
+    return {"role": SHAREGPT.get(speaker, speaker), "content": said}
 
 
 def read_tools(tools: Any) -> list[Tool]:

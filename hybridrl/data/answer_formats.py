@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from hybridrl.data.encoding import shortened
 from hybridrl.data.refused_rows import RefusedRows
 from hybridrl.errors import RowError
 
+_log = logging.getLogger(__name__)
 TESTS = "tests"
 """The column that `hybridrl.rewards.code:passes_tests` reads."""
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # with escapes, so that `\{` is passed over
@@ -41,6 +43,13 @@ def with_answers(
         cells = [column_of(rows, name, "data.answer_format").to_pylist() for name in columns]
         tests = refused.map(partial(_read, make), *cells)
         refused.kept(rows.num_rows)
+        if answer_format == "livecodebench" and (pickled := sum(map(_is_pickled, cells[1]))):
+            _log.warning(
+                "%d of %d rows have private tests as compressed pickles, which are not opened, "
+                "because that would run code of the file. Their public tests count alone.",
+                pickled,
+                rows.num_rows,
+            )
         texts = pa.array([json.dumps(test) for test in tests], pa.large_string())
         if TESTS in rows.column_names:
             return rows.set_column(rows.column_names.index(TESTS), TESTS, texts)
@@ -79,6 +88,10 @@ def _after_marks(text: Any) -> str:
 def _in_box(text: Any) -> str:
     r"""What stands in the last `\boxed{...}`, as MATH writes solutions."""
     text = str(text)
+    bare = text.rpartition("\\boxed ")[2]  # `$\boxed 2$`
+    is_bare = bare != text and not any(box in bare for box in _BOXES)
+    if is_bare and (found := re.split(r"[$\n]", bare)[0].strip()):
+        return found
     start, mark = max((text.rfind(mark), mark) for mark in _BOXES)
     depth = 0
     for brace in _BRACE.finditer(text, start) if start >= 0 else ():
@@ -112,6 +125,29 @@ def _apps(text: Any) -> list[Any]:
     return [_call(str(name), given, wanted) for given, wanted in pairs]
 
 
+def _livecodebench(public: Any, private: Any, metadata: Any, starter_code: Any) -> list[Any]:
+    """The public tests, and the private ones where they are JSON: LiveCodeBench compresses most of
+    them as pickles, which run code when they are opened."""
+    told = json.loads(metadata or "{}").get("func_name")
+    call = f"Solution().{told}" if "class Solution" in (starter_code or "") else told
+    found: list[Any] = []
+    for text in (public, private):
+        for test in json.loads(text) if str(text).lstrip().startswith("[") else ():
+            if test["testtype"] != "functional":
+                found.append({"input": test["input"], "output": test["output"]})
+                continue
+            given = [json.loads(line) for line in test["input"].split("\n") if line.strip()]
+            wanted = json.loads(test["output"])
+            found.append(f"assert {call}({', '.join(map(repr, given))}) == {wanted!r}")
+    if not found:
+        raise ValueError("`public_test_cases` has no tests")
+    return found
+
+
+def _is_pickled(cell: Any) -> bool:
+    return isinstance(cell, str) and bool(cell) and not cell.lstrip().startswith("[")
+
+
 def _lines(value: Any) -> str:
     return value if isinstance(value, str) else "\n".join(map(str, value))
 
@@ -128,5 +164,9 @@ _OF_TESTS: Mapping[str, tuple[tuple[str, ...], Callable[..., list[Any]]]] = {
     "mbpp": (("test_list",), _mbpp),
     "humaneval": (("test", "entry_point"), _humaneval),
     "apps": (("input_output",), _apps),
+    "livecodebench": (
+        ("public_test_cases", "private_test_cases", "metadata", "starter_code"),
+        _livecodebench,
+    ),
 }
 """The columns that a set has its tests in, and what makes a list of tests of them."""

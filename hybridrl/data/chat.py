@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.conversations.messages import (
     Message,
     Tool,
+    from_sharegpt,
     joined_text,
     read_messages,
     read_tools,
@@ -112,10 +113,19 @@ def messages_of(number: int, cell: str | list[Any], role: str = "user") -> list[
         DataError: naming the row, if a message lacks `role` or `content`, has other than text, or
             calls no function by its name.
     """
-    messages = [{"role": role, "content": cell}] if isinstance(cell, str) else cell
+    messages = (
+        [{"role": role, "content": cell}] if isinstance(cell, str) else _read_sharegpt(number, cell)
+    )
     for message in messages:
         _check_message(number, message)
     return read_messages(messages)
+
+
+def _read_sharegpt(number: int, cell: list[Any]) -> list[Any]:
+    try:
+        return from_sharegpt(cell)
+    except ValueError as error:  # of a call
+        raise _malformed(number, f"whose call is no JSON ({error})", cell) from error
 
 
 def _check_message(number: int, message: Any) -> None:

@@ -1,4 +1,4 @@
-"""Reading rows from JSON lines, Parquet, Arrow, or a data set of the Hugging Face hub."""
+"""Reading rows from JSON, CSV, Parquet, Arrow, or a data set of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow import csv
 
 from hybridrl.core.hub import why_not_on_hub
 from hybridrl.data.columns import check_columns, with_inner_columns
@@ -18,7 +19,7 @@ from hybridrl.data.json_lines import read_json_lines
 from hybridrl.data.refused_rows import RefusedRows
 from hybridrl.errors import DataError, MissingPackageError
 
-Format = Literal["jsonl", "parquet", "arrow", "datasets"]
+Format = Literal["jsonl", "csv", "parquet", "arrow", "datasets"]
 
 _SUFFIXES = {
     ".jsonl": "jsonl",
@@ -27,6 +28,10 @@ _SUFFIXES = {
     ".jsonl.gz": "jsonl",
     ".ndjson.gz": "jsonl",
     ".json.gz": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".csv.gz": "csv",
+    ".tsv.gz": "csv",
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
@@ -51,7 +56,8 @@ def read_rows(
 
     Args:
         path: a file, a folder or a glob of `.jsonl`, `.ndjson` or `.json` files (one object per
-            line, also with `.gz`), of `.parquet` or of `.arrow` files; a folder that
+            line, an array of objects, or one object), of `.csv` or `.tsv` files (all also with
+            `.gz`), of `.parquet` or of `.arrow` files; a folder that
             `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote; or the name of a data set of
             the Hugging Face hub, `owner/name` or `owner/name:configuration`, if there is no such
             file.
@@ -97,8 +103,8 @@ def check_path(path: str, split: str | None = None, *, format: Format | None = N
         DataError: if it can be neither.
     """
     files = [] if format == "datasets" else _find_files(path, split, format)
-    if not files and (format in ("jsonl", "parquet", "arrow") or not may_be_on_hub(path)):
-        cure = "Give a JSON lines, Parquet or Arrow file, or the `owner/name` of a data set."
+    if not files and (format in ("jsonl", "csv", "parquet", "arrow") or not may_be_on_hub(path)):
+        cure = "Give a JSON, CSV, Parquet or Arrow file, or the `owner/name` of a data set."
         if "," in path:
             cure += " Several files are named by their folder, or by a glob such as `data/*.jsonl`."
         raise DataError(
@@ -214,21 +220,40 @@ def _read_files(
     kinds = {format or _format_of(file.name) for file in files}
     if kinds == {"jsonl"}:
         return read_json_lines(files, required, texts, refused)
+    if kinds == {"csv"}:
+        return _concat(files, [_read_csv(file, required) for file in files], required)
     if kinds == {"parquet"}:
-        return _concat(files, [_read_parquet(file, required) for file in files])
+        return _concat(files, [_read_parquet(file, required) for file in files], required)
     if kinds == {"arrow"}:
-        return _concat(files, [_read_arrow(file, required) for file in files])
+        return _concat(files, [_read_arrow(file, required) for file in files], required)
     unknown = next((file for file in files if _format_of(file.name) is None), None)
     if unknown is not None:
         raise DataError(
             f"`data.path` includes `{unknown}`, which is by its name no file of rows; expected one "
-            f"of {', '.join(_SUFFIXES)}. Rename it if it is one; write rows of another kind, such "
-            "as CSV, as JSON lines or Parquet."
+            f"of {', '.join(_SUFFIXES)}. Rename it if it is one; write rows of another kind as "
+            "JSON lines or Parquet."
         )
     raise DataError(
         f"`data.path` stands for files of different formats, among them `{files[0]}` and "
         f"`{files[-1]}`. Give a glob such as `folder/*.parquet`."
     )
+
+
+def _read_csv(file: Path, required: Mapping[str, str]) -> pa.Table:
+    """A table whose first line names the columns. Those of prompts and answers are texts as they
+    are written; others become numbers where they can."""
+    texts = [name for setting, name in required.items() if setting != "data.margin_column"]
+    try:
+        table = csv.read_csv(
+            file,
+            parse_options=csv.ParseOptions(
+                delimiter="\t" if ".tsv" in file.suffixes else ",", newlines_in_values=True
+            ),
+            convert_options=csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string())),
+        )
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"`{file}` (`data.path`) is no readable CSV file: {error}") from error
+    return _complete(table, required, f"`{file}`")
 
 
 def _read_parquet(file: Path, required: Mapping[str, str]) -> pa.Table:
@@ -252,14 +277,42 @@ def _read_arrow(file: Path, required: Mapping[str, str]) -> pa.Table:
     return _complete(table, required, f"`{file}`").replace_schema_metadata(None)
 
 
-def _concat(files: list[Path], tables: list[pa.Table]) -> pa.Table:
-    try:
-        return pa.concat_tables(tables, promote_options="permissive")
-    except pa.ArrowException as error:
-        raise DataError(
-            f"The {len(files)} files of `data.path`, from `{files[0]}` on, have columns "
-            f"that do not fit together: {error}"
-        ) from error
+def _concat(files: list[Path], tables: list[pa.Table], required: Mapping[str, str]) -> pa.Table:
+    """All rows. Columns whose types differ between files are brought to one; where that is not
+    possible, a column that no setting names is left out."""
+    for name in dict.fromkeys(name for table in tables for name in table.column_names):
+        mine = [table.select([name]) for table in tables if name in table.column_names]
+        try:
+            pa.concat_tables(mine, promote_options="permissive")
+            continue
+        except pa.ArrowException as error:
+            said = str(error)
+        try:  # objects with different keys, say
+            kind = pa.array([v for one in mine for v in one.column(name).to_pylist()]).type
+            merged = [_retyped(table, name, kind) for table in tables]
+        except (pa.ArrowException, OverflowError) as error:
+            if name in required.values():
+                raise DataError(
+                    f"The {len(files)} files of `data.path`, from `{files[0]}` on, have values in "
+                    f"the column `{name}` that do not fit together: {said}"
+                ) from error
+            _log.warning(
+                "The data's column `%s` is left out: its values in the %d files from `%s` on do "
+                "not fit together.",
+                name,
+                len(files),
+                files[0],
+            )
+            merged = [t.drop_columns([name]) if name in t.column_names else t for t in tables]
+        tables = merged
+    return pa.concat_tables(tables, promote_options="permissive")
+
+
+def _retyped(table: pa.Table, name: str, kind: pa.DataType) -> pa.Table:
+    if name not in table.column_names:
+        return table
+    values = pa.array(table.column(name).to_pylist(), kind)
+    return table.set_column(table.column_names.index(name), name, values)
 
 
 def _read_from_hub(path: str, split: str | None) -> pa.Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import re
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
@@ -20,6 +21,8 @@ from hybridrl.errors import DataError, RowError
 
 Location = tuple[Path, int]
 _GZIPPED = b"\x1f\x8b"
+_BETWEEN = re.compile(r"[\s,]*")
+"""Between two values of an array."""
 _UNFIT = (pa.ArrowException, OverflowError, UnicodeError, RecursionError)
 """What Arrow raises of values that no column can hold together."""
 
@@ -92,11 +95,50 @@ def read_json_lines(
 def _lines_of(file: Path) -> Iterator[tuple[int, bytes]]:
     try:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
-            for line, text in enumerate(stream, start=1):
-                if text.strip():
-                    yield line, text
-    except (OSError, EOFError, zlib.error) as error:
+            lines = ((n, text) for n, text in enumerate(stream, start=1) if text.strip())
+            if (first := next(lines, None)) is None:
+                return
+            if _begins_document(file, first[1]):
+                rest = b"".join(text for _, text in lines)
+                yield from _values_of(file, (first[1] + rest).decode("utf-8-sig"))
+            else:
+                yield first
+                yield from lines
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise DataError(f"`{file}` (`data.path`) cannot be read: {error}") from error
+
+
+def _begins_document(file: Path, line: bytes) -> bool:
+    """Whether a file holds an array of objects, or one object of many lines, as its first line
+    says."""
+    text = line.strip().removeprefix(b"\xef\xbb\xbf")
+    if text.startswith(b"["):
+        return text[1:].lstrip()[:1] in (b"", b"{", b"]")
+    if not text.startswith(b"{") or ".json" not in file.suffixes:
+        return False
+    try:
+        json.loads(text)
+    except ValueError:
+        return not text.endswith(b"}")
+    return False
+
+
+def _values_of(file: Path, text: str) -> Iterator[tuple[int, bytes]]:
+    """The values in an array, or one after the other, each with the line where it begins."""
+    decoder, line, counted = json.JSONDecoder(), 1, 0
+    is_array = text.lstrip().startswith("[")
+    place = text.index("[") + 1 if is_array else 0
+    while (begin := _BETWEEN.match(text, place).end()) < len(text):  # type: ignore[union-attr]
+        if is_array and text[begin] == "]":
+            return
+        line, counted = line + text.count("\n", counted, begin), begin
+        try:
+            _, place = decoder.raw_decode(text, begin)
+        except (ValueError, RecursionError) as error:  # nobody knows where the next one begins
+            raise DataError(f"{file}, line {line}, is no valid JSON: {error}.") from error
+        yield line, text[begin:place].encode()
+    if is_array:
+        raise DataError(f"`{file}` (`data.path`) holds a JSON array that does not end.")
 
 
 def _row(file: Path, line: int, text: bytes) -> dict[str, Any]:
@@ -117,8 +159,6 @@ def _row(file: Path, line: int, text: bytes) -> dict[str, Any]:
         what, hint = str(error), ""
         if isinstance(error, json.JSONDecodeError):  # its own line is always the first
             what = f"{error.msg} (column {error.colno})"
-        if line == 1 and text.strip() in (b"[", b"{"):
-            hint = " The file looks like one large JSON value; write one object per line instead."
         if not text.lstrip(b"\xef\xbb\xbf").lstrip().startswith((b"{", b"[", b'"')):
             hint = f" It begins with {shortened(text.decode('utf-8-sig').strip())}; a line is one"
             hint += " object in braces. Write rows of another kind, such as CSV, as JSON lines."

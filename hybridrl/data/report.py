@@ -201,8 +201,10 @@ def _examples(found: _Found) -> list[tuple[int, int]]:
 
 
 def _said(found: _Found) -> str:
-    near = f" (and nearly, {len(found.near)})" if found.near else ""
-    return f"{len(found.exact)}{near}"
+    near = len(found.near or ())
+    if found.exact and near:
+        return f"{len(found.exact)} (and nearly, {near})"
+    return f"{len(found.exact)}" if found.exact else f"{near} (nearly)"
 
 
 def _shown(found: _Found, texts: Sequence[str]) -> str:

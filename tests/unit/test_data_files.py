@@ -144,13 +144,6 @@ def test_what_is_no_character_is_named(tmp_path):
         read_rows(str(path), required=REQUIRED | {"data.answer_column": "prompt"})
 
 
-def test_a_large_json_value_gets_a_hint(tmp_path):
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps(ROWS, indent=1))
-    with pytest.raises(DataError, match="one object per line instead"):
-        read_rows(str(path))
-
-
 def test_missing_column_of_parquet_names_the_nearest(tmp_path):
     pq.write_table(pa.table({"question": ["x"]}), tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=r"`data.prompt_column`.*Did you mean `question`"):
