@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.eval_sets import eval_sets, evaluates_held_out, needs_held_out
+from hybridrl.config.load import read_settings
+from hybridrl.config.resume import SETTINGS
 from hybridrl.config.schema import Config, DataConfig, is_served
 from hybridrl.config.task_settings import remark_on_task, without_task
 from hybridrl.errors import ConfigError, DataError, Problems, nearest
@@ -224,6 +227,30 @@ def with_objects(
             )
         config = replace(config, trainer=replace(config.trainer, name=name_of(trainer)))
     return config
+
+
+def with_date(config: Config) -> Config:
+    """The settings with the date of the run where they say none: today's; of an evaluation of a
+    run's model, that run's, so that it reads the prompts that the run did."""
+    if config.data.date is not None:
+        return config
+    found = None
+    if config.model.path is not None and not load_trainer(config.trainer.name).TRAINS:
+        found = _date_of_run(Path(config.model.path))
+    date = found or datetime.date.today().isoformat()
+    return replace(config, data=replace(config.data, date=date))
+
+
+def _date_of_run(model: Path) -> str | None:
+    """The date of the run in whose folder, or in that of a step, a model is; None outside of
+    runs."""
+    for folder in model.absolute().parents[:3]:
+        if (folder / SETTINGS).is_file():
+            try:
+                return read_settings(folder / SETTINGS).data.date
+            except ConfigError:
+                return None
+    return None
 
 
 def write_rows(rows: Any, file: Path) -> str:

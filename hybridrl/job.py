@@ -30,7 +30,7 @@ from hybridrl.core.readable import readable_seconds
 from hybridrl.devices import Devices
 from hybridrl.errors import ConfigError, DataError, WorkerError
 from hybridrl.groups import build_groups, check_planned_faults
-from hybridrl.inputs import with_objects, write_rows
+from hybridrl.inputs import with_date, with_objects, write_rows
 from hybridrl.observe.beside_steps import BesideSteps
 from hybridrl.observe.folder_owner import FolderOwner
 from hybridrl.observe.metrics import MetricWriter, open_writers, trackers_of
@@ -111,7 +111,7 @@ class Job:
     ) -> None:
         self.started = psutil.Process().create_time()
         self.command = command_line(sys.orig_argv)
-        self.config = config = with_objects(config, reward, data, trainer)
+        self.config = config = with_date(with_objects(config, reward, data, trainer))
         self.name = _new_name()
         self._as_asked: Config | None = None
         self.placement_notice = self.settings_notice = ""

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 DRIVER = "driver.json"
 TOKENS = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
 """Columns by which a data set is known again."""
+MOST_TEXT = 10_000
+"""Characters of the first row that a checkpoint keeps."""
 KNOWN_ROWS = 100
 """So many of the first and of the last rows are compared."""
 
@@ -244,8 +246,9 @@ class Checkpoints:
                 raise DataError(
                     f"{found.folder} was written by a run on other data than this one's "
                     f"{len(self.trainer.data)} rows, on other tokens of them, or with another "
-                    "run.seed, which deals them out. Resume with the data, tokenizer and seed of "
-                    "that run, or train on from its model in a new run."
+                    f"run.seed, which deals them out.{self._how_data_differs(state)} Resume with "
+                    "the data, tokenizer and seed of that run, or train on from its model in a "
+                    "new run."
                 )
             best = self._keep.best
             is_of_set = best is not None and metric_of(best).startswith("eval/")  # may come later
@@ -292,12 +295,39 @@ class Checkpoints:
             "summary": self.summary,
             "warmed_up": self._warmed_up,
             "data": self._fingerprint,
+            "rows": len(self.trainer.data),
+            "first_row": self._first_row,
         }
         return json.dumps(state)
 
     @cached_property
     def _fingerprint(self) -> int:
         return _fingerprint(self.trainer.data)
+
+    @cached_property
+    def _first_row(self) -> str:
+        """The text of the first row of the data, for the messages of later runs."""
+        rows = self.trainer.data.take(range(min(1, len(self.trainer.data))))
+        ids = [rows.ragged(name).values.tolist() for name in TOKENS if name in rows.columns]
+        return "".join(map(self.job.tokenizer.decode, ids))[:MOST_TEXT]
+
+    def _how_data_differs(self, state: Mapping[str, Any]) -> str:
+        """A sentence on the data of a checkpoint and that of this run."""
+        if state.get("first_row") is None:  # of an older version
+            return ""
+        before, now = state["first_row"], self._first_row
+        if before == now:
+            return f" Its first row is the same; it had {state['rows']} rows."
+        same = next(
+            (n for n, (a, b) in enumerate(zip(before, now, strict=False)) if a != b),
+            min(len(before), len(now)),
+        )
+        start = max(0, same - 40)
+        return (
+            f" The first row differs after {same} characters: it was "
+            f"{'...' * bool(start)}{before[start : same + 80]!r} and is "
+            f"{'...' * bool(start)}{now[start : same + 80]!r}."
+        )
 
 
 def _evaluated(found: Resumed) -> Mapping[str, float]:

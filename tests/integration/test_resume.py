@@ -1,19 +1,22 @@
 """A run that is interrupted and resumed is the run that was not: real workers in this process."""
 
+import datetime
 import json
 import os
 import shutil
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hybridrl.config.load import load_config
+from hybridrl.config.load import load_config, read_settings
 from hybridrl.data.tasks.arithmetic import CHARACTERS
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.data.tasks.character_tokenizer import TEXT, build_tokenizer
 from hybridrl.errors import ConfigError, DataError, StorageError
+from hybridrl.inputs import with_date
 from hybridrl.job import Job
 from hybridrl.models import make_tiny_model
 from hybridrl.models.adapters import add_adapters
@@ -299,6 +302,37 @@ def test_a_full_disk_is_a_sentence_and_leaves_the_step_before(run, monkeypatch):
     assert_same_run(folder, whole)
 
 
+def test_a_run_keeps_the_date_of_its_first_start(run, tmp_path, monkeypatch):
+    """Chat templates write it into prompts: a resume on the next day has the same ones, and so has
+    an evaluation of the run's model."""
+
+    def move_clock(day):
+        now = datetime.datetime(2024, 3, day)
+        clock = SimpleNamespace(date=SimpleNamespace(today=now.date), now=lambda: now)
+        monkeypatch.setattr("hybridrl.inputs.datetime", clock)
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
+
+    tokenizer = build_tokenizer(TEXT, chat=True)
+    tokenizer.chat_template = "{{ strftime_now('%d %b') }}" + tokenizer.chat_template
+    shape = {"hidden_size": 32, "layers": 1, "heads": 1}
+    model = make_tiny_model(tmp_path / "tiny", tokenizer, seed=7, context=128, **shape)
+    talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    (tmp_path / "rows.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 8)
+    settings = ["algorithm=sft", "data=jsonl", f"data.path={tmp_path / 'rows.jsonl'}"]
+    settings += ["data.messages_column=messages", f"model.path={model}", "warmup.steps=0"]
+    move_clock(1)
+    folder, _ = run("run", *settings, "trainer.steps=3", "eval.every=0")
+    move_clock(2)
+    run.resume(f"resume={folder}", "trainer.steps=6")
+    assert read_settings(folder / "config.yaml").data.date == "2024-03-01"
+    of_model = load_config(["algorithm=evaluate", f"model.path={folder}", *settings[1:3]])
+    assert with_date(of_model).data.date == "2024-03-01"
+    assert with_date(load_config(settings)).data.date == "2024-03-02"
+    words = r"first row differs after 1 characters: it was '01 Mar.* and is '02 Mar"
+    with pytest.raises(DataError, match=words):
+        run.resume(f"resume={folder}", "trainer.steps=9", "data.date=2024-03-02")
+
+
 def test_what_does_not_fit_is_a_sentence_and_changes_nothing(run):
     folder, _ = run("run", "trainer.steps=3", *KL)
     before = rows_of(folder)
@@ -306,7 +340,7 @@ def test_what_does_not_fit_is_a_sentence_and_changes_nothing(run):
         "model.tiny.hidden_size=64": (ConfigError, "is the state of another model"),
         "algorithm=ppo": (ConfigError, "other roles: this job trains `critic`, and it does not"),
         "run.seed=1": (DataError, "other data than this one's"),
-        "eval.prompts=16": (DataError, "other data than this one's"),
+        "eval.prompts=16": (DataError, r"other data than this one's .* first row"),
         "checkpoint.every=-1": (ConfigError, "checkpoint.every=-1: must be 0 or more"),
         "checkpoint.keep_last=0": (ConfigError, "checkpoint.keep_last=0: must be 1 or more"),
     }
