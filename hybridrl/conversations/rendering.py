@@ -89,9 +89,13 @@ def render_chat(
 def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
     """Return the names that the chat template reads, those of the messages and tools included;
     none without a template."""
+    return frozenset().union(*map(_variables, template_sources(tokenizer)))
+
+
+def template_sources(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the source of the chat template, or of each where there are several."""
     template = tokenizer.chat_template or {}
-    sources = [template] if isinstance(template, str) else template.values()
-    return frozenset().union(*map(_variables, sources))
+    return [template] if isinstance(template, str) else list(template.values())
 
 
 def check_options(

@@ -21,6 +21,7 @@ from hybridrl.conversations.rendering import (
     TemplateContext,
     check_options,
     render_chat,
+    template_sources,
     template_variables,
 )
 from hybridrl.data.encoding import control_tokens, excerpt, shortened
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "user", "assistant", "tool")
 """Those that most chat templates know; some have further ones."""
+_THOUGHTS = {"reasoning_content", "reasoning", "thinking"}
+"""Keys under which messages have what the model thought."""
 _MARK = "hybridrl5e27mark"
 """Stands in the place of a content, to be looked for in what the template makes of it."""
 
@@ -319,6 +322,14 @@ class ChatRenderer:
                 self._column,
                 cause,
             )
+        for key in sorted(_THOUGHTS & counts.keys()):
+            _log.warning(
+                "%d rows have messages with `%s`, which the chat template of `%s` does not read, "
+                "so the model does not see it.",
+                counts[key],
+                key,
+                name,
+            )
         if counts["calls"]:
             _log.warning(
                 "%d rows call tools that their prompts do not have, so the model learns to call "
@@ -416,6 +427,8 @@ class ChatRenderer:
         calls = any(message.get("tool_calls") for message in messages)
         self._counts["tools"] += bool(tools)
         self._counts["calls"] += calls and not tools
+        unread = {key for m in messages for key in _THOUGHTS & m.keys() if not self._reads(key)}
+        self._counts.update(unread)
         shape = (*((m["role"], len(m.get("tool_calls", ()))) for m in messages), bool(tools), ask)
         if shape in self._shown:
             return
@@ -429,6 +442,10 @@ class ChatRenderer:
                 "with a message that the chat template leaves out",
             )
         self._shown.add(shape)
+
+    def _reads(self, key: str) -> bool:
+        """Whether the template mentions a key of messages."""
+        return any(key in source for source in template_sources(self._tokenizer))
 
     def _left_out(
         self, number: int, messages: list[Message], tools: list[Tool], ask: bool

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from hybridrl.core.columns import json_column, python_values
 from hybridrl.errors import DataError, RowError, nearest
 
+MESSAGES_SETTING = "data.messages_column"
 TOOLS = "tools"
 """What the column of tools is called unless `data.tools_column` says otherwise."""
 
@@ -98,7 +99,8 @@ def column_of(rows: pa.Table, name: str, setting: str) -> pa.ChunkedArray:
             f"{', '.join(rows.column_names)}." + nearest(name, rows.column_names)
         )
     column = rows.column(name)
-    if len(column) and _is_chat_in_text(python_values(column[:1])[0]):
+    read_as_it_is = setting != MESSAGES_SETTING
+    if read_as_it_is and len(column) and is_chat_in_text(python_values(column[:1])[0]):
         _log.warning(
             "The data's column `%s` (`%s`) holds chats as JSON in texts, and texts are taken as "
             "they are. Write them as lists of messages, so that the chat template renders them.",
@@ -120,7 +122,8 @@ def tools_cells(rows: pa.Table, name: str | None) -> list[Any]:
     return python_values(column_of(rows, name, "data.tools_column"))
 
 
-def _is_chat_in_text(cell: Any) -> bool:
+def is_chat_in_text(cell: Any) -> bool:
+    """Whether a cell is a list of chat messages as JSON text."""
     if not isinstance(cell, str) or not cell.lstrip().startswith("["):
         return False
     try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from hybridrl.config.schema import DataConfig, EnvironmentConfig
+from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.core.batch import Batch
 from hybridrl.data.columns import table_of
 from hybridrl.data.prompts import tokenize_prompts
@@ -55,6 +56,7 @@ def load_environment_tasks(
             prompt_column="prompt",
             answer_column="answer" if "answer" in table.column_names else None,
             max_prompt_tokens=config.max_prompt_tokens,
+            context=TemplateContext.of(config.chat_template_options, config.date),
         )
 
     return Prompts(tokenized(training), tokenized(kept) if kept else None, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,6 +63,7 @@ def tokenize_prompts(
     refused: RefusedRows | None = None,
     context: TemplateContext | None = None,
     tools_column: str | None = TOOLS,
+    rendered: Sequence[bool] | None = None,
 ) -> Batch:
     """Tokenizes the prompts of `rows`.
 
@@ -80,6 +82,8 @@ def tokenize_prompts(
         context: Options of the chat template, and the date of the run.
         tools_column: Of the functions that the model may call, which the template shows; `tools`
             may be missing. None: there are none.
+        rendered: Which prompts are texts that the chat template has made; None: no text is known
+            to be one.
 
     Returns:
         A batch with the columns `prompt_ids` (token-level), `prompt` (the text as the model sees
@@ -104,6 +108,7 @@ def tokenize_prompts(
         refused=refused,
         renderer=ChatRenderer(tokenizer, context, tools_column),
         tools=tools_cells(rows, tools_column),
+        rendered=rendered or [False] * rows.num_rows,
     )
     kept = rows_within(
         prompts.token_ids,
@@ -144,6 +149,7 @@ def render_prompts(
     refused: RefusedRows,
     renderer: ChatRenderer,
     tools: list[Any],
+    rendered: Sequence[bool],
 ) -> RenderedPrompts:
     """Renders and tokenizes the column `prompt_column`; see `tokenize_prompts` for the rules.
     Refused rows have empty texts."""
@@ -169,7 +175,8 @@ def render_prompts(
     texts, chats = [text for text, _ in found], [messages for _, messages in found]
     is_chat = [isinstance(prompt, list) or chat is True for prompt in prompts]
     check_system_prompt(system_prompt, is_chat)
-    return RenderedPrompts(texts, encode_prompts(texts, is_chat, tokenizer, refused), chats)
+    has_ends = [a or b for a, b in zip(is_chat, rendered, strict=True)]
+    return RenderedPrompts(texts, encode_prompts(texts, has_ends, tokenizer, refused), chats)
 
 
 def _plain(messages: list[Message]) -> list[dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -22,7 +23,7 @@ from hybridrl.data.chat import (
     open_with,
     question_of,
 )
-from hybridrl.data.columns import TOOLS, column_of, tools_cells
+from hybridrl.data.columns import MESSAGES_SETTING, TOOLS, column_of, is_chat_in_text, tools_cells
 from hybridrl.data.encoding import encode_prompts, encode_turns, end_token, ended, trimmed
 from hybridrl.data.lengths import TooLong, rows_within
 from hybridrl.data.refused_rows import RefusedRows
@@ -150,6 +151,7 @@ def tokenize_conversations(
     renderer = ChatRenderer(tokenizer, context, tools_column, learn)
 
     def read(number: int, cell: Any, tools_cell: Any) -> list[_Example]:
+        cell = json.loads(cell) if is_chat_in_text(cell) else cell
         if not isinstance(cell, list) or not cell:
             raise RowError(
                 f"Row {number} of the data has {cell!r} in the column `{messages_column}` "
@@ -162,7 +164,7 @@ def tokenize_conversations(
         return _examples_of(number, messages, 0, renderer, tools, messages_column)
 
     refused = RefusedRows() if refused is None else refused
-    cells = python_values(column_of(rows, messages_column, "data.messages_column"))
+    cells = python_values(column_of(rows, messages_column, MESSAGES_SETTING))
     examples = refused.map(read, cells, tools_cells(rows, tools_column))
     renderer.tell()
     return _tokenize(examples, tokenizer, max_prompt_tokens, max_response_tokens, too_long, refused)

@@ -24,7 +24,7 @@ from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.core import user_code
 from hybridrl.core.batch import Batch
 from hybridrl.data.columns import table_of
-from hybridrl.data.prompts import tokenize_prompts
+from hybridrl.data.prompts import MESSAGES, tokenize_prompts
 from hybridrl.errors import ConfigError, DataError, HybridRLError, nearest
 from hybridrl.rollout import Sampling
 
@@ -163,6 +163,7 @@ class Model:
             max_prompt_tokens=self._data.max_prompt_tokens,
             context=TemplateContext.of(self._data.chat_template_options, self._data.date),
             tools_column=None,
+            rendered=[isinstance(one, Mapping) and bool(one.get(MESSAGES)) for one in prompts],
         )
 
     def _asked(self, prompt: Any) -> Any:

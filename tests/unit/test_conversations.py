@@ -60,6 +60,34 @@ def test_a_call_has_its_own_arguments_only(tokenizer, tmp_path, name):
     ]
 
 
+def test_conversations_as_json_text(tokenizer, caplog):
+    table = pa.table({"messages": [json.dumps(talk({"place": "Bern"}))], "tools": [[WEATHER]]})
+    assert (
+        '"place": "Bern"'
+        in texts(tokenize_conversations(table, tokenizer, "messages"), tokenizer)[0]
+    )
+    assert "JSON in texts" not in caplog.text
+
+
+def test_all_rows_of_a_conversation_are_on_one_side(tmp_path):
+    tokenizer = merging_tokenizer("chatml")
+    rows = []
+    for number in range(10):
+        turns = [{"role": "user", "content": str(number)}, {"role": "assistant", "content": "a"}]
+        rows.append({"messages": turns * 2})
+    config = write(tmp_path / "rows.jsonl", rows)
+    split = load_examples(config, tokenizer, held_out=4, seed=0)
+    assert len(split.training) == 16 and len(split.held_out) == 4
+    sides = [set(side["conversation"].tolist()) for side in split]
+    assert not sides[0] & sides[1] and sides[0] | sides[1] == set(range(10))
+
+
+def test_thoughts_that_the_template_never_reads_are_told_of(tokenizer, caplog):
+    thoughtful = {"role": "assistant", "content": "a", "reasoning_content": "b"}
+    tokenize_conversations(pa.table({"messages": [[USER, thoughtful]]}), tokenizer, "messages")
+    assert "1 rows have messages with `reasoning_content`" in caplog.text
+
+
 def test_json_lines_keep_types_and_order_of_keys(tokenizer, tmp_path):
     """An Arrow struct has one type and one place for each key."""
     arguments = [{"a": 1, "b": "x"}, {"b": 2.5, "a": "y"}, {"b": [1, None], "c": {}}]
