@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from hybridrl.core.batch import Batch
-    from hybridrl.data.refused_rows import RefusedRows
     from hybridrl.data.report import DataReport
     from hybridrl.trainers.base import Trainer
 
@@ -42,7 +41,6 @@ class Rows:
             they may be.
         sets: Prompts of the sets of `eval.sets`, by their names; None: a function without data.
         longest_evaluated: Prompt and response together, of the sets; 0: there are none.
-        refused: Rows that were left out, an entry for each table that has some.
     """
 
     training: Batch
@@ -52,7 +50,6 @@ class Rows:
     longest_response: int
     sets: Mapping[str, Batch | None] = field(default_factory=dict)
     longest_evaluated: int = 0
-    refused: Sequence[RefusedRows] = ()
 
 
 def model_folder(config: Config, run: Path) -> str:
@@ -70,7 +67,6 @@ def load_rows(config: Config, kind: str, tokenizer: Any) -> Rows:
     from hybridrl.data.environment_tasks import ENVIRONMENT, load_environment_tasks
     from hybridrl.data.mixture import load_sources, sources_of
     from hybridrl.data.preferences import samples_of_pairs
-    from hybridrl.data.refused_rows import RefusedRows
     from hybridrl.data.sources import check_apart, load_examples, load_pairs, load_prompts
 
     trains = load_trainer(config.trainer.name).TRAINS
@@ -78,21 +74,19 @@ def load_rows(config: Config, kind: str, tokenizer: Any) -> Rows:
         for data in [source.data for source in sources_of(config.data)] or [config.data]:
             check_apart(data)
     loaders = {"prompts": load_prompts, "examples": load_examples, "pairs": load_pairs}
-    number, refusals = config.eval.prompts, list[RefusedRows]()
+    number = config.eval.prompts
     if not needs_held_out(config, trains):
         if not trains:  # the job's own data is the business of nobody
-            sets = load_sets(config, tokenizer, None, refusals)
+            sets = load_sets(config, tokenizer, None)
             first = next(rows for rows in sets.values() if rows is not None)
             longest = _longest([first], ("prompt_ids",))
             most = (one.own.max_tokens for one in eval_sets(config).values())
             response = max(limit or config.rollout.max_tokens for limit in most)
-            further = *_with_longest(config, sets), refusals
-            return Rows(first, None, None, longest, response, *further)
+            return Rows(first, None, None, longest, response, *_with_longest(config, sets))
         number = 0
 
     def load(data: DataConfig, held_out: int) -> Sequence[Batch | None]:
-        seed = config.run.seed
-        return loaders[kind](data, tokenizer, held_out=held_out, seed=seed, refusals=refusals)
+        return loaders[kind](data, tokenizer, held_out=held_out, seed=config.run.seed)
 
     examples = None
     if config.data.task == ENVIRONMENT and config.environment.name is None:
@@ -125,21 +119,15 @@ def load_rows(config: Config, kind: str, tokenizer: Any) -> Rows:
     prompt = _longest(batches, ("prompt_ids",))
     if kind == "prompts" and is_served(config.rollout, config.environment):
         prompt = config.data.max_prompt_tokens  # a conversation grows beyond the row's prompt
-    longest = _with_longest(config, load_sets(config, tokenizer, held_out, refusals))
-    return Rows(training, held_out, examples, prompt, response, *longest, refusals)
+    sets = load_sets(config, tokenizer, held_out)
+    return Rows(training, held_out, examples, prompt, response, *_with_longest(config, sets))
 
 
-def load_sets(
-    config: Config,
-    tokenizer: Any,
-    held_out: Batch | None,
-    refusals: list[RefusedRows] | None = None,
-) -> dict[str, Batch | None]:
+def load_sets(config: Config, tokenizer: Any, held_out: Batch | None) -> dict[str, Batch | None]:
     """The prompts of the sets of `eval.sets`; None for a function that has no data.
 
     Args:
         held_out: The prompts of sets that name none.
-        refusals: Gets the rows that were left out.
 
     Raises:
         ConfigError, DataError: if those of a set cannot be read; names its settings.
@@ -153,9 +141,7 @@ def load_sets(
         by, seed = one.own.by_column, config.run.seed
         with problems.noted(), _said_of_set(one.setting):
             if one.data is not None:
-                rows = load_prompts_to_evaluate(
-                    one.data, tokenizer, number=one.prompts, seed=seed, refusals=refusals
-                )
+                rows = load_prompts_to_evaluate(one.data, tokenizer, number=one.prompts, seed=seed)
             elif one.own.function is not None:
                 rows = held_out
             elif held_out is None:
@@ -399,8 +385,6 @@ def report_on_rows(config: Config, kind: str, rows: Rows, tokenizer: Any) -> Dat
             if one.data is not None and (prompts := rows.sets[name]) is not None:
                 kept[one.setting] = prompts
     report = report_on(rows.training, kept, tokenizer, repeats=kind == "prompts")
-    if left_out := {refused.place: refused.figures() for refused in rows.refused if refused}:
-        report.figures["left_out"] = left_out
     report.figures["first_row"] = [one.figures() for one in shown]
     report.remarks[:0] = [one.sentence() for one in shown]
     return report

@@ -30,6 +30,7 @@ from hybridrl.config.schema import Config
 from hybridrl.core.cluster import Cluster
 from hybridrl.data import files
 from hybridrl.data.environment_tasks import ENVIRONMENT
+from hybridrl.data.refused_rows import collected
 from hybridrl.data.report import DataReport
 from hybridrl.data.samplers import BUILT_IN
 from hybridrl.environments.rows import probe
@@ -116,7 +117,8 @@ def load_inputs(
             if model is not None:
                 check_tokenizer(config, tokenizer, model, path)
             check_template(config, tokenizer)
-            rows = inputs.load_rows(config, kind, tokenizer)
+            with collected() as refused:
+                rows = inputs.load_rows(config, kind, tokenizer)
     if config.environment.name is not None and config.data.task != ENVIRONMENT:
         with problems.noted():  # whose own tasks would have loaded it
             probe(config.environment)
@@ -125,6 +127,8 @@ def load_inputs(
             inputs.check_by_column(config, rows.held_out)
         remarks += inputs.remarks_on(config, kind, rows)
         report = inputs.report_on_rows(config, kind, rows, tokenizer)
+        if refused:
+            report.figures["left_out"] = {one.place: one.figures() for one in refused}
         remarks += report.remarks
         with problems.noted():
             inputs.check_normalise_by(config, rows.training)

@@ -18,12 +18,10 @@ TooLong = Literal["error", "drop"]
 
 
 def rows_within(
+    what: Literal["prompt", "response"],
     encoded: Sequence[TokenIds],
     limit: int | None,
-    *,
     texts: Sequence[str],
-    setting: str,
-    what: str,
     too_long: TooLong,
     among: npt.NDArray[np.int64],
     numbers: Sequence[int] | None = None,
@@ -31,10 +29,8 @@ def rows_within(
     """The numbers (from 0) of the rows with at most `limit` tokens, in order; of those of `among`.
 
     Args:
-        limit: None keeps all rows.
+        limit: `data.max_<what>_tokens`; None keeps all rows.
         texts: Of the rows, for messages.
-        setting: Where `limit` comes from, for messages; for instance `data.max_prompt_tokens`.
-        what: Is limited: `prompt` or `response`.
         numbers: Of the rows, for messages; None: they count from 1.
         too_long: `error` refuses a longer row, `drop` leaves it out and logs how many it were.
 
@@ -44,6 +40,7 @@ def rows_within(
     """
     if too_long not in ("error", "drop"):
         raise ConfigError(f"`data.too_long` is `{too_long}`, expected `error` or `drop`.")
+    setting = f"data.max_{what}_tokens"
     lengths = np.array([len(ids) for ids in encoded])
     if limit is None:
         return among

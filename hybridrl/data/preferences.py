@@ -139,17 +139,7 @@ def tokenize_pairs(
         for ids, side in zip((chosen_ids, rejected_ids), answers, strict=True)
     ]
     for what, ids, side, limit in limits:
-        setting = f"data.max_{what}_tokens"
-        short = rows_within(
-            ids,
-            limit,
-            texts=side,
-            setting=setting,
-            what=what,
-            too_long=too_long,
-            among=read_rows,
-        )
-        kept = np.intersect1d(kept, short)
+        kept = np.intersect1d(kept, rows_within(what, ids, limit, side, too_long, read_rows))
     if not len(kept):
         raise DataError(
             f"None of the {len(pairs)} pairs is left: in each, the responses in `{chosen_column}` "

@@ -110,15 +110,9 @@ def tokenize_prompts(
         tools=tools_cells(rows, tools_column),
         rendered=rendered or [False] * rows.num_rows,
     )
-    kept = rows_within(
-        prompts.token_ids,
-        max_prompt_tokens,
-        texts=prompts.texts,
-        setting="data.max_prompt_tokens",
-        what="prompt",
-        too_long=too_long,
-        among=refused.kept(rows.num_rows),
-    )
+    among = refused.kept(rows.num_rows)
+    ids, texts = prompts.token_ids, prompts.texts
+    kept = rows_within("prompt", ids, max_prompt_tokens, texts, too_long, among)
     columns = {
         "prompt_ids": prompts.token_ids,
         "prompt": pa.array(prompts.texts, pa.large_string()),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,7 +15,19 @@ from hybridrl.errors import DataError, RowError
 
 Found = TypeVar("Found")
 
+_collected: ContextVar[list[RefusedRows] | None] = ContextVar("refused rows", default=None)
 _log = logging.getLogger(__name__)
+
+
+@contextmanager
+def collected() -> Iterator[list[RefusedRows]]:
+    """Inside, data is read; gives what was left out of it, an entry for each table."""
+    found: list[RefusedRows] = []
+    token = _collected.set(found)
+    try:
+        yield found
+    finally:
+        _collected.reset(token)
 
 
 class RefusedRows:
@@ -81,8 +95,11 @@ class RefusedRows:
         return np.array([n for n in range(rows) if n + 1 not in self._errors], np.int64)
 
     def tell(self) -> None:
-        """Logs how many rows are left out, by reason, with the first row of each."""
+        """Logs how many rows are left out, by reason, with the first row of each; who collects them
+        (`collected`) gets them."""
         if self._errors:
+            if (found := _collected.get()) is not None:
+                found.append(self)
             _log.warning(
                 "Left out %d of the %d rows of %s (data.bad_rows=drop): %s. %s",
                 len(self._errors),

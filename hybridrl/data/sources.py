@@ -59,19 +59,13 @@ class Split(NamedTuple):
 
 
 def load_prompts(
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    held_out: int,
-    seed: int,
-    refusals: list[RefusedRows] | None = None,
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, held_out: int, seed: int
 ) -> Prompts:
     """Reads and tokenizes the prompts that `config` names.
 
     Args:
         held_out: How many prompts to evaluate on.
         seed: Of a built-in task's problems.
-        refusals: Gets the rows that were left out, an entry for each table that is read.
 
     Raises:
         DataError: for a missing file or column, a malformed row, or no rows at all.
@@ -98,7 +92,7 @@ def load_prompts(
             **_chats(config),
         )
 
-    split = _load(config, "problems", required, tokenized, held_out, seed, refusals, _with_answers)
+    split = _load(config, "problems", required, tokenized, held_out, seed, _with_answers)
     examples = None
     if task and any(answer != NO_ANSWER for answer in split.training["answer"]):
         examples = load_examples(config, tokenizer, held_out=held_out, seed=seed).training
@@ -106,12 +100,7 @@ def load_prompts(
 
 
 def load_prompts_to_evaluate(
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    number: int,
-    seed: int,
-    refusals: list[RefusedRows] | None = None,
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, number: int, seed: int
 ) -> Batch:
     """Prompts of a place that nothing is learned from: of a built-in task those that it holds out,
     of a folder with files of several splits those of a split to evaluate on, else all.
@@ -119,25 +108,18 @@ def load_prompts_to_evaluate(
     Args:
         number: The most; of more there are drawn so many.
         seed: Of the draw, and of a built-in task's problems.
-        refusals: As in `load_prompts`.
 
     Raises:
         DataError, ConfigError: as `load_prompts` does.
     """
     holds_out = config.task is not None or _evaluated(config)[0] is not None
-    held_out = number if holds_out else 0
-    found = load_prompts(config, tokenizer, held_out=held_out, seed=seed, refusals=refusals)
+    found = load_prompts(config, tokenizer, held_out=number if holds_out else 0, seed=seed)
     rows = found.training if found.held_out is None else found.held_out
     return draw_rows(rows, number, seed)
 
 
 def load_examples(
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    held_out: int,
-    seed: int,
-    refusals: list[RefusedRows] | None = None,
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, held_out: int, seed: int
 ) -> Split:
     """Reads and tokenizes the examples for supervised fine-tuning: of a built-in task its problems
     with their answers, else `data.messages_column`, or prompts and responses.
@@ -185,16 +167,11 @@ def load_examples(
                 **_limits(config),
             )
 
-    return _load(config, "problems", required, tokenized, held_out, seed, refusals, _answered)
+    return _load(config, "problems", required, tokenized, held_out, seed, _answered)
 
 
 def load_pairs(
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    held_out: int,
-    seed: int,
-    refusals: list[RefusedRows] | None = None,
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, held_out: int, seed: int
 ) -> Split:
     """Reads and tokenizes preference pairs.
 
@@ -226,7 +203,7 @@ def load_pairs(
             **_limits(config),
         )
 
-    return _load(config, "pairs", required, tokenized, held_out, seed, refusals)
+    return _load(config, "pairs", required, tokenized, held_out, seed)
 
 
 def _load(
@@ -236,7 +213,6 @@ def _load(
     tokenized: Callable[[pa.Table, RefusedRows], Batch],
     held_out: int,
     seed: int,
-    refusals: list[RefusedRows] | None = None,
     prepared: Callable[[pa.Table], pa.Table] = lambda rows: rows,
 ) -> Split:
     """Rows of the task's function `of_task`, which are first `prepared`, or of files, tokenized."""
@@ -252,10 +228,7 @@ def _load(
 
     def refusing(path: str) -> RefusedRows:
         drop, limit = config.bad_rows == "drop", config.bad_rows_limit
-        found = RefusedRows(path, drop=drop, limit=limit)
-        if refusals is not None:
-            refusals.append(found)
-        return found
+        return RefusedRows(path, drop=drop, limit=limit)
 
     def read(path: str, split: str | None, refused: RefusedRows) -> pa.Table:
         return read_rows(path, split, required=required, texts=texts, refused=refused)

@@ -253,28 +253,11 @@ def _tokenize(
     }
     if len(examples) > len(found):
         columns[CONVERSATION] = numbers
-    short = rows_within(
-        prompt_ids,
-        max_prompt_tokens,
-        texts=prompts,
-        setting="data.max_prompt_tokens",
-        what="prompt",
-        too_long=too_long,
-        among=among,
-        numbers=numbers + 1,
-    )
+    rest = too_long, among, numbers + 1
+    answers = [example.texts[1] for example in examples]
     kept = np.intersect1d(
-        short,
-        rows_within(
-            response_ids,
-            max_response_tokens,
-            texts=[example.texts[1] for example in examples],
-            setting="data.max_response_tokens",
-            what="response",
-            too_long=too_long,
-            among=among,
-            numbers=numbers + 1,
-        ),
+        rows_within("prompt", prompt_ids, max_prompt_tokens, prompts, *rest),
+        rows_within("response", response_ids, max_response_tokens, answers, *rest),
     )
     if not len(kept):
         raise DataError(

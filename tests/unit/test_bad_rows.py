@@ -7,6 +7,7 @@ import pytest
 
 from hybridrl.config.load import load_config
 from hybridrl.config.schema import DataConfig
+from hybridrl.data.refused_rows import collected
 from hybridrl.data.sources import (
     load_examples,
     load_pairs,
@@ -15,7 +16,7 @@ from hybridrl.data.sources import (
 )
 from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.errors import DataError
-from hybridrl.inputs import load_rows, report_on_rows
+from hybridrl.inputs import load_rows
 
 GOOD = [{"prompt": f"{n}+1=", "answer": str(n + 1), "kind": n} for n in range(20)]
 
@@ -51,14 +52,13 @@ def mixed():
 
 
 def test_bad_rows_are_left_out_and_counted_by_reason(tokenizer, tmp_path, caplog):
-    refusals = []
     config = config_of(tmp_path, mixed())
-    with caplog.at_level(logging.WARNING):
-        rows = load_prompts(config, tokenizer, held_out=0, seed=0, refusals=refusals).training
+    with caplog.at_level(logging.WARNING), collected() as refused:
+        rows = load_prompts(config, tokenizer, held_out=0, seed=0).training
     assert list(rows["prompt"]) == [row["prompt"] for row in GOOD]
     assert list(rows["answer"]) == [row["answer"] for row in GOOD]
     assert list(rows["kind"]) == [row["kind"] for row in GOOD]
-    found = refusals[0].figures()
+    found = refused[0].figures()
     assert (found["rows"], found["left_out"]) == (23, 3)
     assert {reason: part["rows"] for reason, part in found["reasons"].items()} == {
         "without an answer": 1,
@@ -118,10 +118,10 @@ def test_pairs_examples_and_conversations_drop_bad_rows(tokenizer, tmp_path):
     parted = {"chosen": turns("1+1=", "2"), "rejected": turns("1+2=", "3")}
     unended = {"chosen": turns("1+1=", "2", "3+"), "rejected": turns("1+1=", "3")}
     config = config_of(tmp_path, [parted, good, unended, good], prompt_column=None)
-    refusals = []
-    pairs = load_pairs(config, tokenizer, held_out=0, seed=0, refusals=refusals).training
+    with collected() as refused:
+        pairs = load_pairs(config, tokenizer, held_out=0, seed=0).training
     assert len(pairs) == 2
-    assert set(refusals[0].figures()["reasons"]) == {
+    assert set(refused[0].figures()["reasons"]) == {
         "whose responses follow different messages",
         "that do not end with the assistant's message",
     }
@@ -152,8 +152,8 @@ def test_mixtures_and_sets_report_what_they_leave_out(tokenizer, tmp_path):
             *(f"eval.sets.s.data.path={bad}", "model.path=none"),
         ]
     )
-    rows = load_rows(config, "prompts", tokenizer)
-    left_out = report_on_rows(config, "prompts", rows, tokenizer).figures["left_out"]
-    assert {place: part["left_out"] for place, part in left_out.items()} == {bad: 3}
+    with collected() as refused:
+        load_rows(config, "prompts", tokenizer)
+    assert [(one.place, one.figures()["left_out"]) for one in refused] == [(bad, 3)] * 2
     with pytest.raises(DataError, match=r"Source `a`: .*data\.sources\.a\.bad_rows=drop leaves"):
         load_rows(load_config(["data=mixture", f"data.sources.a.path={bad}"]), "prompts", tokenizer)
