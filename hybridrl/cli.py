@@ -1,10 +1,11 @@
-"""All that is no training run, which `python -m hybridrl.main` is. `hybridrl COMMAND --help` says
-more of each command."""
+"""Tools around training runs; training itself is `python -m hybridrl.main`. See also
+`hybridrl COMMAND --help`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import shlex
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -13,7 +14,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from hybridrl import __version__
-from hybridrl.errors import HybridRLError
+from hybridrl.errors import HybridRLError, nearest
 
 COMMANDS = {
     "new": ("new", "makes a project: a reward, settings, a Makefile, and a test that passes"),
@@ -60,6 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     name = next((word for word in given if not word.startswith("-")), "")
+    if name and name not in COMMANDS:
+        settings = shlex.join(word for word in given[given.index(name) + 1 :] if "=" in word)
+        _refuse(
+            f"There is no command `{name}`.{nearest(name, COMMANDS)} To train: "
+            f"{f'python -m hybridrl.main {settings}'.rstrip()}. For the commands: hybridrl --help."
+        )
     parser = parser_of([name])
     chosen, words = parser.parse_known_args(given)
     # Settings of a job may stand anywhere among the options, which argparse has no way to say.

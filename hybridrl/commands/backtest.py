@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import statistics
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from hybridrl.commands.steps import show, show_json
-from hybridrl.planner.backtest import ASKED, PLAN, REPLAY, Tested, backtest, keep
 from hybridrl.planner.recorded_run import RecordedRun
+
+if TYPE_CHECKING:
+    from hybridrl.planner.backtest import Tested
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -19,7 +22,11 @@ def run(chosen: argparse.Namespace) -> int:
     Raises:
         ConfigError: if a folder is that of no run, or of one that recorded no step.
     """
-    found = backtest([RecordedRun.at(Path(folder)) for folder in chosen.backtest])
+    runs = [RecordedRun.at(Path(folder)) for folder in chosen.backtest]
+    # It brings torch, which takes seconds; a wrong folder is refused without it.
+    from hybridrl.planner.backtest import backtest, keep
+
+    found = backtest(runs)
     keep(found)
     if chosen.json:
         return show_json([one._asdict() | {"error": one.error} for one in found])
@@ -37,6 +44,8 @@ def _table(found: list[Tested]) -> Table:
 
 
 def _summary(found: list[Tested]) -> list[str]:
+    from hybridrl.planner.backtest import ASKED, PLAN, REPLAY
+
     lines = []
     for kind in (PLAN, REPLAY, ASKED):
         if errors := [abs(one.error) for one in found if one.kind == kind]:

@@ -125,6 +125,9 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _plan(chosen: argparse.Namespace, settings: list[str]) -> None:
+    config, unnamed = planned(settings)
+    lengths = lengths_of(chosen.lengths)
+    # These bring torch and transformers, which take seconds; wrong words are refused without them.
     from hybridrl.planner import table
     from hybridrl.planner.chosen_settings import choose_settings
     from hybridrl.planner.cures import changed, refuse
@@ -133,8 +136,6 @@ def _plan(chosen: argparse.Namespace, settings: list[str]) -> None:
     from hybridrl.planner.search_table import words
     from hybridrl.preflight import preflight
 
-    config, unnamed = planned(settings)
-    lengths = lengths_of(chosen.lengths)
     problems = Problems()
     is_elsewhere = chosen.devices is not None
     unseen = preflight(config, problems, plans=True, is_elsewhere=is_elsewhere)

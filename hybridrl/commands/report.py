@@ -11,8 +11,6 @@ from rich.console import Console
 from hybridrl.core.readable import readable_bytes
 from hybridrl.errors import ConfigError
 from hybridrl.observe.storage import replacing
-from hybridrl.report.content import Content
-from hybridrl.report.page import page
 from hybridrl.report.run_folder import RunFolder
 
 NAME = "report.html"
@@ -46,6 +44,10 @@ def run(chosen: argparse.Namespace) -> int:
     out = Path(chosen.out).expanduser() if chosen.out else shown.path / NAME
     if out.is_dir():
         raise ConfigError(f"--out {chosen.out} is a folder. Name a file in it: {out / NAME}.")
+    # These bring torch, which takes seconds; a wrong folder is refused without them.
+    from hybridrl.report.content import Content
+    from hybridrl.report.page import page
+
     text = page(shown.name, Content(shown, against).data())
     _write(out, text)
     Console().print(

@@ -13,7 +13,6 @@ from rich.live import Live
 
 from hybridrl.errors import ConfigError
 from hybridrl.observe.run_state import RUNNING, state_of
-from hybridrl.report.screen import screen
 
 PIPE_WIDTH = 120
 
@@ -41,6 +40,9 @@ def run(chosen: argparse.Namespace) -> int:
         )
     if not chosen.every > 0:
         raise ConfigError(f"--every {chosen.every:g}: must be above 0 seconds.")
+    # It brings torch, which takes seconds; a wrong folder is refused without it.
+    from hybridrl.report.screen import screen
+
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     width = console.width - 1
     if chosen.once or not sys.stdout.isatty() or state_of(folder)[0] != RUNNING:

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hybridrl.errors import ConfigError
-from hybridrl.report.server import HOST, Server, Site
+from hybridrl.report.run_folder import check_runs
 
 _TOKEN = re.compile(r"[\w-]{16,}")
 
@@ -41,7 +41,12 @@ def run(chosen: argparse.Namespace) -> int:
     Raises:
         ConfigError: if there is no run, or nothing can be served there.
     """
-    site = Site(Path(chosen.run).expanduser())
+    folder = Path(chosen.run).expanduser()
+    check_runs(folder)
+    # It brings torch, which takes seconds; a wrong folder is refused without it.
+    from hybridrl.report.server import HOST, Server, Site
+
+    site = Site(folder)
     token = _token(Path(chosen.token_file).expanduser()) if chosen.token_file else ""
     with Server(site, chosen.port, token) as server:
         console = Console()

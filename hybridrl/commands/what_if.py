@@ -6,7 +6,7 @@ import argparse
 import re
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -15,12 +15,13 @@ from hybridrl.config.overrides import read_overrides
 from hybridrl.config.values import wrong_values
 from hybridrl.core.cluster import MOST_DEVICES
 from hybridrl.errors import ConfigError, Problems
-from hybridrl.planner.backtest import spread
 from hybridrl.planner.cures import changed
-from hybridrl.planner.devices import link_of
 from hybridrl.planner.recorded_run import RecordedRun
 from hybridrl.planner.replay import Replayed
-from hybridrl.planner.run_questions import OWN, Prediction, Question, link_speed, predict
+from hybridrl.planner.what_if import OWN
+
+if TYPE_CHECKING:
+    from hybridrl.planner.run_questions import Prediction, Question
 
 _TIMES = re.compile(r"(\d+(?:\.\d+)?)x")
 SHOWN_SHARE = 0.005
@@ -78,6 +79,10 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.steps < 1:
         raise ConfigError(f"--steps {chosen.steps}: must be 1 or more.")
     recorded = RecordedRun.at(Path(chosen.run), chosen.steps)
+    # These bring torch, which takes seconds; a wrong folder is refused without them.
+    from hybridrl.planner.backtest import spread
+    from hybridrl.planner.run_questions import predict
+
     question = question_of(recorded, chosen)
     found = predict(recorded, question)
     if chosen.json:
@@ -97,7 +102,7 @@ def run(chosen: argparse.Namespace) -> int:
     if known is None:
         within = " (no prediction has been compared yet: hybridrl plan --backtest RUN RUN2)"
     lines.append(f"predicted: {found.seconds:.4g} s, {found.change:+.1%}{within}")
-    return show(*lines, "", _table(found))
+    return show(*lines, "", _table(found, question.devices))
 
 
 def question_of(recorded: RecordedRun, chosen: argparse.Namespace) -> Question:
@@ -106,6 +111,9 @@ def question_of(recorded: RecordedRun, chosen: argparse.Namespace) -> Question:
     Raises:
         ConfigError: if they cannot be read.
     """
+    from hybridrl.planner.devices import link_of
+    from hybridrl.planner.run_questions import Question, link_speed
+
     settings: list[tuple[str, Any]] = []
     devices, link, responses = None, 1.0, 1.0
     for text in chosen.set:
@@ -171,6 +179,8 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 
 def as_data(found: Prediction) -> dict[str, Any]:
     """For programs: seconds of a step."""
+    from hybridrl.planner.backtest import spread
+
     return {
         "steps": found.steps,
         "measured": found.measured,
@@ -194,7 +204,7 @@ def _path(replayed: Replayed) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda one: -one[1]))
 
 
-def _table(found: Prediction) -> Table:
+def _table(found: Prediction, devices: int | None) -> Table:
     table = Table(title="what a step's time is made of", title_justify="left", box=None)
     for column in ("", "as it was", "", "changed", ""):
         table.add_column(column, justify="left" if not table.columns else "right")
@@ -209,9 +219,12 @@ def _table(found: Prediction) -> Table:
             seconds = path.get(name, 0.0)
             cells += [f"{seconds / found.held:.4g} s", f"{share:.0%}"]
         table.add_row(name, *cells)
-    idle = [
-        sum(one.idle_shares.values()) / max(1, len(one.idle_shares))
-        for one in (found.before, found.after)
-    ]
+    idle = [_idle(found.before, None), _idle(found.after, devices)]
     table.add_row("devices are idle", "", f"{idle[0]:.0%}", "", f"{idle[1]:.0%}")
     return table
+
+
+def _idle(replayed: Replayed, devices: int | None) -> float:
+    """The mean idle share of the first of its devices: what was taken away is not idle."""
+    shares = [s for place, s in replayed.idle_shares.items() if devices is None or place < devices]
+    return sum(shares) / max(1, len(shares))

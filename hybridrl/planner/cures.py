@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hybridrl.checks.placement import check_placement
 from hybridrl.config.schema import Config
 from hybridrl.core.readable import gib
 from hybridrl.errors import ConfigError
 from hybridrl.planner.dataflow import Lengths
-from hybridrl.planner.plan import Plan, make_plan
+
+if TYPE_CHECKING:
+    from hybridrl.planner.plan import Plan
 
 SHARES = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 LARGEST_TP = 8
@@ -128,6 +129,9 @@ def _doubled(name: str, size: int) -> Iterator[Setting]:
 
 def _replanned(plan: Plan, settings: list[Setting]) -> Plan | None:
     """The same roles with these settings; None: there is no such job."""
+    from hybridrl.checks.placement import check_placement
+    from hybridrl.planner.plan import make_plan
+
     config = changed(plan.config, settings)
     sizes = plan.sizes
     lengths = Lengths(sizes.prompt_tokens, sizes.response_tokens, sizes.longest_response)

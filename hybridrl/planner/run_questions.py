@@ -19,6 +19,7 @@ from hybridrl.planner.planned_otherwise import planned_otherwise
 from hybridrl.planner.recorded_run import RecordedRun
 from hybridrl.planner.replay import NOWHERE, Graph, Replayed, replay
 from hybridrl.planner.what_if import (
+    OWN,
     Where,
     moved,
     slowest_rank,
@@ -29,8 +30,6 @@ from hybridrl.planner.what_if import (
 )
 
 REWARD = "reward"
-OWN = "own"
-"""In place of devices: as many as before, which nobody else has."""
 
 
 @dataclass(frozen=True)

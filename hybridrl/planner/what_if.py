@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from hybridrl.planner.recorded_graph import DRIVER, OTHER
 from hybridrl.planner.replay import NOWHERE, Graph, Node, Replayed, replay
 
+OWN = "own"
+"""In place of devices: as many as before, which nobody else has."""
 BY_RESPONSE = {"generate": 1.0}
 """By phase, the part of its seconds that grows with the length of responses: all of a generation's.
 Of the other phases those of the tokens of responses, if it is known how many these are."""

@@ -155,6 +155,12 @@ def runs_in(path: Path) -> list[Path]:
     return sorted(folders, key=lambda one: one.name, reverse=True)
 
 
+def check_runs(path: Path) -> None:
+    """Refuses a path that is neither the folder of a run nor one with runs in it."""
+    if not is_run(path) and not runs_in(path):
+        raise ConfigError(not_a_run(path))
+
+
 def not_a_run(path: Path) -> str:
     """Why a path is no run's folder, and what to do."""
     if not path.exists():

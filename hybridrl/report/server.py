@@ -29,7 +29,7 @@ from hybridrl.report import prometheus
 from hybridrl.report.compared import Runs
 from hybridrl.report.content import Content
 from hybridrl.report.page import OF_RUNS, SCRIPTS, page, page_of_runs, policy
-from hybridrl.report.run_folder import RunFolder, is_run, not_a_run, runs_in
+from hybridrl.report.run_folder import RunFolder, check_runs, is_run, runs_in
 from hybridrl.report.watched import Part, Watched
 
 HOST = "127.0.0.1"
@@ -50,8 +50,7 @@ class Site:
 
     def __init__(self, path: Path) -> None:
         self.run = RunFolder(path) if is_run(path) else None
-        if self.run is None and not runs_in(path):
-            raise ConfigError(not_a_run(path))
+        check_runs(path)
         self.runs = Runs(path.resolve())
         self._watched: dict[str, Watched] = {}
         self._metrics: dict[Path, GrowingMetrics] = {}

@@ -56,14 +56,39 @@ def test_plans_refuse_words_that_would_do_nothing(words, said, capsys):
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-def test_only_the_command_that_is_asked_for_is_imported():
+def test_help_and_wrong_folders_import_nothing_heavy(tmp_path):
+    """torch and transformers take ten seconds to import on a busy machine."""
+    wrong = str(tmp_path)
+    given = [["--help"], *([name, "--help"] for name in cli.COMMANDS)]
+    given += [[name, wrong] for name in ("report", "watch", "top", "timeline", "whatif")]
+    given += [["report", "no/such"], ["checkpoint", "list", wrong], ["plan", "--backtest", wrong]]
+    given += [["plan", "--lengths", wrong], ["plan", "model.pth=x"], ["train"]]
     program = (
         "import sys\nfrom hybridrl import cli\n"
-        "try:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass\n"
-        "assert not {'torch', 'numpy', 'transformers'} & sys.modules.keys()"
+        f"for words in {given}:\n"
+        "    try:\n        cli.main(words)\n"
+        "    except SystemExit as end:\n"
+        "        assert end.code == (0 if '--help' in words else cli.REFUSED), words\n"
+        "    brought = {'torch', 'transformers', 'ray', 'vllm', 'numpy'} & sys.modules.keys()\n"
+        "    assert not brought, f'{words} imports {brought}'\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train"], "There is no command `train`. To train: python -m hybridrl.main. "),
+        (["run", "run.name=a b"], "python -m hybridrl.main 'run.name=a b'. "),
+        (["reprot"], "Did you mean `report`?"),
+    ],
+)
+def test_a_word_that_is_no_command_is_answered_with_the_program_that_trains(words, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(words)
+    assert stopped.value.code == cli.REFUSED
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_words_that_are_no_options_are_refused(capsys):
