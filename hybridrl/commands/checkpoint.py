@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("folder", "a new folder"),
     )
     export.add_argument("--role", default="actor", help="whose model (actor)")
-    export.add_argument("--dtype", default="bfloat16", help="of its weights (bfloat16)")
+    export.add_argument("--dtype", help="of its weights; else that of the run's own model")
     export.add_argument(
         "--file-gib", type=float, default=5.0, metavar="GIB", help="largest file, in GiB (5)"
     )

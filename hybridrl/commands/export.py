@@ -17,7 +17,7 @@ from hybridrl.checkpoint.apart import TensorsApart, open_lists, open_tensors
 from hybridrl.checkpoint.file_plan import MODEL
 from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.checkpoint.writing import write_tensors
-from hybridrl.commands.steps import one_step, show, show_json
+from hybridrl.commands.steps import one_step, settings_of, show, show_json
 from hybridrl.core.boxes import whole
 from hybridrl.core.dtypes import DTYPES, with_dtype
 from hybridrl.core.layout import Layout
@@ -36,8 +36,10 @@ OF_TRAINING = (NUMBERS, "generations.json")
 
 def export(chosen: argparse.Namespace) -> int:
     """`hybridrl checkpoint export`."""
-    _, folders, step = one_step(chosen.step)
+    run, folders, step = one_step(chosen.step)
     target = Path(chosen.folder)
+    if chosen.dtype is None:
+        chosen.dtype = _saved_dtype(settings_of(run))
     if chosen.dtype not in DTYPES:
         raise ConfigError(f"--dtype {chosen.dtype}: must be one of {', '.join(DTYPES)}.")
     if not 0 < chosen.file_gib < math.inf:
@@ -59,6 +61,20 @@ def export(chosen: argparse.Namespace) -> int:
     if chosen.json:
         return show_json(found)
     return show(f"{target}: {chosen.role} of step {step}, {readable_bytes(size)} of {chosen.dtype}")
+
+
+def _saved_dtype(settings: dict[str, Any]) -> str:
+    """The dtype in which a run of these settings leaves its model: a model made from the seed is of
+    float32, others are saved as they are stored."""
+    model = settings.get("model") or {}
+    if model.get("save_dtype") or not model.get("path"):
+        return str(model.get("save_dtype") or "float32")
+    try:
+        stored = json.loads((Path(model["path"]) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "bfloat16"  # a name of the hub, most likely, where most models are stored so
+    dtype = stored.get("dtype") or stored.get("torch_dtype")
+    return dtype if dtype in DTYPES else "float32"
 
 
 def _model(folder: Location) -> tuple[TensorFiles | TensorsApart, str]:

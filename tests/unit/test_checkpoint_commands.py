@@ -114,7 +114,7 @@ def test_verify_reads_everything_and_its_exit_code_says_so(capsys, run):
 
 def test_export_writes_a_model_folder_in_the_dtype_asked_for(capsys, run, tmp_path):
     out = tmp_path / "out"
-    command(capsys, "export", run[1].at(20), out, "--file-gib", "0.0000005")
+    command(capsys, "export", run[1].at(20), out, "--dtype", "bfloat16", "--file-gib", "0.0000005")
     assert sorted(path.name for path in out.iterdir()) == [
         "config.json",
         *(f"model-0000{i}-of-00002.safetensors" for i in (1, 2)),
@@ -128,6 +128,29 @@ def test_export_writes_a_model_folder_in_the_dtype_asked_for(capsys, run, tmp_pa
     words = command(capsys, "export", run[0], tmp_path / "x", "--role", "critic", code=2)
     assert "--role critic: step 30 has actor" in words
     assert "--dtype int4" in command(capsys, "export", run[0], "x", "--dtype", "int4", code=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "stored", "dtype"),
+    [
+        ("model: {path: null}", "", "float32"),
+        ("model: {path: base}", '{"dtype": "float16"}', "float16"),
+        ("model: {path: base}", '{"torch_dtype": "bfloat16"}', "bfloat16"),
+        ("model: {path: base, save_dtype: float32}", '{"dtype": "float16"}', "float32"),
+    ],
+)
+def test_export_writes_the_dtype_of_the_model_of_the_run(
+    capsys, tmp_path, monkeypatch, model, stored, dtype
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(stored)
+    folders = StepFolders(tmp_path / "run" / "checkpoints")
+    folders.path.mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text(model)
+    save(folders, 10, 0.5)
+    command(capsys, "export", "run", "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
 
 
 @pytest.mark.parametrize("size", ["nan", "inf", "0"])
