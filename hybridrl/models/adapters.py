@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config.schema import LoraSettings
-from hybridrl.errors import ConfigError, MissingPackageError, nearest
+from hybridrl.errors import ConfigError, MissingPackageError, nearest, pip_install
 from hybridrl.models.language_model import build_language_model
 
 ADAPTER = "default"
@@ -42,7 +42,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int = 0) 
     except ImportError as error:
         raise MissingPackageError(
             f"actor.lora.rank={settings.rank} needs peft, which could not be imported ({error}): "
-            "pip install 'hybridrl[lora]'."
+            f"{pip_install('peft')}."
         ) from error
     scalar = hasattr(model, HEAD)
     if not scalar:  # which has no `lm_head`, and the targets are those of all roles

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybridrl.errors import ConfigError, MissingPackageError, nearest
+from hybridrl.errors import ConfigError, MissingPackageError, nearest, pip_install
 from hybridrl.observe.run_directory import RunDirectory
 from hybridrl.observe.run_state import FAILED, FINISHED, INTERRUPTED
 from hybridrl.observe.storage import explain_write_errors
@@ -216,8 +216,8 @@ def _is_set(variable: str) -> bool:
     return bool(os.environ.get(variable))
 
 
-def _missing(extra: str, error: ImportError) -> MissingPackageError:
+def _missing(package: str, error: ImportError) -> MissingPackageError:
     return MissingPackageError(
-        f"`metrics` names `{extra}`, which cannot be imported ({error}). "
-        f"Install it with `pip install 'hybridrl[{extra}]'`, or take it off `metrics`."
+        f"`metrics` names `{package}`, which cannot be imported ({error}). "
+        f"Install it with `{pip_install(package)}`, or take it off `metrics`."
     )

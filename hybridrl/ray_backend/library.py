@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hybridrl.errors import MissingPackageError
+from hybridrl.errors import MissingPackageError, pip_install
 
 # Read by Ray when it is imported: a cluster that we start ourselves listens on loopback only.
 if "RAY_ADDRESS" not in os.environ:
@@ -21,8 +21,8 @@ try:
     import ray
 except ImportError as error:
     raise MissingPackageError(
-        "executor=ray needs Ray, which is not installed: pip install 'hybridrl[cpu]' (or "
-        "'hybridrl[gpu]'). Or run without it, on one device: executor=inline rollout=transformers."
+        f"executor=ray needs Ray, which is not installed: {pip_install('ray')}. Or run without it, "
+        "on one device: executor=inline rollout=transformers."
     ) from error
 
 __all__ = ["ray"]

@@ -8,7 +8,7 @@ import threading
 from functools import lru_cache
 from typing import Any
 
-from hybridrl.errors import MissingPackageError
+from hybridrl.errors import MissingPackageError, pip_install
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings quote whole responses
 _DELIMITERS = ("$", "\\(", "\\[", "\\boxed")
@@ -46,7 +46,8 @@ def check_installed() -> None:
     """Raises a `MissingPackageError` if math-verify is not installed. Imports nothing."""
     if importlib.util.find_spec("math_verify") is None:
         raise MissingPackageError(
-            "The reward function `math` needs the package math-verify: pip install 'hybridrl[math]'"
+            "The reward function `math` needs the package math-verify: "
+            f"{pip_install('math-verify')}"
         )
 
 

