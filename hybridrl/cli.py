@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _refuse(sentence: str) -> NoReturn:
-    console = Console(stderr=True)
+    console = Console(stderr=True, force_jupyter=False)
     console.print("error:", style="bold red", end=" ")
     console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     sys.exit(REFUSED)

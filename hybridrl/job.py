@@ -32,6 +32,7 @@ from hybridrl.errors import ConfigError, DataError, WorkerError
 from hybridrl.groups import build_groups, check_planned_faults
 from hybridrl.inputs import with_date, with_objects, write_rows
 from hybridrl.observe.beside_steps import BesideSteps
+from hybridrl.observe.console import progress_lines
 from hybridrl.observe.folder_owner import FolderOwner
 from hybridrl.observe.metrics import MetricWriter, open_writers, trackers_of
 from hybridrl.observe.run_directory import RunDirectory, make_steps_folder
@@ -63,7 +64,8 @@ class Job:
 
     Args:
         config: See `load_config`.
-        progress: Told what begins, for a person to read.
+        progress: Told what begins, for a person to read; None: a line each, on standard error or
+            in the cell of a notebook.
         roles: Worker groups to build: names, of the trainer's roles or standard ones, or a mapping
             of names to `RoleSpec`s; None: those of the trainer.
         reward: A reward function, or several, in place of `reward.function`.
@@ -101,7 +103,7 @@ class Job:
     def __init__(
         self,
         config: Config,
-        progress: Callable[[str], None] = lambda _: None,
+        progress: Callable[[str], None] | None = None,
         roles: Sequence[str] | Mapping[str, RoleSpec] | None = None,
         *,
         reward: Function | Sequence[Function] | None = None,
@@ -109,6 +111,8 @@ class Job:
         trainer: type[Trainer] | None = None,
         is_whole: bool = False,
     ) -> None:
+        if progress is None:
+            progress = progress_lines().phase
         self.started = psutil.Process().create_time()
         self.command = command_line(sys.orig_argv)
         self.config = config = with_date(with_objects(config, reward, data, trainer))

@@ -162,7 +162,9 @@ def _look(config: Config) -> None:
                 check_placement(config, devices)
     problems.raise_if_any()
     for sentence in (*unseen, *idle(config)):
-        Console(stderr=True).print(sentence, markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True, force_jupyter=False).print(
+            sentence, markup=False, highlight=False, soft_wrap=True
+        )
     _print_settings(config)
 
 
@@ -203,7 +205,9 @@ def _refuse_flags(flags: Sequence[str]) -> None:
 
 
 def _print_settings(config: Config) -> None:
-    Console().print(shown(config), markup=False, highlight=False, soft_wrap=True, end="")
+    Console(force_jupyter=False).print(
+        shown(config), markup=False, highlight=False, soft_wrap=True, end=""
+    )
 
 
 def _code_of(error: HybridRLError) -> int:
@@ -215,7 +219,7 @@ def _complain(error: HybridRLError) -> None:
     if error.told:
         return
     error.told = True
-    console = Console(stderr=True)
+    console = Console(stderr=True, force_jupyter=False)
     console.print("error:", style="bold red", end=" ")
     console.print(str(error), markup=False, highlight=False, soft_wrap=True)
 

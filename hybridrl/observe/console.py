@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from rich.console import Console
@@ -10,7 +11,10 @@ from hybridrl.observe.line_console import LineConsole
 from hybridrl.observe.live_console import LiveConsole
 from hybridrl.observe.step_view import StepView
 
-__all__ = ["StepView", "make_console"]
+__all__ = ["StepView", "make_console", "progress_lines"]
+
+_KERNEL_VARIABLES = ("JPY_PARENT_PID", "JPY_SESSION_NAME", "COLAB_RELEASE_TAG")
+"""Kernels have one of these, and so do the programs that their cells start (`!python ...`)."""
 
 
 def make_console(
@@ -23,8 +27,21 @@ def make_console(
     """
     if console is None:
         # FORCE_COLOR makes rich take a log file for a terminal; a file cannot be redrawn.
-        console = Console(force_terminal=None if sys.stdout.isatty() else False)
+        is_terminal = sys.stdout.isatty() and not in_notebook()
+        console = Console(force_terminal=None if is_terminal else False, force_jupyter=False)
     unicode = console.encoding.startswith("utf")
-    if console.is_interactive and not console.is_jupyter and unicode:
+    if console.is_interactive and not console.is_dumb_terminal and unicode:
         return LiveConsole(total_steps, title, console, accuracy=accuracy)
     return LineConsole(total_steps, title, console, accuracy=accuracy)
+
+
+def progress_lines() -> StepView:
+    """Shows what a program of one's own waits for: in the cell of a notebook, else on standard
+    error, for standard output is the program's."""
+    return LineConsole(0, "", Console(stderr=not in_notebook(), force_jupyter=False))
+
+
+def in_notebook() -> bool:
+    """Whether output ends in a notebook, of this program or of the one that started it. There a
+    program may have a terminal, whose cursor movements the notebook shows as they are."""
+    return "ipykernel" in sys.modules or any(map(os.environ.get, _KERNEL_VARIABLES))

@@ -44,7 +44,7 @@ def evaluation_table(sets: Mapping[str, Mapping[str, Any]], title: str) -> Table
 
 def table_text(table: Table) -> str:
     """The table as plain lines."""
-    console = Console(width=_WIDTH, color_system=None, force_terminal=False)
+    console = Console(width=_WIDTH, color_system=None, force_terminal=False, force_jupyter=False)
     with console.capture() as captured:
         console.print(table)
     lines = (line.rstrip() for line in captured.get().splitlines())

@@ -37,7 +37,8 @@ class LineConsole(StepView):
         self._phase_began = 0.0
         self._progress_shown = 0.0
         self._closed = False
-        self._line(one_line(title, 200))
+        if title:
+            self._line(one_line(title, 200))
 
     def phase(self, text: str) -> None:
         self._end_phase()

@@ -66,6 +66,30 @@ def final_sentence(
     )
 
 
+def interrupted_sentence(why: str, steps: int, saved: int, directory: Path) -> str:
+    """The last words of a run that was ended from outside: where the model is, and how to go on.
+
+    Args:
+        why: `Interrupted`, or the name of a signal.
+        steps: How many are done.
+        saved: That of the newest checkpoint; 0: there is none.
+    """
+    folder = shlex.quote(str(directory))
+    has_model = (directory / "model").is_dir()
+    cure = ""
+    if saved:
+        cure = f"to go on from step {saved}: python -m hybridrl.main resume={folder}\n"
+    elif has_model:
+        cure = (
+            "without a checkpoint (checkpoint.every) it cannot be resumed; to train on from its "
+            f"model: model.path={folder}/model\n"
+        )
+    return (
+        f"{why} after step {steps}; {'model, ' if has_model else ''}metrics and curves: "
+        f"{directory}\n{cure}next: hybridrl report {folder}"
+    )
+
+
 def _gain(label: str, key: str, summary: Mapping[str, Any]) -> str:
     first, last = summary.get(f"{key}_first"), summary.get(f"{key}_last")
     if last is None:

@@ -16,7 +16,7 @@ from hybridrl.errors import HybridRLError, LostError, Preempted
 from hybridrl.observe.beside_steps import CHECKPOINT, EVALUATION
 from hybridrl.observe.kept_steps import check_figure, metric_of
 from hybridrl.observe.step_view import StepView
-from hybridrl.observe.summary import accuracy_name
+from hybridrl.observe.summary import accuracy_name, interrupted_sentence
 from hybridrl.trainers.checkpoints import Checkpoints
 from hybridrl.trainers.decline import Decline
 from hybridrl.trainers.early_stop import EarlyStop
@@ -81,13 +81,10 @@ class Loop:
         except Preempted as signal:
             self.summary["interrupted"] = True
             write_summary(self.job, self.summary, signal)
-            self.view.message(
-                f"{signal}: ended after step {self.summary['steps']}, with the checkpoint of step "
-                f"{self._saved}. To go on: python -m hybridrl.main "
-                f"resume={self.job.directory.path}"
-                if self._saved
-                else f"{signal}: ended before the first checkpoint."
-            )
+            if self._saved:
+                self._say_how_to_go_on(f"{signal}: ended")
+            else:
+                self.view.close(f"{signal}: ended before the first checkpoint.")
             raise
         except KeyboardInterrupt as error:
             # Ray raises one of its own in place of the one that was raised in its calls.
@@ -100,6 +97,7 @@ class Loop:
                 )
                 self.summary["interrupted"] = True
                 self._finish(limit, signal)
+                self._say_how_to_go_on("Interrupted")
             raise signal from None
         except Exception as error:
             if self._began:  # else the folder is as good as new
@@ -113,6 +111,10 @@ class Loop:
                     save_models(self.job, self.view, until)
             raise
         return self.summary
+
+    def _say_how_to_go_on(self, why: str) -> None:
+        steps, folder = self.summary["steps"], self.job.directory.path
+        self.view.close(interrupted_sentence(why, steps, self._saved, folder))
 
     def preempt(self, signal: str) -> None:
         """Has the run end after the step in hand with a checkpoint and `Preempted`, or at once as

@@ -10,6 +10,7 @@ from hybridrl.config.schema import OptimizerConfig
 from hybridrl.core.locations import Location, copy_files, remove, sizes_below
 from hybridrl.data.loader import PromptLoader
 from hybridrl.errors import ConfigError
+from hybridrl.observe.console import progress_lines
 from hybridrl.observe.storage import explain_write_errors
 from hybridrl.trainers.role_spec import ACTOR
 from hybridrl.trainers.shaping import loss_weights
@@ -25,19 +26,19 @@ FOLDER = "warm_model"
 """Of a run: the actor as it is after warm-up, where other models begin as copies of it."""
 
 
-def warm_up(
-    job: Job, progress: Callable[[int, Mapping[str, float]], None] = lambda *_: None
-) -> None:
+def warm_up(job: Job, progress: Callable[[int, Mapping[str, float]], None] | None = None) -> None:
     """Runs `warmup.steps` supervised steps on a built-in task's own answers, with an optimizer of
     their own; the actor's starts afresh after them, and the models that begin as copies of the
     actor begin as copies of what it is then.
 
     Args:
-        progress: Called after each step with its number (from 1) and metrics.
+        progress: Called after each step with its number (from 1) and metrics; None: it is shown as
+            the progress of a `Job` is.
     """
     if not warms_up(job):
         return
     config, actor = job.config.warmup, job.groups[ACTOR]
+    progress = progress or _progress_lines(config.steps)
     # At a constant rate: a model annealed into a sharp minimum is thrown out of it by the first
     # steps of reinforcement.
     optimizer = OptimizerConfig(learning_rate=config.learning_rate, warmup_steps=RATE_WARMUP_STEPS)
@@ -55,6 +56,16 @@ def warm_up(
     if _copies(job):
         actor.save_model(str(_folder(job)), "float32").get()
     load_copies(job)
+
+
+def _progress_lines(steps: int) -> Callable[[int, Mapping[str, float]], None]:
+    view = progress_lines()
+    view.phase("supervised warm-up")
+
+    def progress(step: int, metrics: Mapping[str, float]) -> None:
+        view.phase_progress(step, steps, f"loss {metrics['loss']:.3f}")
+
+    return progress
 
 
 def load_copies(job: Job, but: Collection[str] = (), steps: Location | None = None) -> None:

@@ -47,6 +47,8 @@ def test_a_signal_ends_the_job(tmp_path, moment, signals, saved):
     assert state_of(job.run) == ("interrupted", name)
     has_model = (job.run / "model" / "model.safetensors").exists()
     assert (job.run / "model").exists() == has_model and saved in (None, has_model), job.output
+    if saved:
+        assert "Interrupted after step " in job.output and "model.path=" in job.output
     assert not job.left_after(30)
 
 

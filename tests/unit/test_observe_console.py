@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from hybridrl.observe.completions import Completion
-from hybridrl.observe.console import make_console
+from hybridrl.observe.console import make_console, progress_lines
 from hybridrl.observe.dashboard import split_cells
 from hybridrl.observe.line_console import LineConsole, step_line
 from hybridrl.observe.live_console import LiveConsole
@@ -222,6 +222,36 @@ def test_the_console_suits_where_it_prints():
 def test_forced_colours_do_not_make_a_log_file_a_terminal(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert isinstance(make_console(1, "t"), LineConsole)
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("variable", ["JPY_PARENT_PID", "COLAB_RELEASE_TAG"])
+def test_a_program_that_a_notebook_starts_moves_no_cursor(monkeypatch, variable):
+    monkeypatch.setenv("TERM", "xterm-color")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    for name in ("JPY_PARENT_PID", "JPY_SESSION_NAME", "COLAB_RELEASE_TAG"):
+        monkeypatch.delenv(name, raising=False)
+    assert isinstance(make_console(1, "t"), LiveConsole)
+    monkeypatch.setenv(variable, "1")
+    with make_console(2, "title") as view:
+        view.phase("loading")
+        view.step(1, STEP)
+    shown = sys.stdout.getvalue()
+    assert shown.startswith("title\nloading ...\nstep 1/2 |") and "\x1b" not in shown
+
+
+def test_a_cell_of_a_notebook_gets_text_and_no_page(monkeypatch, capsys):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setitem(sys.modules, "ipykernel", io)
+    make_console(1, "title").message("a line")
+    progress_lines().phase("loading")
+    assert capsys.readouterr().out == "title\na line\nloading ...\n"
 
 
 def test_one_line_keeps_both_ends_and_the_limit():

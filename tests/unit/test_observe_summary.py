@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from hybridrl.config.schema import JudgeConfig, RewardConfig
 from hybridrl.core.record import Record
 from hybridrl.observe.step_clock import phase_shares
-from hybridrl.observe.summary import accuracy_name, final_sentence
+from hybridrl.observe.summary import accuracy_name, final_sentence, interrupted_sentence
 
 
 def call(role, rank, phases, method="run", start=0.0, end=1.0):
@@ -61,6 +63,27 @@ def test_the_last_sentence():
         "reward 0.50 in 1 step; "
     )
     assert final_sentence({}, Path("x")).startswith("finished; ")
+
+
+@pytest.mark.parametrize(
+    ("saved", "has_model", "where", "cure"),
+    [
+        (2, True, "model, metrics and curves", "python -m hybridrl.main resume="),
+        (0, True, "model, metrics and curves", "model.path="),
+        (0, False, "; metrics and curves", ""),
+    ],
+)
+def test_an_interrupted_run_says_where_its_model_is_and_how_to_go_on(
+    tmp_path, saved, has_model, where, cure
+):
+    folder = tmp_path / "my run"
+    (folder / "model" if has_model else folder).mkdir(parents=True)
+    first, *rest = interrupted_sentence("Interrupted", 3, saved, folder).splitlines()
+    assert (
+        first.startswith("Interrupted after step 3; ") and where in first and str(folder) in first
+    )
+    assert rest[-1] == f"next: hybridrl report '{folder}'"
+    assert len(rest) == 1 + bool(cure) and cure in rest[0] and f"'{folder}'" in rest[0]
 
 
 def test_what_a_model_scores_is_no_accuracy():
