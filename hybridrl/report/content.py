@@ -114,6 +114,7 @@ class Content:
             "memory": memory_table(rows, self._planned),
             "evaluations": newest_of_sets(self.run.evaluations()),
             "recoveries": self.run.recoveries(),
+            "failed_episodes": self.run.failed_episodes(),
             "warnings": self.run.warnings(),
             "bad_steps": self.run.bad_steps(),
             "checkpoints": self.run.checkpoints(),

@@ -21,6 +21,7 @@ MARKS = ("config.yaml", "metrics.jsonl")
 LOG_BYTES = 1 << 20
 """So much of the end of each log is looked at."""
 MOST_WARNINGS = 40
+MOST_NAMED = 3
 _WARNING = re.compile(r"\b(warning|error|exception|traceback)\b", re.I)
 _CHANGING = re.compile(r"\d+")
 
@@ -120,6 +121,20 @@ class RunFolder:
                 }
             )
         return found
+
+    def failed_episodes(self) -> list[dict[str, Any]]:
+        """Episodes kept in `failed/`, those of one kind that ended in the same line together:
+        `files`, `line`, `times`, as `warnings` has them."""
+        files: dict[str, list[str]] = {}
+        for file in sorted((self.path / "failed").glob("*.json")):
+            found = _object(file)
+            last = str(found.get("failure")).rstrip().rpartition("\n")[2]
+            line = f"episode failed ({found.get('kind')}): {last[:400]}"
+            files.setdefault(line, []).append(f"failed/{file.name}")
+        return [
+            {"files": names[:MOST_NAMED], "line": line, "times": len(names)}
+            for line, names in sorted(files.items(), key=lambda one: -len(one[1]))
+        ]
 
     def warnings(self) -> list[dict[str, Any]]:
         """Lines of the ranks' logs that tell of something wrong, those alike but for their numbers

@@ -8,7 +8,6 @@ the engine, in the thread that asked for the samples; what was sampled is the ro
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -32,14 +31,13 @@ from hybridrl.rollout.token_versions import TokenVersions
 from hybridrl.rollout.transcript import Transcript
 from hybridrl.serving.endpoint import Endpoint
 from hybridrl.serving.exchange import Answer
+from hybridrl.serving.failed_episodes import FailedEpisodes
 from hybridrl.serving.outside import OutsidePrograms, Programs
 from hybridrl.serving.renderer_chat import chat_of
 from hybridrl.serving.session import Session
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_log = logging.getLogger(__name__)
 
 IDLE_S = 1.0
 """With nothing to generate, programs are asked so often whether they are late."""
@@ -57,6 +55,7 @@ class AgentRollout(PlaysEpisodes):
         programs: Play the episodes.
         settings: What becomes of episodes that fail: `on_error` and `error_value`.
         max_turn_tokens: Longest turn; None: as long as `sampling.max_tokens`.
+        failed: Keeps episodes that fail; None: none are kept.
     """
 
     def __init__(
@@ -66,12 +65,14 @@ class AgentRollout(PlaysEpisodes):
         programs: Programs,
         settings: EnvironmentConfig,
         max_turn_tokens: int | None = None,
+        failed: FailedEpisodes | None = None,
     ) -> None:
         super().__init__(engine)
         self.max_turn_tokens = max_turn_tokens
         self.endpoint = endpoint
         self.programs = programs
         self.settings = settings
+        self.failed = failed or FailedEpisodes(None)
         self._numbers = itertools.count(1)
         self._logged: set[str] = set()
         self._notices: list[str] = []
@@ -104,13 +105,17 @@ class AgentRollout(PlaysEpisodes):
         self.endpoint.close()
         self._engine.close()
 
-    def log_once(self, kind: str, failure: str) -> None:
-        """Tells of a failure, unless of one that ended alike."""
+    def log_once(self, kind: str, failure: str, kept: Path | None = None) -> None:
+        """Reports a failure, unless one that ended alike was reported.
+
+        Args:
+            kept: The file that has the rest of it.
+        """
         cause = f"{kind}: {failure.rstrip().rpartition(chr(10))[2]}"
         if cause not in self._logged:
             self._logged.add(cause)
-            self._notices.append(f"An episode failed ({kind}):\n{failure}")
-            _log.error("%s", self._notices[-1])
+            rest = "" if kept is None else f"\nIts row, traceback and transcript: {kept}"
+            self._notices.append(f"An episode failed ({kind}):\n{failure}{rest}")
 
 
 class _Row(NamedTuple):
@@ -118,6 +123,7 @@ class _Row(NamedTuple):
 
     row: int
     session: Session
+    play: Play
 
 
 class _Agents(Playing):
@@ -136,7 +142,7 @@ class _Agents(Playing):
         self._engine = engine
         self._endpoint = rollout.endpoint
         self._exchange = rollout.endpoint.exchange
-        self._versions = TokenVersions(version)
+        self._version, self._versions = version, TokenVersions(version)
         self._running: set[int] = set()  # keys of what the engine generates
         self._playing: dict[int, _Row] = {}  # by the key of the play
         self._ended: dict[int, EpisodeSample] = {}  # by row, since the last `take`
@@ -147,10 +153,10 @@ class _Agents(Playing):
             for row in group:
                 number = rollout.next_number()
                 session = self._endpoint.open_session(f"e{number}", sampling, seeds[row])
-                self._playing[number] = _Row(row, session)
                 url, token = self._endpoint.session_url(session), self._endpoint.token
                 is_greedy = sampling.temperature == 0
                 plays.append(Play(number, rows[row], url, token, session.name, is_greedy))
+                self._playing[number] = _Row(row, session, plays[-1])
             rollout.programs.start(plays)
 
     def take(
@@ -173,9 +179,9 @@ class _Agents(Playing):
 
     def close(self) -> None:
         self._rollout.programs.cancel()
-        for _, session in self._playing.values():
-            self._endpoint.close_session(session)
-            session.end()
+        for under_way in self._playing.values():
+            self._endpoint.close_session(under_way.session)
+            under_way.session.end()
         self._playing.clear()
         self._running.clear()
         self._engine.cancel()
@@ -211,7 +217,7 @@ class _Agents(Playing):
         """An episode is over: what it sampled and what it was worth."""
         if (found := self._playing.pop(played.key, None)) is None:
             return
-        row, session = found
+        row, session, play = found
         self._endpoint.close_session(session)
         branches = session.end(played.sessions)
         turn_rewards, reason = played.turn_rewards, session.last_reason
@@ -221,11 +227,12 @@ class _Agents(Playing):
             turn_rewards = session.report.turn_rewards or turn_rewards
             metrics = {**metrics, **session.report.metrics}
         elif played.failure is not None:
-            reward, reason = self._failed(played, session), played.kind
+            kept = self._rollout.failed.keep(play, played, branches, self._version)
+            reward, reason = self._failed(played, session, kept), played.kind
         rewards = self._turn_rewards(turn_rewards, branches)
         self._ended[row] = EpisodeSample(branches, rewards, reward, reason, metrics)
 
-    def _failed(self, played: Played, session: Session) -> float:
+    def _failed(self, played: Played, session: Session, kept: Path | None) -> float:
         """The score of an episode that failed."""
         failure, settings = str(played.failure), self._rollout.settings
         if not session.sampled and (proxies := set_proxies()):
@@ -238,8 +245,9 @@ class _Agents(Playing):
             raise RolloutError(
                 f"An episode failed ({played.kind}), and environment.on_error=fail ends the job "
                 f"then; `drop` leaves such episodes out, `value` scores them:\n{failure}"
+                + ("" if kept is None else f"\nIts row, traceback and transcript: {kept}")
             )
-        self._rollout.log_once(played.kind, failure)
+        self._rollout.log_once(played.kind, failure, kept)
         return settings.error_value if settings.on_error == "value" else math.nan
 
     def _turn_rewards(
@@ -275,6 +283,7 @@ def agent_rollout(
     replica: int,
     template: TemplateContext | None = None,
     announced_at: Path | None = None,
+    failed_at: Path | None = None,
 ) -> AgentRollout:
     """The endpoint of a replica, with the programs that the settings ask for.
 
@@ -284,6 +293,7 @@ def agent_rollout(
         replica: Its number; each has a port of its own.
         template: Options of the chat template where a request has none, and the run's date.
         announced_at: Where programs from outside find address and token.
+        failed_at: The folder for episodes that fail.
     """
     outside = None if environment.name else OutsidePrograms(environment.timeout_s)
     endpoint = Endpoint(
@@ -296,15 +306,16 @@ def agent_rollout(
         port=rollout.serve_port + replica if rollout.serve_port else 0,
         outside=outside,
     )
+    failed = FailedEpisodes(failed_at, replica, environment.name, tokenizer)
     if announced_at is not None:
         endpoint.announce(announced_at)
     if outside is not None:
         outside.notify = endpoint.exchange.wake
-        return AgentRollout(engine, endpoint, outside, environment, rollout.max_turn_tokens)
+        return AgentRollout(engine, endpoint, outside, environment, rollout.max_turn_tokens, failed)
     from hybridrl.environments.pool import EnvironmentPool
 
     pool = EnvironmentPool(environment, endpoint.exchange.wake)
-    return AgentRollout(engine, endpoint, pool, environment, rollout.max_turn_tokens)
+    return AgentRollout(engine, endpoint, pool, environment, rollout.max_turn_tokens, failed)
 
 
 def _groups(batch: Batch, prompts: Sequence[list[int]]) -> Iterator[list[int]]:

@@ -44,10 +44,12 @@ class OutsidePrograms:
 
     Attributes:
         notify: Called when `poll` has something to give.
+        is_closed: Whether the job has ended, and no row will come.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self.notify: Callable[[], None] = lambda: None
+        self.is_closed = False
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._asking: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
@@ -66,9 +68,9 @@ class OutsidePrograms:
             loop.call_soon_threadsafe(event.set)
 
     async def next(self, wait_s: float) -> Play | None:
-        """The next row; None if there is none for so long."""
+        """The next row; None if there is none for so long, or never again: see `is_closed`."""
         loop, until = asyncio.get_running_loop(), time.monotonic() + wait_s
-        while True:
+        while not self.is_closed:
             event = asyncio.Event()
             with self._lock:
                 if self._waiting:
@@ -80,6 +82,7 @@ class OutsidePrograms:
                 await asyncio.wait_for(event.wait(), until - time.monotonic())
             except TimeoutError:
                 return None
+        return None
 
     def return_row(self, play: Play) -> None:
         """The program that asked for it has not got it: it is for the next one."""
@@ -125,5 +128,7 @@ class OutsidePrograms:
             self._done.clear()
 
     def close(self) -> None:
-        """As `cancel`: the programs are not ours to end."""
+        """As `cancel`: the programs are not ours to end. Those that wait for a row are told."""
+        self.is_closed = True
         self.cancel()
+        self.start([])

@@ -162,6 +162,8 @@ class Routes:
                 "them.",
             )
         play = await self._outside.next(LONG_POLL_S)
+        if self._outside.is_closed:
+            raise RefusedError(410, "The job has ended: there are no more rows.", code="job_ended")
         if play is None:
             return web.Response(status=204)
         row = {"session": play.session, "url": play.url, "row": dict(play.row)}

@@ -87,7 +87,7 @@ def _player(
         from hybridrl.serving.agents import agent_rollout
 
         replica = context.rank // config.parallel.ranks
-        folder = Path(context.run_directory) if config.serve and context.run_directory else None
+        folder = Path(context.run_directory) if context.run_directory else None
         return agent_rollout(
             engine,
             tokenizer,
@@ -98,7 +98,8 @@ def _player(
             context_length=source.context_length,
             replica=replica,
             template=source.template,
-            announced_at=folder and folder / f"endpoint-{replica}.json",
+            announced_at=folder / f"endpoint-{replica}.json" if folder and config.serve else None,
+            failed_at=folder and folder / "failed",
         )
     from hybridrl.rollout.episodes import EpisodeRollout
 

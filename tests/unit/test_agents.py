@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-import logging
+import json
 import math
 import re
 import threading
@@ -27,7 +27,9 @@ from hybridrl.config.schema import EnvironmentConfig, RolloutConfig
 from hybridrl.core.batch import Batch
 from hybridrl.environments.play import Played
 from hybridrl.errors import RolloutError
+from hybridrl.report.run_folder import RunFolder
 from hybridrl.serving.agents import AgentRollout, agent_rollout
+from hybridrl.serving.failed_episodes import FailedEpisodes
 
 
 def rows(count, copies=1):
@@ -37,10 +39,10 @@ def rows(count, copies=1):
     )
 
 
-def rollout_of(engine, play, **settings):
+def rollout_of(engine, play, failed=None, **settings):
     endpoint = endpoint_of(engine.tokenizer)
     programs = ThreadPrograms(play, endpoint.exchange.wake)
-    return AgentRollout(engine, endpoint, programs, EnvironmentConfig(**settings))
+    return AgentRollout(engine, endpoint, programs, EnvironmentConfig(**settings), failed=failed)
 
 
 @pytest.fixture
@@ -147,19 +149,49 @@ def fails(http):
     return play
 
 
-def test_an_episode_that_fails_costs_itself(http, closing, caplog):
+def test_an_episode_that_fails_costs_itself(http, closing):
     rollout = rollout_of(ScriptedEngine(merging_tokenizer("plain")), fails(http))
     closing(rollout)
-    with caplog.at_level(logging.ERROR):
-        batch = rollout.generate(rows(3), TRAINED, 0)
-        rollout.generate(rows(3), TRAINED, 0)
+    batch = rollout.generate(rows(3), TRAINED, 0)
+    rollout.generate(rows(3), TRAINED, 0)
     assert batch["finish_reason"][1:] == ["error", "timeout"]
     rewards = batch["episode_rewards"].tolist()
     assert rewards[0] == 1.0 and math.isnan(rewards[1]) and math.isnan(rewards[2])
     assert batch["turns"].tolist() == [1, 1, 1], "what was sampled is there"
     assert [row.tolist() for row in batch["turn_rewards"].rows()] == [[1.0], [], []]
     assert batch["environment/steps"].tolist()[0] == 4.0
-    assert caplog.text.count("the tool is broken") == 2, "once, with its line"
+    said = "\n".join(rollout.notices())
+    assert said.count("the tool is broken") == 2, "once, with its line"
+
+
+def test_failed_episodes_are_kept_with_row_traceback_and_transcript(
+    http, closing, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("hybridrl.serving.failed_episodes.MOST_KEPT", 2)
+    tokenizer = merging_tokenizer("plain")
+    failed = FailedEpisodes(tmp_path / "failed", 1, "games.py:play", tokenizer)
+    rollout = rollout_of(ScriptedEngine(tokenizer), fails(http), failed)
+    closing(rollout)
+    for _ in range(3):
+        rollout.generate(rows(3), TRAINED, 0)
+    names = [f"1-{kind}-0{number}.json" for kind in ("error", "timeout") for number in (1, 2)]
+    assert sorted(path.name for path in (tmp_path / "failed").iterdir()) == names
+    kept = json.loads((tmp_path / "failed" / names[0]).read_text())
+    assert kept["kind"] == "error" and "the tool is broken" in kept["failure"]
+    assert kept["row"]["number"] == 1 and kept["environment"] == "games.py:play"
+    (conversation,) = kept["transcript"]
+    assert [one["by"] for one in conversation[:2]] == ["program", "model"]
+    assert all(one["text"] == tokenizer.decode(one["token_ids"]) for one in conversation)
+    assert "hi" in conversation[0]["text"]
+    assert names[0] in "\n".join(rollout.notices())
+    again = FailedEpisodes(tmp_path / "failed", 1, "games.py:play", tokenizer)
+    assert again.keep(None, Played(0, 0.0, None, {}, "x", "error"), [], 0) is None, (
+        "of a resumed run"
+    )
+    (tmp_path / "config.yaml").write_text("")
+    found = RunFolder(tmp_path).failed_episodes()
+    (line,) = [one for one in found if "(error)" in one["line"]]
+    assert line["times"] == 2 and line["files"] == [f"failed/{name}" for name in names[:2]]
 
 
 def test_a_failure_can_have_a_value_or_end_the_job(http, closing):
@@ -292,6 +324,8 @@ def test_programs_from_outside_ask_for_rows(tmp_path, http, closing):
                 )
             except httpx.HTTPError:
                 return  # the job is over
+            if answer.status_code == 410:
+                return
             given = answer.json()
             body = {"messages": [{"role": "user", "content": "hi"}]}
             http.post(f"{given['url']}/chat/completions", json=body, headers=headers, timeout=60)
@@ -327,6 +361,24 @@ def test_the_program_of_the_endpoints_page_plays(tmp_path, closing):
     batch = rollout.generate(rows(3).with_columns(texts), TRAINED, 0)
     assert batch["finish_reason"] == ["stop"] * 3 and batch["turns"].tolist() == [1] * 3
     assert batch["episode_rewards"].tolist() == [1.0] * 3
+
+
+def test_a_program_that_waits_for_a_row_is_told_that_the_job_has_ended(tmp_path, http):
+    rollout = outside_rollout(tmp_path, lambda rollout: None)
+    url, headers = rollout.endpoint.url, {"Authorization": f"Bearer {rollout.endpoint.token}"}
+    answers = []
+
+    def program():
+        answers.append(http.get(f"{url}/episodes/next", headers=headers, timeout=60))
+
+    waiting = threading.Thread(target=program, daemon=True)
+    waiting.start()
+    while not rollout.programs._asking:
+        time.sleep(0.01)
+    rollout.close()
+    waiting.join(60)
+    assert [answer.status_code for answer in answers] == [410]
+    assert "The job has ended" in answers[0].json()["error"]["message"]
 
 
 def test_a_row_that_is_not_played_is_given_up(tmp_path, http, closing):

@@ -65,13 +65,18 @@
     ];
   }
 
-  function troubles({ recoveries, warnings, bad_steps: bad, troubles: counts }, status) {
+  function troubles(
+    { recoveries, failed_episodes: failed, warnings, bad_steps: bad, troubles: counts }, status) {
     const rows = [];
     const steps = (count) => `in ${count} ${count === 1 ? "step" : "steps"}`;
     if (status.why) rows.push(["state", `${status.state}: ${status.why}`]);
     for (const one of recoveries) {
       const lost = known(one.seconds_lost) ? `, ${seconds(one.seconds_lost)} lost` : "";
       rows.push(["recovery", `${one.what || one.lost || "Workers were lost."}${lost}`]);
+    }
+    for (const { files, line, times } of failed) {
+      const more = times > files.length ? " ..." : "";
+      rows.push(["failed episodes", `${line}  (${times} kept: ${files.join(", ")}${more})`]);
     }
     for (const one of bad) {
       rows.push(["bad step", `Step ${one.step}: ${one.where || one.first || "a number was not finite"}`]);
