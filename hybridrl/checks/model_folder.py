@@ -35,6 +35,7 @@ def check_model(path: str, setting: str = "model.path", *, scalar: bool, learns:
     if not Path(path).is_dir():
         return
     from hybridrl.models import check_complete, check_files, check_labels, load_config
+    from hybridrl.models.language_model import check_scalar
 
     described = _described(path, setting)
     _check_type(described, path, setting)
@@ -57,6 +58,7 @@ def check_model(path: str, setting: str = "model.path", *, scalar: bool, learns:
         check_files(path, setting)
     if scalar:
         check_labels(config, f"{setting}={path}")
+        check_scalar(config, f"{setting}={path}")
     check_complete(path, setting, config, scalar=scalar, needs_head=scalar and not learns)
 
 

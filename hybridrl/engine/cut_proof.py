@@ -20,7 +20,7 @@ from hybridrl.config.schema import ActorConfig, LoraSettings, OptimizerConfig
 from hybridrl.core.batch import Batch
 from hybridrl.core.columns import Ragged
 from hybridrl.engine.train import TrainEngine
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.models import CausalPolicy, PackedModel, ScalarModel
 from hybridrl.models.admission import said_alone, twins
 from hybridrl.models.shrunk import VOCABULARY, WINDOW, shrunk
@@ -54,16 +54,24 @@ def prove_cuts(
     key = repr((sorted(settings.items()), type(model), sizes, config.parallel, trains))
     if not sizes or key in _proven:
         return
+    cut = ", ".join(f"actor.parallel.{axis}={size}" for axis, size in sizes.items())
+    who = f"{path} ({model.inner.config.model_type}) cannot be cut by {cut}"
+    cure = "Data parallelism alone (actor.parallel.tp=1 and so on) does not cut the arithmetic."
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        off, norm_off = _differences(model, mesh, config, trains)
+        try:
+            off, norm_off = _differences(model, mesh, config, trains)
+        except HybridRLError:
+            raise
+        except Exception as error:  # of whatever kind: nobody knows what models will come
+            raise ConfigError(
+                f"{who}: a small copy of it does not run so ({type(error).__name__}: {error}). "
+                f"{cure}"
+            ) from error
     if off > TOLERANCE or norm_off > TOLERANCE:
-        cut = ", ".join(f"actor.parallel.{axis}={size}" for axis, size in sizes.items())
         raise ConfigError(
-            f"{path} ({model.inner.config.model_type}) cannot be cut by {cut}: of a small copy of "
-            f"it that is cut so, {model.OUTPUTS[0]} are off by up to {off:.2g}, and the norm of "
-            f"the gradient by {norm_off:.2g} of it. Data parallelism alone (actor.parallel.tp=1 "
-            "and so on) does not cut the arithmetic."
+            f"{who}: of a small copy of it that is cut so, {model.OUTPUTS[0]} are off by up to "
+            f"{off:.2g}, and the norm of the gradient by {norm_off:.2g} of it. {cure}"
         )
     _proven.add(key)
 

@@ -7,6 +7,7 @@ The model stays a plain transformers model: `save_pretrained` writes the adapter
 from __future__ import annotations
 
 import importlib.util
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config.schema import LoraSettings
 from hybridrl.errors import ConfigError, MissingPackageError, nearest, pip_install
-from hybridrl.models.language_model import build_language_model
+from hybridrl.models.language_model import build_language_model, decoder_of
 
 ADAPTER = "default"
 """The one adapter that a model has here."""
@@ -97,12 +98,31 @@ def _check_named(model: PreTrainedModel, settings: LoraSettings) -> None:
 
 def _targets(model: PreTrainedModel, settings: LoraSettings) -> str | list[str]:
     """What peft is to look for. All linear layers are modules here: the matrices of experts, which
-    are a parameter together, stay as they are."""
-    if settings.targets != ALL or not any(p.ndim > 2 for p in model.parameters()):
-        return settings.targets if isinstance(settings.targets, str) else list(settings.targets)
-    head = model.get_output_embeddings()
-    linear = (name for name, m in model.named_modules() if type(m) is nn.Linear and m is not head)
-    return sorted({name.rpartition(".")[2] for name in linear} - {HEAD})
+    are a parameter together, stay as they are, and so do the layers beside them, whose names mean
+    the experts' to peft. In a class with towers, which are built where the adapter is loaded, the
+    decoder's layers are named by their path."""
+    modules, decoder = dict(model.named_modules()), decoder_of(model)
+    has_towers = decoder is not model.base_model
+    blocks = {
+        name.split(".")[-2]
+        for name, module in modules.items()
+        if any(p.ndim > 2 for p in module.parameters(recurse=False)) and "." in name
+    }
+    if settings.targets != ALL:
+        if isinstance(settings.targets, str):
+            return settings.targets
+        leaves = list(settings.targets)
+    elif not blocks and not has_towers:
+        return ALL
+    else:
+        head = model.get_output_embeddings()
+        linear = (name for name, m in modules.items() if type(m) is nn.Linear and m is not head)
+        plain = (name.rpartition(".")[2] for name in linear if blocks.isdisjoint(name.split(".")))
+        leaves = sorted(set(plain) - {HEAD})
+    if not has_towers:
+        return leaves
+    path = next(name for name, module in modules.items() if module is decoder)
+    return rf"{re.escape(path)}\..*\.({'|'.join(map(re.escape, leaves))})"
 
 
 def _draw(model: PreTrainedModel, seed: int) -> None:

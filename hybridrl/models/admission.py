@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybridrl.core.batch import Batch
 from hybridrl.errors import ConfigError
 from hybridrl.models.attention import NAME
-from hybridrl.models.language_model import build_language_model, class_of, decoder_of
+from hybridrl.models.language_model import build_language_model, check_scalar, decoder_of
 from hybridrl.models.packed_models import CausalPolicy, ScalarModel
 from hybridrl.models.packing import PackedSamples, Rows
 from hybridrl.models.shrunk import VOCABULARY, shrunk
@@ -58,11 +58,8 @@ def admit(config: PretrainedConfig, path: str, *, scalar: bool = False) -> Rows:
 
 def _tried(config: PretrainedConfig, path: str, scalar: bool) -> Rows:
     who = f"{path} ({config.model_type})"
-    if scalar and class_of(config, scalar=True) is None:
-        raise ConfigError(
-            f"{who} cannot be a critic or a reward model: transformers has no class of it with a "
-            "scalar head. Choose another model for that role, or an algorithm without one."
-        )
+    if scalar:
+        check_scalar(config, who)
     rows, off = _trial(config, who, scalar)
     if rows is not None:
         return rows

@@ -22,6 +22,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from hybridrl.errors import ConfigError
+
 _TOWER = {
     **{"depth": 1, "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32},
     **{"num_heads": 1, "num_attention_heads": 1, "num_key_value_heads": 1},
@@ -46,6 +48,20 @@ def class_of(config: PretrainedConfig, *, scalar: bool = False) -> type[PreTrain
     mappings = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     found = next((one[kind] for one in mappings if kind in one), None)
     return found[0] if isinstance(found, tuple) else found
+
+
+def check_scalar(config: PretrainedConfig, who: str) -> None:
+    """Refuses a model that has no class with a scalar head.
+
+    Raises:
+        ConfigError: begins with `who`.
+    """
+    if class_of(config, scalar=True) is None:
+        raise ConfigError(
+            f"{who} cannot be a critic or a reward model: transformers has no class of the type "
+            f"`{config.model_type}` with a scalar head. Choose another model for that role, or an "
+            "algorithm without one."
+        )
 
 
 def _class_and_config(

@@ -64,7 +64,12 @@ def shrunk(config: PretrainedConfig, cuts: int = 1, layers: int = 2) -> Pretrain
         _set(small, "num_key_value_heads", _divisor(few, few // groups))
     if _is_above(_get(small, "head_dim"), HEAD_WIDTH):
         _set(small, "head_dim", HEAD_WIDTH)
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+    if whole is not small:  # samples are to hold no tokens of pictures
+        for name, token in whole.to_dict().items():
+            if name.endswith(("_token_id", "_token_index")) and isinstance(token, int):
+                _set(whole, name, VOCABULARY + token)
+    _set(small, "pad_token_id", 0)  # some models compute with it
+    for name in ("bos_token_id", "eos_token_id"):
         _set(small, name, None)
     _shorten_positions(small)
     kinds = _some_of_each(_get(small, "layer_types") or (), layers)
@@ -110,6 +115,10 @@ def _shorten_positions(small: PretrainedConfig) -> None:
     rotary = _get(small, "rope_parameters") or {}
     if name in rotary:
         rotary[name] = TRAINED_LENGTH
+    if section := rotary.get("mrope_section"):  # pairs that turn by each of three positions
+        width = (_get(small, "head_dim") or HEAD_WIDTH) * rotary.get("partial_rotary_factor", 1.0)
+        few = [pairs * int(width) // 2 // sum(section) for pairs in section]
+        rotary["mrope_section"] = [int(width) // 2 - sum(few[1:]), *few[1:]]
     for name in ("short_factor", "long_factor"):  # of each pair of a head's dims that is turned
         if name in rotary:
             share = rotary.get("partial_rotary_factor") or 1.0
