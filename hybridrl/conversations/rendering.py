@@ -86,6 +86,13 @@ def render_chat(
     return str(text)
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the texts that the tokenizer reads as special tokens, the longest first."""
+    added = tokenizer.added_tokens_decoder.values()
+    special = {*tokenizer.all_special_tokens, *(t.content for t in added if t.special)}
+    return sorted(filter(None, special), key=len, reverse=True)
+
+
 def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
     """Return the names that the chat template reads, those of the messages and tools included;
     none without a template."""

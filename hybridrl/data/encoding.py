@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
+from hybridrl.conversations.rendering import special_tokens
 from hybridrl.errors import DataError, RowError
 
 if TYPE_CHECKING:
@@ -118,10 +119,8 @@ def encode_turns(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> li
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Finds the texts that the tokenizer reads as special tokens."""
     if tokenizer not in _control_tokens:
-        added = tokenizer.added_tokens_decoder.values()
-        special = {*tokenizer.all_special_tokens, *(t.content for t in added if t.special)}
-        longest_first = sorted(filter(None, special), key=len, reverse=True)
-        _control_tokens[tokenizer] = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        names = map(re.escape, special_tokens(tokenizer))
+        _control_tokens[tokenizer] = re.compile("|".join(names) or r"(?!)")
     return _control_tokens[tokenizer]
 
 

@@ -13,6 +13,7 @@ from hybridrl.conversations.rendering import (
     TemplateContext,
     check_options,
     render_chat,
+    special_tokens,
 )
 from hybridrl.errors import ConfigError
 from hybridrl.serving.chat import Chat, ChatError
@@ -36,7 +37,7 @@ class TemplateChat(Chat):
     ) -> None:
         self.tokenizer = tokenizer
         self.context = context or TemplateContext()
-        self._special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
+        self._special = special_tokens(tokenizer)
 
     def with_options(self, options: Mapping[str, Any]) -> TemplateChat:
         try:
@@ -70,6 +71,9 @@ class TemplateChat(Chat):
             if head != opened or not new.startswith(own):
                 return None
             new = new[len(own) :]
+        ended = self._ended_by(known)
+        if ended is not None and (shown := turn.rstrip()).endswith(ended):
+            return [*known.prompt_ids, *known.token_ids, *self._tokens(turn[len(shown) :] + new)]
         given = self._tokens(closing + new)
         if given and known.token_ids[-1:] == given[:1]:
             given = given[1:]  # the model has closed its turn itself
@@ -86,6 +90,11 @@ class TemplateChat(Chat):
                     rest = rest.replace(token, "")
                 return Said(rest.strip(), calls)
         return Said(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _ended_by(self, known: Known) -> str | None:
+        """The control token that the model ended its turn with."""
+        last = self.tokenizer.convert_ids_to_tokens(known.token_ids[-1:])
+        return next((token for token in last if token in self._special), None)
 
     def _keeps(self, answer: Message, text: str) -> bool:
         """Whether what the model said stands in what the template makes of the conversation."""

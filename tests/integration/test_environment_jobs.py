@@ -249,3 +249,33 @@ def test_wrong_settings_are_sentences(place):
     ]:
         with pytest.raises(ConfigError, match=words):
             check(load_config(settings_of(place, *overrides)))
+
+
+OPTIONS = '''
+async def play(row, model):
+    """How many more tokens a prompt has by the option of the job, and by that of a request."""
+    messages = [{"role": "user", "content": row["question"]}]
+    read = {}
+    for name, options in {"job": {}, "request": {"effort": 9}, "none": {"effort": 0}}.items():
+        body = {"model": model.name, "messages": messages, "max_tokens": 1}
+        body["chat_template_kwargs"] = options
+        usage = (await model.request("/chat/completions", body))["usage"]
+        read[name] = usage["prompt_tokens"]
+    metrics = {name: read[name] - read["none"] for name in ("job", "request")}
+    return {"reward": 0.0, "metrics": metrics}
+'''
+
+
+def test_options_of_the_chat_template_reach_the_endpoint_of_a_job(start, place, tmp_path):
+    (tmp_path / "play.py").write_text(OPTIONS)
+    tokenizer = build_tokenizer(TEXT, chat=True)
+    tokenizer.chat_template = "{{ 'x' * (effort | default(1)) }}" + tokenizer.chat_template
+    make_tiny_model(tmp_path / "model", tokenizer, seed=3, hidden_size=64, layers=1, heads=2,
+                    context=256)  # fmt: skip
+    job, trainer = start(
+        f"environment.name={tmp_path}/play.py:play",
+        f"model.path={tmp_path}/model",
+        "data.chat_template_options.effort=4",
+    )
+    *_, metrics, _ = step(job, trainer)
+    assert (metrics["environment/job"], metrics["environment/request"]) == (4, 9)

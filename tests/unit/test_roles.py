@@ -1,11 +1,15 @@
 """What a driver program says of its roles, and what is refused of them before anything starts."""
 
+from types import SimpleNamespace
+
 import pytest
 from settings import configured
 
+from hybridrl import roles
 from hybridrl.checks.placement import check_placement
 from hybridrl.checks.settings import check
 from hybridrl.config.role_models import model_settings
+from hybridrl.config.schema import Config, DataConfig, JudgeConfig
 from hybridrl.controller import Worker
 from hybridrl.core.cluster import Cluster
 from hybridrl.errors import ConfigError
@@ -175,3 +179,22 @@ def test_a_role_that_cannot_be_saved_says_so_before_anything_starts(worker):
         ConfigError, match=r"saves_as='teacher'\): .* has none\. Leave saves_as out"
     ):
         RoleSpec(worker, saves_as="teacher")
+
+
+@pytest.mark.parametrize("own", [None, {"effort": "high"}, {"thinks": 1}])
+def test_a_judge_has_the_options_of_the_job_unless_it_has_its_own(own, monkeypatch):
+    judge = JudgeConfig(path="judge", chat_template_options=own)
+    data = DataConfig(chat_template_options={"effort": "low"}, date="2024-07-26")
+    config = Config(data=data)
+    tokenizer = SimpleNamespace(chat_template="{{ effort }}", name_or_path="judge")
+    monkeypatch.setattr(roles, "load_tokenizer", lambda path: tokenizer)
+    monkeypatch.setattr(roles, "end_tokens", lambda *_: (0,))
+    job = SimpleNamespace(
+        config=config, model_path="m", tokenizer_path="m", tokenizer=None, context_length=9
+    )
+    if own == {"thinks": 1}:
+        with pytest.raises(ConfigError, match=r"reward\.judge\.chat_template_options\.thinks"):
+            roles._judge(job, "reward", judge)
+        return
+    template = roles._judge(job, "reward", judge).template
+    assert template.options == (own or {"effort": "low"}) and str(template.date) == "2024-07-26"

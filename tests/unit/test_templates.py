@@ -13,6 +13,7 @@ from hybridrl.errors import DataError
 from hybridrl.serving.chat import ChatError
 from hybridrl.serving.fields import RefusedError
 from hybridrl.serving.renderer_chat import chat_of
+from hybridrl.serving.session import Known
 from hybridrl.serving.wire import chat_request
 
 CASES = read_cases()
@@ -103,3 +104,28 @@ def test_what_the_template_does_not_show_is_refused(case, tmp_path):
         with pytest.raises((RefusedError, ChatError)):
             asked = chat_request({"messages": case.messages[:-1], "tools": case.tools})
             chat_of(tokenizer, case.template).prompt(asked.messages, asked.tools)
+
+
+GOES_ON = [case for case in SHOWN if len(case.rows) == 1 and case.rows[0].count("⟦") > 1]
+
+
+@pytest.mark.parametrize("case", GOES_ON, ids=str)
+def test_a_conversation_that_goes_on_has_the_same_tokens_in_data_and_at_the_endpoint(
+    case, tmp_path
+):
+    """What the model is shown after its own tokens of an earlier turn is what data would have."""
+    tokenizer = tokenizer_of(case.template)
+    config = written(tmp_path / "rows.jsonl", case, messages=case.messages)
+    config.messages_column = "messages"
+    rows = load_examples(config, tokenizer, held_out=0, seed=0).training
+    prompt, response, mask = (
+        rows[name].rows()[0].tolist() for name in ("prompt_ids", "response_ids", "response_mask")
+    )
+    first = mask.index(0)
+    last = len(mask) - mask[::-1].index(0)
+    asked = chat_request({"messages": case.messages[:-1], "tools": case.tools})
+    chat = chat_of(tokenizer, case.template, TemplateContext.of({}, DATE))
+    at = max(n for n, message in enumerate(asked.messages) if message["role"] == "assistant")
+    known = Known(prompt, response[:first])
+    found = chat.continuation(asked.messages, asked.tools, at, known)
+    assert found == [*prompt, *response[:last]]
