@@ -361,8 +361,8 @@ class ChatRenderer:
         after: str,
     ) -> str:
         """The answer of a template that does not render it behind the generation prompt: it ends
-        the message before in another way, or its generation prompt opens a thought, and it leaves
-        thoughts out when it renders the answer.
+        the message before in another way, or its generation prompt has an empty thought or opens
+        one, and it leaves thoughts out when it renders the answer.
 
         Args:
             before, after: The renderings up to the answer and with it.
@@ -376,6 +376,11 @@ class ChatRenderer:
         if is_same and after.startswith(head):
             return after[len(head) :]
         opened = before[len(head) :] if mark and before.startswith(head) else ""
+        empty = re.fullmatch(r"\s*<(\w+)>\s*</\1>\s*", opened)
+        if empty and after.startswith(head):
+            answer = after[len(head) :]
+            if not answer.lstrip().startswith(f"<{empty[1]}>"):
+                return answer
         tag = re.fullmatch(r"\s*<(\w+)>\s*", opened)
         if tag is None or message.get("tool_calls"):
             raise RowError(

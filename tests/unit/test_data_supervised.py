@@ -216,6 +216,24 @@ def test_a_thought_that_the_generation_prompt_opens_is_learned():
         tokenize_conversations(rows, tokenizer, "messages")
 
 
+def test_an_empty_thought_of_the_generation_prompt_is_not_learned():
+    """`enable_thinking=false`, with a template that writes the empty thought there alone."""
+    from agent_cases import merging_tokenizer
+
+    tokenizer = merging_tokenizer("plain")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:<think></think>\n{% endif %}"
+    )
+    rows = pa.table({"messages": [[say("user", "1"), say("assistant", "2")]]})
+    batch = tokenize_conversations(rows, tokenizer, "messages")
+    assert shown(batch, tokenizer) == [("user:1<|end|>assistant:<think></think>\n", "2<|end|>")]
+    thoughtful = say("assistant", "<think>so</think>2")
+    rows = pa.table({"messages": [[say("user", "1"), thoughtful]]})
+    with pytest.raises(DataError, match="in another way than it opens the turn"):
+        tokenize_conversations(rows, tokenizer, "messages")
+
+
 def test_a_template_that_rewrites_turns_is_refused_with_a_cure():
     tokenizer = with_template(FORGETFUL)
     batch = examples([{"prompt": TALK[:3], "response": "no"}], tokenizer)
