@@ -16,7 +16,6 @@ from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.core.batch import Batch, Ragged
 from hybridrl.core.columns import python_values
 from hybridrl.data.chat import (
-    ChatRenderer,
     check_cell,
     check_chat,
     check_system_prompt,
@@ -25,6 +24,7 @@ from hybridrl.data.chat import (
     open_with,
     question_of,
 )
+from hybridrl.data.chat_renderer import ChatRenderer
 from hybridrl.data.columns import TOOLS, column_of, tools_cells
 from hybridrl.data.encoding import encode_prompts, encode_turns, end_token, ended, trimmed
 from hybridrl.data.lengths import TooLong, rows_within

@@ -16,7 +16,6 @@ from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.core.batch import Batch, is_of_data
 from hybridrl.core.columns import python_values
 from hybridrl.data.chat import (
-    ChatRenderer,
     check_cell,
     check_chat,
     check_system_prompt,
@@ -24,6 +23,7 @@ from hybridrl.data.chat import (
     open_with,
     question_of,
 )
+from hybridrl.data.chat_renderer import ChatRenderer
 from hybridrl.data.columns import TOOLS, column_of, tools_cells
 from hybridrl.data.encoding import TokenIds, encode_prompts, shortened
 from hybridrl.data.lengths import TooLong, rows_within

@@ -14,7 +14,6 @@ from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.core.batch import Batch
 from hybridrl.core.columns import python_values
 from hybridrl.data.chat import (
-    ChatRenderer,
     check_cell,
     check_chat,
     check_system_prompt,
@@ -23,6 +22,7 @@ from hybridrl.data.chat import (
     open_with,
     question_of,
 )
+from hybridrl.data.chat_renderer import ChatRenderer
 from hybridrl.data.columns import MESSAGES_SETTING, TOOLS, column_of, is_chat_in_text, tools_cells
 from hybridrl.data.encoding import encode_prompts, encode_turns, end_token, ended, trimmed
 from hybridrl.data.lengths import TooLong, rows_within
@@ -144,7 +144,7 @@ def tokenize_conversations(
     Raises:
         DataError: if the column is missing, a conversation is malformed, begins with the
             assistant or never comes to it, or the template does not let the turns be told apart
-            (see `cut_at_answers`); names the row.
+            (see `ChatRenderer.examples`); names the row.
         ConfigError: if the tokenizer has no chat template.
     """
 

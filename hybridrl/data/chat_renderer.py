@@ -1,0 +1,329 @@
+"""ChatRenderer: conversations of data as prompts, and as answers cut out of what precedes them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.conversations.messages import Message, Tool, read_tools
+from hybridrl.conversations.rendering import (
+    ChatTemplateError,
+    TemplateContext,
+    check_options,
+    render_chat,
+    template_sources,
+    template_variables,
+)
+from hybridrl.data.chat import check_text
+from hybridrl.data.encoding import control_tokens, excerpt, shortened
+from hybridrl.errors import RowError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_THOUGHTS = {"reasoning_content", "reasoning", "thinking"}
+"""Keys under which messages have what the model thought."""
+_MARK = "hybridrl5e27mark"
+"""Stands in the place of a content, to be looked for in what the template makes of it."""
+
+_log = logging.getLogger(__name__)
+
+
+class ChatRenderer:
+    """Renders the conversations of a table by the tokenizer's chat template.
+
+    Args:
+        context: Options of the template, and the date of the run.
+        tools_column: Of `tools`, for messages.
+        learn: Which answers of a conversation are learned, `all`, `last` or `each`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        context: TemplateContext | None = None,
+        tools_column: str | None = None,
+        learn: str = "all",
+    ) -> None:
+        self._tokenizer, self._context = tokenizer, context or TemplateContext()
+        self._column, self._learn = tools_column, learn
+        self._closes = re.compile(rf"(?:{control_tokens(tokenizer).pattern})(?=\s*\Z)")
+        self._shown: set[Any] = set()
+        self._counts: Counter[str] = Counter()
+        check_options(self._context.options, tokenizer, "data.chat_template_options")
+
+    def tools(self, number: int, cell: Any) -> list[Tool]:
+        """The functions of a cell of `data.tools_column`.
+
+        Raises:
+            DataError: naming the row, if it holds something else.
+        """
+        try:
+            return read_tools(cell)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise RowError(
+                f"Row {number} of the data has {shortened(cell)} in the column `{self._column}` "
+                "(`data.tools_column`), expected a list of functions with names, as objects or "
+                "JSON text. If the column is something else, set data.tools_column=null.",
+                "with malformed tools",
+            ) from error
+
+    def note_unshown(self, cell: Any) -> None:
+        """Counts a row whose tools no template shows, because its prompt is plain text."""
+        self._counts["unshown"] += bool(cell)
+
+    def prompt(self, number: int, messages: list[Message], tools: list[Tool]) -> str:
+        """The conversation, followed by what opens the assistant's next turn.
+
+        Raises:
+            DataError: naming the row, if the template refuses it or leaves a message out, or if
+                the text of a message holds a control token, which would end or begin turns that
+                nobody has taken.
+        """
+        self._check(number, messages, tools, ask=True)
+        return self._text(number, messages, tools, ask=True)
+
+    def examples(
+        self, number: int, messages: list[Message], answers: Sequence[int], tools: list[Tool]
+    ) -> list[list[str]]:
+        """Renders a conversation and cuts it where the messages with the numbers `answers` begin
+        and end.
+
+        An answer is what the model has to write after the generation prompt, up to the control
+        token that closes its turn; where the template closes none, the end-of-sequence token
+        follows the last one. An answer is learned in a rendering of the whole only if it stands
+        there as it would be generated, with the same text before it. Templates that leave out
+        earlier thoughts, or end the last turn in another way, need several renderings.
+
+        Returns:
+            For each rendering its pieces in turn: what precedes the first answer, that answer,
+            what stands between it and the next one, and so on to the last answer.
+
+        Raises:
+            DataError: as `prompt`, and if an answer does not go on from the generation prompt.
+        """
+        left = list(answers[-1:] if self._learn == "last" else answers)
+        self._check(number, messages[: left[-1] + 1], tools, ask=False)
+        turns = {place: self._turn(number, messages, place, tools) for place in left}
+        found: list[list[str]] = []
+        while left:
+            whole = "".join(turns[left[-1]])
+            pieces, others, position = list[str](), list[int](), 0
+            for place in left:
+                before, answer = turns[place]
+                end = len(before) + len(answer)
+                is_last = place == left[-1]
+                fits = whole.startswith(before + answer) and position <= len(before)
+                if not is_last and (self._learn == "each" or not fits):
+                    others.append(place)
+                    continue
+                if not self._closes.search(answer):
+                    answer += self._end(whole, end)
+                pieces += [whole[position : len(before)], answer]
+                position = len(before) + len(answer)
+            found.append(pieces)
+            left = others
+        if len(found) > 1 and self._learn == "all":
+            self._counts["conversations"] += 1
+            self._counts["renderings"] += len(found)
+        return found[::-1]
+
+    def tell(self) -> None:
+        """Logs what the template does not show the model."""
+        name, counts = self._tokenizer.name_or_path, self._counts
+        if counts["conversations"]:
+            _log.warning(
+                "%d conversations became %d rows, for the chat template of `%s` does not show all "
+                "their answers as the model generates them (it leaves out earlier thoughts, say). "
+                "data.learn=last learns the last answer of each alone.",
+                counts["conversations"],
+                counts["renderings"],
+                name,
+            )
+        shows = "tools" in template_variables(self._tokenizer)
+        if shows and counts["tools"]:
+            _log.warning("%d rows have tools, which their prompts show.", counts["tools"])
+        if unshown := counts["unshown"] + (0 if shows else counts["tools"]):
+            cause = "the prompts are plain text"
+            if not counts["unshown"]:
+                cause = f"the chat template of `{name}` does not read them"
+            _log.warning(
+                "%d rows have tools in the column `%s` (`data.tools_column`) that the model is "
+                "not shown: %s.",
+                unshown,
+                self._column,
+                cause,
+            )
+        for key in sorted(_THOUGHTS & counts.keys()):
+            _log.warning(
+                "%d rows have messages with `%s`, which the chat template of `%s` does not read, "
+                "so the model does not see it.",
+                counts[key],
+                key,
+                name,
+            )
+        if counts["calls"]:
+            _log.warning(
+                "%d rows call tools that their prompts do not have, so the model learns to call "
+                "functions that it is not shown. Name the column of the tools by "
+                "data.tools_column.",
+                counts["calls"],
+            )
+
+    def _turn(
+        self, number: int, messages: list[Message], place: int, tools: list[Tool]
+    ) -> tuple[str, str]:
+        """What the model reads before it generates an answer, and the answer up to its end."""
+        before = self._text(number, messages[:place], tools, ask=True)
+        after = self._text(number, messages[: place + 1], tools, ask=False)
+        if after.startswith(before) and len(after) > len(before):
+            answer = after[len(before) :]
+        else:
+            answer = self._changed_answer(number, messages, place, tools, before, after)
+        closed = self._closes.search(answer)
+        return before, answer[: closed.end()] if closed else answer
+
+    def _changed_answer(
+        self,
+        number: int,
+        messages: list[Message],
+        place: int,
+        tools: list[Tool],
+        before: str,
+        after: str,
+    ) -> str:
+        """The answer of a template that does not render it behind the generation prompt: it ends
+        the message before in another way, or its generation prompt has an empty thought or opens
+        one, and it leaves thoughts out when it renders the answer.
+
+        Args:
+            before, after: The renderings up to the answer and with it.
+        """
+        message = messages[place]
+        plain = {"role": message["role"], "content": _MARK}
+        text = self._text(number, [*messages[:place], plain], tools, ask=False)
+        head, mark, tail = text.partition(_MARK)
+        header = before.removeprefix(self._text(number, messages[:place], tools, ask=False))
+        is_same = mark and header not in ("", before) and head.endswith(header)
+        if is_same and after.startswith(head):
+            return after[len(head) :]
+        opened = before[len(head) :] if mark and before.startswith(head) else ""
+        empty = re.fullmatch(r"\s*<(\w+)>\s*</\1>\s*", opened)
+        if empty and after.startswith(head):
+            answer = after[len(head) :]
+            if not answer.lstrip().startswith(f"<{empty[1]}>"):
+                return answer
+        tag = re.fullmatch(r"\s*<(\w+)>\s*", opened)
+        if tag is None or message.get("tool_calls"):
+            raise RowError(
+                f"The chat template of `{self._tokenizer.name_or_path}` renders message "
+                f"{place + 1} of row {number} of the data in another way than it opens the turn "
+                f"to generate it: {excerpt(before[-40:])} is followed by no answer in "
+                f"{excerpt(text[-80:])}. Set `data.chat_template_options` such that they agree, or "
+                "give the response as a string and the prompt as rendered text, with "
+                "`data.chat=false`.",
+                "whose turns the chat template does not keep apart",
+            )
+        said = message["content"].lstrip()
+        if (thought := message.get("reasoning_content")) is not None:
+            said = f"{opened.lstrip()}{thought.strip()}\n</{tag[1]}>\n\n{message['content']}"
+        if not said.startswith(f"<{tag[1]}>"):
+            raise RowError(
+                f"The chat template of `{self._tokenizer.name_or_path}` opens a thought for the "
+                f"model to write, and message {place + 1} of row {number} of the data has none. "
+                "Give it as `reasoning_content`, or switch thoughts off by "
+                "`data.chat_template_options`, if the template can.",
+                "without the thought that the chat template opens",
+            )
+        exact = opened.lstrip()
+        return said.removeprefix(exact if said.startswith(exact) else f"<{tag[1]}>") + tail
+
+    def _end(self, whole: str, end: int) -> str:
+        """What ends an answer that its turn does not close: the control token that opens the next
+        one, or at the end of the conversation that of the end of a sequence."""
+        if end == len(whole):
+            return str(self._tokenizer.eos_token or "")
+        follows = control_tokens(self._tokenizer).match(whole, end)
+        return follows.group() if follows else ""
+
+    def _check(self, number: int, messages: list[Message], tools: list[Tool], *, ask: bool) -> None:
+        """Refuses control tokens in texts, and messages that the template leaves out. The latter
+        are looked for once for each order of roles."""
+        name = self._tokenizer.name_or_path
+        for message in messages:
+            for text in _texts_of({key: v for key, v in message.items() if key != "role"}):
+                check_text(number, text, "messages", "content")
+                if found := control_tokens(self._tokenizer).search(text):
+                    raise RowError(
+                        f"Row {number} of the data has `{found.group()}` in the text of a message "
+                        f"of the role `{message['role']}`, which is a control token of the "
+                        f"tokenizer `{name}`: the model would not read it as text. Remove it, or "
+                        "write it otherwise.",
+                        "with a control token in a message",
+                    )
+        calls = any(message.get("tool_calls") for message in messages)
+        self._counts["tools"] += bool(tools)
+        self._counts["calls"] += calls and not tools
+        unread = {key for m in messages for key in _THOUGHTS & m.keys() if not self._reads(key)}
+        self._counts.update(unread)
+        shape = (*((m["role"], len(m.get("tool_calls", ()))) for m in messages), bool(tools), ask)
+        if shape in self._shown:
+            return
+        if (left_out := self._left_out(number, messages, tools, ask)) is not None:
+            role = messages[left_out]["role"]
+            what = "a call of a tool in a message" if calls and role == "assistant" else "a message"
+            raise RowError(
+                f"Row {number} of the data has {what} of the role `{role}`, which the chat "
+                f"template of `{name}` leaves out, so that the model would not see it. Give it a "
+                "role that the template knows, or leave it out.",
+                "with a message that the chat template leaves out",
+            )
+        self._shown.add(shape)
+
+    def _reads(self, key: str) -> bool:
+        """Whether the template mentions a key of messages."""
+        return any(key in source for source in template_sources(self._tokenizer))
+
+    def _left_out(
+        self, number: int, messages: list[Message], tools: list[Tool], ask: bool
+    ) -> int | None:
+        """The first message, or call, of which nothing is in the text: each has a mark in it."""
+        marked, marks = [], list[tuple[int, str]]()
+        for place, message in enumerate(messages):
+            calls = message.get("tool_calls", [])
+            names = [f"{_MARK}{place}x{n}x" for n in range(len(calls))] or [f"{_MARK}{place}x"]
+            marks += [(place, name) for name in names]
+            if calls:
+                named = zip(calls, names, strict=True)
+                calls = [c | {"function": c["function"] | {"name": name}} for c, name in named]
+                marked.append(message | {"tool_calls": calls})
+            else:
+                marked.append(message | {"content": names[0]})
+        try:
+            text = self._text(number, marked, tools, ask=ask)
+        except RowError:  # of the marks; the messages themselves may be well
+            return None
+        return next((place for place, mark in marks if mark not in text), None)
+
+    def _text(self, number: int, messages: list[Message], tools: list[Tool], *, ask: bool) -> str:
+        context = self._context.with_tools(tools) if tools else self._context
+        try:
+            return render_chat(self._tokenizer, messages, context, ask=ask)
+        except ChatTemplateError as error:
+            raise RowError(
+                f"The chat template of `{self._tokenizer.name_or_path}` refuses row {number} of "
+                f"the data: {error}",
+                "that the chat template refuses",
+            ) from error
+
+
+def _texts_of(value: Any) -> Iterator[str]:
+    """All texts in it, at every depth."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _texts_of(one)
