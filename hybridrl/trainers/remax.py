@@ -19,14 +19,15 @@ class Trainer(PolicyTrainer):
         config, longest = self.config.algorithm, self.config.rollout.max_tokens
         with_kl = ["ref_log_probs"] if "reference" in self.groups else []
         actor, per_prompt = self.groups["actor"], self.config.rollout.samples_per_prompt
-        prompts = self.next_batch()
+        reward, prompts = self.groups["reward"], self.next_batch()
 
         greedy = prompts | actor.generate_sequences(prompts, self.sampling.greedy())
         samples = prompts.repeat(per_prompt)
         samples |= actor.generate_sequences(samples, self.sampling)
         greedy = joined(greedy, self.judge(greedy))
         penalised = partial(as_baseline, config=config, longest=longest)
-        baseline = greedy.apply(penalised, TOKEN_COLUMNS, makes=["greedy_scores"], on=actor)
+        # Where the rewards are: hosts of the actor would wait for them before the reference scores.
+        baseline = greedy.apply(penalised, TOKEN_COLUMNS, makes=["greedy_scores"], on=reward)
         judged = [*self.judge(samples), baseline.repeat(per_prompt)]
         rows, judged = self.unfold(samples, judged)
         batch = joined(rows, [*judged, *self.score(rows)])

@@ -16,6 +16,7 @@ from hybridrl.config.schema import Config
 from hybridrl.controller import (
     DP,
     THREE_D_ALL_MICRO_DP,
+    BatchRef,
     InlineExecutor,
     Worker,
     WorkerGroup,
@@ -402,3 +403,19 @@ def test_mean_and_pass_at_k():
             **{"eval/pass@3": 2 / 3, "eval/pass@3/a": 1.0, "eval/pass@3/b": 0.0},
         }
     )
+
+
+def test_the_reference_of_remax_waits_for_no_reward(start, monkeypatch):
+    """A function on hosts of the actor that reads scores would hold up what they do next."""
+    hosts, apply = [], BatchRef.apply
+
+    def noted(self, function, columns, *, on=None, **options):
+        hosts.append(on and on.role)
+        return apply(self, function, columns, on=on, **options)
+
+    _, trainer = start("algorithm=remax", "algorithm.kl_coefficient=0.1")
+    monkeypatch.setattr(BatchRef, "apply", noted)
+    for handle in trainer.step()[1]:
+        handle.get()
+    # Of the baseline, before the reference scores, and of the advantages, after it.
+    assert hosts[:2] == ["reward", "actor"]
