@@ -5,7 +5,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' requirements/cpu.txt)
 
-.PHONY: train test test-unit test-long chaos campaign lint format docs clean
+.PHONY: train test test-unit test-long bench-smoke chaos campaign lint format docs clean
 
 train: .venv/.installed
 	$(BIN)/python -m hybridrl.main $(ARGS)
@@ -27,6 +27,11 @@ test-unit: .venv/.installed
 # What `make test` leaves out. Before a release.
 test-long: .venv/.installed .environments-venv/.installed
 	$(BIN)/python -m pytest -m long -n 2 --dist loadfile $(ARGS)
+
+# Every benchmark at its smallest size: whether it runs, not what it measures. Half an hour; part of
+# test-long. ARGS="-k overhead"
+bench-smoke: .venv/.installed
+	$(BIN)/python -m pytest -m long tests/integration/test_benchmarks.py $(ARGS)
 
 # Kills parts of jobs at random moments, of those that go on and of those that have to end: an hour
 # and a half. ARGS="--rounds 6 --seed 7"

@@ -118,6 +118,7 @@ class Beginning:
         return [(row["step"] * PROMPTS * SAMPLES, row["accuracy"]) for row in found]
 
     def _run(self, name: str, *further: str) -> None:
+        print(f"# seed {self._seed}: run {name}", flush=True)
         own = [f"run.directory={self._folder / name}", f"run.seed={self._seed}"]
         with contextlib.redirect_stdout(sys.stderr):
             run(load_config([*COMMON, *own, *further]))

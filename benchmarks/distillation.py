@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from figures import report
+from figures import SMOKE, report
 
 from hybridrl import load_config
 from hybridrl.main import run
@@ -45,6 +45,7 @@ ARMS = {
         *("actor.optimizer.learning_rate=5e-4", "trainer.steps=120"),
     ],
 }
+SMALLEST = ["trainer.steps=2", "data.prompts_per_step=8", "eval.prompts=8"] if SMOKE else []
 SAMPLES = {"distillation": PROMPTS, "grpo": 8 * PROMPTS}
 """Of a step."""
 
@@ -90,7 +91,9 @@ def main() -> None:
 def trained(folder: Path, seed: int, *settings: str) -> Path:
     """The folder of a run, which is made if it is not there."""
     if not (folder / "model").is_dir():
-        run(load_config([*INLINE, f"run.directory={folder}", f"run.seed={seed}", *settings]))
+        print(f"# training {folder.name}", flush=True)
+        own = [f"run.directory={folder}", f"run.seed={seed}"]
+        run(load_config([*INLINE, *own, *settings, *SMALLEST]))
     return folder
 
 

@@ -49,6 +49,7 @@ def main() -> None:
         step = steps_of(run / "metrics.jsonl")
         if step >= next_look:
             next_look = step + EVERY
+            print(f"# step {step}")
             for name, size in memory_of(psutil.Process(process.pid)).items():
                 seen[name].append((step, size))
     if process.returncode:

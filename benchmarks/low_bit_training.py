@@ -76,6 +76,7 @@ def main() -> None:
             key = {"arm": arm, "seed": seed, "steps": options.steps}
             run = next((one for one in known if key.items() <= one.items()), None)
             if run is None:
+                print(f"# training: {arm}, seed {seed}, {options.steps} steps")
                 run = key | train(arm, seed, options.steps, texts)
                 if options.keep:
                     with options.keep.open("a") as file:

@@ -112,7 +112,7 @@ def main() -> None:
             job.groups["actor"].save_model(f"{folder}/model").get()
             trainer = job.make_trainer()
             baseline = HandWritten(f"{folder}/model", job)
-            prompts = next(job.feed.loader)
+            prompts = job.next_batch().collect(["prompt_ids", "answer"])
             ids = [row.tolist() for row in prompts["prompt_ids"].rows()]
 
             def ours() -> float:

@@ -85,7 +85,8 @@ def measure_generation(rounds: int) -> None:
         batch = Batch.from_columns({"prompt_ids": [row.tolist() for row in ids]})
         samples = {name: draw(engine, batch)[0] for name, engine in engines.items()}  # and warm up
         seconds = [{name: draw(engine, batch)[1] for name, engine in engines.items()}]
-        for _ in range(rounds - 1):
+        for number in range(rounds - 1):
+            print(f"# round {number + 1} of {rounds - 1}")
             seconds.append({name: draw(engine, batch)[1] for name, engine in engines.items()})
         speed = {
             name: PROMPTS * TOKENS / statistics.median(times[name] for times in seconds)

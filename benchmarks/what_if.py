@@ -145,6 +145,7 @@ def recorded(
     folder: Path, settings: Sequence[str], steps: int, environment: Mapping[str, str] | None = None
 ) -> RecordedRun:
     """A run with these settings."""
+    print(f"# running: {folder.name}")
     own = [one.replace("FOLDER", str(folder.parent)) for one in settings]
     one_core = {"OMP_NUM_THREADS": "1"}  # so that one device is half of this machine
     done = subprocess.run(

@@ -115,7 +115,7 @@ class RunConfig:
     seed: Annotated[int, Range(least=0, most=2**32 - 1)] = 0
     """Of the tiny model, the order of the data, the held-out rows, adapters and all sampling."""
     dry: bool = False
-    """Only check the settings and print the resolved configuration."""
+    """Run every check of a start that needs no workers, print the resolved settings, and end."""
     private: bool = False
     """Keep other users of the machine out of the run's folder, and of all that this job writes."""
 

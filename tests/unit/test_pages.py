@@ -3,10 +3,12 @@ Python compile, those that only define something do, sentences of the library ar
 
 import contextlib
 import importlib.util
+import json
 import re
 import shlex
 import types
 
+import generate_figures
 import generate_migration
 import pytest
 import yaml
@@ -255,6 +257,14 @@ def test_the_page_of_figures_names_every_benchmark_and_no_other():
     page = (ROOT / "docs" / "performance.md").read_text()
     there = {f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.py")}
     assert set(re.findall(r"benchmarks/\w+[.]py", page)) == there
+
+
+def test_the_tables_of_figures_are_those_of_the_file():
+    page = generate_figures.PAGE.read_text(encoding="utf-8")
+    assert generate_figures.written(page) == page, "python docs/generate_figures.py"
+    figures = json.loads(generate_figures.FIGURES.read_text(encoding="utf-8"))["figures"]
+    for figure in figures:
+        assert re.fullmatch("[0-9a-f]{7}", figure["commit"]) and figure["command"], figure
 
 
 def test_sentences_of_the_troubleshooting_page_are_the_librarys():
