@@ -143,7 +143,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     an empty string."""
     names = list(known)
     longer = [one for one in names if len(name) > 1 and one.startswith(f"{name}_")]
-    close = longer or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    lower = {one.lower(): one for one in names}
+    cutoff = 0.5 if len(name) < 4 else 0.6  # k4 is as near to k3 as short names get
+    alike = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=cutoff)
+    close = longer or [lower[one] for one in alike]
     return f" Did you mean `{close[0]}`?" if close else ""
 
 

@@ -166,6 +166,9 @@ def _look(config: Config) -> None:
             sentence, markup=False, highlight=False, soft_wrap=True
         )
     _print_settings(config)
+    Console(stderr=True, force_jupyter=False).print(
+        "All checks passed. To start, leave run.dry=true out.", highlight=False, soft_wrap=True
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -40,6 +40,18 @@ def presets_with(group_of_settings: str) -> list[str]:
     ]
 
 
+def algorithm_of(settings: Mapping[str, Any]) -> str | None:
+    """The algorithm of a run with these settings, nested as in its config.yaml: of the presets that
+    they agree with the one that says most; else the name of its trainer."""
+    found = dict(leaves(settings))
+    fitting = [
+        (len(wanted), name)
+        for name in names("algorithm")
+        if (wanted := dict(leaves(preset("algorithm", name)))).items() <= found.items()
+    ]
+    return max(fitting)[1] if fitting else found.get("trainer.name")
+
+
 def settings_of_group(group: str) -> Iterator[str]:
     """The dotted names of all settings that presets of a group set."""
     for name in names(group):

@@ -91,7 +91,8 @@ def step_line(readings: Readings) -> str:
     total = str(readings.total_steps)
     shares = readings.shares()
     parts = [f"step {readings.current_step:>{len(total)}}/{total}"]
-    if value("reward/mean") is None and value("policy/loss") is not None:  # nothing was generated
+    is_supervised = value("reward/mean") is None and value("policy/loss") is not None
+    if is_supervised:
         parts.append(f"loss {shown(value('policy/loss'), '.4f')}")
         if value("pairs/accuracy") is not None:
             parts.append(f"pair accuracy {shown(value('pairs/accuracy'), '.2f')}")
@@ -109,7 +110,9 @@ def step_line(readings: Readings) -> str:
         ]
     parts += [
         " ".join(
-            f"{name} {shown(shares.get(phase), '.0%')}" for phase, name in _PHASES_SHOWN.items()
+            f"{name} {shown(shares.get(phase), '.0%')}"
+            for phase, name in _PHASES_SHOWN.items()
+            if shares.get(phase) or not is_supervised  # which neither generates nor scores
         ),
         f"{shown(value('time/step'), '.2f')} s",
         f"{clock_time(readings.seconds_left())} left",

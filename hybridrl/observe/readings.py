@@ -59,7 +59,8 @@ class Readings:
         if "reward/mean" in latest:
             self.rewards.append(latest["reward/mean"])
         if "accuracy" in latest:
-            self.accuracy, self.accuracy_step = latest["accuracy"], step
+            self.accuracy = latest["accuracy"]
+            self.accuracy_step = int(latest.get("accuracy/step", step))
         self._latest = latest
         self.current_step = step
 

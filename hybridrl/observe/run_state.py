@@ -34,7 +34,7 @@ class RunState:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / STATUS
-        self._began = _now()
+        self._began = _began(self._file) or _now()  # a run that goes on began when it first did
         self._state = ""
 
     def begin(self) -> None:
@@ -97,6 +97,14 @@ def state_of(folder: Path) -> tuple[str, str]:
     if is_dead(holder, silent):
         return KILLED, f"Process {holder['pid']} on {holder['host']} is gone."
     return state, why
+
+
+def _began(file: Path) -> str:
+    """When the run of a status file began; empty if there is none."""
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["began"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def _now() -> str:

@@ -26,6 +26,7 @@ class StepView(ABC):
         """Shows a finished step, the first being 1; ends the present phase. Missing keys are '-'.
 
         Known keys: `reward/mean`, `accuracy` (greedy, of the evaluation set; kept until the next),
+        `accuracy/step` (after which step that was; else this one),
         `response/length_mean`, `policy/kl`, `policy/entropy`, `throughput/tokens_per_second`,
         `mismatch/k3`, `time/step` and `share/<phase>`.
         """

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.presets import algorithm_of
 from hybridrl.observe.evaluations import EvaluationsFile, newest_of_sets
 from hybridrl.observe.metrics_history import GrowingMetrics, series
 from hybridrl.report.figures import thin
@@ -77,7 +78,7 @@ def _line(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "status": run.status(),
         "step": trained[-1] if trained else 0,
         "steps": trainer.get("steps"),
-        "trainer": trainer.get("name"),
+        "algorithm": algorithm_of(run.settings()),
         "rewards": rewards,
         "evaluations": _values(newest_of_sets(EvaluationsFile(run.path).read())),
         **{column: newest(rows, metric) for column, metric in FIGURES.items()},

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from hybridrl import __version__
+from hybridrl.config.presets import algorithm_of
 from hybridrl.observe.evaluations import newest_of_sets
 from hybridrl.observe.metrics_history import GrowingMetrics
 from hybridrl.observe.step_clock import PHASE_COLOURS, PHASES
@@ -45,7 +46,7 @@ class Content:
         self._reading = threading.Lock()
         self.parts: Mapping[str, Callable[[], Any]] = {
             "head": self.head,
-            "words": lambda: words(self.run.path),
+            "words": lambda: words(self.run, self.against),
             "curves": self.curves,
             "timeline": lambda: timeline(self.run.path),
             "samples": lambda: samples(self.run),
@@ -70,7 +71,7 @@ class Content:
             "status": self.run.status(),
             "step": trained[-1] if trained else 0,
             "steps": _at(settings, "trainer", "steps"),
-            "trainer": _at(settings, "trainer", "name"),
+            "algorithm": algorithm_of(settings),
             "model": _at(settings, "model", "path"),
             "tokens": summary.get("tokens_generated"),
             "seconds": sum(row["time/step"] for row in rows if "time/step" in row),

@@ -162,12 +162,21 @@ def is_run(path: Path) -> bool:
 
 
 def runs_in(path: Path) -> list[Path]:
-    """Folders of runs in a folder, the newest first; `latest` is one of them anyway."""
+    """Folders of runs in a folder, the newest first, by when each began or was resumed; `latest` is
+    one of them anyway."""
     try:
         folders = [one for one in path.iterdir() if not one.is_symlink() and is_run(one)]
     except OSError:
         return []
-    return sorted(folders, key=lambda one: one.name, reverse=True)
+    return sorted(folders, key=lambda one: (_written(one), one.name), reverse=True)
+
+
+def _written(run: Path) -> float:
+    """When the settings of a run were written."""
+    try:
+        return (run / MARKS[0]).stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def check_runs(path: Path) -> None:

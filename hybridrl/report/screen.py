@@ -66,7 +66,7 @@ def _title(seen: Evidence, width: int) -> Text:
 
 
 def _readings(seen: Evidence) -> Readings:
-    accuracy = "accuracy" if seen.config is None else accuracy_name(seen.config.reward)
+    accuracy = "accuracy" if seen.config is None else accuracy_name(seen.config.reward, short=True)
     readings = Readings(0, lambda: 0.0, accuracy)
     for row in seen.all_rows:
         if "time/step" in row:

@@ -229,6 +229,13 @@ class _Agents(Playing):
         elif played.failure is not None:
             kept = self._rollout.failed.keep(play, played, branches, self._version)
             reward, reason = self._failed(played, session, kept), played.kind
+        elif math.isnan(reward) and self._rollout.settings.name == "command":
+            reward = 0.0
+            self._rollout.log_once(
+                "no reward",
+                "A program ended with exit status 0, but neither posted a reward to "
+                "HYBRIDRL_REWARD_URL nor printed a number in its last line. It scores 0.",
+            )
         rewards = self._turn_rewards(turn_rewards, branches)
         self._ended[row] = EpisodeSample(branches, rewards, reward, reason, metrics)
 

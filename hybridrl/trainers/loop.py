@@ -231,7 +231,7 @@ class Loop:
         for name, value in figures.items():
             note(self.summary, name.removeprefix("eval/"), value)
         self.job.write(step, figures)
-        self.steps.evaluated = figures
+        self.steps.evaluated = figures | {"accuracy/step": step}
         spoken = {"accuracy": accuracy_name(self.config.reward)}
         shown = [
             f"{spoken.get(name, name)} {value:.3f}"

@@ -194,6 +194,18 @@ def test_failed_episodes_are_kept_with_row_traceback_and_transcript(
     assert line["times"] == 2 and line["files"] == [f"failed/{name}" for name in names[:2]]
 
 
+def test_a_program_that_ends_well_and_reports_nothing_scores_0_with_a_warning(http, closing):
+    def play(play):
+        ask(http, play)
+        return Played(play.key, math.nan, None, {}, None, "ok")
+
+    rollout = rollout_of(ScriptedEngine(merging_tokenizer("plain")), play, name="command")
+    closing(rollout)
+    assert rollout.generate(rows(2), TRAINED, 0)["episode_rewards"].tolist() == [0.0, 0.0]
+    (said,) = rollout.notices()
+    assert "reported" not in said and "posted a reward" in said and "scores 0" in said
+
+
 def test_a_failure_can_have_a_value_or_end_the_job(http, closing):
     engine = ScriptedEngine(merging_tokenizer("plain"))
     rollout = rollout_of(engine, fails(http), on_error="value", error_value=-1.0)

@@ -79,6 +79,19 @@ def test_a_step_is_one_readable_line():
     )
 
 
+def test_an_evaluation_is_dated_by_the_step_that_it_followed():
+    readings = Readings(10)
+    readings.record(1, {"accuracy": 0.5, "accuracy/step": 0})
+    assert (readings.accuracy, readings.accuracy_step) == (0.5, 0)
+
+
+def test_supervised_steps_have_no_phases_that_they_have_not():
+    readings = Readings(10)
+    shares = {"share/generate": 0.0, "share/score": 0.0, "share/train": 1.0, "share/sync": 0.0}
+    readings.record(1, {"policy/loss": 0.5, "time/step": 1.0} | shares)
+    assert "| train 100% |" in step_line(readings)
+
+
 def test_what_is_no_accuracy_is_not_called_so():
     for console in (log_file(), terminal(120)):
         view = make_console(2, "t", console, accuracy="score>=0.5")

@@ -46,6 +46,12 @@ def test_the_end_is_noted_once_with_its_cause(tmp_path, error, found):
     assert noted["began"] <= noted["ended"]
 
 
+def test_a_run_that_goes_on_began_when_it_first_did(tmp_path):
+    (tmp_path / "status.json").write_text('{"state": "interrupted", "began": "2020-01-01"}')
+    RunState(tmp_path).begin()
+    assert json.loads((tmp_path / "status.json").read_text())["began"] == "2020-01-01"
+
+
 def test_a_killed_job_does_not_seem_to_run(tmp_path):
     with RunLock(tmp_path):
         RunState(tmp_path).begin()

@@ -30,8 +30,8 @@ class Adapter(BaseAdapter):
     The program finds the row as JSON in its standard input, and in the variable HYBRIDRL_ROW if it
     is short; the model at OPENAI_BASE_URL, with OPENAI_API_KEY, by the name HYBRIDRL_MODEL. Its
     reward is what it posts to HYBRIDRL_REWARD_URL (`{"reward": 1.0}`, with the same key); else the
-    last line of its standard output, if that is a number; else 1 if it ends with status 0. Any
-    other end is a failure.
+    last line of its standard output, if that is a number. A program that ends with status 0 and
+    reports no reward gets 0. Any other end is a failure.
     """
 
     def __init__(self, options: dict[str, Any], name: str) -> None:
@@ -104,9 +104,8 @@ class Adapter(BaseAdapter):
             raise EpisodeError(
                 f"The program {_how_it_ended(status)}.\n{_tail(errors.text or output.text)}"
             )
-        reward = _number(output.text)
-        # Without a number the endpoint may have been told; that comes before all of this.
-        return Score(1.0 if reward is None else reward)
+        # Without a number the endpoint may have been told, which is known there.
+        return Score(_number(output.text))
 
 
 def _kill(group: int) -> None:

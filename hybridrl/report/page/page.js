@@ -8,7 +8,7 @@
   function facts(head) {
     const progress = head.steps ? `${number(head.step)} of ${number(head.steps)}` : number(head.step);
     const shown = [
-      ["trainer", head.trainer], ["steps", progress], ["time in steps", seconds(head.seconds)],
+      ["algorithm", head.algorithm], ["steps", progress], ["time in steps", seconds(head.seconds)],
       ["tokens made", head.tokens ? number(head.tokens) : null], ["model", head.model],
       ["began", head.status.began ? moment(head.status.began) : null],
       ["against", head.against.join(", ") || null],

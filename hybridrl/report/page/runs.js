@@ -8,7 +8,7 @@
     ["run", false, (run) => h("a", { href: `runs/${encodeURIComponent(run.name)}/` }, run.name),
       (run) => run.name],
     ["state", false, (run) => state(run.status.state), (run) => run.status.state],
-    ["trainer", false, (run) => run.trainer || "–", (run) => run.trainer || ""],
+    ["algorithm", false, (run) => run.algorithm || "–", (run) => run.algorithm || ""],
     ["step", true, (run) => run.steps ? `${number(run.step)} of ${number(run.steps)}`
       : number(run.step), (run) => run.step],
     ["reward", true, (run) => number(run.reward), (run) => run.reward],

@@ -1,0 +1,30 @@
+"""What an unknown name is answered with."""
+
+import pytest
+
+from hybridrl.config.presets import algorithm_of
+from hybridrl.errors import nearest
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "meant"),
+    [
+        ("DAPO", ["grpo", "dapo"], "dapo"),
+        ("Dr.GRPO", ["grpo", "dr_grpo"], "dr_grpo"),
+        ("epochs", ["expert.choose", "trainer.steps"], None),
+        ("qqq", ["grpo"], None),
+    ],
+)
+def test_case_is_no_difference_and_a_poor_guess_is_none(name, known, meant):
+    assert nearest(name, known) == (f" Did you mean `{meant}`?" if meant else "")
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "rloo", "dr_grpo", "sft", "ppo"])
+def test_a_run_is_known_by_its_algorithm(name):
+    from hybridrl.config.load import load_config, to_plain
+
+    assert algorithm_of(to_plain(load_config([f"algorithm={name}"]))) == name
+
+
+def test_a_trainer_of_ones_own_is_its_own_algorithm():
+    assert algorithm_of({"trainer": {"name": "mine.py:Trainer"}}) == "mine.py:Trainer"
