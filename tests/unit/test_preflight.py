@@ -37,7 +37,9 @@ def test_the_default_job_is_right_and_leaves_nothing(tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     assert problems_of() == ([], ["First prompt as the model reads it: 25+9="])
     run(load_config([*TINY, "run.dry=true"]))
-    assert "prompts_per_step: 128" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "prompts_per_step: 128" in shown.out
+    assert shown.err.endswith("All checks passed. To start, leave run.dry=true out.\n")
     assert not list(tmp_path.iterdir())
 
 
