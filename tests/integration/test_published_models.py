@@ -189,7 +189,7 @@ def test_a_reward_model_keeps_the_tower(folders, tmp_path):
     main.run(
         load_config(
             [
-                *(*JOB, "trainer.name=reward_model", f"data.path={tmp_path / 'pairs.jsonl'}"),
+                *(*JOB, "algorithm=reward_model", f"data.path={tmp_path / 'pairs.jsonl'}"),
                 *(f"model.path={folders / 'gemma3'}", f"run.directory={tmp_path / 'run'}"),
             ]
         )
