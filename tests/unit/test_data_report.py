@@ -25,6 +25,8 @@ def test_the_same_and_nearly_the_same_are_told_apart():
     assert [learned[3], learned[1]] in training["examples"]
     assert "1 (and nearly, 1) of the 5 prompts" in found.remarks[0]
     assert "1 (and nearly, 1) of the 3 held-out prompts" in found.remarks[1]
+    near = report_on(prompts([*TEXTS, learned[4]]), {}, None)
+    assert "1 (nearly) of the 4 prompts repeat earlier ones" in near.remarks[0]
 
 
 def test_other_numbers_are_another_problem_and_templates_say_nothing():
