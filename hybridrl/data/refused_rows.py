@@ -82,9 +82,10 @@ class RefusedRows:
         if refused and not self._drop:
             first = self._errors[min(self._errors)]
             count = "1 row is" if refused == 1 else f"{refused} rows are"
+            few = refused < rows and refused <= self._limit * rows
+            cure = " data.bad_rows=drop leaves them out." if few else ""
             raise type(first)(
-                f"{str(first).rstrip()} ({count} refused of {rows}: {self._counts()}. "
-                "data.bad_rows=drop leaves them out.)"
+                f"{str(first).rstrip()} ({count} refused of {rows}: {self._counts()}.{cure})"
             ) from first
         if refused > self._limit * rows or (refused and refused == rows):
             raise DataError(

@@ -155,5 +155,9 @@ def test_mixtures_and_sets_report_what_they_leave_out(tokenizer, tmp_path):
     with collected() as refused:
         load_rows(config, "prompts", tokenizer)
     assert [(one.place, one.figures()["left_out"]) for one in refused] == [(bad, 3)] * 2
-    with pytest.raises(DataError, match=r"Source `a`: .*data\.sources\.a\.bad_rows=drop leaves"):
-        load_rows(load_config(["data=mixture", f"data.sources.a.path={bad}"]), "prompts", tokenizer)
+    empty = write(tmp_path / "empty.jsonl", [*GOOD, *[{"prompt": "1+1=", "answer": ""}] * 3])
+    source = ["data=mixture", f"data.sources.a.path={empty}"]
+    with pytest.raises(DataError, match=r"Source `a`: .*\(3 rows are refused of 23: [^.]*\.\)$"):
+        load_rows(load_config(source), "prompts", tokenizer)
+    with pytest.raises(DataError, match=r"data\.sources\.a\.bad_rows=drop leaves them out"):
+        load_rows(load_config([*source, "data.bad_rows_limit=0.5"]), "prompts", tokenizer)
