@@ -17,10 +17,21 @@ SETTINGS = "plan"
 BASH = """\
 # Add to ~/.bashrc: source <(hybridrl completion bash)
 _hybridrl_settings="@SETTINGS@"
+_hybridrl_presets="@PRESETS@"
 
 _hybridrl_complete() {
     # $1: words to choose from; settings get no space behind them, runs are folders.
-    local current=${COMP_WORDS[COMP_CWORD]}
+    local current=${COMP_WORDS[COMP_CWORD]} name
+    # bash takes the sign for a word of its own, zsh does not.
+    if [[ $current == "=" ]]; then
+        name=${COMP_WORDS[COMP_CWORD-1]} current=""
+    elif ((COMP_CWORD > 1)) && [[ ${COMP_WORDS[COMP_CWORD-1]} == "=" ]]; then
+        name=${COMP_WORDS[COMP_CWORD-2]}
+    fi
+    case "$name" in
+@VALUES@
+    esac
+    [[ $current == *=* ]] && set -- "$_hybridrl_presets"
     COMPREPLY=($(compgen -W "$1" -- "$current"))
     if [[ $current != -* ]]; then
         local IFS=$'\\n'  # of names with spaces
@@ -132,6 +143,18 @@ def settings() -> list[str]:
     return sorted({f"{name}=" for name in (*leaves(), *CHOSEN, "recipe")})
 
 
+def preset_values() -> dict[str, tuple[str, ...]]:
+    """What the groups of presets may be set to, such as `algorithm`."""
+    from hybridrl.config.presets import CHOSEN, names
+
+    return {group: names(group) for group in CHOSEN}
+
+
+def preset_words() -> list[str]:
+    """The same as whole words: `algorithm=grpo`."""
+    return [f"{group}={name}" for group, names in preset_values().items() for name in names]
+
+
 def bash(parser: argparse.ArgumentParser) -> str:
     """The script for bash, and for zsh with its functions for bash's; without that of Python."""
     known = dict(words(parser))
@@ -139,7 +162,14 @@ def bash(parser: argparse.ArgumentParser) -> str:
     for path, those in known.items():
         more = " $_hybridrl_settings" if path == f"/{SETTINGS}" else ""
         cases.append(f'        "{path}") _hybridrl_complete "{" ".join(those)}{more}" ;;')
+    presets = preset_values()
+    values = [
+        f'        {group}) COMPREPLY=($(compgen -W "{" ".join(names)}" -- "$current")); return 0 ;;'
+        for group, names in presets.items()
+    ]
     replaced = {
+        "PRESETS": " ".join(preset_words()),
+        "VALUES": "\n".join(values),
         "SETTINGS": " ".join(settings()),
         "PATHS": " | ".join(f'"{path}"' for path in known if path),
         "WORDS": "\n".join(cases),
@@ -153,7 +183,7 @@ def bash(parser: argparse.ArgumentParser) -> str:
 
 def fish(parser: argparse.ArgumentParser) -> str:
     """The script for fish."""
-    lines = [FISH, f"set -g _hybridrl_settings {' '.join(settings())}"]
+    lines = [FISH, f"set -g _hybridrl_settings {' '.join([*settings(), *preset_words()])}"]
     known = dict(words(parser))
     for path, those in known.items():
         names = path.split("/")[1:]

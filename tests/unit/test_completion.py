@@ -47,6 +47,9 @@ def test_bash_completes_commands_options_runs_and_settings(tmp_path, capsys):
     assert offered("hybridrl", "whatif", "runs/o") == ["runs/one-grpo"]
     assert offered("hybridrl", "plan", "--json", "trainer.st") == ["trainer.steps="]
     assert "algorithm=" in offered("hybridrl", "plan", "algor")
+    for value in (["algorithm=da"], ["algorithm", "=", "da"]):  # as zsh and bash cut it
+        assert [one[-4:] for one in offered("hybridrl", "plan", *value)] == ["dapo"]
+    assert {"vllm", "transformers"} <= {*offered("hybridrl", "plan", "rollout", "=")}
     main = ("python", "-m", "hybridrl.main")
     assert offered(*main, "rollout.max_to", function="_hybridrl_main") == ["rollout.max_tokens="]
     assert offered("python", "rollout.max_to", function="_hybridrl_main") == []
