@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridrl.checks.placement import check_placement
-from hybridrl.checks.shared_paths import paths_of_workers
+from hybridrl.checks.shared_paths import folders_of_workers, paths_of_workers
 from hybridrl.config.schema import Config
 from hybridrl.core.cluster import Cluster
 from hybridrl.core.locations import Location, location_of
@@ -51,6 +51,7 @@ class Devices:
 
         if self._ray is None:
             self._ray = Connection(self._config.ray.address)
+        folders, written = folders_of_workers(self._config, self._run)
         made = RayExecutor(
             self._config.devices,
             self._number,
@@ -62,6 +63,8 @@ class Devices:
             start_timeout_s=self._config.ray.start_timeout_s,
             preload=self._modules_of_workers(),
             paths=paths_of_workers(self._config, self._run),
+            folders=folders,
+            written=written,
         )
         self._cluster, self._cpus_per_host = made.cluster, made.cpus_per_host
         self._nodes = made.nodes

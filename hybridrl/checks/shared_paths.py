@@ -7,11 +7,12 @@ from pathlib import Path
 from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import Config
 from hybridrl.core import user_code
+from hybridrl.core.locations import is_url, location_of
 
 
 def paths_of_workers(config: Config, run_directory: Path) -> dict[str, Path]:
     """By setting. A model's name on the hub is no path: each node downloads it."""
-    paths = {"run.directory" if config.run.directory else "run.root": run_directory}
+    paths = {_run_setting(config): run_directory}
     models = {
         "model.path": config.model.path,
         "model.tokenizer": config.model.tokenizer,
@@ -30,6 +31,7 @@ def paths_of_workers(config: Config, run_directory: Path) -> dict[str, Path]:
             watched = scores.check
             code[f"{kind}.check"] = watched if isinstance(watched, list) else [watched]
     models["rollout.plan"] = config.rollout.plan
+    models["checkpoint.folder"] = config.checkpoint.folder  # which the driver has made
     for setting, path in models.items():
         if path and Path(path).expanduser().exists():
             paths[setting] = Path(path).expanduser()
@@ -39,3 +41,19 @@ def paths_of_workers(config: Config, run_directory: Path) -> dict[str, Path]:
             if place and user_code.is_file(place[0]):
                 paths[setting] = Path(place[0]).expanduser()
     return paths
+
+
+def folders_of_workers(config: Config, run_directory: Path) -> tuple[dict[str, str], list[str]]:
+    """Return the folders and URLs that workers read, by setting, and the settings of those that
+    they write to."""
+    checkpoints = config.checkpoint
+    written = {_run_setting(config): str(run_directory.absolute())}
+    if checkpoints.folder is not None and checkpoints.wanted:
+        written["checkpoint.folder"] = str(location_of(checkpoints.folder).absolute())
+    named = {"resume": config.resume, "fork": config.fork}
+    read = {setting: url for setting, url in named.items() if url and is_url(url)}
+    return written | read, list(written)
+
+
+def _run_setting(config: Config) -> str:
+    return "run.directory" if config.run.directory else "run.root"

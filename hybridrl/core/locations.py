@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -277,6 +278,33 @@ def copy_files(source: Location, target: Location, names: Iterable[str] | None =
         with reading(source / name) as read, opened as written:
             while block := read.read(_UPLOAD_BYTES):
                 written.write(block)
+
+
+def access_errors(folders: Mapping[str, str], writes: Collection[str]) -> dict[str, str]:
+    """Return why this process cannot use folders, by setting; only those that it cannot use.
+
+    Args:
+        folders: Paths and URLs, by setting.
+        writes: Settings whose folders are written to: a small file is written, read and removed.
+    """
+    found = {}
+    for setting, named in folders.items():
+        try:
+            folder = location_of(named)
+            if setting not in writes:
+                next(iter(folder.iterdir()), None)
+                continue
+            probe, content = folder / f".probe-{secrets.token_hex(8)}", secrets.token_bytes(16)
+            try:
+                write_whole(probe, content)
+                with reading(probe) as file:
+                    if file.read() != content:
+                        raise OSError("what was written there is not what is read")
+            finally:
+                remove(probe)
+        except (OSError, HybridRLError) as error:
+            found[setting] = str(error)
+    return found
 
 
 def sync_names(folder: Path) -> None:

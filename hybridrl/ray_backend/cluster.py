@@ -11,14 +11,22 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridrl.core.cores import usable_cores
+from hybridrl.core.locations import access_errors
 from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.ray_backend import node_probe
 from hybridrl.ray_backend.library import ray
-from hybridrl.ray_backend.nodes import Node, NodeReport, check_reports, check_room, table
+from hybridrl.ray_backend.nodes import (
+    Node,
+    NodeReport,
+    check_access,
+    check_reports,
+    check_room,
+    table,
+)
 from hybridrl.ray_backend.own_node import OwnNode, cure_of
 
 PACKAGES = {
@@ -299,37 +307,57 @@ def reserve(kind: str, devices: int, cpus: float, limit: float) -> Any:
     return bundles
 
 
-def check_nodes(bundles: Any, limit: float, paths: Mapping[str, str]) -> None:
-    """Asks the nodes that the bundles lie on, all at once, for their versions and whether they see
-    the files at `paths`, by setting.
+def check_nodes(
+    bundles: Any,
+    limit: float,
+    paths: Mapping[str, str],
+    folders: Mapping[str, str],
+    written: Collection[str],
+) -> None:
+    """Ask the nodes that the bundles lie on, all at once, for their versions and whether they see
+    the files at `paths`, by setting; then whether they can use `folders`.
+
+    Args:
+        folders: Folders and URLs, by setting, that workers read.
+        written: Settings of those that workers write to.
 
     Raises:
         ConfigError: naming the nodes that differ, or do not answer within `limit` seconds.
     """
-    used = set(ray.util.placement_group_table(bundles)["bundles_to_node_id"].values())
-    asked = [node for node in nodes() if node.id in used]
     # By value: a node that lacks the package has to be able to say so.
     ray.cloudpickle.register_pickle_by_value(node_probe)
     try:
-        probe = ray.remote(num_cpus=0, max_retries=0)(node_probe.report)
-        pin = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        answers = {
-            node.address: probe.options(scheduling_strategy=pin(node.id, soft=False)).remote(
-                PACKAGES, dict(paths)
-            )
-            for node in asked
-        }
+        answers, silent = _ask(bundles, limit, node_probe.report, PACKAGES, dict(paths))
     finally:
         ray.cloudpickle.unregister_pickle_by_value(node_probe)
-    _, late = ray.wait(list(answers.values()), num_returns=len(answers), timeout=limit)
-    if late:
-        silent = ", ".join(address for address, answer in answers.items() if answer in late)
+    if silent:
         raise ConfigError(
-            f"No process could be started on {silent} within {limit:g} s (ray.start_timeout_s). "
-            "Look at Ray's own logs there, under /tmp/ray."
+            f"No process could be started on {', '.join(silent)} within {limit:g} s "
+            "(ray.start_timeout_s). Look at Ray's own logs there, under /tmp/ray."
         )
-    reports = [NodeReport(address, *ray.get(answer)) for address, answer in answers.items()]
+    reports = [NodeReport(address, *answer) for address, answer in answers.items()]
     check_reports(node_probe.versions(PACKAGES), reports, paths)
+    errors, silent = _ask(bundles, limit, access_errors, dict(folders), list(written))
+    late = dict.fromkeys(folders, f"no answer within {limit:g} s")
+    check_access(errors | dict.fromkeys(silent, late), folders)
+
+
+def _ask(
+    bundles: Any, limit: float, question: Callable[..., Any], *arguments: Any
+) -> tuple[dict[str, Any], list[str]]:
+    """Call a function on each node that the bundles lie on: what each answers, and the addresses of
+    those that do not answer within `limit` seconds."""
+    used = set(ray.util.placement_group_table(bundles)["bundles_to_node_id"].values())
+    task = ray.remote(num_cpus=0, max_retries=0)(question)
+    pin = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    asked = {
+        node.address: task.options(scheduling_strategy=pin(node.id, soft=False)).remote(*arguments)
+        for node in nodes()
+        if node.id in used
+    }
+    _, late = ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit)
+    answers = {address: ray.get(asked[address]) for address in asked if asked[address] not in late}
+    return answers, [address for address in asked if address not in answers]
 
 
 def is_reachable(node: Node, seconds: float = 2.0) -> bool:

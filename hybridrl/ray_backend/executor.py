@@ -8,7 +8,7 @@ import pickle
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -58,6 +58,8 @@ class RayExecutor(Executor):
         cpus_per_host: None: the cores are shared out.
         preload: Modules that the hosts import at once, while the driver prepares.
         paths: What every node of a cluster has to see, by the setting that it comes from.
+        folders, written: Folders and URLs that workers read, and the settings of those that they
+            write to.
 
     Raises:
         ConfigError: if the cluster has fewer devices, does not give them in time, or has nodes
@@ -83,6 +85,8 @@ class RayExecutor(Executor):
         cpus_per_host: float | None = None,
         preload: Sequence[str] = (),
         paths: Mapping[str, Path] | None = None,
+        folders: Mapping[str, str] | None = None,
+        written: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.run_directory = run_directory.absolute() if run_directory else None
@@ -102,7 +106,9 @@ class RayExecutor(Executor):
             self._bundles = ray_cluster.reserve(kind, number, cpus, start_timeout_s)
             if self._connection.joined or len(self._nodes) > 1:
                 seen = {setting: str(path.absolute()) for setting, path in (paths or {}).items()}
-                ray_cluster.check_nodes(self._bundles, start_timeout_s, seen)
+                ray_cluster.check_nodes(
+                    self._bundles, start_timeout_s, seen, folders or {}, written
+                )
             self._start_hosts(kind, number, cpus, preload, start_timeout_s)
         except BaseException:
             self._connection.keep_logs()

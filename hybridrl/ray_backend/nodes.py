@@ -121,6 +121,30 @@ def check_reports(
         )
 
 
+def check_access(errors: Mapping[str, Mapping[str, str]], folders: Mapping[str, str]) -> None:
+    """Refuse nodes whose processes cannot use the folders of the job.
+
+    Args:
+        errors: By node, why not, by setting.
+        folders: Paths and URLs, by setting.
+
+    Raises:
+        ConfigError: naming every such node, the setting and the error.
+    """
+    lines = [
+        f"  {setting}={folders[setting]} on {node}: {why}"
+        for node, found in errors.items()
+        for setting, why in found.items()
+    ]
+    if lines:
+        raise ConfigError(
+            "Workers cannot write or read there. They have the environment of `ray start` on their "
+            "node, not the driver's: set credentials and addresses (AWS_ACCESS_KEY_ID, "
+            "AWS_ENDPOINT_URL, ...) before it on every node, or put them where each node finds "
+            "them (~/.aws, a role of the machine).\n" + "\n".join(lines)
+        )
+
+
 def _differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
     found = []
     for package, version in here.items():

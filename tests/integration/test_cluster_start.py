@@ -10,9 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import test_s3
 from netlab import RAY_ENVIRONMENT, ray_nodes
 from settings import SHORT
 
@@ -24,6 +26,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 QUIET = {"capture_output": True, "text": True, "timeout": 240, "check": False}
 QUIET["env"] = {**os.environ, **RAY_ENVIRONMENT}
 OVERRIDES = [*SHORT, "rollout=transformers", "trainer.steps=1"]
+
+
+s3_server = test_s3.server
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +85,18 @@ def test_an_address_at_which_nothing_answers(tmp_path):
     assert code == 2 and f"ray.address=127.0.0.1:{port}: nothing answers there" in output
 
 
+@pytest.mark.skipif(not find_spec("moto"), reason="moto is not installed")
+def test_a_bucket_that_workers_have_no_credentials_for(nodes, s3_server, tmp_path):
+    """The driver has them, and has written there before workers are asked."""
+    settings = [f"ray.address={nodes[0].cluster}", f"checkpoint.folder={s3_server.bucket}/mine"]
+    settings += ["checkpoint.every=1", "num_devices=4"]
+    code, output = run(MAIN, *settings, *OVERRIDES, folder=tmp_path, **os.environ)
+    assert code == 2 and "Traceback" not in output, output
+    for node in nodes:
+        assert f"checkpoint.folder={s3_server.bucket}/mine on {node.address}: " in output
+    assert "They have the environment of `ray start` on their node" in output
+
+
 OWN = """
 from hybridrl.ray_backend.cluster import connect, end
 from hybridrl.ray_backend.library import ray
@@ -101,6 +118,12 @@ def test_a_ray_of_somebody_else_is_left_alone(nodes):
         shutil.rmtree(folder)
     assert code == 0 and f"at {folder}/ray/session_" in output, output
     assert float(output.split("cpus ")[1].split()[0]) == usable_cores() and not left
+
+
+def test_the_script_that_waits_for_all_nodes(nodes):
+    wait = [sys.executable, str(Path(__file__).parents[2] / "docker" / "wait_for_nodes.py")]
+    done = subprocess.run([*wait, nodes[0].cluster, "2"], **QUIET)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_temporary_folder_of_a_long_name(tmp_path):

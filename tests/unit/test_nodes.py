@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from hybridrl.checks.shared_paths import paths_of_workers
+from hybridrl.checks.shared_paths import folders_of_workers, paths_of_workers
 from hybridrl.config.load import load_config
 from hybridrl.controller.call import Call, Failure
 from hybridrl.controller.failures import Death, Hosts, Identity, explain
 from hybridrl.controller.hangs import Hang
+from hybridrl.core.locations import access_errors, location_of
 from hybridrl.errors import ConfigError
 from hybridrl.ray_backend import node_probe
-from hybridrl.ray_backend.nodes import Node, NodeReport, by_address, check_reports, check_room
+from hybridrl.ray_backend.nodes import (
+    Node,
+    NodeReport,
+    by_address,
+    check_access,
+    check_reports,
+    check_room,
+)
 from hybridrl.ray_backend.own_node import cure_of
 
 SMALL = Node("a", "10.0.0.10", cpus=8, gpus=3, free_cpus=8, free_gpus=1)
@@ -161,3 +171,30 @@ def test_a_call_that_takes_too_long_is_named_by_its_rank_not_by_its_device():
 def test_a_ray_that_cannot_start_is_answered_by_its_cause(message, cure):
     found = cure_of(OSError(message), "/tmp/ray")
     assert cure in found and bool(cure) == bool(found)
+
+
+def test_folders_are_tried_and_nothing_is_left(tmp_path):
+    (file := tmp_path / "file").touch()
+    url = f"memory://{tmp_path.name}/steps"
+    folders = {"run.root": str(tmp_path), "checkpoint.folder": url}
+    folders |= {"fork": str(file), "resume": "nobody://knows/this"}
+    errors = access_errors(folders, ["run.root", "checkpoint.folder"])
+    assert errors.keys() == {"fork", "resume"} and "Not a directory" in errors["fork"]
+    assert list(tmp_path.iterdir()) == [file] and not location_of(url).is_dir()
+    assert access_errors({"run.root": f"{file}/below"}, ["run.root"]).keys() == {"run.root"}
+
+
+def test_nodes_that_cannot_use_a_folder_are_named():
+    check_access({"10.0.0.1": {}}, {})
+    errors = {"10.0.0.1": {}, "10.0.0.2": {"checkpoint.folder": "NoCredentialsError: none"}}
+    words = "checkpoint.folder=s3://b/c on 10.0.0.2: NoCredentialsError: none"
+    with pytest.raises(ConfigError, match=f"(?s)environment of `ray start`.*{words}$"):
+        check_access(errors, {"checkpoint.folder": "s3://b/c"})
+
+
+def test_workers_write_checkpoints_where_their_folder_is(tmp_path):
+    config = load_config(["checkpoint.folder=s3://bucket/mine", "checkpoint.every=1"])
+    found = folders_of_workers(replace(config, fork="s3://bucket/old"), tmp_path)
+    urls = {"checkpoint.folder": "s3://bucket/mine", "fork": "s3://bucket/old"}
+    assert found == ({"run.root": str(tmp_path), **urls}, ["run.root", "checkpoint.folder"])
+    assert folders_of_workers(load_config(), tmp_path)[1] == ["run.root"]
