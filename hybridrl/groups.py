@@ -66,4 +66,5 @@ def _joined_actor(
         in_flight=config.placement.in_flight,
         store=store,
         weight_sync=weight_sync,
+        differs_from_folder=config.actor.lora.path is not None,
     )

@@ -70,6 +70,8 @@ def worker_of(role: str, job: Built) -> tuple[type[Worker], Keywords]:
 def _training(job: Built, role: str) -> ActorConfig:
     """The settings of a model, cut as its place says."""
     actor = job.config.actor
+    if job.roles[role].path(role, job.config) is not None:  # adapters of the policy's model
+        actor = replace(actor, lora=replace(actor.lora, path=None))
     return replace(
         actor,
         parallel=job.placement.roles[role].parallel,

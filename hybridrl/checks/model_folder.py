@@ -96,8 +96,9 @@ def _check_place(path: str, setting: str) -> None:
         raise ConfigError(f"{setting}={path} is a file; name the folder of a Hugging Face model.")
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            f"{setting}={path} holds the adapters of a LoRA run, not a model. Multiply them in "
-            "first: peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload()"
+            f"{setting}={path} holds the adapters of a LoRA run, not a model (only model.path and "
+            "actor.lora.path may). Multiply them in first: "
+            "peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload()"
             ".save_pretrained(new_folder), and copy the tokenizer's files."
         )
     if not (folder / "config.json").is_file():

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from hybridrl.config import secrets
+from hybridrl.config.adapter_start import with_adapters
 from hybridrl.config.model_start import with_model_folders
 from hybridrl.config.names import check_name, leaves
 from hybridrl.config.overrides import (
@@ -102,7 +103,7 @@ def to_config(config: DictConfig) -> Config:
         value = _at(found, name)
         if value is not None and (refusal := mistyped(hint, value)):
             raise ConfigError(sentence(name, value, hint, refusal))
-    return with_model_folders(secrets.marked(found, config))
+    return with_adapters(with_model_folders(secrets.marked(found, config)))
 
 
 def _at(config: Config, name: str) -> Any:

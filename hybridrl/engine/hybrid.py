@@ -56,7 +56,9 @@ class HybridEngine:
         lacks = False
         if rollout is not None:
             rollout.sleep()  # the roles that are built after this one need the memory
-            lacks = rollout.awaits_weights or not rollout.keeps_weights
+            lacks = (
+                rollout.awaits_weights or not rollout.keeps_weights or train.begins_with_adapters
+            )
         self._loaded_version = NOT_LOADED if lacks else 0
         self._phase = phase
         self._dtype = DTYPES[dtype]

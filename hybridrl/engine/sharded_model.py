@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -89,6 +89,9 @@ class ShardedModel:
         if files is not None and is_unread(self.model.inner):
             place = torch.device("cpu") if offload else device
             fill(self.model, files, self.cuts, mesh.index("tp"), place)
+        self._began: dict[str, Tensor] = {}
+        if self.begins_with_adapters:
+            self._began = {name: part.clone() for name, part in self._adapter_parts().items()}
 
     def stored_form(self) -> StoredForm | None:
         """The form in which the model is saved; see `stored_names.stored_form`. Collective when
@@ -151,9 +154,36 @@ class ShardedModel:
         for name, tensor in self.full_parameters(names):
             yield names[name], tensor
 
+    @property
+    def begins_with_adapters(self) -> bool:
+        """Whether the model differs from its folder before it is trained: `actor.lora.path`."""
+        return self.has_adapters and self.config.lora.path is not None
+
     @contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        """Inside, `forward` answers for the model as it was before its adapters."""
+    def untrained(self) -> Iterator[None]:
+        """Inside, `forward` answers for the model as it was before training: without adapters, or
+        with those that it began with."""
+        if not self._began:
+            with self._without_adapters():
+                yield
+            return
+        now = {name: part.clone() for name, part in self._adapter_parts().items()}
+        self._set_adapters(self._began)
+        try:
+            yield
+        finally:
+            self._set_adapters(now)
+
+    def _adapter_parts(self) -> dict[str, Tensor]:
+        return {n: part for n, part in self.local_parameters().items() if ".lora_" in n}
+
+    @torch.no_grad()
+    def _set_adapters(self, values: Mapping[str, Tensor]) -> None:
+        for name, part in self._adapter_parts().items():
+            part.copy_(values[name])
+
+    @contextmanager
+    def _without_adapters(self) -> Iterator[None]:
         layers = [m for m in self.model.modules() if hasattr(m, "_disable_adapters")]
         # Not by peft's own switch, which also turns gradients off: FSDP remembers that for good.
         for layer in layers:

@@ -11,8 +11,11 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -63,13 +66,61 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int = 0) 
     _draw(model, seed)
 
 
-def check_targets(config: PretrainedConfig, settings: LoraSettings) -> None:
-    """Refuses targets that a language model of this architecture lacks, without its weights.
+def load_adapters(model: PreTrainedModel, folder: str) -> None:
+    """Give the adapters of `model` the values that a folder of peft's has. Heads are not adapters.
 
     Raises:
-        ConfigError: if `lora.targets` names no module of the model.
+        ConfigError: if the folder has other adapters than the model.
     """
-    is_usual = settings.rank is None or settings.targets == ALL
+    parameters = dict(model.named_parameters())
+    with _opened(folder) as file, torch.no_grad():
+        for name, stored in _stored(model, folder, file).items():
+            parameters[name].copy_(file.get_tensor(stored))
+
+
+def _opened(folder: str) -> Any:
+    try:
+        return safe_open(Path(folder) / "adapter_model.safetensors", framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"actor.lora.path={folder}: its adapter_model.safetensors could not be read ({error}). "
+            "Copy or train the adapters again, or save them as safetensors."
+        ) from error
+
+
+def _stored(model: PreTrainedModel, folder: str, file: Any) -> dict[str, str]:
+    """The names in a file of the model's adapters, by their names in the model; the shapes are the
+    same."""
+    shapes = {name: list(p.shape) for name, p in model.named_parameters() if ".lora_" in name}
+    names = adapter_names(model, shapes)
+    there = set(file.keys())
+    lacks = [stored for stored in names.values() if stored not in there]
+    further = sorted(there - set(names.values()))
+    if lacks or further:
+        what = f"has no `{lacks[0]}`" if lacks else f"has `{further[0]}`"
+        raise ConfigError(
+            f"actor.lora.path={folder}: its file {what}, so it belongs to another model than "
+            f"model.path={model.name_or_path}, or to other modules. The model has "
+            f"{len(names)} tensors of adapters, the file {len(there)}. Name the model that the "
+            "adapters were trained on."
+        )
+    for name, stored in names.items():
+        if (shape := file.get_slice(stored).get_shape()) != shapes[name]:
+            raise ConfigError(
+                f"actor.lora.path={folder}: `{stored}` has the shape {shape}, and the model needs "
+                f"{shapes[name]}. Name the model that the adapters were trained on."
+            )
+    return names
+
+
+def check_targets(config: PretrainedConfig, settings: LoraSettings) -> None:
+    """Refuses targets that a language model of this architecture lacks, and adapters
+    (`lora.path`) that do not fit it, without its weights.
+
+    Raises:
+        ConfigError: if `lora.targets` names no module of the model, or adapters are of another.
+    """
+    is_usual = settings.rank is None or (settings.targets == ALL and settings.path is None)
     if is_usual or importlib.util.find_spec("peft") is None:  # which is told elsewhere
         return
     try:
@@ -78,6 +129,9 @@ def check_targets(config: PretrainedConfig, settings: LoraSettings) -> None:
     except ValueError:  # it is no language model, which is told elsewhere, too
         return
     add_adapters(model, settings)
+    if settings.path is not None:
+        with _opened(settings.path) as file:
+            _stored(model, settings.path, file)
 
 
 def _check_named(model: PreTrainedModel, settings: LoraSettings) -> None:
@@ -88,6 +142,11 @@ def _check_named(model: PreTrainedModel, settings: LoraSettings) -> None:
     names = [f".{name}" for name, _ in model.named_modules()]
     for target in settings.targets:
         if not any(name.endswith(f".{target}") for name in names):
+            if settings.path is not None:
+                raise ConfigError(
+                    f"actor.lora.path={settings.path} adapts `{target}`, which the model does not "
+                    "have. Name the model that the adapters were trained on."
+                )
             found = (name for name, m in model.named_modules() if type(m) is nn.Linear)
             linear = {name.rpartition(".")[2] for name in found}
             raise ConfigError(

@@ -28,6 +28,8 @@ class SeparatedActor:
         store: Weights travel as parcels in the object store, and the trainer never waits for the
             generator; otherwise by collectives.
         weight_sync: How they are compressed, as the setting `rollout.weight_sync`.
+        differs_from_folder: The trainer begins with other weights than the generator reads from the
+            model's folder, and sends them at once.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class SeparatedActor:
         in_flight: bool,
         store: bool,
         weight_sync: str,
+        differs_from_folder: bool = False,
     ) -> None:
         self._trainer, self._generator = trainer, generator
         self._staleness, self._in_flight, self._store = staleness, in_flight, store
@@ -57,6 +60,9 @@ class SeparatedActor:
         )
         for handle in joined:
             handle.get()
+        if differs_from_folder:
+            self._on_their_way = -1
+            self.publish()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):  # of an object that is being copied or unpickled

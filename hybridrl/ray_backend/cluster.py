@@ -183,7 +183,8 @@ def start(cpus: int) -> OwnNode:
 def _temporary_folder() -> str:
     """The folder for the files and sockets of a Ray of ours. A scheduler's TMPDIR may be too long
     for sockets."""
-    usual: str = ray._common.utils.get_default_ray_temp_dir()
+    root = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    usual = f"{root}/ray"  # as Ray itself
     is_short = len(os.fsencode(usual)) + SESSION_BYTES <= SOCKET_BYTES
     return usual if is_short else SHORT_FOLDER
 

@@ -165,9 +165,9 @@ class ActorWorker(TrainedModelWorker):
 
     @transfer(THREE_D, reads=SAMPLE, makes=("ref_log_probs",))
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
-        """`ref_log_probs` of the responses under the model without its adapters: with LoRA the
+        """`ref_log_probs` of the responses under the model before training: with LoRA the
         actor is its own reference."""
-        with self.phase("score"), self._engine.train.without_adapters():
+        with self.phase("score"), self._engine.train.untrained():
             scored = self._engine.train.forward(batch, temperature=self._temperature)
         return Batch.from_columns({"ref_log_probs": scored.ragged("log_probs")})
 

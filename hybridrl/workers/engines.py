@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from hybridrl.checkpoint.file_plan import FILE_BYTES
 from hybridrl.checkpoint.reading import TensorFiles
@@ -23,11 +24,14 @@ from hybridrl.models import (
     unread_model,
     unread_scalar_model,
 )
-from hybridrl.models.adapters import add_adapters
+from hybridrl.models.adapters import ADAPTER, add_adapters, load_adapters
 from hybridrl.models.low_bit_scoring import LowBitScoring
 from hybridrl.models.low_bit_training import learn_in
 from hybridrl.parallel.mesh import ParallelMesh
 from hybridrl.parallel.process_group import join
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,8 @@ def policy_engine(
         rollout_tp: Ranks that share a copy while generating; see `training_mesh`.
     """
     model, files = unread_model(source.path)
-    if trains and config.lora.rank:
-        add_adapters(model, config.lora, source.seed)
+    if trains:
+        _adapt(model, source, config)
     policy = CausalPolicy(model, admit(model.config, source.path))
     return _engine(context, source, config, policy, files, trains, rollout_tp)
 
@@ -91,10 +95,23 @@ def scalar_engine(
 ) -> TrainEngine:
     """As `policy_engine`, for a model with a scalar head; see `ScalarModel`."""
     model, files = unread_scalar_model(source.path, needs_head=not trains)
-    if trains and config.lora.rank:
-        add_adapters(model, config.lora, source.seed)
+    if trains:
+        _adapt(model, source, config)
     scalar = ScalarModel(model, reads, admit(model.config, source.path, scalar=True))
     return _engine(context, source, config, scalar, files, trains, rollout_tp=1)
+
+
+def _adapt(model: PreTrainedModel, source: ModelSource, config: ActorConfig) -> None:
+    """Puts adapters into a model if they are what is trained."""
+    if not config.lora.rank:
+        return
+    add_adapters(model, config.lora, source.seed)
+    base = Path(source.path)  # other programs have other working folders
+    model.peft_config[ADAPTER].base_model_name_or_path = (
+        str(base.absolute()) if base.is_dir() else source.path
+    )
+    if config.lora.path is not None:
+        load_adapters(model, config.lora.path)
 
 
 def _engine(

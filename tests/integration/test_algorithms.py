@@ -53,6 +53,39 @@ def test_ppo_with_adapters_samples_from_what_it_has_learned(run, model):
     assert (directory / "critic" / "adapter_config.json").is_file()
 
 
+@pytest.fixture
+def adapted(run, model, tmp_path):
+    """The folder of a supervised run with adapters."""
+    return run(
+        *(*SHORT, "algorithm=sft", f"model.path={model}", "actor.lora.rank=4"),
+        *("actor.optimizer.learning_rate=1e-2", f"run.directory={tmp_path / 'supervised'}"),
+    )
+
+
+@pytest.mark.ray
+@pytest.mark.vllm
+@pytest.mark.parametrize("adapters", ["merged", "separate"])
+def test_adapters_go_on_from_stage_to_stage(run, model, adapted, adapters):
+    directory = run(
+        *(*SHORT, "num_devices=2", f"model.path={adapted}", f"rollout.adapters={adapters}"),
+        *("algorithm.kl_coefficient=0.01", "warmup.steps=0", "trainer.steps=3"),
+        *("actor.optimizer.learning_rate=1e-2", "actor.optimizer.warmup_steps=0"),
+        *("reward.function=length", "reward.options.length.limit=4"),
+        "reward.options.length.ramp=3",
+    )
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "policy/loss" in row]
+    # The reference has the adapters of the first stage, and so has vLLM before the first update.
+    assert abs(steps[0]["policy/kl"]) < 1e-6 < 1e-4 < steps[-1]["policy/kl"]
+    assert all(row["mismatch/k3"] < 1e-6 for row in steps)
+    described = json.loads((directory / "model" / "adapter_config.json").read_text())
+    assert (described["base_model_name_or_path"], described["r"]) == (str(model), 4)
+    first, last = (
+        load_file(d / "model" / "adapter_model.safetensors") for d in (adapted, directory)
+    )
+    assert first.keys() == last.keys() and any(not first[k].equal(last[k]) for k in first)
+
+
 @pytest.mark.ray
 @pytest.mark.vllm
 def test_a_trained_reward_model_rewards_and_is_not_changed(run, model, tmp_path):

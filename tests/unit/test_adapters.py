@@ -1,6 +1,9 @@
 """LoRA: only adapters learn, the model below stays at hand, and weights are merged as by peft."""
 
 import copy
+import json
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from transformers import (
 )
 
 from hybridrl.algorithms import BradleyTerry, Segments, negative_log_likelihood, token_weights
+from hybridrl.config.load import load_config
 from hybridrl.config.schema import ActorConfig, LoraSettings, OptimizerConfig
 from hybridrl.core.batch import Batch, Ragged
 from hybridrl.engine.train import TrainEngine
@@ -27,7 +31,7 @@ from hybridrl.models import (
     unread_model,
     unread_scalar_model,
 )
-from hybridrl.models.adapters import add_adapters, check_targets, has_adapters
+from hybridrl.models.adapters import ALL, add_adapters, check_targets, has_adapters, load_adapters
 from hybridrl.models.attention import NAME
 from hybridrl.models.shrunk import shrunk
 from hybridrl.workers.reward_model import sample_scores
@@ -141,12 +145,12 @@ def test_without_adapters_the_model_is_the_one_below(first_asked, base, mesh):
     below = log_probs(load_model(str(base["qwen2"]), "float32"))
     engine = policy_engine(mesh, base["qwen2"])
     if first_asked == "before the first update":
-        with engine.without_adapters():
+        with engine.untrained():
             torch.testing.assert_close(engine_log_probs(engine), below)
     torch.testing.assert_close(engine_log_probs(engine), below)  # new adapters say nothing
     losses = [metrics["loss"] for metrics in learn(engine)]
     for _ in range(2):
-        with engine.without_adapters():
+        with engine.untrained():
             torch.testing.assert_close(engine_log_probs(engine), below)
         learned = engine_log_probs(engine)
         assert float((learned - below).abs().max()) > 0.1
@@ -159,7 +163,7 @@ def test_an_error_inside_switches_the_adapters_on_again(base, mesh):
     engine = policy_engine(mesh, base["qwen2"])
     learn(engine)
     learned = engine_log_probs(engine)
-    with pytest.raises(KeyError), engine.without_adapters():
+    with pytest.raises(KeyError), engine.untrained():
         raise KeyError
     assert torch.equal(engine_log_probs(engine), learned)
 
@@ -281,3 +285,86 @@ def test_the_matrices_of_experts_stay_as_they_are():
 
 def adapters_of(model):
     return [(name, p) for name, p in model.named_parameters() if ".lora_" in name]
+
+
+@pytest.fixture(scope="module")
+def stage(base, mesh, tmp_path_factory):
+    """The folder that a first stage leaves, and its log-probabilities."""
+    engine = policy_engine(mesh, base["llama"])
+    learn(engine)
+    engine.save(folder := tmp_path_factory.mktemp("stage"))
+    described = json.loads((folder / "adapter_config.json").read_text())
+    described["base_model_name_or_path"] = str(base["llama"])
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    return folder, engine_log_probs(engine)
+
+
+def test_a_second_stage_begins_where_the_first_ended_and_knows_where_that_was(stage, base, mesh):
+    folder, ended = stage
+    lora = replace(LORA, path=str(folder))
+    model, files = unread_model(str(base["llama"]))
+    add_adapters(model, lora)
+    load_adapters(model, str(folder))
+    config = ActorConfig(tokens_per_microbatch=20, lora=lora)
+    engine = TrainEngine(CausalPolicy(model), mesh, CPU, "float32", config, files)
+    engine.start_optimizer(OptimizerConfig(learning_rate=0.02), updates=20)
+    torch.testing.assert_close(engine_log_probs(engine), ended)
+    learn(engine)
+    after = engine_log_probs(engine)
+    assert not torch.allclose(after, ended)
+    with engine.untrained():
+        torch.testing.assert_close(engine_log_probs(engine), ended)
+    assert torch.equal(engine_log_probs(engine), after)
+
+
+@pytest.mark.parametrize("setting", ["model.path", "actor.lora.path"])
+def test_adapters_as_a_setting_stand_for_their_model_and_their_shape(stage, base, setting):
+    folder, _ = stage
+    config = load_config([f"{setting}={folder}"])
+    assert config.model.path == str(base["llama"])
+    lora = config.actor.lora
+    assert (lora.rank, lora.alpha, lora.path) == (4, 8.0, str(folder))
+    assert load_config([f"model.path={base['llama']}", f"actor.lora.path={folder}"]) == config
+    check_targets(AutoConfig.from_pretrained(base["llama"]), lora)
+
+
+def test_adapters_that_do_not_fit_are_a_sentence(stage, base, tmp_path):
+    folder, _ = stage
+    at = f"actor.lora.path={folder}"
+    for override, words in [
+        ("actor.lora.rank=8", "actor.lora.rank=8: the adapters in .* have 4, with which"),
+        ("actor.lora.alpha=4", r"actor.lora.alpha=4.0: the adapters in .* have 8"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            load_config([at, override])
+    lora = load_config([at]).actor.lora
+    other = AutoConfig.from_pretrained(base["llama"])
+    other.num_hidden_layers = 1
+    with pytest.raises(
+        ConfigError, match=r"actor.lora.path=.* adapts `.*layers\.1.*, which the mod"
+    ):
+        check_targets(other, lora)
+    other.num_hidden_layers = 3
+    with pytest.raises(ConfigError, match=r"has no `.*layers\.2.*belongs to another model"):
+        check_targets(other, replace(lora, targets=ALL))
+    other.num_hidden_layers, other.intermediate_size = 2, 32
+    with pytest.raises(ConfigError, match=r"has the shape .* and the model needs"):
+        check_targets(other, lora)
+
+    def changed(**settings):
+        shutil.copytree(folder, tmp_path / "other", dirs_exist_ok=True)
+        described = json.loads((folder / "adapter_config.json").read_text()) | settings
+        (tmp_path / "other" / "adapter_config.json").write_text(json.dumps(described))
+        return [f"model.path={tmp_path}/other"]
+
+    with pytest.raises(ConfigError, match="adapters of the model /gone, which is not there"):
+        load_config(changed(base_model_name_or_path="/gone"))
+    for further in ({"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["lm_head"]}):
+        with pytest.raises(ConfigError, match=f"{next(iter(further))}=.*merge_and_unload"):
+            load_config(changed(**further))
+    with pytest.raises(ConfigError, match="of the kind 'IA3'"):
+        load_config(changed(peft_type="IA3"))
+    assert load_config(changed(use_rslora=True)).actor.lora.alpha == 16.0  # 8 / sqrt(4) = 16 / 4
+    (tmp_path / "other" / "adapter_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="could not be read"):
+        load_config([f"actor.lora.path={tmp_path}/other"])

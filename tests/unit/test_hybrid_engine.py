@@ -37,7 +37,13 @@ class Rollout(RolloutEngine):
 
 def engine(rollout):
     mesh = SimpleNamespace(group=lambda: None)
-    train = SimpleNamespace(device=torch.device("cpu"), mesh=mesh, has_adapters=True, version=0)
+    train = SimpleNamespace(
+        begins_with_adapters=False,
+        device=torch.device("cpu"),
+        mesh=mesh,
+        has_adapters=True,
+        version=0,
+    )
     train.offload = lambda: None
     train.weights_for = lambda adapters: iter([("w", train.version)])
 
