@@ -61,7 +61,7 @@ SMALL: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "max_position_embeddings": 2048,
 }
 EXPERTS: dict[str, Any] = {
@@ -236,8 +236,8 @@ def _qwen3_5(id_of: Callable[[str], int]) -> dict[str, Any]:
         "layer_types": [*["linear_attention"] * 3, "full_attention"],
         "linear_num_value_heads": 4,
         "linear_num_key_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
         "mtp_num_hidden_layers": 1,
     }
     return {"text_config": text, "vision_config": QWEN_VISION, **_qwen_images(id_of)}
@@ -247,7 +247,7 @@ def _qwen3_vl(id_of: Callable[[str], int]) -> dict[str, Any]:
     rope = {
         "rope_type": "default",
         "rope_theta": 5000000.0,
-        "mrope_section": [3, 3, 2],
+        "mrope_section": [6, 5, 5],
         "mrope_interleaved": True,
     }
     vision = {**QWEN_VISION, "deepstack_visual_indexes": [0]}
@@ -324,7 +324,7 @@ def _glm46v(id_of: Callable[[str], int]) -> dict[str, Any]:
     rope = {
         "rope_type": "default",
         "rope_theta": 500000.0,
-        "mrope_section": [2, 1, 1],
+        "mrope_section": [4, 2, 2],
         "partial_rotary_factor": 0.5,
     }
     vision = {
@@ -355,11 +355,13 @@ def _glm4_moe(id_of: Callable[[str], int]) -> dict[str, Any]:
 def _deepseek_v3(id_of: Callable[[str], int]) -> dict[str, Any]:
     latent = {
         "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
         "num_key_value_heads": 4,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
         "num_nextn_predict_layers": 1,
     }
     return {**{k: v for k, v in SMALL.items() if k != "head_dim"}, **EXPERTS, **latent}

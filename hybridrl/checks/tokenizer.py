@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridrl.config.schema import Config
+from hybridrl.conversations.turn_ends import closing_token
 from hybridrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,13 +54,37 @@ def check_tokenizer(
 
 
 def end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokens that end a response, by the tokenizer and by the generation_config.json beside
-    the model."""
+    """The tokens that end a response: those that config.json, generation_config.json and the
+    tokenizer name, and the one that closes an assistant's turn in the chat template."""
+    closing = closing_token(tokenizer)
+    return tuple(sorted(_named(path, tokenizer) | ({closing} - {None})))
+
+
+def remark_on_ends(path: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A sentence where the token that closes a turn is among the end tokens of no file; else
+    empty."""
+    closing = closing_token(tokenizer)
+    if closing is None or closing in _named(path, tokenizer):
+        return ""
+    return (
+        f"The chat template closes the assistant's turns with "
+        f"`{tokenizer.convert_ids_to_tokens(closing)}` (token {closing}), which is no "
+        "`eos_token_id` in config.json or generation_config.json and not the tokenizer's: "
+        "responses end with it, too."
+    )
+
+
+def _named(path: str, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     from transformers import GenerationConfig
 
-    try:
-        eos = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # a folder without generation_config.json
-        eos = None
-    found = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
-    return tuple(sorted(found - {None}))
+    from hybridrl.models import load_config
+
+    config = load_config(path)
+    places = [config, config.get_text_config(), tokenizer]
+    with contextlib.suppress(OSError):  # a folder without generation_config.json
+        places.append(GenerationConfig.from_pretrained(path))
+    found: set[int] = set()
+    for place in places:
+        named = getattr(place, "eos_token_id", None)
+        found |= set(named) if isinstance(named, list) else {named}
+    return found - {None}

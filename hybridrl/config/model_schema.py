@@ -250,7 +250,7 @@ class RolloutConfig:
     top_k: NonNegativeInt = 0
     """0 switches it off."""
     stop: list[Annotated[str, NotEmpty()]] = field(default_factory=list)
-    """Texts that end a response; the tokenizer's end-of-sequence token always does."""
+    """Texts that end a response; the end tokens of model, tokenizer and chat template always do."""
     episode: Name | None = None
     """`path/to/file.py:Name` or `package.module:Name`: a class whose objects answer the model's
     turns, see `hybridrl.Episode`. Then `max_tokens` and `min_tokens` are those of all turns

@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "checks": {
         *("core", "algorithms", "models", "parallel", "placement", "rewards", "trainers"),
         *("evaluation", "=rollout.episode_class", "=rollout.vllm_options", "=config.values"),
-        "=environments.names",
+        *("conversations", "=environments.names"),
         *("=data.samplers", "=data.mixture"),
     },
     "planner": {
