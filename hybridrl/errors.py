@@ -64,6 +64,10 @@ class ConfigError(HybridRLError):
         )
 
 
+class NotPlannedError(ConfigError):
+    """What a model takes of a device cannot be counted. A job can do without a plan."""
+
+
 class DataError(HybridRLError):
     """A data file, a row or a column is missing or malformed. Names the file and the line."""
 

@@ -6,6 +6,7 @@ with Job(load_config(["trainer.steps=40"])) as job:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -28,7 +29,7 @@ from hybridrl.config.secrets import command_line
 from hybridrl.core.garbage import no_collection
 from hybridrl.core.readable import readable_seconds
 from hybridrl.devices import Devices
-from hybridrl.errors import ConfigError, DataError, WorkerError
+from hybridrl.errors import ConfigError, DataError, NotPlannedError, WorkerError
 from hybridrl.groups import build_groups, check_planned_faults
 from hybridrl.inputs import with_date, with_objects, write_rows
 from hybridrl.observe.beside_steps import BesideSteps
@@ -88,7 +89,8 @@ class Job:
         executor: The devices.
         roles: What is said of each role.
         placement: Which role lives on which devices.
-        plan: What that takes of each device.
+        plan: What that takes of each device; None if it cannot be planned.
+        plan_notice: What a person has to know of the plan, or why there is none; else empty.
         remarks: What the user should know of the data, and what reward functions have to say before
             they start.
         dtype_notice: What `model.dtype=auto` has chosen, if that is a surprise; else empty.
@@ -118,7 +120,8 @@ class Job:
         self.config = config = with_date(with_objects(config, reward, data, trainer))
         self.name = _new_name()
         self._as_asked: Config | None = None
-        self.placement_notice = self.settings_notice = ""
+        self.placement_notice = self.settings_notice = self.plan_notice = ""
+        self.plan: Plan | None = None
         self.beside = BesideSteps()
         self._is_whole = is_whole
         self.trainer_class = load_trainer(config.trainer.name)
@@ -224,7 +227,7 @@ class Job:
             return
         self.placement = check_placement(self.config, self.executor.cluster, self.roles)
         self.directory.write_placement(self.placement.to_json())
-        self.plan = self._make_plan()
+        self._make_plan()
 
     def _search_placement(self) -> None:
         """Of `placement=auto`, and the settings that belong to it. `config.yaml` keeps what was
@@ -241,6 +244,7 @@ class Job:
         best = found.best[0]
         self.config = changed(self._as_asked, list(best.settings))
         self.placement, self.plan = best.placement, best.plan
+        self.plan_notice = best.plan.notice
         self.directory.write_placement(best.to_json())
         said = (
             f"placement=auto chose {best.found.shape}: a step of about "
@@ -413,7 +417,8 @@ class Job:
             for name, one in eval_sets(config).items()
         }
         likely = with_dtype(self._with_model(), kind_here(config.devices))
-        count_models(likely, self.roles)
+        with contextlib.suppress(NotPlannedError):  # told when the job is planned
+            count_models(likely, self.roles)
 
     def _make_feed(self) -> Feed:
         from hybridrl.trainers.feed import Feed
@@ -422,11 +427,15 @@ class Job:
         rows = self.training, self.examples
         return Feed(self.config, kind, *rows, self.tokenizer, self.put, self.beside)
 
-    def _make_plan(self) -> Plan:
-        from hybridrl.planner.at_start import plan_job
+    def _make_plan(self) -> None:
+        from hybridrl.planner.at_start import UNPLANNED, plan_job
 
         cluster, config = self.executor.cluster, self._with_model()
-        return plan_job(config, cluster, self.placement, self._longest(), self.roles)
+        try:
+            self.plan = plan_job(config, cluster, self.placement, self._longest(), self.roles)
+            self.plan_notice = self.plan.notice
+        except NotPlannedError as error:
+            self.plan, self.plan_notice = None, UNPLANNED.format(error=error)
 
     def _longest(self) -> Lengths:
         """All samples as long as the data and the settings let them be."""

@@ -108,13 +108,13 @@ def run(config: Config) -> dict[str, Any]:
             # It brings in the libraries of the models, which the job imports while Ray starts.
             from hybridrl.planner.table import short
 
-            view.message(overview(job, short(job.plan)))
+            view.message(overview(job, short(job.plan) if job.plan else []))
             choices = (
                 job.dtype_notice,
                 job.settings_notice,
                 job.placement_notice,
                 correction_notice(config, job.trainer_class),
-                job.plan.notice,
+                job.plan_notice,
             )
             unused = (*idle(config), *idle_encodings(config, job.roles, job.placement))
             for notice in (*unused, *choices, *job.remarks, *job.resumed.notices):
@@ -148,18 +148,10 @@ def _told_before_closing(view: StepView, interrupts: Interrupts) -> Iterator[Non
 
 def _look(config: Config) -> None:
     """Checks everything and prints the settings; starts nothing."""
-    from hybridrl.checks.placement import check_placement
-    from hybridrl.preflight import devices_to_check, preflight
+    from hybridrl.preflight import preflight
 
     problems = Problems()
-    unseen = preflight(config, problems)
-    if not problems:
-        devices = devices_to_check(config)
-        if devices is None:
-            unseen.append("The placement was not checked: its devices are not on this machine.")
-        else:
-            with problems.noted():
-                check_placement(config, devices)
+    unseen = preflight(config, problems, places=True)
     problems.raise_if_any()
     for sentence in (*unseen, *idle(config)):
         Console(stderr=True, force_jupyter=False).print(

@@ -18,12 +18,12 @@ from hybridrl.checks import model_folder
 from hybridrl.checks.environment import check_template
 from hybridrl.checks.evaluation import check_sets
 from hybridrl.checks.hub import check_reachable
-from hybridrl.checks.placement import wanted_roles
+from hybridrl.checks.placement import check_placement, wanted_roles
 from hybridrl.checks.reward_data import check_rewards
 from hybridrl.checks.roles import check_models, model_of
 from hybridrl.checks.settings import check, devices_here, lacks_model
 from hybridrl.checks.teachers import check_rubrics, check_teachers
-from hybridrl.checks.tokenizer import check_tokenizer
+from hybridrl.checks.tokenizer import check_tokenizer, remark_on_ends
 from hybridrl.config.eval_sets import needs_held_out
 from hybridrl.config.load import to_plain
 from hybridrl.config.schema import Config
@@ -116,6 +116,8 @@ def load_inputs(
         with problems.noted():
             if model is not None:
                 check_tokenizer(config, tokenizer, model, path)
+                if config.data.chat is not False and (said := remark_on_ends(path, tokenizer)):
+                    remarks.append(said)
             check_template(config, tokenizer)
             with collected() as refused:
                 rows = inputs.load_rows(config, kind, tokenizer)
@@ -153,13 +155,19 @@ def load_inputs(
 
 
 def preflight(
-    config: Config, problems: Problems, *, plans: bool = False, is_elsewhere: bool = False
+    config: Config,
+    problems: Problems,
+    *,
+    plans: bool = False,
+    places: bool = False,
+    is_elsewhere: bool = False,
 ) -> list[str]:
     """Runs every check of a start that needs neither workers nor devices; leaves nothing behind.
 
     Args:
         problems: Gets what is wrong.
         plans: A model may be a `config.json` without weights and tokenizer.
+        places: The job is also placed and planned on the devices that it gets on this machine.
         is_elsewhere: The job is for other machines, where models and data may lie.
 
     Returns:
@@ -188,12 +196,42 @@ def preflight(
             find_checkpoint(config, to_plain(config), roles)
         if not unseen and not models and not lacks_model(config):
             with _scratch() as folder, problems.noted():
-                remarks += load_inputs(config, roles, folder, is_whole=True).remarks
+                found = load_inputs(config, roles, folder, is_whole=True)
+                remarks += found.remarks
+                if places and not problems:
+                    remarks += _plan(config, roles, found)
         elif data.path is not None and data.path not in unseen:
             with problems.noted():
                 files.check_path(data.path, data.split)
+        if places and unseen and not problems:
+            with problems.noted():
+                unseen["places"] = " ".join(_plan(config, roles, None))
     said = ["So the data was not read, either."] if unseen else remarks
     return [*unseen.values(), *said]
+
+
+def _plan(config: Config, roles: Mapping[str, RoleSpec], found: Inputs | None) -> list[str]:
+    """Places the job and, where its model and data are here, plans it; what could not be checked.
+
+    Raises:
+        ConfigError: if a start would be refused for its placement or its plan.
+    """
+    from hybridrl.planner.at_start import plan_ahead
+    from hybridrl.planner.dataflow import Lengths
+    from hybridrl.planner.precision import with_dtype
+
+    devices = devices_to_check(config)
+    if devices is None:
+        return ["The placement was not checked: its devices are not on this machine."]
+    if found is None:
+        check_placement(config, devices)
+        return []
+    config = replace(config, model=replace(config.model, path=found.model_path))
+    config = with_dtype(config, devices.kind)
+    check_placement(config, devices)
+    rows = found.rows
+    longest = Lengths.alike(rows.longest_prompt, rows.longest_response)
+    return plan_ahead(config, devices, longest, roles)
 
 
 def _places(config: Config, roles: Mapping[str, RoleSpec]) -> set[tuple[str, str]]:
@@ -238,17 +276,21 @@ def _unseen(config: Config, plans: bool, is_elsewhere: bool) -> dict[str, str]:
     for setting, path in named.items():
         if path is None:
             continue
+        is_described = False
         looks = files if setting.startswith(("data.", "eval.")) else model_folder
         place = Path(path).expanduser()
         if place.exists():
-            is_described = (place / "config.json").is_file() and not model_folder.has_weights(place)
-            why = "it has no weights" if plans and is_described else ""
+            has_config = plans and (place / "config.json").is_file()
+            is_described = has_config and not model_folder.has_weights(place)
+            why = "it has no weights" if is_described else ""
         elif not looks.may_be_on_hub(path):
             why = "it is not on this machine" if is_elsewhere else ""
         else:
             why = "it is no file or folder here"
         if why:
             found[path] = f"{setting}={path} was not looked at: {why}."
+        if is_described and (refused := model_folder.refusal_of_quantised(path, setting)):
+            found[path] += f" A start would refuse it: {refused}"
     return found
 
 

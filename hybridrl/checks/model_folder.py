@@ -48,18 +48,25 @@ def check_model(path: str, setting: str = "model.path", *, scalar: bool, learns:
         )
     if not scalar:
         _check_writes(config, path, setting)
-    method = _quantised(described)
-    if method not in (None, *DEQUANTISED):
-        raise ConfigError(
-            f"{setting}={path} is quantised ({method}), and models are trained, and score, with "
-            "whole weights. Take the model that it was made from."
-        )
-    if method is None:
+    if said := refusal_of_quantised(path, setting):
+        raise ConfigError(said)
+    if _quantised(described) is None:
         check_files(path, setting)
     if scalar:
         check_labels(config, f"{setting}={path}")
         check_scalar(config, f"{setting}={path}")
     check_complete(path, setting, config, scalar=scalar, needs_head=scalar and not learns)
+
+
+def refusal_of_quantised(path: str, setting: str) -> str:
+    """What a start says of weights in few bits that cannot be trained; empty if it takes them."""
+    method = _quantised(_described(path, setting))
+    if method in (None, *DEQUANTISED):
+        return ""
+    return (
+        f"{setting}={path} is quantised ({method}), and models are trained, and score, with "
+        "whole weights. Take the model that it was made from."
+    )
 
 
 def check_generator(path: str, setting: str) -> None:

@@ -31,7 +31,7 @@ from hybridrl.planner.described import with_described_models
 from hybridrl.planner.kept_costs import rates_of
 from hybridrl.planner.lengths import read_lengths
 from hybridrl.planner.precision import with_dtype
-from hybridrl.planner.search_table import reasons, side_by_side, words
+from hybridrl.planner.search_table import reasons, settings_lines, side_by_side, words
 from hybridrl.planner.search_terms import Objective
 from hybridrl.preflight import preflight
 
@@ -107,7 +107,7 @@ def _show(found: Proposals, price: str | None, unnamed: str) -> None:
             return one.plan.sizes.tokens / cost.of(one.seconds, devices)[0]
 
     console.print(side_by_side(found, per))
-    for line in (unnamed, "", *reasons(found)):
+    for line in (unnamed, "", *settings_lines(found), "", *reasons(found)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from hybridrl.checks.placement import check_placement
 from hybridrl.config.schema import Config
 from hybridrl.controller.executor import Executor
 from hybridrl.core.cluster import Cluster
+from hybridrl.errors import ConfigError, NotPlannedError
 from hybridrl.placement import Placement
 from hybridrl.planner.auto import Proposals, propose
+from hybridrl.planner.chosen_settings import choose_settings
 from hybridrl.planner.cluster_probe import with_makers_rates, with_rates
-from hybridrl.planner.cures import refuse
+from hybridrl.planner.cures import changed, refuse
 from hybridrl.planner.dataflow import Lengths, sizes_of
-from hybridrl.planner.devices import present
+from hybridrl.planner.devices import is_seen, present
 from hybridrl.planner.job_probe import probe_job
 from hybridrl.planner.kept_costs import has_costs, rates_of
 from hybridrl.planner.plan import Plan, make_plan
@@ -28,9 +31,16 @@ TOLERANCE = 1.15
 predictions were seen to be right within as much."""
 
 
+UNPLANNED = "{error} The job starts without a plan, and its memory is not checked."
+
+
 def count_models(config: Config, roles: Mapping[str, RoleSpec]) -> None:
     """Counts what the plan of a job with these roles will ask: a second or so, which can pass while
-    other things start."""
+    other things start.
+
+    Raises:
+        NotPlannedError: if a model cannot be counted.
+    """
     tp = config.actor.parallel.tp
     for role, spec in roles.items():
         if spec.has_model(role, config):
@@ -52,11 +62,38 @@ def plan_job(
         lengths: Of its longest prompt and response.
 
     Raises:
+        NotPlannedError: if a model cannot be counted.
         ConfigError: if that is far more than there is.
     """
     plan = make_plan(config, present(cluster), placement, lengths, roles=roles)
     refuse(plan, TOLERANCE)
     return plan
+
+
+def plan_ahead(
+    config: Config, cluster: Cluster, lengths: Lengths, roles: Mapping[str, RoleSpec]
+) -> list[str]:
+    """Plans a job that does not start, as far as this machine can tell.
+
+    Args:
+        config: With the model's folder and the precision.
+        lengths: Of its longest prompt and response.
+
+    Returns:
+        A sentence if there can be no plan.
+
+    Raises:
+        ConfigError: if a start would be refused for its plan.
+    """
+    try:
+        count_models(config, roles)
+        if config.placement.strategy == "auto" or not is_seen(cluster):
+            return []
+        config = changed(config, choose_settings(config, present(cluster), lengths, roles))
+        plan_job(config, cluster, check_placement(config, cluster, roles), lengths, roles)
+    except NotPlannedError as error:
+        return [UNPLANNED.format(error=error)]
+    return []
 
 
 def choose_placement(
@@ -77,6 +114,12 @@ def choose_placement(
     Raises:
         ConfigError: if nothing fits.
     """
+    try:
+        count_models(config, roles)
+    except NotPlannedError as error:
+        raise ConfigError(
+            f"placement=auto compares plans. {error} Set placement=flattening."
+        ) from error
     dtype = with_dtype(config, executor.cluster.kind).model.dtype
     machines = present(executor.cluster)
     rates: Rates | Sequence[Rates]

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
+from transformers import AutoConfig, DynamicCache, PretrainedConfig
 
 from hybridrl.core.cluster import Cluster
 from hybridrl.core.device import make_current, synchronize
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.models import Packing
 from hybridrl.models.attention import NAME
+from hybridrl.models.language_model import build_language_model, decoder_of
 from hybridrl.models.log_probs import token_log_probs
 from hybridrl.planner.model_shape import narrowed, shape_of
 from hybridrl.planner.probe import memory_rate, on_all, sample_bounds, small_op
@@ -241,7 +242,7 @@ def _prepared(
         return
     assert config is not None  # for it is a layer's
     with device:
-        model = AutoModelForCausalLM.from_config(
+        model = build_language_model(
             narrowed(config, 1, LAYERS),
             dtype=kind,
             attn_implementation="sdpa" if work.op == DECODE else NAME,
@@ -253,7 +254,7 @@ def _prepared(
     packing = Packing.of(bounds, device)
     ids = torch.zeros(1, int(bounds[-1]), dtype=torch.int64, device=device)
     positions = packing.position_ids(ids.numel())[None]
-    body = model.base_model.train()
+    body = decoder_of(model).train()
 
     def layers() -> None:
         with contextlib.nullcontext() if work.op == TRAIN else torch.no_grad():
@@ -294,7 +295,7 @@ def _decode(model: Any, work: Work, dtype: torch.dtype, device: torch.device) ->
 
     def once() -> None:
         with torch.no_grad():
-            model.base_model(input_ids=one, past_key_values=cache, use_cache=True)
+            decoder_of(model)(input_ids=one, past_key_values=cache, use_cache=True)
         cache.crop(-1)  # the token that came
 
     return once

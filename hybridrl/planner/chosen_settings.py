@@ -8,7 +8,7 @@ from hybridrl.checks.placement import check_placement
 from hybridrl.config.schema import Config
 from hybridrl.core.cluster import Cluster
 from hybridrl.core.cores import usable_cores
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, NotPlannedError
 from hybridrl.planner.cures import Setting, changed
 from hybridrl.planner.dataflow import Lengths
 from hybridrl.planner.plan import make_plan
@@ -86,5 +86,7 @@ def _has_room(
     try:
         placement = check_placement(config, cluster, roles)
         return make_plan(config, cluster, placement, lengths, roles=roles).fits(FILLED)
+    except NotPlannedError:  # so few tokens are safest
+        return False
     except ConfigError:  # told when the job is placed
         return True

@@ -66,9 +66,10 @@ def refuse(plan: Plan, tolerance: float = 1.0) -> None:
         )
     found = [" ".join(f"{name}={_text(value)}" for name, value in cure) for cure in cures(plan)]
     if not found:
-        raise ConfigError(
-            f"{what}. No single setting helps: take more devices, or a smaller model."
-        )
+        more = "more devices"
+        if plan.lacking:  # of a copy for each rollout.parallel.tp devices
+            more = "devices with more memory, or more of them and a larger rollout.parallel.tp"
+        raise ConfigError(f"{what}. No single setting helps: take {more}, or a smaller model.")
     raise ConfigError(f"{what}. It would fit with {'; or with '.join(found)}.")
 
 
@@ -109,7 +110,9 @@ def _candidates(plan: Plan) -> Iterator[Setting]:
     if actor.gradient_checkpointing in ("none", "selective"):
         yield "actor.gradient_checkpointing", True
     if rollout.engine == "vllm":
-        yield from _doubled("rollout.parallel.tp", rollout.parallel.tp)
+        # Where the generator's weights are too large for a device, nothing else helps.
+        most = max(LARGEST_TP, len(plan.cluster.devices)) if plan.lacking else LARGEST_TP
+        yield from _doubled("rollout.parallel.tp", rollout.parallel.tp, most)
     if is_cuda and not actor.offload_between_calls:
         yield "actor.offload_between_calls", True
     if is_cuda and not actor.offload_optimizer:
@@ -121,8 +124,8 @@ def _candidates(plan: Plan) -> Iterator[Setting]:
         yield "placement.strategy", "flattening"
 
 
-def _doubled(name: str, size: int) -> Iterator[Setting]:
-    while size < LARGEST_TP:
+def _doubled(name: str, size: int, most: int = LARGEST_TP) -> Iterator[Setting]:
+    while 2 * size <= most:
         size *= 2
         yield name, size
 

@@ -164,6 +164,11 @@ def present(cluster: Cluster) -> Cluster:
     return Cluster(devices, {name: DeviceModel(memory)})
 
 
+def is_seen(cluster: Cluster) -> bool:
+    """Whether this machine can tell what the devices of a job have."""
+    return not cluster.is_cuda or torch.accelerator.is_available()
+
+
 def node_memory() -> float:
     """Bytes that the processes of this machine may use together."""
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.is_file() else "max"

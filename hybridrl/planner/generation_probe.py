@@ -10,13 +10,14 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.core.device import synchronize
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.generation_plan import BITS, WHOLE
 from hybridrl.models.decoder_stage import DecoderStage
 from hybridrl.models.growing_cache import GrowingCache
+from hybridrl.models.language_model import build_language_model
 from hybridrl.planner.generation_problem import Costs, Curve, GenerationProblem, Link
 from hybridrl.planner.model_shape import shape_of
 
@@ -57,7 +58,7 @@ def probe_costs(
         text.layer_types = ((DEPTHS[1] + 1) * text.layer_types)[: DEPTHS[1] + 1]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(few, dtype=DTYPES[dtype]).eval()
+        model = build_language_model(few, dtype=DTYPES[dtype]).eval()
     layer: dict[bool, dict[int, list[tuple[int, float]]]] = {True: {}, False: {}}
     stage: dict[bool, list[tuple[int, float]]] = {True: [], False: []}
     for number in bits:

@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.dtypes import DTYPES
 from hybridrl.core.precision_plan import SCORING, WHOLE
 from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.models.attention import NAME
+from hybridrl.models.language_model import build_language_model
 from hybridrl.models.low_bit_linear import apply_bits
 from hybridrl.models.low_bit_training import learn_in
 from hybridrl.planner.model_shape import narrowed
@@ -94,7 +95,7 @@ def _run(
 ) -> Callable[[], object]:
     """A forward of so many layers, all of them in these bits, and if it trains a backward."""
     with device, torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(
+        model = build_language_model(
             narrowed(config, 1, layers), dtype=DTYPES[dtype], attn_implementation=NAME
         )
     policy = CausalPolicy(model)

@@ -1,8 +1,8 @@
 """What a model is to a planner: its parameters, and what a token costs on its way through it.
 
-Both are counted on torch's meta device: the transformers model itself is built a few layers deep,
-and runs forward and backward, without memory (`token_bytes`). No table per architecture is needed,
-and what autograd saves is what it will save.
+Both are counted on torch's meta device, without memory. The transformers model is built whole, so
+that every layer counts as what it is, and once more a few layers deep, to run forward and backward
+(`token_bytes`). No table per architecture is needed, and what autograd saves is what it will save.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config.schema import LoraSettings
 from hybridrl.core.dtypes import DTYPES
-from hybridrl.errors import ConfigError, HybridRLError
+from hybridrl.errors import HybridRLError, NotPlannedError
 from hybridrl.models.adapters import add_adapters
 from hybridrl.models.checkpointing import FULL, NONE, OFFLOAD, set_checkpointing
+from hybridrl.models.language_model import build_language_model, decoder_of
 from hybridrl.planner.token_bytes import ALIKE, ATTENTION, TokenBytes, token_bytes
 
 DEPTHS = (2, 3)
@@ -35,6 +32,10 @@ CHOSEN = ("num_experts_per_tok", "experts_per_token", "top_k_experts")
 """What configurations call the number of experts, and of those that a token goes to."""
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 """What they call the widths that are cut over tensor-parallel ranks."""
+WITHOUT_CACHE = ("linear_attention", "mamba", "conv")
+"""Kinds of layers whose states do not grow with a sample."""
+REPEATED = 0.9
+"""Share of the layers that have their like a period later where a model counts as periodic."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class ModelShape:
     """One tensor-parallel rank's part of a model.
 
     Attributes:
-        layers: Of the whole model.
+        layers: Of the whole model. What is of one layer is an average over all of them.
         hidden: Width of the states between layers.
         vocabulary: Rows of the output embedding that this rank has; 1 for a scalar head.
         key_value: Elements of keys and values of a token in one layer.
@@ -135,7 +136,7 @@ def shape_of(
         except HybridRLError:
             raise
         except Exception as error:  # of whatever kind: nobody knows what models will come
-            raise ConfigError(
+            raise NotPlannedError(
                 f"What a token of a {config.model_type} model takes cannot be counted, so nothing "
                 f"can be planned ({type(error).__name__}: {error})."
             ) from error
@@ -150,47 +151,63 @@ def _count(
     checkpointing: str,
     lora: LoraSettings | None,
 ) -> ModelShape:
-    whole = narrowed(config, tp, config.get_text_config().num_hidden_layers)
+    number = config.get_text_config().num_hidden_layers
+    whole = narrowed(config, tp, number)
     item = DTYPES[dtype].itemsize
     if _has_experts(whole):  # whose products torch can count in this precision only
         dtype = "bfloat16"
-    depths = _depths(getattr(whole.get_text_config(), "layer_types", None) or ())
+    model = _build(whole, dtype, scalar, lora)
+    layers = _layers(model, number)
+    kinds = [_kind_of(layer, n, whole) for n, layer in enumerate(layers)]
+    depths = _depths(kinds)
     shallow, deep = (_build(narrowed(whole, 1, n), dtype, scalar, lora) for n in depths)
-    between = depths[1] - depths[0]
     text = whole.get_text_config()
-    few, more = (_counts(model.parameters()) for model in (shallow, deep))
-    layer = (more - few).times(1 / between)
-    embedding = deep.get_input_embeddings().weight
-    output = deep.score if scalar else deep.get_output_embeddings()
+    layer = _counts(p for one in layers for p in one.parameters()).times(1 / number)
+    embedding = model.get_input_embeddings().weight
+    output = model.score if scalar else model.get_output_embeddings()
     head = output.weight if hasattr(output, "weight") else next(output.parameters())
     tied = head is embedding
     known = _counts([embedding] if tied else [embedding, head])
     if checkpointing != NONE:
-        for model in (shallow, deep):
-            set_checkpointing(model, FULL if checkpointing == OFFLOAD else checkpointing)
-    width = _head_width(text)
+        for few in (shallow, deep):
+            set_checkpointing(few, FULL if checkpointing == OFFLOAD else checkpointing)
     share = item / DTYPES[dtype].itemsize
     training = token_bytes(shallow, deep, depths, trains=True)
     if checkpointing == OFFLOAD:  # the states between layers are on the host
         states = text.hidden_size * DTYPES[dtype].itemsize
         training = replace(training, per_layer=max(0.0, training.per_layer - states))
+    types = getattr(text, "layer_types", None) or ()
+    attends = 1 - sum(kind in WITHOUT_CACHE for kind in types) / number
     return ModelShape(
-        layers=text.num_hidden_layers,
+        layers=number,
         hidden=text.hidden_size,
         vocabulary=1 if scalar else head.shape[0],
-        key_value=2 * width * _key_value_heads(text),
-        query=width * _heads(text),
+        key_value=round(attends * _key_value(text)),
+        query=round(attends * _query_width(text) * _heads(text)),
         layer=layer,
         embedding=_counts([embedding]),
         head=_counts([head]),
-        norm=more - layer.times(depths[1]) - known,
+        norm=_counts(model.parameters()) - layer.times(number) - known,
         tied=tied,
-        tensors=(len(list(deep.parameters())) - len(list(shallow.parameters()))) // between,
-        active_of_layer=layer.all - round((_idle(deep) - _idle(shallow)) / between),
+        tensors=sum(len(list(one.parameters())) for one in layers) // number,
+        active_of_layer=layer.all - round(_idle(model) / number),
         item=item,
         training=training.times(share),
         scoring=token_bytes(shallow, deep, depths, trains=False).times(share),
     )
+
+
+def _layers(model: PreTrainedModel, number: int) -> Sequence[nn.Module]:
+    """The decoder's layers, by the list that is as long as there are."""
+    lists = (m for m in decoder_of(model).modules() if isinstance(m, nn.ModuleList))
+    return next(list(found) for found in lists if len(found) == number)
+
+
+def _kind_of(layer: nn.Module, number: int, config: PretrainedConfig) -> tuple[object, ...]:
+    """What layers have in common that take the same: kinds of states, and shapes of parameters."""
+    types = getattr(config.get_text_config(), "layer_types", None) or ()
+    kind = types[number] if number < len(types) and types[number] not in ALIKE else ""
+    return kind, *((name, p.shape) for name, p in layer.named_parameters())
 
 
 def _has_experts(config: PretrainedConfig) -> bool:
@@ -209,17 +226,33 @@ def _idle(model: nn.Module) -> float:
     return here * (1 - _first(model.config, CHOSEN) / _first(model.config, EXPERTS))
 
 
-def _depths(kinds: Sequence[str]) -> tuple[int, int]:
+def _depths(kinds: Sequence[object]) -> tuple[int, int]:
     """How deep the two models are whose difference is what a layer takes: where layers differ, on
-    average over as many as come again and again."""
-    if set(kinds) <= ALIKE:
-        return DEPTHS
-    period = next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[: len(kinds) - n])
-    return period, 2 * period
+    average over as many as come again and again. A few that begin a model may be others."""
+    number = len(kinds)
+    for period in range(1, number):
+        again = sum(kinds[n] == kinds[n + period] for n in range(number - period))
+        if again >= REPEATED * (number - period):
+            return DEPTHS if period == 1 else (period, 2 * period)
+    return (number, 2 * number) if number > 1 else DEPTHS
 
 
 def _head_width(text: PretrainedConfig) -> int:
     return getattr(text, "head_dim", None) or text.hidden_size // _heads(text)
+
+
+def _query_width(text: PretrainedConfig) -> float:
+    """Of a head: the mean of what is multiplied for its scores and for its values."""
+    if width := getattr(text, "qk_head_dim", None):
+        return (width + text.v_head_dim) / 2
+    return _head_width(text)
+
+
+def _key_value(text: PretrainedConfig) -> int:
+    """Elements of the cache that an attending layer has of a token; latent ones where there are."""
+    if rank := getattr(text, "kv_lora_rank", None):
+        return rank + text.qk_rope_head_dim
+    return 2 * _head_width(text) * _key_value_heads(text)
 
 
 def _heads(text: PretrainedConfig) -> int:
@@ -231,10 +264,11 @@ def _key_value_heads(text: PretrainedConfig) -> int:
 
 
 def narrowed(config: PretrainedConfig, tp: int, layers: int) -> PretrainedConfig:
-    """A model of so many layers that is as wide as a rank's part: its matrices are those of a
-    narrower model."""
+    """A model of so many layers, the last of all, that is as wide as a rank's part: its matrices
+    are those of a narrower model."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
+    before = text.num_hidden_layers - layers
     if tp > 1:
         text.head_dim = _head_width(text)
         text.num_key_value_heads = max(1, _key_value_heads(text) // tp)
@@ -243,26 +277,33 @@ def narrowed(config: PretrainedConfig, tp: int, layers: int) -> PretrainedConfig
             if width := getattr(text, name, None):
                 setattr(text, name, math.ceil(width / tp))
         text.vocab_size = math.ceil(text.vocab_size / tp)
-    text.pad_token_id = text.bos_token_id = text.eos_token_id = None
+    text.pad_token_id = 0  # some models compute with it
+    text.bos_token_id = text.eos_token_id = None
+    if not before:
+        return config
+    for name in ("layer_types", "mlp_layer_types"):
+        if kinds := getattr(text, name, None):
+            with contextlib.suppress(AttributeError):  # it follows from others
+                setattr(text, name, [kinds[n % len(kinds)] for n in range(before, before + layers)])
     text.num_hidden_layers = layers
-    if kinds := getattr(text, "layer_types", None):
-        with contextlib.suppress(AttributeError):  # it follows from others
-            text.layer_types = (kinds * layers)[:layers]
-    if getattr(text, "first_k_dense_replace", None):
-        text.first_k_dense_replace = 0  # a few of many
-    if kinds := getattr(text, "mlp_layer_types", None):
-        text.mlp_layer_types = (kinds * layers)[-layers:]  # the first few may be others
+    if dense := getattr(text, "first_k_dense_replace", None):
+        text.first_k_dense_replace = max(0, dense - max(0, before))
+    if dense := getattr(text, "mlp_only_layers", None):
+        text.mlp_only_layers = [n - before for n in dense if n >= before]
+    if getattr(text, "num_kv_shared_layers", None):
+        text.num_kv_shared_layers = 0  # whose own are among those left out
     return config
 
 
 def _build(
     config: PretrainedConfig, dtype: str, scalar: bool, lora: LoraSettings | None
-) -> nn.Module:
-    kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+) -> PreTrainedModel:
     if scalar:
         config.num_labels = 1
     with torch.device("meta"):
-        model = kind.from_config(config, dtype=DTYPES[dtype], attn_implementation=ATTENTION)
+        model = build_language_model(
+            config, scalar=scalar, dtype=DTYPES[dtype], attn_implementation=ATTENTION
+        )
     if not scalar:
         model.tie_weights()
     model.config.use_cache = False

@@ -9,6 +9,7 @@ import torch
 from hybridrl.config.schema import Config
 from hybridrl.core.device import bfloat16_from
 from hybridrl.core.dtypes import AUTO
+from hybridrl.errors import NotPlannedError
 from hybridrl.models import load_config
 from hybridrl.planner.model_shape import shape_of
 
@@ -25,7 +26,7 @@ def with_dtype(config: Config, kind: str) -> Config:
         return config
     least = bfloat16_from(kind)
     chosen = "float32"
-    if least is not None and (not least or _parameters(config) >= least):
+    if least is not None and (not least or _has_parameters(config, least)):
         chosen = "bfloat16"
     return replace(config, model=replace(config.model, dtype=chosen))
 
@@ -52,5 +53,8 @@ def kind_here(devices: str) -> str:
     return "cuda" if torch.accelerator.is_available() else "cpu"
 
 
-def _parameters(config: Config) -> int:
-    return shape_of(load_config(str(config.model.path)), "float32").parameters.all
+def _has_parameters(config: Config, least: int) -> bool:
+    try:
+        return shape_of(load_config(str(config.model.path)), "float32").parameters.all >= least
+    except NotPlannedError:
+        return False

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from hybridrl.core.cluster import Cluster
 from hybridrl.core.device import COLLECTIVES, make_current, synchronize
@@ -27,6 +27,7 @@ from hybridrl.core.dtypes import DTYPES
 from hybridrl.errors import HybridRLError
 from hybridrl.models import Packing, load_config
 from hybridrl.models.attention import NAME
+from hybridrl.models.language_model import build_language_model, decoder_of
 from hybridrl.planner.devices import cores_per_device
 from hybridrl.planner.model_shape import narrowed, shape_of
 from hybridrl.planner.rates import Rates
@@ -155,8 +156,8 @@ def _layers(config: PretrainedConfig, dtype: str, device: torch.device) -> Any:
     few = narrowed(config, 1, LAYERS)
     few.get_text_config().vocab_size = min(few.get_text_config().vocab_size, 1024)
     with device:
-        model = AutoModelForCausalLM.from_config(few, dtype=DTYPES[dtype], attn_implementation=NAME)
-    return model.base_model.train()
+        model = build_language_model(few, dtype=DTYPES[dtype], attn_implementation=NAME)
+    return decoder_of(model).train()
 
 
 def _run(

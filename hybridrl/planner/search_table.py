@@ -21,7 +21,7 @@ def side_by_side(found: Proposals, tokens_per_dollar: Callable[[Proposal], float
     table = Table(title="the best ways", title_justify="left", box=None, pad_edge=False)
     table.add_column("")
     for number, _ in enumerate(found.best, 1):
-        table.add_column(str(number), overflow="fold", max_width=30)
+        table.add_column(str(number), overflow="fold")
 
     def row(name: str, cell: Callable[[Proposal], str], **style: str) -> None:
         table.add_row(name, *(cell(one) for one in found.best), **style)
@@ -41,8 +41,15 @@ def side_by_side(found: Proposals, tokens_per_dollar: Callable[[Proposal], float
                 )
     row("fullest device, GiB", _memory)
     row("idle", lambda p: f"{p.plan.times.idle_share:.0%}" if p.plan.times else "")
-    row("settings besides", lambda p: "\n".join(words(p.settings)) or "as asked")
     return table
+
+
+def settings_lines(found: Proposals) -> list[str]:
+    """The settings that each proposal needs beside those asked for, a line each."""
+    return [
+        f"{number}: {' '.join(words(one.settings)) or 'settings as asked'}"
+        for number, one in enumerate(found.best, 1)
+    ]
 
 
 def reasons(found: Proposals) -> list[str]:

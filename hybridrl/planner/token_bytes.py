@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from hybridrl.models.language_model import decoder_of
 
 ATTENTION = "hybridrl_planned"
 TOKENS = 1 << 20
@@ -38,7 +40,7 @@ class TokenBytes:
 
 
 def token_bytes(
-    shallow: nn.Module, deep: nn.Module, depths: tuple[int, int], trains: bool
+    shallow: PreTrainedModel, deep: PreTrainedModel, depths: tuple[int, int], trains: bool
 ) -> TokenBytes:
     """What a token takes in a model of some depth.
 
@@ -67,7 +69,7 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _run(model: nn.Module, tokens: int, trains: bool) -> _Live:
+def _run(model: PreTrainedModel, tokens: int, trains: bool) -> _Live:
     model.zero_grad()
     with _Live(model) as live, torch.set_grad_enabled(trains):
         states = _forward(model, tokens)
@@ -76,11 +78,11 @@ def _run(model: nn.Module, tokens: int, trains: bool) -> _Live:
     return live
 
 
-def _forward(model: nn.Module, tokens: int) -> Tensor:
+def _forward(model: PreTrainedModel, tokens: int) -> Tensor:
     # A mask of four dims is passed on as it is, and nobody asks for its values.
     mask = torch.empty(1, 1, 1, 1, device="meta")
     ids = torch.empty(1, tokens, dtype=torch.int64, device="meta")
-    return model.base_model(
+    return decoder_of(model)(
         input_ids=ids, attention_mask=mask, use_cache=False
     ).last_hidden_state.squeeze(0)
 

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
+from published_models import PUBLISHED
 from settings import configured
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
@@ -184,6 +186,55 @@ def test_layers_of_several_kinds_are_counted_on_average(family):
         whole = AutoModelForCausalLM.from_config(config)
     assert shape.parameters.all == pytest.approx(whole.num_parameters(), rel=0.06)
     assert shape.training.per_layer > shape.scoring.per_layer >= 0
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_5", "qwen3_vl", "gemma3", "gemma4", "mistral3", "glm46v", "glm4_moe"]
+)
+def test_models_as_they_are_published_are_counted_without_what_is_not_trained(name):
+    """Gemma 4 computes with the id of its padding token; Qwen3-VL and Mistral 3 are no class of
+    `AutoModelForCausalLM`; the first layers of GLM 4.5 have no experts."""
+    published = PUBLISHED[name]
+    kind = getattr(transformers, published.architecture)
+    described = published.config(lambda token: 1)
+    described.get("text_config", described)["vocab_size"] = 320
+    config = kind.config_class(**described)
+    shape = shape_of(config, "float32")
+    with torch.device("meta"):
+        whole = kind(config)
+    parts = {*whole.get_decoder().parameters(), *whole.get_output_embeddings().parameters()}
+    assert shape.parameters.all == sum(p.numel() for p in parts)
+    assert shape.training.per_layer > 0
+
+
+def test_layers_without_experts_count_as_what_they_are():
+    """DeepSeek-V3: 671 billion parameters, three of its 61 layers dense."""
+    config = AutoConfig.for_model(
+        "deepseek_v3",
+        hidden_size=7168,
+        intermediate_size=18432,
+        moe_intermediate_size=2048,
+        num_hidden_layers=61,
+        first_k_dense_replace=3,
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        vocab_size=129280,
+        tie_word_embeddings=False,
+    )
+    shape = shape_of(config, "bfloat16", checkpointing="full")
+    assert shape.parameters.all == 671_026_404_352
+    assert shape.active == pytest.approx(37.5e9, rel=0.01)
+    assert shape.key_value == 512 + 64  # latents
+
+
+def test_only_layers_that_attend_have_a_cache():
+    config = AutoConfig.for_model("qwen3_5_text", num_hidden_layers=4)
+    shape = shape_of(config, "bfloat16", checkpointing="full")
+    of_layer = 2 * config.head_dim * config.num_key_value_heads
+    assert shape.key_value == config.layer_types.count("full_attention") * of_layer / 4
 
 
 def test_experts_that_a_token_does_not_meet_are_counted_apart():

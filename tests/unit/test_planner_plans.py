@@ -150,8 +150,18 @@ def test_a_job_may_need_a_little_more_than_there_is():
 def test_what_cannot_fit_at_all_says_so():
     with with_described_models(configured([*PAPER, "model.path=llama-70b"])) as config:
         cluster = named("1xL4")
-        with pytest.raises(ConfigError, match="take more devices, or a smaller model"):
+        with pytest.raises(ConfigError, match="take devices with more memory, or more of them and"):
             refuse(make_plan(config, cluster))
+
+
+def test_weights_too_large_for_a_few_devices_are_cut_over_more():
+    """Devices of other copies do not help a generator whose part of a copy has no room."""
+    overrides = ["model.path=llama-70b", "model.dtype=bfloat16", "rollout.memory_share=0.15"]
+    with (
+        with_described_models(configured([*PAPER, *overrides])) as config,
+        pytest.raises(ConfigError, match=r"It would fit with .*rollout\.parallel\.tp=16"),
+    ):
+        refuse(make_plan(config, named("16xH100")))
 
 
 @pytest.mark.parametrize("text", ["8", "8xT1000", "x8xH100", "0xH100", "H100"])

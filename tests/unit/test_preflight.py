@@ -1,6 +1,7 @@
 """What `run.dry` and `hybridrl plan` look at: everything of a start, at once, without a trace."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from hybridrl.config.load import load_config
 from hybridrl.errors import ConfigError, Problems
 from hybridrl.main import run
 from hybridrl.models import tiny_config
+from hybridrl.planner import devices, model_shape, planner
 from hybridrl.preflight import preflight
 
 TINY = ["model.tiny={hidden_size: 32, layers: 1, heads: 1}", "rollout=transformers"]
@@ -55,6 +57,42 @@ def test_everything_wrong_is_told_at_once(tmp_path):
     for part in ("trainer.steps=-5", "foo", "`nope`", str(used), "eval.by_column", "max_tokens"):
         assert part in text, part
     assert len(said) == 6
+
+
+def test_the_plan_of_a_start_is_made_and_refused_without_starting(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(devices, "node_memory", lambda: 2.0**20)
+    with pytest.raises(ConfigError, match="This does not fit: while `actor` does `train`"):
+        run(load_config([*TINY, "run.dry=true"]))
+
+
+def test_a_model_that_cannot_be_planned_is_a_notice(monkeypatch, tmp_path, capsys):
+    """Also where the job really runs."""
+
+    def fail(*_, **__):
+        raise TypeError("where()")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model_shape, "token_bytes", fail)
+    monkeypatch.setattr(model_shape, "_counted", {})
+    monkeypatch.setattr(planner, "_SHAPES", {})
+    run(load_config([*TINY, "run.dry=true"]))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "cannot be counted" in said and "The job starts without a plan" in said
+    job = ["executor=inline", "devices=cpu", "warmup.steps=0", "trainer.steps=1", "eval.prompts=4"]
+    config = load_config([*TINY, *job, "data.prompts_per_step=2", "run.directory=run"])
+    assert run(config)
+    assert "The job starts without a plan" in " ".join("".join(capsys.readouterr()).split())
+    with pytest.raises(ConfigError, match="placement=auto compares plans"):
+        run(replace(config, placement=replace(config.placement, strategy="auto")))
+
+
+def test_a_plan_says_what_a_start_refuses(tmp_path):
+    config = tiny_config(hidden_size=32, layers=1, heads=1, context=64)
+    config.quantization_config = {"quant_method": "fp8"}
+    config.save_pretrained(tmp_path)
+    said, unseen = problems_of(f"model.path={tmp_path}", plans=True)
+    assert not said and "A start would refuse it" in unseen[0] and "quantised (fp8)" in unseen[0]
 
 
 def test_rows_without_a_model_are_one_thing_wrong(data):
