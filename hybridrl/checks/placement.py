@@ -73,6 +73,8 @@ def check_placement(
                 _check_routers(config, path or config.model.path)
                 _check_quantization(config, cluster.kind, path or config.model.path)
                 _check_stages(config, path or config.model.path)
+            if name in specs and specs[name].generates:
+                _check_served(config, cluster.kind, path or config.model.path)
             if name in specs and specs[name].has_model(name, config):
                 _check_precision(config, name, specs[name], where)
                 _check_admitted(path or config.model.path, bool(specs[name].scalar), where.parallel)
@@ -188,6 +190,23 @@ def _check_quantization(config: Config, kind: str, path: str | None) -> None:
         check_linear(
             load_config(path) if path else _tiny(config), setting, path or "the tiny model"
         )
+
+
+def _check_served(config: Config, kind: str, path: str | None) -> None:
+    """Whether vLLM can generate with the model; what it is in a hub, workers learn."""
+    if config.rollout.engine != "vllm" or path is None or not Path(path).expanduser().is_dir():
+        return
+    from hybridrl.models import load_config
+    from hybridrl.models.language_model import class_of
+    from hybridrl.rollout.vllm_options import check_served
+
+    model = load_config(path)
+
+    def runs_in_vllm() -> bool:  # by vLLM's own back end for transformers' classes
+        found = class_of(model)
+        return found is not None and found.is_backend_compatible()
+
+    check_served(model, path, kind, config.model.dtype, is_known=runs_in_vllm)
 
 
 def _check_precision(config: Config, role: str, spec: RoleSpec, where: RolePlace) -> None:

@@ -319,8 +319,10 @@ class VLLMRollout(RolloutEngine):
 
     @torch.no_grad()
     def differences(self, weights: Iterator[tuple[str, Tensor]]) -> list[str]:
-        model = self._worker.get_model()
-        return differences(weights, self._pieces, partial(vllm_weights.forms, model))
+        model, dtype = self._worker.get_model(), self._worker.vllm_config.model_config.dtype
+        # Some of vLLM's parameters have more bits than what travels.
+        travelled = ((name, weight.to(dtype)) for name, weight in weights)
+        return differences(travelled, self._pieces, partial(vllm_weights.forms, model))
 
     @torch.no_grad()
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:

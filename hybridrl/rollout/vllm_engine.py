@@ -14,6 +14,7 @@ import torch
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.core.shared_memory import hold_shared_memory
 from hybridrl.errors import ConfigError, MissingPackageError, pip_install
+from hybridrl.models import load_config
 from hybridrl.models.rounded_rows import NONE
 from hybridrl.rollout.vllm_options import SPECULATIVE
 
@@ -36,6 +37,7 @@ try:
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     from hybridrl.rollout import vllm_weights
+    from hybridrl.rollout.vllm_classes import register_classes
     from hybridrl.rollout.vllm_quantization import PREFIX
 except ImportError as error:
     raise MissingPackageError(
@@ -84,6 +86,7 @@ def start_engine(
     _name_shared_memory(job)
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     try:
+        register_classes(load_config(path).architectures or ())
         return LLM(
             path,
             tokenizer=tokenizer,
@@ -96,6 +99,7 @@ def start_engine(
             load_format=vllm_weights.LOAD_FORMAT,
             model_loader_extra_config={vllm_weights.COMING: coming or {}},
             skip_tokenizer_init=not reads_text,
+            language_model_only=True,  # pictures are not read: no tower, no processor
             tensor_parallel_size=config.parallel.tp,
             distributed_executor_backend="external_launcher",
             # Those that vLLM calls processed are wrong for tokens that were guessed.

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm._custom_ops import causal_conv1d_weight_pack
 from vllm.config import (
     LoadConfig,
     ModelConfig,
@@ -196,6 +197,9 @@ def forms(model: nn.Module, tensor: str) -> Iterator[Form]:
             ]
             called = f"{tensor}, packed in a {type(module).__name__},"
             yield Form(called, torch.cat(columns).T)
+        plain = getattr(module, "_cpu_unpacked_conv_weight", None)
+        if plain is not None and torch.equal(causal_conv1d_weight_pack(plain), live):
+            yield Form(f"{tensor}, packed for its kernel,", plain.view(raw.shape))
         method = getattr(module, "quant_method", None)
         if isinstance(method, QuantisedLinearMethod) and tensors.get("weight") == tensor:
             yield Form(

@@ -83,6 +83,7 @@ def test_a_model_that_cannot_be_planned_is_a_notice(monkeypatch, tmp_path, capsy
     config = load_config([*TINY, *job, "data.prompts_per_step=2", "run.directory=run"])
     assert run(config)
     assert "The job starts without a plan" in " ".join("".join(capsys.readouterr()).split())
+    config = replace(config, run=replace(config.run, directory="other"))
     with pytest.raises(ConfigError, match="placement=auto compares plans"):
         run(replace(config, placement=replace(config.placement, strategy="auto")))
 

@@ -50,6 +50,7 @@ KNOWN = {
     "_adapter_manager": ("rollout/vllm_adapters.py",),
     "_apply_weights_onednn": ("rollout/vllm_quantization.py",),
     "_use_zentorch": ("rollout/vllm_weights.py",),
+    "vllm._custom_ops": ("rollout/vllm_weights.py",),
     # Python, Ray, fsspec
     "_SHM_NAME_PREFIX": ("rollout/vllm_engine.py",),  # 3.11 to 3.13
     "_SHM_SAFE_NAME_LENGTH": ("rollout/vllm_engine.py",),

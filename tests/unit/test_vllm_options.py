@@ -1,9 +1,17 @@
 """vLLM's own options: which ones a job may set."""
 
 import pytest
+from transformers import AutoConfig
 
 from hybridrl.errors import ConfigError
-from hybridrl.rollout.vllm_options import OURS, TAKEN, check_engine_options, engine_options
+from hybridrl.rollout.vllm_options import (
+    OURS,
+    TAKEN,
+    check_engine_options,
+    check_served,
+    engine_options,
+    known_architectures,
+)
 
 GUESSES = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
 
@@ -57,3 +65,53 @@ def test_an_option_of_another_type_is_refused(option, value, words):
 def test_numbers_may_be_whole_and_other_types_are_vllm_s_affair():
     check_engine_options({"cpu_offload_gb": 0, "max_num_batched_tokens": None}, 1.0)
     check_engine_options({"kv_cache_dtype": "fp8", "compilation_config": {"level": 3}}, 1.0)
+
+
+def test_classes_of_today_are_known_to_the_installed_engine():
+    kinds = ("Qwen3_5", "Qwen3VL", "Gemma3", "Gemma4", "Mistral3", "Glm4v")
+    assert {f"{kind}ForConditionalGeneration" for kind in kinds} <= known_architectures()
+    assert {"GptOssForCausalLM", "DeepseekV3ForCausalLM"} <= known_architectures()
+    assert "MptForCausalLM" not in known_architectures()  # was, once
+
+
+def served(config, kind="cpu", dtype="float32", is_known=False):
+    check_served(config, "a folder", kind, dtype, is_known=lambda: is_known)
+
+
+def config_of(kind, architecture, **settings):
+    config = AutoConfig.for_model(kind, **settings)
+    config.architectures = [architecture]
+    return config
+
+
+def test_a_class_that_vllm_does_not_have_is_refused_before_the_start():
+    config = config_of("qwen3", "NewForCausalLM")
+    with pytest.raises(ConfigError, match=r"no class NewForCausalLM for a folder\. "):
+        served(config)
+    served(config, is_known=True)
+
+
+def test_linear_attention_on_cpus_is_served_in_bfloat16_with_wide_heads():
+    config = config_of("qwen3_5", "Qwen3_5ForConditionalGeneration")
+    with pytest.raises(ConfigError, match=r"Set model.dtype=bfloat16; or rollout=transformers"):
+        served(config)
+    served(config, dtype="bfloat16")
+    served(config, kind="cuda")
+    config.text_config.linear_key_head_dim = 64
+    with pytest.raises(ConfigError, match="heads of 128 dimensions, and a folder has 64"):
+        served(config, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "settings", "width"),
+    [
+        ("qwen3", "Qwen3ForCausalLM", {"head_dim": 16}, 16),
+        ("gemma3", "Gemma3ForConditionalGeneration", {"text_config": {"head_dim": 40}}, 40),
+        ("deepseek_v3", "DeepseekV3ForCausalLM", {"kv_lora_rank": 64}, 128),
+    ],
+)
+def test_heads_that_no_cpu_kernel_takes_are_refused(kind, architecture, settings, width):
+    config = config_of(kind, architecture, **settings)
+    with pytest.raises(ConfigError, match=f"has {width}. rollout=transformers"):
+        served(config)
+    served(config, kind="cuda")
