@@ -212,7 +212,7 @@ def test_hub_failures_are_sentences(monkeypatch):
     with pytest.raises(DataError, match=r"`owner/name`.*ConnectionError: no route"):
         read_rows("owner/name")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingPackageError, match=r"hybridrl\[datasets\]"):
+    with pytest.raises(MissingPackageError, match="pip install 'datasets"):
         read_rows("owner/name")
 
 
