@@ -56,7 +56,6 @@ KNOWN = {
     "_SHM_SAFE_NAME_LENGTH": ("rollout/vllm_engine.py",),
     "_current_frames": ("controller/health.py", "rollout/tool_loop.py"),
     "_private": ("ray_backend/cluster.py",),
-    "_common": ("ray_backend/cluster.py",),
     "_global_node": ("ray_backend/cluster.py",),
 }
 DOCUMENTED = {"_exit", "_asdict", "_replace", "_fields", "_make"}
