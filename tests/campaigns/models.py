@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from campaigns.campaign import WORKS, Case
+from published_models import PUBLISHED, publish
 from safetensors.torch import load_file, save_file
 
 from hybridrl.data.tasks.character_tokenizer import build_tokenizer
@@ -84,6 +85,22 @@ def beside(setting: str, change: Change, *overrides: str) -> Callable[[Path], li
         change(other)
         policy = [*JOB, *data(folder), f"model.path={base()}"]
         return [*policy, f"{setting}={other}", *overrides]
+
+    return make
+
+
+def published(name: str, *overrides: str) -> Callable[[Path], list[str]]:
+    """A job that trains a model of a published class."""
+
+    def make(folder: Path) -> list[str]:
+        model = publish(folder / "model", name)
+        return [
+            *JOB,
+            *data(folder),
+            "data.max_prompt_tokens=128",
+            f"model.path={model}",
+            *overrides,
+        ]
 
     return make
 
@@ -273,6 +290,13 @@ CASES = [
         "adapters beside no module",
         changed(sound, "actor.lora.rank=4", "actor.lora.targets=[q_proj,nope]", "warmup.steps=0"),
         "actor.lora.targets=.*no module `nope`; its linear layers are",
+    ),
+    # Classes as they are published
+    *(Case(f"{name}, as published", published(name), WORKS) for name in PUBLISHED),
+    Case(
+        "a critic of a class without a scalar head",
+        published("mistral3", "algorithm=ppo"),
+        "cannot be a critic or a reward model: .*`mistral3`",
     ),
     # config.json
     Case("no config.json", changed(without("config.json")), "has no config.json"),

@@ -30,7 +30,7 @@ CUTS = {
 }
 REFUSED = {("tp2", "gemma3"), ("tp2", "qwen3_5")}
 """What these cuts would change."""
-QUICK = {("qwen3_5", "grpo"), ("gemma3", "sft"), ("deepseek_v3", "sft")}
+QUICK = {("qwen3_5", "grpo"), ("mistral3", "sft"), ("deepseek_v3", "sft")}
 PROMPTS = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(12)]
 TALKS = [
     {
