@@ -32,6 +32,7 @@ from hybridrl import Job, load_config
 from hybridrl.core.batch import Batch, Ragged
 from hybridrl.core.device import synchronize
 from hybridrl.models.log_probs import token_log_probs
+from hybridrl.planner.dataflow import Lengths
 from hybridrl.planner.devices import ACCELERATORS, present
 from hybridrl.planner.plan import make_plan
 
@@ -261,7 +262,7 @@ def _memory(
         job.config,
         present(job.executor.cluster),
         job.placement,
-        (prompt, response),
+        Lengths.alike(prompt, response),
         roles=job.roles,
     )
     parts = next(

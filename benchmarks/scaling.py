@@ -19,7 +19,7 @@ import tracemalloc
 import numpy as np
 import psutil
 import torch
-from figures import report
+from figures import SMOKE, report
 
 from hybridrl.controller import DP, ONE_TO_ALL, UPDATE, BatchRef, Worker, WorkerGroup, transfer
 from hybridrl.core.batch import Batch, Ragged
@@ -28,7 +28,7 @@ from hybridrl.ray_backend.library import ray
 
 PER_PROMPT, PROMPT, RESPONSE = 8, 16, 64
 STEPS, ROUNDS, CALLS = 10, 15, 20
-SAMPLES, WORKERS = (64, 4096), (2, 8, 32)
+SAMPLES, WORKERS = (64, 4096), (2, 4) if SMOKE else (2, 8, 32)
 CPUS_PER_WORKER = 0.05
 
 
