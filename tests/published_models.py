@@ -281,6 +281,7 @@ def _gemma4(id_of: Callable[[str], int]) -> dict[str, Any]:
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 320,
         "num_kv_shared_layers": 0,
+        "final_logit_softcapping": 30.0,
     }
     vision = {**SIGLIP, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16}
     del vision["image_size"]

@@ -125,12 +125,10 @@ def _suspects(config: PretrainedConfig) -> dict[str, dict[str, float | None]]:
     """Settings that change a forward, and without what value they would not."""
     set_so = config.get_text_config().to_dict()
     drops = [n for n, v in set_so.items() if "drop" in n and isinstance(v, float) and v > 0]
-    caps = [name for name in set_so if name.endswith("logit_softcapping") and set_so[name]]
     return {
         "it drops out while it is trained, unless you set to 0 what says so": dict.fromkeys(
             drops, 0.0
         ),
-        "it has soft caps": dict.fromkeys(caps),
         "it has a scale of the logits": {"logit_scale": 1.0} if set_so.get("logit_scale") else {},
     }
 

@@ -33,6 +33,7 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each packed sample.
@@ -46,7 +47,13 @@ def packed_attention(
 
     Returns:
         `[rows, tokens, heads, head_dim]`.
+
+    Raises:
+        ValueError: for scores that are bounded, whatever they are: those of a small model may lie
+            too far below the bound to show it.
     """
+    if softcap is not None:
+        raise ValueError(f"its scores have a soft cap, attn_logit_softcapping={softcap}")
     rows = len(query)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     window = sliding_window if sliding_window and sliding_window < packing.longest else None

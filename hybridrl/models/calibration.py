@@ -16,6 +16,7 @@ from hybridrl.core.device import logits_at_a_time
 from hybridrl.errors import DataError
 from hybridrl.models.attention import NAME
 from hybridrl.models.language_model import decoder_of
+from hybridrl.models.log_probs import LogitScale, soft_cap_of
 from hybridrl.models.low_bit_linear import (
     GROUP,
     LARGEST_HALF,
@@ -81,14 +82,13 @@ def token_kl(
     wholes = [_hidden(model, ids) for ids in filter(len, samples)]
     with low_bits(model, bits, whole):
         low = [_hidden(model, ids) for ids in filter(len, samples)]
-    head = model.get_output_embeddings()
     total = 0.0
     for states, others in zip(low, wholes, strict=True):
         size = max(
             1, logits_at_a_time(states.device.type) // model.config.get_text_config().vocab_size
         )
         for part, other in zip(states.split(size), others.split(size), strict=True):
-            total += float(token_kls(_log_probs(head, part), _log_probs(head, other)).sum())
+            total += float(token_kls(_log_probs(model, part), _log_probs(model, other)).sum())
     return total / tokens
 
 
@@ -109,13 +109,14 @@ def _hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return states
 
 
-def _log_probs(head: nn.Module, states: Tensor) -> Tensor:
-    return head(states).float().log_softmax(1)
+def _log_probs(model: PreTrainedModel, states: Tensor) -> Tensor:
+    scale = LogitScale(soft_cap=soft_cap_of(model.config))
+    return scale.apply(model.get_output_embeddings()(states).float()).log_softmax(1)
 
 
 def _drawn_log_prob(model: PreTrainedModel, ids: Tensor, generator: torch.Generator) -> Tensor:
     """log p of tokens that the model draws after each of a sample's."""
-    log_probs = _log_probs(model.get_output_embeddings(), _hidden(model, ids))
+    log_probs = _log_probs(model, _hidden(model, ids))
     chances = log_probs.detach().exp().cpu()
     drawn = torch.multinomial(chances, 1, generator=generator).to(log_probs.device)
     return log_probs.gather(1, drawn).sum()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.models.log_probs import (
+    LogitScale,
     Vocabulary,
     chunks,
     head_gradients,
@@ -50,19 +51,21 @@ def likeliest(
     k: int,
     temperature: float = 1.0,
     vocabulary: Vocabulary | None = None,
+    soft_cap: float | None = None,
 ) -> Candidates:
     """The k likeliest tokens of each distribution; fewer if there are fewer.
 
     Args:
-        hidden, weight, temperature, vocabulary: As of `token_log_probs`.
+        hidden, weight, temperature, vocabulary, soft_cap: As of `token_log_probs`.
     """
     states, table = operand(hidden), operand(weight)
+    scale = LogitScale(temperature, soft_cap)
     width = min(k, len(weight))
     values = hidden.new_empty(len(hidden), width, dtype=torch.float32)
     ids = torch.empty_like(values, dtype=torch.int64)
     log_sum = values.new_empty(len(hidden), 1)
     for chunk in chunks(hidden, weight):
-        logits = logits_of(states[chunk], table, temperature)
+        logits = logits_of(states[chunk], table, scale)
         values[chunk], ids[chunk] = logits.topk(width, dim=1)
         log_sum[chunk] = logits.logsumexp(1, keepdim=True)
     if vocabulary is not None:
@@ -80,6 +83,7 @@ def divergence(
     kind: str,
     temperature: float = 1.0,
     vocabulary: Vocabulary | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """KL of each distribution and the teacher's, `[tokens]`, float32; gradients flow through it.
 
@@ -87,9 +91,10 @@ def divergence(
         candidates: What is known of the teacher's. Ids that the model does not have count as tokens
             beyond the list.
         kind: Of `DIVERGENCES`. Gu et al. 2024, arXiv:2306.08543, compare the two.
-        hidden, weight, temperature, vocabulary: As of `token_log_probs`.
+        hidden, weight, temperature, vocabulary, soft_cap: As of `token_log_probs`.
     """
-    return _Divergence.apply(hidden, weight, *candidates, kind, temperature, vocabulary)
+    scale = LogitScale(temperature, soft_cap)
+    return _Divergence.apply(hidden, weight, *candidates, kind, scale, vocabulary)
 
 
 class _Divergence(torch.autograd.Function):
@@ -105,7 +110,7 @@ class _Divergence(torch.autograd.Function):
         ids: Tensor,
         teacher: Tensor,
         kind: str,
-        temperature: float,
+        scale: LogitScale,
         vocabulary: Vocabulary | None,
     ) -> Tensor:
         local, mine = local_rows(ids, weight, vocabulary)
@@ -115,7 +120,7 @@ class _Divergence(torch.autograd.Function):
         listed = largest.new_empty(ids.shape)
         states, table = operand(hidden), operand(weight)
         for chunk in chunks(hidden, weight):
-            logits = logits_of(states[chunk], table, temperature)
+            logits = logits_of(states[chunk], table, scale)
             largest[chunk] = logits.amax(1)
             logits -= largest[chunk, None]
             own = logits.gather(1, local[chunk])
@@ -148,7 +153,7 @@ class _Divergence(torch.autograd.Function):
             beyond = 1 - (-gap[:, -1:]).clamp_max(MOST_GAP).exp()
             coefficients = torch.cat([(p - q)[:, :-1], beyond], 1)
         ctx.save_for_backward(hidden, weight, ids, coefficients, largest, log_sum)
-        ctx.kind, ctx.temperature, ctx.vocabulary = kind, temperature, vocabulary
+        ctx.kind, ctx.scale, ctx.vocabulary = kind, scale, vocabulary
         return total
 
     @staticmethod
@@ -165,7 +170,7 @@ class _Divergence(torch.autograd.Function):
             return found.scatter_add_(1, rows, listed * here).mul_(grad[chunk, None])
 
         grads = head_gradients(
-            *(hidden, weight, ctx.temperature, ctx.vocabulary, largest, log_sum),
+            *(hidden, weight, ctx.scale, ctx.vocabulary, largest, log_sum),
             of_logits,
             with_weight=ctx.needs_input_grad[1],
         )

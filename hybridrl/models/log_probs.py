@@ -19,12 +19,44 @@ class Vocabulary(NamedTuple):
     group: dist.ProcessGroup
 
 
+class LogitScale(NamedTuple):
+    """How a head's products become logits.
+
+    Attributes:
+        temperature: The capped logits are divided by it, as the sampler did.
+        soft_cap: c of `c tanh(x / c)`, by which some models (Gemma) bound their logits; None: no
+            bound.
+    """
+
+    temperature: float = 1.0
+    soft_cap: float | None = None
+
+    def apply(self, products: torch.Tensor) -> torch.Tensor:
+        """Return the logits, of products that are used up."""
+        if self.soft_cap is None:
+            return products / self.temperature
+        return products.div_(self.soft_cap).tanh_() * (self.soft_cap / self.temperature)
+
+    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """Return the derivative of logits by the products that they came from."""
+        if self.soft_cap is None:
+            return 1 / self.temperature
+        return (1 - (logits * (self.temperature / self.soft_cap)).square_()) / self.temperature
+
+
+def soft_cap_of(config: Any) -> float | None:
+    """Return the bound of a language model's logits, from its configuration."""
+    cap: float | None = getattr(config.get_text_config(), "final_logit_softcapping", None)
+    return cap
+
+
 def token_log_probs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
     temperature: float = 1.0,
     vocabulary: Vocabulary | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each target and entropy of each distribution, in float32.
 
@@ -32,13 +64,14 @@ def token_log_probs(
         hidden: `[tokens, hidden]`, the model's last hidden states.
         weight: `[vocabulary, hidden]`, the output embedding, or this rank's rows of it.
         targets: `[tokens]`, token ids.
-        temperature: The logits are divided by it, as the sampler did.
+        temperature, soft_cap: See `LogitScale`.
         vocabulary: Which rows `weight` holds; None: all.
 
     Returns:
         log_probs `[tokens]` and entropy `[tokens]`; gradients flow through both.
     """
-    return _TokenLogProbs.apply(hidden, weight, targets, temperature, vocabulary)
+    scale = LogitScale(temperature, soft_cap)
+    return _TokenLogProbs.apply(hidden, weight, targets, scale, vocabulary)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -54,7 +87,7 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         targets: torch.Tensor,
-        temperature: float,
+        scale: LogitScale,
         vocabulary: Vocabulary | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # By token: the largest logit; and, with z the logits less the largest, the sum of exp(z),
@@ -64,7 +97,7 @@ class _TokenLogProbs(torch.autograd.Function):
         local, mine = local_rows(targets, weight, vocabulary)
         states, table = operand(hidden), operand(weight)
         for chunk in chunks(hidden, weight):
-            logits = logits_of(states[chunk], table, temperature)
+            logits = logits_of(states[chunk], table, scale)
             largest[chunk] = logits.amax(1)
             logits -= largest[chunk, None]
             exponentials = logits.exp()
@@ -83,7 +116,7 @@ class _TokenLogProbs(torch.autograd.Function):
         log_probs = sums[:, 2] - log_sum
         entropy = log_sum - sums[:, 1] / sums[:, 0]
         ctx.save_for_backward(hidden, weight, targets, entropy, largest, log_sum)
-        ctx.temperature, ctx.vocabulary = temperature, vocabulary
+        ctx.scale, ctx.vocabulary = scale, vocabulary
         return log_probs, entropy
 
     @staticmethod
@@ -105,7 +138,7 @@ class _TokenLogProbs(torch.autograd.Function):
             return grad
 
         grads = head_gradients(
-            *(hidden, weight, ctx.temperature, ctx.vocabulary, largest, log_sum),
+            *(hidden, weight, ctx.scale, ctx.vocabulary, largest, log_sum),
             of_logits,
             with_weight=ctx.needs_input_grad[1],
         )
@@ -115,7 +148,7 @@ class _TokenLogProbs(torch.autograd.Function):
 def head_gradients(
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    temperature: float,
+    scale: LogitScale,
     vocabulary: Vocabulary | None,
     largest: torch.Tensor,
     log_sum: torch.Tensor,
@@ -129,7 +162,7 @@ def head_gradients(
         largest, log_sum: `[tokens]`, the largest logit of all, and the logarithm of the sum of
             exp(logit - largest).
         of_logits: From some tokens and their log-softmax, to be used up, the gradient of their
-            logits as divided by the temperature.
+            logits as they are scaled.
         with_weight: Whether that of the embedding is wanted.
     """
     grad_hidden = torch.empty_like(hidden)
@@ -137,10 +170,12 @@ def head_gradients(
     states, table = operand(hidden), operand(weight)
     for chunk in chunks(hidden, weight):
         # Less the largest first: it may be large, and the rest is not.
-        log_softmax = logits_of(states[chunk], table, temperature) - largest[chunk, None]
-        log_softmax -= log_sum[chunk, None]
-        grad = (of_logits(chunk, log_softmax) / temperature).to(table.dtype)
-        del log_softmax  # the products below are large themselves
+        logits = logits_of(states[chunk], table, scale)
+        slope = scale.slope(logits)
+        logits -= largest[chunk, None]
+        logits -= log_sum[chunk, None]
+        grad = (of_logits(chunk, logits) * slope).to(table.dtype)
+        del logits, slope  # the products below are large themselves
         grad_hidden[chunk] = (grad @ table).to(hidden.dtype)
         if grad_weight is None:
             continue
@@ -176,9 +211,9 @@ def operand(matrix: torch.Tensor) -> torch.Tensor:
     return matrix if is_half and multiplies_into_float32(matrix.device.type) else matrix.float()
 
 
-def logits_of(states: torch.Tensor, table: torch.Tensor, temperature: float) -> torch.Tensor:
+def logits_of(states: torch.Tensor, table: torch.Tensor, scale: LogitScale) -> torch.Tensor:
     """Float32 `[tokens, vocabulary]`, of what `operand` gave."""
-    return _product(states, table.T) / temperature
+    return scale.apply(_product(states, table.T))
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

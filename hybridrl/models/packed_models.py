@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hybridrl.models.divergence import divergence, likeliest
 from hybridrl.models.language_model import decoder_of
-from hybridrl.models.log_probs import Vocabulary, token_log_probs
+from hybridrl.models.log_probs import Vocabulary, soft_cap_of, token_log_probs
 from hybridrl.models.packing import PackedSamples, Rows
 
 TOP_IDS, TOP_LOG_PROBS = "top_ids", "top_log_probs"
@@ -72,6 +72,7 @@ class CausalPolicy(PackedModel):
     def __init__(self, inner: PreTrainedModel, rows: Rows = Rows.PACKED) -> None:
         super().__init__(inner, rows)
         self.head.log_probs = MethodType(_log_probs, self.head)  # type: ignore[assignment]
+        self.head.soft_cap = soft_cap_of(inner.config)
 
     @property
     def head(self) -> nn.Module:
@@ -148,7 +149,7 @@ def _log_probs(
     kind: str,
 ) -> dict[str, torch.Tensor]:
     """An output embedding's answer in place of logits; see `CausalPolicy.forward`."""
-    weight, cut = head.weight, (temperature, vocabulary)
+    weight, cut = head.weight, (temperature, vocabulary, head.soft_cap)
     log_probs, entropy = token_log_probs(hidden, weight, samples.targets, *cut)
     found = {"log_probs": log_probs, "entropy": entropy}
     if samples.candidates is not None:
