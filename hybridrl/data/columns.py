@@ -36,9 +36,12 @@ def check_columns(
         if name in columns or (isinstance(columns, Mapping) and _leads(columns, name)):
             continue
         there = [as_shown(column) for column in columns]
+        cure = f" If no row has an answer, set {setting}=null."
         raise RowError(
             f"{place} has no column `{name}` (`{setting}`); it has "
-            f"{', '.join(there[:40]) or 'none'}." + nearest(name, there),
+            f"{', '.join(there[:40]) or 'none'}."
+            + nearest(name, there)
+            + (cure if setting.endswith("answer_column") else ""),
             f"without the column `{name}`",
         )
 

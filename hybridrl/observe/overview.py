@@ -21,11 +21,12 @@ def overview(job: Job, plan: Sequence[str]) -> str:
         "examples": f"{prompts} examples",
         "pairs": f"{prompts} pairs",
     }[job.trainer_class.DATA]
+    step = f"step        {of_step}, {config.actor.updates_per_step} update(s)"
     lines = [
         f"run         {job.directory.path}",
         f"model       {config.model.path or 'tiny, made from the seed'}, {config.model.dtype}",
         f"data        {len(job.training):,} {job.trainer_class.DATA}, {held_out:,} held out",
-        f"step        {of_step}, {config.actor.updates_per_step} update(s)",
+        *([step] if job.trainer_class.TRAINS else []),
         f"sample      up to {job.longest_prompt} + {job.longest_response} tokens",
         f"devices     {len(cluster.devices)} x {cluster.kind}, placement {job.placement.strategy}",
     ]

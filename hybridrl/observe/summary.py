@@ -56,12 +56,12 @@ def final_sentence(
     steps = summary.get("steps")
     seconds = summary.get("seconds")
     sentence = ", ".join(gains) or "finished"
-    if steps is not None:
+    if steps:  # an evaluation has none
         sentence += f" in {steps:,} {'step' if steps == 1 else 'steps'}"
     if seconds is not None:
         sentence += f" ({readable_seconds(seconds)})"
     return (
-        f"{sentence}; model, metrics and curves: {directory}\n"
+        f"{sentence}; {_kept_in(directory)}: {directory}\n"
         f"next: hybridrl report {shlex.quote(str(directory))}"
     )
 
@@ -85,9 +85,13 @@ def interrupted_sentence(why: str, steps: int, saved: int, directory: Path) -> s
             f"model: model.path={folder}/model\n"
         )
     return (
-        f"{why} after step {steps}; {'model, ' if has_model else ''}metrics and curves: "
-        f"{directory}\n{cure}next: hybridrl report {folder}"
+        f"{why} after step {steps}; {_kept_in(directory)}: {directory}\n"
+        f"{cure}next: hybridrl report {folder}"
     )
+
+
+def _kept_in(directory: Path) -> str:
+    return ("model, " if (directory / "model").is_dir() else "") + "metrics and curves"
 
 
 def _gain(label: str, key: str, summary: Mapping[str, Any]) -> str:

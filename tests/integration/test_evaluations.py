@@ -99,7 +99,10 @@ def test_sets_beside_the_held_out_rows_and_an_early_end(sets, tmp_path, capsys):
     main.run(load_config([*only, f"eval.sets.math.data.path={easy}", f"run.directory={alone}2"]))
     summary = json.loads((tmp_path / "alone2" / "summary.json").read_text())
     (cut,) = [said for said in summary["evaluation_doubts"] if "ended at" in said]
-    assert "ended at eval.sets.math.max_tokens=2" in cut and cut in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "ended at eval.sets.math.max_tokens=2" in cut and cut in shown
+    assert "finished; metrics and curves: " in shown  # no model: it is not this run's
+    assert "samples, 1 update(s)" not in shown
 
 
 @pytest.mark.ray

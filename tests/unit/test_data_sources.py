@@ -175,7 +175,8 @@ def test_conversations_are_read_from_their_column(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("function", "settings", "message"),
     [
-        (load_prompts, {}, "rows.jsonl, line 1, has no column `answer` .`data.answer_column`"),
+        (load_prompts, {}, "rows.jsonl, line 1, has no column `answer` .`data.answer_column`.*"
+         "If no row has an answer, set data.answer_column=null"),
         (load_examples, {}, "rows.jsonl, line 1, has no column `response` .`data.response_column`"),
         (load_examples, {"messages_column": "talk"}, "no column `talk` .`data.messages_column`"),
         (load_pairs, {}, "rows.jsonl, line 1, has no column `chosen` .`data.chosen_column`"),

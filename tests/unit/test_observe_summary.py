@@ -45,7 +45,7 @@ def test_no_records_no_time_and_overlapping_roles():
     assert side_by_side["share/other"] == 0.0
 
 
-def test_the_last_sentence():
+def test_the_last_sentence(tmp_path):
     summary = {
         "accuracy_first": 0.53,
         "accuracy_last": 0.86,
@@ -54,15 +54,17 @@ def test_the_last_sentence():
         "steps": 60,
         "seconds": 41.2,
     }
-    assert final_sentence(summary, Path("runs/x")) == (
+    (tmp_path / "model").mkdir()
+    assert final_sentence(summary, tmp_path) == (
         "greedy accuracy 0.53 -> 0.86, reward 0.48 -> 0.84 in 60 steps (41.2 s); "
-        "model, metrics and curves: runs/x\n"
-        "next: hybridrl report runs/x"
+        f"model, metrics and curves: {tmp_path}\n"
+        f"next: hybridrl report {tmp_path}"
     )
     assert final_sentence({"steps": 1, "reward_last": 0.5}, Path("x")).startswith(
         "reward 0.50 in 1 step; "
     )
-    assert final_sentence({}, Path("x")).startswith("finished; ")
+    evaluation = final_sentence({"steps": 0}, Path("runs/x"))  # trains no model and saves none
+    assert evaluation.startswith("finished; metrics and curves: runs/x\n")
 
 
 @pytest.mark.parametrize(
