@@ -134,7 +134,7 @@ def is_chat_in_text(cell: Any) -> bool:
     except (ValueError, RecursionError):
         return False
     return bool(messages) and all(
-        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
+        isinstance(message, dict) and {"role", "from"} & message.keys() for message in messages
     )
 
 

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from hybridrl.core.batch import Batch
 from hybridrl.data.supervised import CONVERSATION
@@ -45,18 +44,10 @@ def hold_out(rows: Batch, number: int, seed: int) -> tuple[Batch, Batch | None]:
     return rows.take(np.flatnonzero(~is_held_out)), rows.take(np.flatnonzero(is_held_out))
 
 
-def draw(rows: pa.Table, number: int, seed: int) -> pa.Table:
-    """So many of the rows, in their order, or all if there are fewer."""
-    return rows.take(pa.array(_drawn(rows.num_rows, number, seed)))
-
-
 def draw_rows(rows: Batch, number: int, seed: int) -> Batch:
-    """As `draw`."""
-    return rows if len(rows) <= number else rows.take(_drawn(len(rows), number, seed))
-
-
-def _drawn(rows: int, number: int, seed: int) -> npt.NDArray[np.int64]:
-    return np.sort(np.random.default_rng([_STREAM, seed]).permutation(rows)[:number])
+    """So many of the rows, in their order, or all if there are fewer."""
+    drawn = np.random.default_rng([_STREAM, seed]).permutation(len(rows))[:number]
+    return rows if len(rows) <= number else rows.take(np.sort(drawn))
 
 
 def _prompt_numbers(rows: Batch) -> npt.NDArray[np.int64]:

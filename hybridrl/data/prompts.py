@@ -163,12 +163,15 @@ def render_prompts(
         text = renderer.prompt(number, messages, renderer.tools(number, cell))
         return text, _plain(question) if isinstance(prompt, list) else None
 
-    found = [row or ("", None) for row in refused.map(read, prompts, tools)]
+    read_ones = refused.map(read, prompts, tools)
+    found = [row or ("", None) for row in read_ones]
     refused.kept(len(prompts))
     renderer.tell()
     texts, chats = [text for text, _ in found], [messages for _, messages in found]
     is_chat = [isinstance(prompt, list) or chat is True for prompt in prompts]
-    check_system_prompt(system_prompt, is_chat)
+    check_system_prompt(
+        system_prompt, [a for a, row in zip(is_chat, read_ones, strict=True) if row]
+    )
     has_ends = [a or b for a, b in zip(is_chat, rendered, strict=True)]
     return RenderedPrompts(texts, encode_prompts(texts, has_ends, tokenizer, refused), chats)
 

@@ -49,10 +49,6 @@ class RefusedRows:
         self._errors: dict[int, DataError] = {}
         self._rows = 0
 
-    def __bool__(self) -> bool:
-        """Whether any row is refused."""
-        return bool(self._errors)
-
     def refuse(self, number: int, error: DataError) -> None:
         """Notes that a row, counted from 1, is refused; the first error of a row counts."""
         self._errors.setdefault(number, error.with_traceback(None))

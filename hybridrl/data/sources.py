@@ -18,7 +18,7 @@ from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.core.batch import Batch
 from hybridrl.data.answer_formats import with_answers
 from hybridrl.data.files import TRAIN, read_rows, splits_of
-from hybridrl.data.held_out import draw, draw_rows, hold_out
+from hybridrl.data.held_out import draw_rows, hold_out
 from hybridrl.data.preferences import tokenize_pairs
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.refused_rows import RefusedRows
@@ -245,24 +245,18 @@ def _load(
         return Split(*hold_out(batch, held_out, seed))
     with _said_of_eval_path() if config.eval_path is not None else nullcontext():
         refused = refusing(eval_path)
-        others = read(eval_path, eval_split, refused)
-        if refused:  # lines that are no rows, among which none is drawn
-            others = others.take(refused.kept(len(others)))
-            refused.tell()
-        drawn = draw(others, held_out, seed)
-        kept = made(drawn, refusing(eval_path)) if held_out else None
-    return Split(batch, kept)
+        others = made(read(eval_path, eval_split, refused), refused)
+    return Split(batch, draw_rows(others, held_out, seed) if held_out else None)
 
 
 @contextmanager
 def _said_of_eval_path() -> Iterator[None]:
-    """Inside, errors name `data.eval_path`, which is read as `data.path` is. The number of a row is
-    left out: it counts those that were drawn."""
+    """Inside, errors name `data.eval_path`, which is read as `data.path` is."""
     try:
         yield
     except (ConfigError, DataError) as error:
         said = re.sub(r"\bdata\.(path|split)\b", r"data.eval_\1", str(error))
-        said = re.sub(r"\bRow \d+ of the data\b", "A row of `data.eval_path`", said)
+        said = re.sub(r"\b(Row \d+) of the data\b", r"\1 of `data.eval_path`", said)
         raise type(error)(said) from error
 
 

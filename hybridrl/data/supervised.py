@@ -188,7 +188,9 @@ def _says_something(response: str | list[Any]) -> bool:
     """Whether a response is more than blanks, or messages without a word."""
     if isinstance(response, str):
         return bool(response.strip())
-    return any(message.get("content") or message.get("tool_calls") for message in response)
+    return any(
+        message.get(key) for message in response for key in ("content", "value", "tool_calls")
+    )
 
 
 def _examples_of(

@@ -161,3 +161,19 @@ def test_mixtures_and_sets_report_what_they_leave_out(tokenizer, tmp_path):
         load_rows(load_config(source), "prompts", tokenizer)
     with pytest.raises(DataError, match=r"data\.sources\.a\.bad_rows=drop leaves them out"):
         load_rows(load_config([*source, "data.bad_rows_limit=0.5"]), "prompts", tokenizer)
+
+
+def test_a_system_prompt_does_not_mind_rows_that_are_left_out(tokenizer, tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": f"{n}="}], "answer": "1"} for n in range(5)]
+    config = config_of(tmp_path, [*rows, '{"prompt"', {"prompt": None, "answer": "2"}])
+    config.system_prompt = "9"
+    found = load_prompts(config, tokenizer, held_out=0, seed=0).training
+    assert [text[:4] for text in found["prompt"]] == ["s-9<"] * 5
+
+
+def test_the_share_of_bad_rows_is_that_of_all_rows_to_evaluate_on(tokenizer, tmp_path):
+    config, bad = config_of(tmp_path, GOOD, bad_rows_limit=0.05), {"prompt": "1+1=", "answer": ""}
+    for place in range(len(GOOD)):  # of two rows that are drawn, the bad one would be half
+        others = [*GOOD[:place], bad, *GOOD[place:]]
+        config.eval_path = write(tmp_path / "eval.jsonl", others)
+        assert len(load_prompts(config, tokenizer, held_out=2, seed=0).held_out) == 2

@@ -121,7 +121,7 @@ def test_errors_of_rows_to_evaluate_on_name_their_setting(tokenizer, tmp_path):
     (tmp_path / "other.jsonl").write_text(
         json.dumps({**pairs_of(1)[0], COLUMNS["prompt_column"]: ""})
     )
-    with pytest.raises(DataError, match=r"A row of `data.eval_path` has ''"):
+    with pytest.raises(DataError, match=r"Row 1 of `data.eval_path` has ''"):
         load(load_prompts, replace(config, eval_path=str(tmp_path / "other.jsonl")), tokenizer)
 
 

@@ -1,3 +1,5 @@
+import json
+
 import pyarrow as pa
 import pytest
 
@@ -278,3 +280,24 @@ def test_lengths_are_limited(tokenizer, caplog):
     assert "Dropped 1 of 3 responses" in caplog.text
     with pytest.raises(DataError, match="dropped all rows"):
         examples(rows[:2], tokenizer, **limits)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [say("user", "2"), {"role": "assistant", "tool_calls": [{"name": "3", "arguments": {}}]}],
+        [{"from": "human", "value": "2"}, {"from": "gpt", "value": "3"}],
+    ],
+)
+def test_conversations_as_json_in_texts_are_those_that_lists_are(messages):
+    template = CLOSING.replace(
+        "<eos>", "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}<eos>"
+    )
+    batch = conversations([json.dumps(messages)], template)
+    assert shown(batch, with_template(template)) == [("u-2<eos> a-", "3<eos>")]
+
+
+def test_responses_of_sharegpt_say_something():
+    rows = [{"prompt": [say("user", "2")], "response": [{"from": "gpt", "value": "3"}]}]
+    batch = examples(rows, with_template(CLOSING))
+    assert shown(batch, with_template(CLOSING)) == [("u-2<eos> a-", "3<eos>")]
