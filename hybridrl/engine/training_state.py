@@ -29,6 +29,7 @@ from hybridrl.engine.state_files import (
 from hybridrl.engine.state_saver import StateSaver
 from hybridrl.engine.train import TrainEngine
 from hybridrl.errors import ConfigError
+from hybridrl.models.stored_names import parts_in_files
 
 
 def save_training_state(
@@ -66,9 +67,12 @@ def load_training_state(engine: TrainEngine, folder: Location) -> dict[str, int]
     stems = files.weights.stem, MOMENTS_STEM
     weights, moments = (open_tensors(folder, stem, lists) for stem in stems)
     _check_parameters(folder, moments, layout, files)
+    parts = files.weights.by_parameter()
+    if not weights.shapes.keys() >= {part.name for each in parts.values() for part in each}:
+        # Of an older version, or the model's folder has changed since: names may be others.
+        parts |= parts_in_files(engine.model.inner, layout.shapes, weights.shapes)
     local, states = engine.local_parameters(), engine.optimizer.state
     held = layout.pieces.get(engine.mesh.place, {})
-    parts = files.weights.by_parameter()
     for name, parameter in trained_parameters(engine).items():
         read_parts(weights, parts[name], held.get(name, ()), local[name])
         targets = {}

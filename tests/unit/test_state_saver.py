@@ -9,9 +9,11 @@ import torch
 from engine_cases import LEARNING, make_engine, make_model, update
 from engine_cases import make_batch as batch
 from fsspec.implementations.memory import MemoryFileSystem
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.checkpoint import writing
+from hybridrl.checkpoint.reading import TensorFiles
 from hybridrl.core.locations import location_of
 from hybridrl.core.written import damage, lacking, read_lists
 from hybridrl.engine import state_saver
@@ -76,6 +78,23 @@ def test_each_save_has_the_state_of_its_own_moment(engine, mesh, held, tmp_path)
         assert not lacking(folder, lists) and not damage(folder, lists)
         assert_holds(folder, mesh, moment, {"number": number})
         assert (folder / "more.json").read_text() == f'{{"a": {number}}}'
+
+
+def test_a_state_with_other_names_than_the_folder_of_the_model_goes_on(engine, mesh, tmp_path):
+    StateSaver(engine).save(tmp_path / "state", {"a": 1}, {})  # as versions did that knew no folder
+    weights = {n.removeprefix("model."): p.clone() for n, p in engine.local_parameters().items()}
+    weights["lm_head.weight"] = weights[
+        "embed_tokens.weight"
+    ].clone()  # tied, and there all the same
+    (tmp_path / "model").mkdir()
+    save_file(weights, tmp_path / "model" / "model.safetensors")
+    other = make_engine(mesh, optimizer=LEARNING)
+    other.source = TensorFiles(tmp_path / "model")
+    assert "lm_head.weight" in {part.name for part in other.stored_form().parts}
+    assert load_training_state(other, tmp_path / "state") == {"a": 1}
+    wanted = engine.local_parameters()
+    for name, tensor in other.local_parameters().items():
+        assert torch.equal(tensor, wanted[name]), name
 
 
 def test_a_save_at_once_is_the_same_and_makes_no_copy(engine, mesh, tmp_path, monkeypatch):
