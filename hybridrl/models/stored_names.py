@@ -167,7 +167,7 @@ def stored_form(
             ADAPTER_STEM,
             tuple(_whole_part(stored, name, shapes[name]) for name, stored in names.items()),
         )
-    found = {} if source is None else _as_read(model, shapes, source)
+    found = {} if source is None else as_read(model, shapes, source.shapes)
     new = {name: shape for name, shape in shapes.items() if name not in found}
     made = _converted(model, new) if new else ()
     if made is None:
@@ -182,22 +182,29 @@ def stored_form(
     return StoredForm(MODEL, parts, source, tuple(n for n in source.shapes if n not in here))
 
 
-def _as_read(
-    model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], source: TensorFiles
+def as_read(
+    model: PreTrainedModel,
+    shapes: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, tuple[int, ...]],
 ) -> dict[str, list[StoredPart]]:
-    """The tensors that each parameter was read from, and those that are tied to it."""
+    """The tensors that each parameter was read from, and those that are tied to it.
+
+    Args:
+        shapes: Of the parameters.
+        stored: Shapes of the tensors in the files.
+    """
     found = {
         name: list(parts)
-        for name, parts in parts_in_files(model, shapes, source.shapes).items()
-        if all(source.shapes[part.name] == part.shape for part in parts)
+        for name, parts in parts_in_files(model, shapes, stored).items()
+        if all(stored[part.name] == part.shape for part in parts)
     }
     tied = model.all_tied_weights_keys
     if tied:
         used = {part.name for parts in found.values() for part in parts}
-        others = _renamed(model, [name for name in source.shapes if name not in used])
-        for name, stored in others.items():
-            if (owner := tied.get(name)) in shapes and source.shapes[stored] == shapes[owner]:
-                found.setdefault(owner, []).append(_whole_part(stored, owner, shapes[owner]))
+        others = _renamed(model, [name for name in stored if name not in used])
+        for name, other in others.items():
+            if (owner := tied.get(name)) in shapes and stored[other] == shapes[owner]:
+                found.setdefault(owner, []).append(_whole_part(other, owner, shapes[owner]))
     return found
 
 
