@@ -22,6 +22,8 @@ from typing import Any
 from hybridrl.core.memory_group import memory_group
 from hybridrl.environments.shim import LOOPBACK, MARK, end_all, with_direct_access
 
+_LAST_WORDS_S = 5.0
+"""How long to read what an ended process wrote."""
 _MOST_OUTPUT = 16 << 20
 """Bytes of standard output and errors in a row, without an episode that ends."""
 _SHOWN_OUTPUT = 1 << 16
@@ -86,7 +88,9 @@ class EnvironmentProcess:
             )
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
-        for program in (self._send, self._receive, self._read_errors):
+        self._errors = threading.Thread(target=self._read_errors, daemon=True)
+        self._errors.start()
+        for program in (self._send, self._receive):
             threading.Thread(target=program, daemon=True).start()
         self.send({**setup, "memory": memory if self._group is None else 0})
 
@@ -127,7 +131,8 @@ class EnvironmentProcess:
         return f"ended with exit status {status}"
 
     def tail(self) -> str:
-        """What it wrote last, as lines to put after a sentence."""
+        """What it wrote last, as lines to put after a sentence. Only after `kill`."""
+        self._errors.join(_LAST_WORDS_S)  # what has ended may not have been read to its end
         text = self._tail.decode("utf-8", "replace").strip()
         return f"\nIt wrote:\n{text}" if text else ""
 

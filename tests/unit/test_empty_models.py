@@ -17,6 +17,7 @@ from transformers import (
 from hybridrl.errors import ConfigError
 from hybridrl.models import load_model, unread_model, unread_scalar_model
 from hybridrl.models.shrunk import shrunk
+from hybridrl.models.stored_names import parts_in_files
 
 
 @pytest.fixture
@@ -71,7 +72,6 @@ def tied_and_there(folder):
 
 LEFT = {
     no_safetensors: "it has no safetensors files",
-    other_names: "`model.embed_tokens.weight` is not in it as the model has it",
     tied_and_there: "`lm_head.weight` is tied, and in it besides",
 }
 
@@ -81,9 +81,21 @@ def test_folders_that_only_transformers_can_read(folder, caplog, change):
     change(folder)
     with caplog.at_level(logging.INFO):
         model, files = unread_model(str(folder))
-    assert LEFT[change] in caplog.text and files is None
+    assert LEFT[change] in caplog.text
+    assert (files is None) == (change is no_safetensors), "what they have is saved with the model"
     wanted = make_model().state_dict()
     assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+
+
+def test_names_without_the_prefix_of_the_class_are_read_by_parts(folder):
+    other_names(folder)
+    model, files = unread_model(str(folder))
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert all(parameter.is_meta for parameter in model.parameters())
+    found = parts_in_files(model, shapes, files.shapes)
+    assert {name: part.name for name, (part,) in found.items()} == {
+        name: name.removeprefix("model.") for name in shapes
+    }
 
 
 def test_a_quantised_folder_is_left_to_transformers(folder, caplog):
@@ -114,5 +126,6 @@ def test_a_buffer_that_the_module_around_it_computes(tmp_path):
 def test_a_buffer_that_nothing_computes_is_left_to_transformers(folder, caplog, monkeypatch):
     monkeypatch.setattr(Qwen2PreTrainedModel, "initialize_weights", lambda self: None)
     caplog.set_level(logging.INFO)
-    assert unread_model(str(folder))[1] is None
+    model, _ = unread_model(str(folder))
+    assert not any(parameter.is_meta for parameter in model.parameters())
     assert "`model.rotary_emb.inv_freq` is not computed by its class" in caplog.text
