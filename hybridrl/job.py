@@ -201,8 +201,8 @@ class Job:
 
     def _choose_settings(self) -> None:
         """Of those that are left to the planner. Whoever resumes the run finds what was chosen."""
+        from hybridrl.config.changed import changed
         from hybridrl.planner.chosen_settings import choose_settings
-        from hybridrl.planner.cures import changed
         from hybridrl.planner.devices import present
         from hybridrl.planner.search_table import words
 
@@ -232,8 +232,8 @@ class Job:
     def _search_placement(self) -> None:
         """Of `placement=auto`, and the settings that belong to it. `config.yaml` keeps what was
         asked: whoever goes on with other devices searches again."""
+        from hybridrl.config.changed import changed
         from hybridrl.planner.at_start import choose_placement
-        from hybridrl.planner.cures import changed
         from hybridrl.planner.search_table import words
 
         self.config = self._as_asked = self._as_asked or self.config

@@ -128,9 +128,10 @@ def _plan(chosen: argparse.Namespace, settings: list[str]) -> None:
     config, unnamed = planned(settings)
     lengths = lengths_of(chosen.lengths)
     # These bring torch and transformers, which take seconds; wrong words are refused without them.
+    from hybridrl.config.changed import changed
     from hybridrl.planner import table
     from hybridrl.planner.chosen_settings import choose_settings
-    from hybridrl.planner.cures import changed, refuse
+    from hybridrl.planner.cures import refuse
     from hybridrl.planner.described import with_described_models
     from hybridrl.planner.plan import make_plan, to_json
     from hybridrl.planner.search_table import words

@@ -13,6 +13,7 @@ import yaml
 from rich.console import Console
 
 from hybridrl.commands.plan_options import cluster_of, lengths_of, planned, tiny_of
+from hybridrl.config.changed import Setting, changed
 from hybridrl.core.cluster import Cluster
 from hybridrl.core.readable import readable_seconds
 from hybridrl.errors import ConfigError, Problems
@@ -26,7 +27,6 @@ from hybridrl.planner.auto import (
 )
 from hybridrl.planner.chosen_settings import choose_settings
 from hybridrl.planner.cluster_probe import with_rates
-from hybridrl.planner.cures import Setting, changed
 from hybridrl.planner.described import with_described_models
 from hybridrl.planner.kept_costs import rates_of
 from hybridrl.planner.lengths import read_lengths

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from hybridrl.commands.steps import show, show_json
+from hybridrl.config.changed import changed
 from hybridrl.config.overrides import read_overrides
 from hybridrl.config.values import wrong_values
 from hybridrl.core.cluster import MOST_DEVICES
 from hybridrl.errors import ConfigError, Problems
-from hybridrl.planner.cures import changed
 from hybridrl.planner.recorded_run import RecordedRun
 from hybridrl.planner.replay import Replayed
 from hybridrl.planner.what_if import OWN

@@ -4,10 +4,10 @@ come from elsewhere it no longer holds."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
-from dataclasses import replace
+from functools import reduce
 from typing import Any
 
+from hybridrl.config.changed import changed
 from hybridrl.config.schema import Config
 
 
@@ -33,14 +33,13 @@ class TaskName(str):
 def without_task(config: Config) -> Config:
     """The settings without the built-in task and without what its preset decides."""
     instead = getattr(config.data.task, "instead", {})
-    config = replace(config, data=replace(config.data, task=None))
-    return _changed(config, instead)
+    return changed(config, [("data.task", None), *instead.items()])
 
 
 def with_task_noted(config: Config, instead: Mapping[str, Any], is_default: bool) -> Config:
     """The settings with a task that knows what its preset decides; see `TaskName`."""
     task = TaskName.of(str(config.data.task), instead, is_default)
-    return replace(config, data=replace(config.data, task=task))
+    return changed(config, [("data.task", task)])
 
 
 def remark_on_task(config: Config) -> str:
@@ -58,21 +57,5 @@ def remark_on_task(config: Config) -> str:
 
 def said_by_task(config: Config) -> str:
     """The settings that a task's preset decides, with their values."""
-    found = []
-    for name in getattr(config.data.task, "instead", {}):
-        value: Any = config
-        for part in name.split("."):
-            value = getattr(value, part)
-        found.append(f"{name}={value}")
-    return ", ".join(found)
-
-
-def _changed(config: Config, settings: Mapping[str, Any]) -> Config:
-    config = deepcopy(config)
-    for name, value in settings.items():
-        *groups, leaf = name.split(".")
-        place: Any = config
-        for group in groups:
-            place = getattr(place, group)
-        setattr(place, leaf, value)
-    return config
+    names = getattr(config.data.task, "instead", {})
+    return ", ".join(f"{name}={reduce(getattr, name.split('.'), config)}" for name in names)

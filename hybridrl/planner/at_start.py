@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hybridrl.checks.placement import check_placement
+from hybridrl.config.changed import changed
 from hybridrl.config.schema import Config
 from hybridrl.controller.executor import Executor
 from hybridrl.core.cluster import Cluster
@@ -13,7 +14,7 @@ from hybridrl.placement import Placement
 from hybridrl.planner.auto import Proposals, propose
 from hybridrl.planner.chosen_settings import choose_settings
 from hybridrl.planner.cluster_probe import with_makers_rates, with_rates
-from hybridrl.planner.cures import changed, refuse
+from hybridrl.planner.cures import refuse
 from hybridrl.planner.dataflow import Lengths, sizes_of
 from hybridrl.planner.devices import is_seen, present
 from hybridrl.planner.job_probe import probe_job

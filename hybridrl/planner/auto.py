@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hybridrl.checks.placement import check_placement
+from hybridrl.config.changed import changed
 from hybridrl.config.schema import Config
 from hybridrl.core.cluster import Cluster
 from hybridrl.errors import ConfigError
 from hybridrl.placement import Placement
-from hybridrl.planner.cures import changed
 from hybridrl.planner.dataflow import Lengths
 from hybridrl.planner.plan import Plan, make_plan
 from hybridrl.planner.rates import Rates

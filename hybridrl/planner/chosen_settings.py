@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hybridrl.checks.placement import check_placement
+from hybridrl.config.changed import Setting, changed
 from hybridrl.config.schema import Config
 from hybridrl.core.cluster import Cluster
 from hybridrl.core.cores import usable_cores
 from hybridrl.errors import ConfigError, NotPlannedError
-from hybridrl.planner.cures import Setting, changed
 from hybridrl.planner.dataflow import Lengths
 from hybridrl.planner.plan import make_plan
 from hybridrl.trainers.role_spec import RoleSpec

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.config.schema import Config
+from hybridrl.config.changed import Setting, changed
 from hybridrl.core.readable import gib
 from hybridrl.errors import ConfigError
 from hybridrl.planner.dataflow import Lengths
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 SHARES = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 LARGEST_TP = 8
 """Beyond a node's links tensor parallelism is slower than anything else here."""
-
-Setting = tuple[str, Any]
 
 
 def cures(plan: Plan) -> list[list[Setting]]:
@@ -71,22 +68,6 @@ def refuse(plan: Plan, tolerance: float = 1.0) -> None:
             more = "devices with more memory, or more of them and a larger rollout.parallel.tp"
         raise ConfigError(f"{what}. No single setting helps: take {more}, or a smaller model.")
     raise ConfigError(f"{what}. It would fit with {'; or with '.join(found)}.")
-
-
-def changed(config: Config, settings: list[Setting]) -> Config:
-    """The configuration with these settings."""
-    config = copy.deepcopy(config)
-    for name, value in settings:
-        *groups, leaf = name.split(".")
-        place: Any = config
-        for group in groups:  # some hold what they are given names of, such as `models`
-            is_free = isinstance(place, dict)
-            place = place.setdefault(group, {}) if is_free else getattr(place, group)
-        if isinstance(place, dict):
-            place[leaf] = value
-        else:
-            setattr(place, leaf, value)
-    return config
 
 
 def _candidates(plan: Plan) -> Iterator[Setting]:

@@ -10,12 +10,12 @@ from functools import lru_cache
 import torch
 
 from hybridrl.checks.placement import check_placement
+from hybridrl.config.changed import Setting, changed
 from hybridrl.config.schema import Config
 from hybridrl.core.cluster import Cluster
 from hybridrl.errors import ConfigError
 from hybridrl.placement import Placement
 from hybridrl.planner.cluster_probe import with_makers_rates, with_rates
-from hybridrl.planner.cures import Setting, changed
 from hybridrl.planner.dataflow import sizes_of
 from hybridrl.planner.described import with_described_models
 from hybridrl.planner.kept_costs import has_costs, rates_of

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hybridrl.config.changed import Setting, changed
 from hybridrl.config.load import read_settings
 from hybridrl.config.schema import Config
 from hybridrl.core.cluster import Cluster
@@ -19,7 +20,6 @@ from hybridrl.errors import ConfigError, DataError
 from hybridrl.observe.metrics_history import read_metrics
 from hybridrl.observe.recorded_steps import NEWEST_BYTES, RecordedStep, read_steps
 from hybridrl.placement import Placement
-from hybridrl.planner.cures import Setting, changed
 from hybridrl.planner.dataflow import Lengths
 from hybridrl.planner.recorded_graph import graph_of
 from hybridrl.planner.replay import Graph

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hybridrl.config.changed import Setting
 from hybridrl.core.cluster import Link
 from hybridrl.errors import ConfigError
 from hybridrl.placement import GENERATOR
 from hybridrl.placement.separated_actor import PARTS
-from hybridrl.planner.cures import Setting
 from hybridrl.planner.planned_otherwise import planned_otherwise
 from hybridrl.planner.recorded_run import RecordedRun
 from hybridrl.planner.replay import NOWHERE, Graph, Replayed, replay

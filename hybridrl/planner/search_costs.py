@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from hybridrl.checks.placement import check_model_fits, placed_roles, wanted_roles
+from hybridrl.config.changed import changed
 from hybridrl.config.schema import Config, ParallelConfig
 from hybridrl.core.cluster import Cluster
 from hybridrl.core.training_mesh import check_sizes, devices_of
@@ -16,7 +17,6 @@ from hybridrl.errors import ConfigError
 from hybridrl.models import load_config
 from hybridrl.placement import ACTOR, GENERATOR, Placement, Role, RolePlace
 from hybridrl.planner.call_clock import CallClock
-from hybridrl.planner.cures import changed
 from hybridrl.planner.dataflow import Call, Lengths, sizes_of
 from hybridrl.planner.device_memory import RoleMemory, lacking_of, process_bytes, role_memory
 from hybridrl.planner.planner import Planner

@@ -5,11 +5,11 @@ import math
 import pytest
 from scipy.optimize import minimize_scalar
 
+from hybridrl.config.changed import changed
 from hybridrl.config.load import load_config
 from hybridrl.config.schema import CheckpointConfig
 from hybridrl.planner import chosen_settings
 from hybridrl.planner.chosen_settings import choose_settings
-from hybridrl.planner.cures import changed
 from hybridrl.planner.dataflow import Lengths
 from hybridrl.planner.described import with_described_models
 from hybridrl.planner.devices import named

@@ -12,7 +12,7 @@ import hybridrl
 
 ROOT = Path(hybridrl.__file__).parent
 EVERYBODY = {"errors", "config.schema", "config.role_models", "config.resume"}
-EVERYBODY |= {"config.resumed_settings", "config.eval_sets"}
+EVERYBODY |= {"config.resumed_settings", "config.eval_sets", "config.changed"}
 EVERYTHING = {"*"}
 # A room is a package directly under hybridrl. It may import itself, `EVERYBODY`, and what stands
 # here: a room with all that is in it, or `=` and one module.

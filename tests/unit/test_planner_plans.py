@@ -8,9 +8,10 @@ from settings import configured
 
 from hybridrl.checks.placement import check_placement
 from hybridrl.cli import main
+from hybridrl.config.changed import changed
 from hybridrl.core.cluster import Cluster, Device, DeviceModel
 from hybridrl.errors import ConfigError
-from hybridrl.planner.cures import changed, cures, refuse
+from hybridrl.planner.cures import cures, refuse
 from hybridrl.planner.dataflow import Call
 from hybridrl.planner.described import with_described_models
 from hybridrl.planner.devices import named

@@ -1,12 +1,14 @@
 """What a built-in task needs belongs to that task, and no longer holds for rows from elsewhere."""
 
 import json
+import threading
 from dataclasses import fields
 
 import pytest
 
 from hybridrl import cli
 from hybridrl.checks.settings import check
+from hybridrl.config.changed import changed
 from hybridrl.config.eval_sets import INHERITED, OF_PLACE, OF_TRAINING, eval_sets
 from hybridrl.config.load import load_config, shown
 from hybridrl.config.schema import DataConfig
@@ -124,3 +126,17 @@ def test_settings_that_sources_or_sets_read_are_not_called_idle(tmp_path):
     assert json.dumps(idle(load_config(["data=jsonl", "data.path=x", "data.rows=50"])))[2:11] == (
         "data.rows"
     )
+
+
+def test_objects_of_the_user_stay_the_same_ones():
+    class Reward:
+        def __init__(self):
+            self.lock = threading.Lock()  # which nobody can copy
+
+        def __call__(self, row):
+            return 1.0
+
+    reward, rows = Reward(), [{"prompt": "1+1=", "answer": "2"}]
+    config = with_objects(load_config([SET]), reward, rows, None)
+    assert config.reward.function[0] is reward and eval_sets(config)["math"]
+    assert changed(config, [("rollout.max_tokens", 9)]).reward.function[0] is reward
