@@ -168,6 +168,7 @@ def _check_rewards(config: Config) -> None:
         # A model, a judge, an episode or an environment may give all the reward there is.
         played = config.rollout.episode or is_served(config.rollout, config.environment)
         played = played or config.data.task == "environment"  # whose name is missed elsewhere
+        played = played and config.environment.name != "mcp"  # which rewards nothing by itself
         own = rewards_of(config.data) if kind == "reward" else {}
         with said_of(kind):
             for one in settings_by_source(settings, own, source_names(config.data)).values():

@@ -18,6 +18,7 @@ from hybridrl.config import secrets
 from hybridrl.config.adapter_start import with_adapters
 from hybridrl.config.model_start import with_model_folders
 from hybridrl.config.names import check_name, leaves
+from hybridrl.config.objective_schema import RewardConfig
 from hybridrl.config.overrides import (
     Override,
     hint_of,
@@ -35,7 +36,7 @@ from hybridrl.config.presets import (
 )
 from hybridrl.config.presets import leaves as leaves_of_preset
 from hybridrl.config.resumed_settings import with_settings_of_run
-from hybridrl.config.schema import Config
+from hybridrl.config.schema import Config, is_served
 from hybridrl.config.shown import that_count
 from hybridrl.config.task_settings import said_by_task, with_task_noted
 from hybridrl.config.values import is_optional, kind_of, mistyped, plain, sentence, wrong_values
@@ -67,9 +68,24 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
     problems.raise_if_any()
     keys = (key for override in read for key in _settings_of(override))
     config = to_config(composed)
+    if is_served(config.rollout, config.environment) and not any(map(_names_functions, read)):
+        config = _without_default_function(config)
     if instead:
         config = with_task_noted(config, instead, is_default)
     return with_settings_of_run(config, keys)
+
+
+def _names_functions(override: Override) -> bool:
+    """Whether it says which reward functions there are."""
+    is_group = override.key == "reward" and isinstance(override.value, Mapping)
+    return override.key == "reward.function" or (is_group and "function" in override.value)
+
+
+def _without_default_function(config: Config) -> Config:
+    """Leaves the reward to the programs that play: the default function would be added to it."""
+    if config.reward.function != RewardConfig().function:  # that of a preset
+        return config
+    return replace(config, reward=replace(config.reward, function=[]))
 
 
 def read_settings(file: Path) -> Config:

@@ -77,7 +77,8 @@ class RewardConfig:
 
     function: Annotated[Any, TextOrTexts()] = "exact"
     """A built-in one (`exact`, `numeric`, `contains`, `boxed`, `math`, `format`, `length`,
-    `target_length`), `path/to/file.py:name`, `package.module:name`; or a list."""
+    `target_length`), `path/to/file.py:name`, `package.module:name`; or a list. With
+    `environment.name` or `rollout.serve` the default is none: the program reports the reward."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the functions, by their names:
     `reward.options.format.pattern='<think>.*</think>.*'`."""

@@ -196,7 +196,8 @@ async def _tell_errors(request: web.Request, handler: Handler) -> web.StreamResp
         if error.status < 400:
             raise
         what = f"{request.method} {request.path}"
-        refused = RefusedError(error.status, f"{what}: {error.reason}.", code="unknown_url")
+        said = f"{what}: {error.reason}. docs/endpoint.md has the routes."
+        refused = RefusedError(error.status, said, code="unknown_url")
     except asyncio.CancelledError:
         raise
     except ConnectionError:  # nobody is there to read an answer

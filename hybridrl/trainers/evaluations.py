@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.eval_sets import HELD_OUT, Metric, evaluates_held_out
 from hybridrl.config.load import to_plain
+from hybridrl.config.schema import is_served
 from hybridrl.evaluation import own
 from hybridrl.evaluation.answers import draw, keys_of, table_of
 from hybridrl.evaluation.extraction import extraction
@@ -137,7 +138,7 @@ class Evaluations:
             keys = keys_of(job.held_out)
             table = table_of(drawn, keys, config.reward.correct_at, extract, [by] if by else [])
             name = _name_of(role, HELD_OUT)
-            limit = f"rollout.max_tokens={sampling.max_tokens}"
+            limit = self._limit("rollout", sampling.max_tokens)
             said = doubts(Samples(table), "the held-out rows", limit, unscored=not self._trains)
             entries[name] = self._kept(step, name, table, metrics, by, said) | {
                 "sampling": asdict(sampling) | {"samples": k},
@@ -158,6 +159,14 @@ class Evaluations:
         for entry in entries.values():
             entry["data"] = _said(to_plain(config)["data"])
         return figures, entries
+
+    def _limit(self, group: str, max_tokens: int) -> str:
+        """Return what ended responses with the finish reason `length`."""
+        limit = f"{group}.max_tokens={max_tokens}"
+        config = self.job.config
+        if is_served(config.rollout, config.environment):  # a request may ask for fewer
+            return f"max_tokens of the program's request, or {limit}"
+        return limit
 
     def _set(self, one: EvalSet, step: int) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
         """The figures of a set by every role that samples, and what is kept of it."""
@@ -183,7 +192,7 @@ class Evaluations:
         by = settings.own.by_column
         keys, correct_at = keys_of(one.rows), settings.reward.correct_at
         table = table_of(drawn, keys, correct_at, one.extract, [by] if by else [])
-        limit = f"{settings.setting}.max_tokens={one.sampling.max_tokens}"
+        limit = self._limit(settings.setting, one.sampling.max_tokens)
         said = doubts(Samples(table), f"`{one.name}`", limit, unscored=True)
         return self._kept(step, name, table, settings.metrics, by, said) | self._how(one, role)
 

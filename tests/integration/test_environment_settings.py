@@ -23,6 +23,10 @@ TASKS = ("data=environment", "environment.tasks=20", "eval.prompts=4")
         ([*TASKS, "environment.name=verifier"], ["Did you mean `verifiers`?"]),
         ([*TASKS, "environment.name=gymnasium", "environment.python=no/python"], ["no/python"]),
         ([*TASKS, "environment.name=verifiers"], ["package `verifiers`", "environment.python"]),
+        (
+            ["data=jsonl", f"data.path={FILE}", "environment.name=mcp"],
+            ["`reward.function` is empty"],
+        ),
         ([*TASKS, f"environment.name={FILE}:played"], ["Did you mean `play`?"]),
         ([*TASKS, f"environment.name={FILE}:play", "algorithm=dpo"], ["samples nothing"]),
         ([*TASKS, f"environment.name={FILE}:play", "warmup.steps=2"], ["warmup.steps=0"]),

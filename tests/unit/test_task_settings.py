@@ -79,6 +79,16 @@ def test_an_environment_brings_its_own_rows():
     assert load_config(["environment.name=mcp", "data=arithmetic"]).data.task == "arithmetic"
 
 
+@pytest.mark.parametrize("played", ["environment.name=command", "rollout.serve=true"])
+def test_programs_reward_their_episodes_alone_unless_functions_are_named(played):
+    jsonl = ["data=jsonl", "data.path=rows.jsonl"]
+    assert load_config([*jsonl, played]).reward.function == []
+    for named in ("reward.function=exact", "reward={function: exact}"):
+        assert load_config([*jsonl, played, named]).reward.function == "exact"
+    assert load_config(["data=reasoning_gym", played]).reward.function == "reasoning_gym"
+    assert load_config(jsonl).reward.function == "exact"
+
+
 def test_a_model_that_learns_the_task_by_default_is_told():
     class Rows:
         training, held_out = range(500), range(5)
