@@ -40,8 +40,10 @@ def table_lines(completions: Sequence[Completion], cells: int) -> list[str]:
         best_first = best_first[: MOST_SHOWN // 2] + best_first[-(MOST_SHOWN // 2) :]
     room = max(0, cells - 30) // (_CELLS + 1)
     names = list(dict.fromkeys(name for one in best_first for name in one.parts))
-    if len(names) == 1:
-        names = []  # it is the reward
+    if len(names) == 1 and all(
+        _number(one.parts.get(names[0])) == _number(one.reward) for one in best_first
+    ):
+        names = []
     names = names[: min(MOST_COLUMNS, max(0, room - 2))]
     heading = [_FIRST, *(one_line(name, _CELLS) for name in names)]
     advantages = any(one.advantage is not None for one in best_first)

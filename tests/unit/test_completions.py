@@ -37,6 +37,8 @@ def test_a_single_function_is_the_reward_and_a_dropped_sample_is_last():
     )
     assert heading.split() == ["reward", "response"]
     assert [row.split() for row in rows] == [["0.5", "b"], ["dropped", "a"]]
+    (heading, row) = table_lines([Completion("c", 1.0, {"turns": 3.0})], 80)
+    assert heading.split() == ["reward", "turns", "response"] and row.split() == ["1", "3", "c"]
 
 
 def test_it_fits_any_width():
