@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -77,21 +78,16 @@ def load_prompts(
     required = {"data.prompt_column": prompt_column}
     if answer_column is not None:
         required["data.answer_column"] = answer_column
-
-    def tokenized(rows: pa.Table, refused: RefusedRows) -> Batch:
-        return tokenize_prompts(
-            rows,
-            tokenizer,
-            prompt_column=prompt_column,
-            answer_column=answer_column,
-            chat=config.chat,
-            system_prompt=config.system_prompt,
-            max_prompt_tokens=config.max_prompt_tokens,
-            too_long=config.too_long,  # type: ignore[arg-type]
-            refused=refused,
-            **_chats(config),
-        )
-
+    tokenized = partial(
+        tokenize_prompts,
+        tokenizer=tokenizer,
+        prompt_column=prompt_column,
+        answer_column=answer_column,
+        chat=config.chat,
+        max_prompt_tokens=config.max_prompt_tokens,
+        too_long=config.too_long,  # type: ignore[arg-type]
+        **_chats(config),
+    )
     split = _load(config, "problems", required, tokenized, held_out, seed, _with_answers)
     examples = None
     if task and any(answer != NO_ANSWER for answer in split.training["answer"]):
@@ -127,46 +123,33 @@ def load_examples(
     The arguments and errors are those of `load_prompts`, the columns those of `tokenize_examples`.
     """
     if config.task is not None and hasattr(load_task(config.task), "examples"):
-        return _load(
-            config, "examples", {}, lambda rows, _: tokenize_turns(rows, tokenizer), held_out, seed
-        )
+        turns = partial(tokenize_turns, tokenizer=tokenizer)
+        return _load(config, "examples", {}, turns, held_out, seed)
+    settings = {"learn": config.learn, **_chats(config), **_limits(config)}
     if config.task is None and config.messages_column is not None:
         required = {"data.messages_column": config.messages_column}
-
-        def tokenized(rows: pa.Table, refused: RefusedRows) -> Batch:
-            return tokenize_conversations(
-                rows,
-                tokenizer,
-                config.messages_column,  # type: ignore[arg-type]
-                system_prompt=config.system_prompt,
-                refused=refused,
-                learn=config.learn,  # type: ignore[arg-type]
-                **_chats(config),
-                **_limits(config),
-            )
-
+        tokenized = partial(
+            tokenize_conversations,
+            tokenizer=tokenizer,
+            messages_column=config.messages_column,
+            **settings,
+        )
     else:
         task = config.task is not None
         or_messages = ", or `data.messages_column` to that of the conversations to learn"
         columns = ("prompt", "answer")
         if not task:
             columns = (_prompt_column(config, or_messages), config.response_column)
-        settings = ("data.prompt_column", "data.response_column")
-        required = dict(zip(settings, columns, strict=True))
-
-        def tokenized(rows: pa.Table, refused: RefusedRows) -> Batch:
-            return tokenize_examples(
-                rows,
-                tokenizer,
-                *columns,
-                chat=config.chat,
-                system_prompt=config.system_prompt,
-                refused=refused,
-                learn=config.learn,  # type: ignore[arg-type]
-                **_chats(config),
-                **_limits(config),
-            )
-
+        named = ("data.prompt_column", "data.response_column")
+        required = dict(zip(named, columns, strict=True))
+        tokenized = partial(
+            tokenize_examples,
+            tokenizer=tokenizer,
+            prompt_column=columns[0],
+            response_column=columns[1],
+            chat=config.chat,
+            **settings,
+        )
     return _load(config, "problems", required, tokenized, held_out, seed, _answered)
 
 
@@ -187,22 +170,17 @@ def load_pairs(
     required = {"data.chosen_column": chosen_column, "data.rejected_column": rejected_column}
     if margin_column is not None:
         required["data.margin_column"] = margin_column
-
-    def tokenized(rows: pa.Table, refused: RefusedRows) -> Batch:
-        return tokenize_pairs(
-            rows,
-            tokenizer,
-            prompt_column,
-            chosen_column,
-            rejected_column,
-            margin_column=margin_column,
-            chat=config.chat,
-            system_prompt=config.system_prompt,
-            refused=refused,
-            **_chats(config),
-            **_limits(config),
-        )
-
+    tokenized = partial(
+        tokenize_pairs,
+        tokenizer=tokenizer,
+        prompt_column=prompt_column,
+        chosen_column=chosen_column,
+        rejected_column=rejected_column,
+        margin_column=margin_column,
+        chat=config.chat,
+        **_chats(config),
+        **_limits(config),
+    )
     return _load(config, "pairs", required, tokenized, held_out, seed)
 
 
@@ -210,7 +188,7 @@ def _load(
     config: DataConfig,
     of_task: str,
     required: Mapping[str, str],
-    tokenized: Callable[[pa.Table, RefusedRows], Batch],
+    tokenized: Callable[..., Batch],
     held_out: int,
     seed: int,
     prepared: Callable[[pa.Table], pa.Table] = lambda rows: rows,
@@ -219,33 +197,24 @@ def _load(
     _check_places(config)
     if config.task is not None:
         training, kept = map(prepared, _rows_of_task(config, of_task, held_out, seed))
-        refused = RefusedRows(), RefusedRows()
-        return Split(
-            tokenized(training, refused[0]), tokenized(kept, refused[1]) if len(kept) else None
-        )
+        return Split(tokenized(training), tokenized(kept) if len(kept) else None)
     path, (eval_path, eval_split) = str(config.path), _evaluated(config)
     texts = [name for setting, name in required.items() if setting == "data.answer_column"]
 
-    def refusing(path: str) -> RefusedRows:
+    def made(path: str, split: str | None) -> Batch:
         drop, limit = config.bad_rows == "drop", config.bad_rows_limit
-        return RefusedRows(path, drop=drop, limit=limit)
-
-    def read(path: str, split: str | None, refused: RefusedRows) -> pa.Table:
-        return read_rows(path, split, required=required, texts=texts, refused=refused)
-
-    def made(rows: pa.Table, refused: RefusedRows) -> Batch:
-        answers = config.answer_format, required.get("data.answer_column")
-        batch = tokenized(with_answers(rows, *answers, refused), refused)
+        refused = RefusedRows(path, drop=drop, limit=limit)
+        rows = read_rows(path, split, required=required, texts=texts, refused=refused)
+        rows = with_answers(rows, config.answer_format, required.get("data.answer_column"), refused)
+        batch = tokenized(rows, refused=refused)
         refused.tell()
         return batch
 
-    refused = refusing(path)
-    batch = made(read(path, config.split, refused), refused)
+    batch = made(path, config.split)
     if eval_path is None:
         return Split(*hold_out(batch, held_out, seed))
     with _said_of_eval_path() if config.eval_path is not None else nullcontext():
-        refused = refusing(eval_path)
-        others = made(read(eval_path, eval_split, refused), refused)
+        others = made(eval_path, eval_split)
     return Split(batch, draw_rows(others, held_out, seed) if held_out else None)
 
 
@@ -381,7 +350,8 @@ def _prompt_column(config: DataConfig, otherwise: str) -> str:
 def _chats(config: DataConfig) -> dict[str, Any]:
     """What chats are rendered with."""
     context = TemplateContext.of(config.chat_template_options, config.date)
-    return {"context": context, "tools_column": None if config.task else config.tools_column}
+    tools = None if config.task else config.tools_column
+    return {"context": context, "tools_column": tools, "system_prompt": config.system_prompt}
 
 
 def _limits(config: DataConfig) -> dict[str, Any]:
