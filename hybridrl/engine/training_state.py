@@ -70,7 +70,8 @@ def load_training_state(engine: TrainEngine, folder: Location) -> dict[str, int]
     parts = files.weights.by_parameter()
     if not weights.shapes.keys() >= {part.name for each in parts.values() for part in each}:
         # Of an older version, or the model's folder has changed since: names may be others.
-        parts |= parts_in_files(engine.model.inner, layout.shapes, weights.shapes)
+        found = parts_in_files(engine.model.inner, layout.shapes, weights.shapes)
+        parts |= {name: list(tensors) for name, tensors in found.items()}
     local, states = engine.local_parameters(), engine.optimizer.state
     held = layout.pieces.get(engine.mesh.place, {})
     for name, parameter in trained_parameters(engine).items():
