@@ -200,6 +200,8 @@ def test_the_slurm_script_is_bash_and_speaks_our_settings():
     (line,) = re.findall(r"python -m hybridrl\.main (.*) \"\$@\"", script.read_text())
     config = load_config([w for w in shlex.split(line) if "$" not in w])
     assert config.devices == "cuda"
+    (warning,) = re.findall(r"--signal=B:TERM@(\d+)", script.read_text())
+    assert 0 < int(warning) - config.recover.grace_s <= 30  # but for the requeue
 
 
 def test_every_ray_that_is_started_asks_for_a_token():
