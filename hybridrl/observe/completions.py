@@ -45,7 +45,7 @@ def table_lines(completions: Sequence[Completion], cells: int) -> list[str]:
     ):
         names = []
     names = names[: min(MOST_COLUMNS, max(0, room - 2))]
-    heading = [_FIRST, *(one_line(name, _CELLS) for name in names)]
+    heading = [_FIRST, *map(_short, names)]
     advantages = any(one.advantage is not None for one in best_first)
     heading += ["advantage"] if advantages else []
     lines = [" ".join(f"{name:>{_CELLS}}" for name in heading) + "  response"]
@@ -64,6 +64,13 @@ def how_many(completions: Sequence[Completion]) -> str:
     if count <= MOST_SHOWN:
         return f"{count} sample{'s' * (count != 1)}"
     return f"{count} samples, the best and the worst {MOST_SHOWN // 2}"
+
+
+def _short(name: str) -> str:
+    """The beginning of a function's name, and of a further number that it gives the name of that:
+    names of functions often end alike."""
+    name = one_line(name.rpartition("/")[2], 99)
+    return name if len(name) <= _CELLS else name[: _CELLS - 1] + "…"
 
 
 def _number(value: float | None) -> str:

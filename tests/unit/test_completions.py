@@ -23,6 +23,13 @@ def test_each_function_and_the_advantage_stand_beside_the_answer():
     ]
 
 
+def test_functions_whose_names_end_alike_are_told_apart():
+    names = ["correctness_reward_func", "strict_reward_func", "strict_reward_func/acc"]
+    parts = dict.fromkeys(names, 1.0)
+    heading = table_lines([Completion("a", 1.0, parts)], 100)[0]
+    assert heading.split() == ["reward", "correctn…", "strict_r…", "acc", "response"]
+
+
 def test_of_many_the_best_and_the_worst_are_shown():
     many = [Completion(f"answer {i}", float(i)) for i in range(10)]
     answers = [line.split()[-1] for line in table_lines(many, 80)[1:]]
