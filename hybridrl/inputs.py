@@ -239,14 +239,12 @@ def _date_of_run(model: Path) -> str | None:
     return None
 
 
-def write_rows(rows: Any, file: Path) -> str:
-    """Writes rows that were given as objects where workers and later runs find them.
+def with_rows(config: Config, rows: Any, folder: Path) -> Config:
+    """Write rows that were given as objects to `data.parquet`, where workers and later runs find
+    them, and return the settings that name it.
 
     Args:
         rows: A list of dictionaries, a `datasets.Dataset`, or a `Batch`.
-
-    Returns:
-        The path.
 
     Raises:
         ConfigError: if they are none of these.
@@ -273,9 +271,10 @@ def write_rows(rows: Any, file: Path) -> str:
             f"Job(data=...) is a {type(rows).__name__}; it must be a list of dictionaries with at "
             "least one row, a datasets.Dataset, or a hybridrl.Batch."
         )
+    file = folder / "data.parquet"
     with explain_write_errors(file):
         pq.write_table(table, file)
-    return str(file.absolute())
+    return replace(config, data=replace(config.data, path=str(file.absolute())))
 
 
 def check_tokenizers(

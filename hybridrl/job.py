@@ -31,7 +31,7 @@ from hybridrl.core.readable import readable_seconds
 from hybridrl.devices import Devices
 from hybridrl.errors import ConfigError, DataError, NotPlannedError, WorkerError
 from hybridrl.groups import build_groups, check_planned_faults
-from hybridrl.inputs import with_date, with_objects, write_rows
+from hybridrl.inputs import with_date, with_objects, with_rows
 from hybridrl.observe.beside_steps import BesideSteps
 from hybridrl.observe.console import progress_lines
 from hybridrl.observe.folder_owner import FolderOwner
@@ -147,8 +147,7 @@ class Job:
             self.resumed = find_checkpoint(config, to_plain(config), self.roles)
             self.folder_owner = self._claim(steps)
             if data is not None:
-                path = write_rows(data, self.directory.path / "data.parquet")
-                self.config = config = replace(config, data=replace(config.data, path=path))
+                self.config = config = with_rows(config, data, self.directory.path)
             if config.resume is None or self.resumed.folder is None:
                 self.write_settings()  # otherwise when it is known that the checkpoint fits them
             self._writers = open_writers(

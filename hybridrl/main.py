@@ -14,6 +14,8 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -35,7 +37,9 @@ from hybridrl.errors import (
 from hybridrl.interrupts import Interrupts, leave
 
 if TYPE_CHECKING:
+    from hybridrl.job import Function
     from hybridrl.observe.step_view import StepView
+    from hybridrl.trainers.base import Trainer
 
 WRONG_SETTING, FAILED, INTERRUPTED = 2, 1, Interrupts.INTERRUPTED
 """Exit codes."""
@@ -68,16 +72,30 @@ def main() -> None:
         sys.exit(_code_of(error))
 
 
-def run(config: Config) -> dict[str, Any]:
+def run(
+    config: Config,
+    *,
+    reward: Function | Sequence[Function] | None = None,
+    data: Any = None,
+    trainer: type[Trainer] | None = None,
+) -> dict[str, Any]:
     """Runs one job to its end; returns its summary.
+
+    Args:
+        config: See `load_config`.
+        reward, data, trainer: Python objects in place of names in the settings, as of `Job`.
 
     Raises:
         HybridRLError: a sentence that says what is wrong.
         KeyboardInterrupt: after Ctrl-C, when what there was has been saved.
         Preempted: after SIGTERM, when the run can go on from a checkpoint.
     """
+    from hybridrl.inputs import with_objects, with_rows
+
+    config = with_objects(config, reward, data, trainer)
     if config.run.dry:
-        _look(config)
+        with TemporaryDirectory() as folder:
+            _look(config if data is None else with_rows(config, data, Path(folder)))
         return {}
     from hybridrl.checks.training import idle_encodings
     from hybridrl.job import Job
@@ -92,8 +110,8 @@ def run(config: Config) -> dict[str, Any]:
         view.message(f"{signal}: ended before the first step.")
         raise Preempted(signal) if config.checkpoint.wanted else KeyboardInterrupt(signal)
 
-    trainer, name = config.trainer.name, config.run.name
-    title = f"HybridRL {trainer}" if name == trainer else f"HybridRL {trainer}: {name}"
+    kind, name = config.trainer.name, config.run.name
+    title = f"HybridRL {kind}" if name == kind else f"HybridRL {kind}: {name}"
     steps = config.trainer.steps if load_trainer(config.trainer.name).TRAINS else 0
     terminated = PREEMPTED if config.checkpoint.wanted else INTERRUPTED
     with (
@@ -102,7 +120,7 @@ def run(config: Config) -> dict[str, Any]:
     ):
         interrupts.on_terminate = end_now
         with (
-            Job(config, view.phase, is_whole=True) as job,
+            Job(config, view.phase, data=data, is_whole=True) as job,
             _told_before_closing(view, interrupts),
         ):
             # It brings in the libraries of the models, which the job imports while Ray starts.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from hybridrl import main
 from hybridrl.algorithms import DirectPreference
 from hybridrl.config.load import load_config
 from hybridrl.core.batch import Batch
@@ -320,6 +321,19 @@ def test_rewards_as_python_objects(start):
     assert [row["scores"] for row in rows] == [
         says_even("", row["response"]) + is_short(row["response"]) for row in rows
     ]
+
+
+def test_a_whole_run_takes_python_objects_and_tries_them_first(tmp_path, model, capsys):
+    settings = [*SMALL, f"run.root={tmp_path}", "run.name=mine", f"model.path={model}"]
+    objects = {"reward": is_short, "data": ROWS, "trainer": InProgram}
+    assert main.run(load_config([*settings, "run.dry=true"]), **objects) == {}
+    assert "All checks passed" in capsys.readouterr().err and not (tmp_path / "latest").exists()
+
+    summary = main.run(load_config(settings), **objects)
+    assert summary["steps"] == 2 and summary["reward_last"] < 0
+    assert (tmp_path / "latest" / "model" / "model.safetensors").is_file()
+    with pytest.raises(ConfigError, match="height"):
+        main.run(load_config(settings), reward=lambda response, height: 0.0, data=ROWS)
 
 
 @pytest.mark.parametrize("program", ["ppo", "safe_rlhf"])
