@@ -15,7 +15,7 @@ PIECE_CELLS = 200
 """Longest stretch of it with or without loss."""
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Tokens next to each other that are all learned, or all read only."""
 
     text: str
@@ -28,7 +28,7 @@ class ShownRow(NamedTuple):
     """
 
     name: str
-    pieces: list[Piece]
+    pieces: list[TextPiece]
 
     def figures(self) -> dict[str, Any]:
         """The row in full, as `data-report.json` has it."""
@@ -68,7 +68,7 @@ def show_first_row(rows: Batch, tokenizer: Any) -> list[ShownRow]:
     ]
 
 
-def _pieces(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list[Piece]:
+def _pieces(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list[TextPiece]:
     """Each piece is what it adds to the text before it: alone, it may lose a space."""
     pieces, end, before = [], 0, ""
     for is_learned, stretch in itertools.groupby(mask):
@@ -76,6 +76,6 @@ def _pieces(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list[Pie
         text = tokenizer.decode(
             ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        pieces.append(Piece(text[len(before) :], bool(is_learned)))
+        pieces.append(TextPiece(text[len(before) :], bool(is_learned)))
         before = text
     return pieces

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from hybridrl.errors import ConfigError, nearest
 
-OF_A_ROW = ("prompt", "response", "answer")
 MESSAGES = "prompt_messages"
 """A column of the data: the prompts of chats as messages, before the chat template."""
 TOKENS, UPDATES = "response_token_ids", "updates"

@@ -333,7 +333,13 @@ class VLLMRollout(RolloutEngine):
             self._forget_prefixes()
             return
         vllm_weights.forget_kernels(worker.get_model())
-        worker.reload_weights(weights_iterator=weights)
+        try:
+            worker.reload_weights(weights_iterator=weights)
+        except KeyError as error:
+            raise RolloutError(
+                f"vLLM's class of this model knows no weight {error}, the name that training has for "
+                "it. rollout=transformers generates with the class that is trained."
+            ) from error
         head = getattr(worker.get_model(), "lm_head", None)
         if head is not None and self._device.type == "cpu":
             # The CPU back end packs the output embedding when it is loaded; a tied one is not

@@ -50,7 +50,9 @@ def job(run, tmp_path):
         ("gemma3", ()),
         ("gemma3", ("rollout=transformers",)),
         ("qwen3_vl", ()),
-        *map(long, ("mistral3", "gemma4", "gpt_oss", "glm4_moe", "deepseek_v3")),
+        *map(long, ("mistral3", "gemma4", "glm4_moe")),
+        # vLLM does not take new weights of their experts: see docs/models.md.
+        *(long(name, "rollout=transformers") for name in ("gpt_oss", "deepseek_v3")),
         long("qwen3_5", *BFLOAT16),
         long("gemma3", "num_devices=2", "rollout.parallel.tp=2"),
         long("gemma3", "actor.lora.rank=4"),
