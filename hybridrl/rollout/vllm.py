@@ -337,8 +337,9 @@ class VLLMRollout(RolloutEngine):
             worker.reload_weights(weights_iterator=weights)
         except KeyError as error:
             raise RolloutError(
-                f"vLLM's class of this model knows no weight {error}, the name that training has for "
-                "it. rollout=transformers generates with the class that is trained."
+                f"vLLM's class of this model knows no weight {error}, which is the name that "
+                "training has for it. rollout=transformers generates with the class that is "
+                "trained."
             ) from error
         head = getattr(worker.get_model(), "lm_head", None)
         if head is not None and self._device.type == "cpu":
