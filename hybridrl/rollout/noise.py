@@ -8,7 +8,9 @@ from torch import Tensor
 
 _SEED, _PLACE, _TOKEN = 0x632BE59BD9B4E019, 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D
 _FIRST, _SECOND = 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
-_BITS = 24  # of the uniform number: what float32 holds
+_START = 0x6A09E667F3BCC909  # without it all zeros would be mixed to zero
+_BITS = 63
+_BELOW_ONE = 1 - 2**-24  # the largest float32 below 1
 
 
 def gumbel(seeds: Tensor, places: Tensor, width: int) -> Tensor:
@@ -24,10 +26,16 @@ def gumbel(seeds: Tensor, places: Tensor, width: int) -> Tensor:
         ``[samples, width]`` float32.
     """
     tokens = torch.arange(width, device=seeds.device)
-    rows = _mix(_mix(seeds * _SEED) + places * _PLACE)
+    rows = _mix(_mix(seeds * _SEED + _START) + places * _PLACE)
     mixed = _mix(rows[:, None] + tokens * _TOKEN)
-    uniform = (_shifted(mixed, 64 - _BITS).float() + 0.5) / 2**_BITS
-    return -torch.log(-torch.log(uniform))
+    return -torch.log(-torch.log1p(-uniform(mixed)))
+
+
+def uniform(bits: Tensor) -> Tensor:
+    """Uniform float32 numbers of random int64 bits, strictly between 0 and 1: from 2**-64 to
+    1 - 2**-24, so that the logarithms of a number and of 1 minus it are finite. Float32 is fine
+    near 0 and coarse near 1, so it is small numbers that should decide what is rare."""
+    return ((_shifted(bits, 64 - _BITS).float() + 0.5) / 2**_BITS).clamp_(max=_BELOW_ONE)
 
 
 def _mix(x: Tensor) -> Tensor:

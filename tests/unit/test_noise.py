@@ -2,7 +2,12 @@
 
 import torch
 
-from hybridrl.rollout.noise import gumbel
+from hybridrl.rollout.base import Sampling
+from hybridrl.rollout.choosing import Chooser
+from hybridrl.rollout.noise import gumbel, uniform
+
+QWEN = 151_936
+"""The size of a large vocabulary."""
 
 
 def test_a_row_draws_the_same_beside_any_others():
@@ -34,3 +39,51 @@ def test_neighbouring_seeds_and_places_are_unrelated():
         gumbel(seeds, torch.zeros_like(seeds), 2)[:, 1],
     ):
         assert torch.corrcoef(torch.stack([one, other]))[0, 1].abs() < 0.03
+
+
+def test_every_uniform_number_lies_between_0_and_1_and_has_finite_noise():
+    """For the 2**20 least and greatest of all 64 random bits, whichever sign they have as an
+    integer, and for each of the powers of two between."""
+    some = torch.arange(2**20)
+    powers = 2 ** torch.arange(63)
+    as_unsigned = torch.cat([some, powers, powers - 1, -powers, -1 - some, (1 << 62) + some])
+    numbers = uniform(as_unsigned)
+    assert numbers.dtype == torch.float32
+    assert 0 < numbers.min() < 2**-53 and 0.999 < numbers.max() < 1
+    assert (-torch.log(-torch.log1p(-numbers))).isfinite().all()
+    increasing = uniform(torch.cat([some, some + (1 << 40), (1 << 62) + some, -(2**40) + some]))
+    assert (increasing.diff() >= 0).all()
+    quarters = uniform(torch.tensor([1 << 62, -(1 << 62)]))
+    assert torch.allclose(quarters, torch.tensor([0.25, 0.75]))
+
+
+def draws(logits, sampling, number, first=0, at_once=25):
+    chooser = Chooser(sampling, torch.tensor([1]), None)
+    for start in range(first, first + number, at_once):
+        yield chooser.choose(logits.expand(at_once, -1).clone(), start + torch.arange(at_once), 3)
+
+
+def test_no_token_of_a_large_vocabulary_is_drawn_that_has_no_probability():
+    """One token has all of it but for 1e-12, of which the others have their share."""
+    logits = torch.full((QWEN,), -30.0)
+    logits[7] = 10.0
+    for sampling in (Sampling(8), Sampling(8, top_k=1), Sampling(8, top_p=0.9)):
+        for tokens, log_probs in draws(logits, sampling, 150):
+            assert tokens.eq(7).all() and log_probs.abs().max() < 1e-6
+
+
+def test_tokens_that_are_filtered_out_are_never_drawn():
+    logits = torch.full((QWEN,), -torch.inf)
+    logits[5::40_000] = torch.tensor([0.0, -1.0, -2.0, -3.0])
+    found = torch.cat([tokens for tokens, _ in draws(logits, Sampling(8), 400)])
+    assert set(found.tolist()) <= {5, 40_005, 80_005, 120_005}
+    shares = (found == 5).float().mean(), logits[5::40_000].softmax(0)[0]
+    assert abs(shares[0] - shares[1]) < 0.1  # four standard deviations
+
+
+def test_the_largest_noise_of_a_vocabulary_has_its_distribution():
+    """Less the logarithm of their number it is Gumbel noise again: what rare tokens live by."""
+    noise = gumbel(torch.arange(100), torch.zeros(100, dtype=torch.int64), QWEN)
+    largest = noise.amax(1) - torch.log(torch.tensor(QWEN))
+    assert abs(float(largest.mean()) - 0.5772) < 0.51  # four standard deviations, pi / sqrt(6 n)
+    assert largest.max() < 12  # with 100 draws, beyond that by a chance of 6e-4

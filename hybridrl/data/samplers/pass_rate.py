@@ -77,7 +77,7 @@ class PassRate:
             weights = np.where(inside, 1.0, self._explore)
             # The largest of these are a draw by weight, without putting back (Efraimidis and
             # Spirakis 2006).
-            keys = np.log(self._random.random(len(weights))) / weights
+            keys = np.log1p(-self._random.random(len(weights))) / weights  # of 1 - [0, 1)
             found.append(np.argsort(-keys, kind="stable")[:left])
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
