@@ -55,6 +55,12 @@ class BatchRef:
         possible = [escape(n) for n in self.selected - known.certain if known.may_have(n)]
         return Columns(known.certain & self.selected, tuple(sorted(possible)))
 
+    @property
+    def calls(self) -> frozenset[int]:
+        """The numbers of the calls that made its columns."""
+        made = (getattr(shard, "call", None) for shard in self.node.shards())
+        return frozenset(call.number for call in made if call is not None)
+
     def __or__(self, other: BatchRef) -> BatchRef:
         """Joins by row: handles only, nothing moves.
 

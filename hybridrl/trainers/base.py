@@ -41,8 +41,11 @@ class Trainer(ABC):
         DATA: What a step learns from: `prompts`, `examples` with their responses, or `pairs` of a
             better and a worse response, as neighbouring rows.
         TRAINS: False for a program that only evaluates.
-        figures: The program's own numbers of the last step, written with its metrics.
+        figures: The program's own numbers of this step, written with its metrics.
         notices: Sentences for the user, shown after the step.
+        beside: Samples of this step that are not among those that `step` returns or that are noted,
+            by how the names of their figures are to begin: `greedy` gives `greedy/reward/mean`.
+            Those that have no name here begin with `other`.
         drawn: Samples of the last evaluation, by the role that gave them; the run keeps them.
     """
 
@@ -59,6 +62,7 @@ class Trainer(ABC):
         self.figures: dict[str, float] = {}
         self.notices = [*notices_of_kl(config), *precision_notices(config, groups)]
         self.scored: list[BatchRef] = []
+        self.beside: dict[str, BatchRef] = {}
         self.drawn: dict[str, list[Drawn]] = {}
         self.prepare()
 

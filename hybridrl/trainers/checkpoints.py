@@ -256,7 +256,6 @@ class Checkpoints:
                 check_best(best, figures)
             self.job.feed.load_state(state["feed"])
             self.trainer.load_state(state["trainer"])
-            self.trainer.figures |= state["figures"]
             loading = [
                 self.job.groups[role].load_state(str((source / role).absolute()))
                 for role in self._roles()
@@ -291,7 +290,6 @@ class Checkpoints:
             "step": step,
             "feed": feed,
             "trainer": trainer,
-            "figures": self.trainer.figures,
             "summary": self.summary,
             "warmed_up": self._warmed_up,
             "data": self._fingerprint,

@@ -24,7 +24,7 @@ class Trainer(PolicyTrainer):
         greedy = prompts | actor.generate_sequences(prompts, self.sampling.greedy())
         samples = prompts.repeat(per_prompt)
         samples |= actor.generate_sequences(samples, self.sampling)
-        greedy = joined(greedy, self.judge(greedy))
+        self.beside["greedy"] = greedy = joined(greedy, self.judge(greedy))
         penalised = partial(as_baseline, config=config, longest=longest)
         # Where the rewards are: hosts of the actor would wait for them before the reference scores.
         baseline = greedy.apply(penalised, TOKEN_COLUMNS, makes=["greedy_scores"], on=reward)

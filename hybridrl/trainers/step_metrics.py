@@ -20,7 +20,6 @@ UPDATE = {
     "clip_fraction": "policy/clip_fraction",
     "grad_norm": "policy/grad_norm",
     "learning_rate": "policy/learning_rate",
-    "tokens": "policy/tokens",
     "router_busiest": "router/busiest",
     "router_entropy": "router/entropy",
     "router_loss": "router/loss",
@@ -33,26 +32,39 @@ UPDATE = {
     "cost_critic_loss": "cost_critic/loss",
     "cost_critic_value": "cost_critic/value_mean",
 }
-"""Metrics of an update, and the names under which they are written. One that has a slash in its
-name, as the metrics of a user's loss may have, is written as it is."""
-SKIPPED = {
+"""Metrics of an update, and the names under which they are written: means over the step's updates,
+weighted by their tokens. One that has a slash in its name, as the metrics of a user's loss may
+have, is written as it is."""
+COUNTS = {
+    "tokens": "policy/tokens",
     "skipped_updates": "policy/skipped_updates",
     "critic_skipped_updates": "critic/skipped_updates",
     "cost_critic_skipped_updates": "cost_critic/skipped_updates",
 }
-"""Updates of the step whose gradient was not finite; these add up."""
+"""Metrics of an update that add up over the step: tokens learned from, and updates that were left
+out because their gradient was not finite."""
 MISMATCH = {
     "mismatch_kl": "mismatch/kl",
     "mismatch_k3": "mismatch/k3",
     "mismatch_ppl_ratio": "mismatch/ppl_ratio",
     "mismatch_abs_max": "mismatch/max_abs",
 }
+OF_SAMPLES = ("samples", "reward_count", "cost_count")
+"""What a call reports that makes samples, or scores them."""
+OF_STEP = ("sync_", "behind_")
+"""How figures begin that are of the step whatever samples a call makes."""
+OTHER = "other"
+"""Samples that are not of the step, and that the program gives no name."""
+TOKENS = ("tokens", "critic_tokens", "cost_critic_tokens")
 SYNC = ("received", "redundant", "peak")
 """Of all ranks together; see `hybridrl.engine.weight_sync.SyncCost`."""
 
 
 def step_metrics(
-    records: Sequence[Record], updates: Sequence[Mapping[str, float]], seconds: float
+    records: Sequence[Record],
+    updates: Sequence[Mapping[str, float]],
+    seconds: float,
+    drawn: Mapping[int, str] | None = None,
 ) -> dict[str, float]:
     """All metrics of one step.
 
@@ -60,25 +72,29 @@ def step_metrics(
         records: Of every call of the step, by every rank.
         updates: Metrics of each optimizer step.
         seconds: Wall time of the step.
+        drawn: Calls by number, and what the names of figures of their samples begin with: "" for
+            the samples of the step. Other calls that sample or score begin with `OTHER`. None: all
+            samples are the step's.
     """
-    total: dict[str, float] = defaultdict(float)
-    for record in records:
-        for name, value in record.metrics.items():
-            total[name] = max(total[name], value) if name.endswith("_max") else total[name] + value
-    metrics = _columns(total) | _scores("reward", total) | _scores("cost", total)
-    metrics |= _responses(total, seconds) | scored_figures(total)
-    if "behind_rows" in total:
-        metrics["staleness/mean"] = total["behind_sum"] / max(1.0, total["behind_rows"])
-        metrics["staleness/max"] = total["behind_max"]
-    if "sync_received" in total:  # weights went to the generator box by box
-        metrics |= {f"sync/{name}_bytes": total[f"sync_{name}"] for name in SYNC}
-    metrics |= _compression(total)
+    of_step, of_samples = _totals(records, drawn)
+    metrics: dict[str, float] = {}
+    for name, total in of_samples.items():
+        found = _of_samples(total)
+        metrics |= {f"{name}/{key}": x for key, x in found.items()} if name else found
+    if generated := [total for total in of_samples.values() if "samples" in total]:
+        tokens = sum(total["response_tokens"] for total in generated)
+        metrics["throughput/tokens_per_second"] = tokens / seconds
+    if "behind_rows" in of_step:
+        metrics["staleness/mean"] = of_step["behind_sum"] / max(1.0, of_step["behind_rows"])
+        metrics["staleness/max"] = of_step["behind_max"]
+    if "sync_received" in of_step:  # weights went to the generator box by box
+        metrics |= {f"sync/{name}_bytes": of_step[f"sync_{name}"] for name in SYNC}
+    metrics |= _compression(of_step)
     of_users = {name: name for update in updates for name in update if "/" in name}
     for name, written in (UPDATE | of_users).items():
-        found = [update[name] for update in updates if name in update]
-        if found:
-            metrics[written] = sum(found) / len(found)
-    for name, written in SKIPPED.items():
+        if any(name in update for update in updates):
+            metrics[written] = _mean(name, updates)
+    for name, written in COUNTS.items():
         if found := [update[name] for update in updates if name in update]:
             metrics[written] = sum(found)
     # A step with several updates begins at the policy that sampled: there mismatch counts.
@@ -90,6 +106,56 @@ def step_metrics(
     if any("critic_return" in update for update in updates):
         metrics["critic/explained_variance"] = _explained_variance(updates)
     return metrics | {"time/step": seconds} | phase_shares(records, seconds) | _peaks(records)
+
+
+def _totals(
+    records: Sequence[Record], drawn: Mapping[int, str] | None
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Return what the records add up to: of the step as a whole, and of samples, by the beginning
+    of their figures' names."""
+    of_step: dict[str, float] = defaultdict(float)
+    of_samples: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    drawn = drawn or {}
+    # A program may return rows that it put together itself: then it is unknown which were drawn.
+    known = {_made_of(record) for record in records if drawn.get(record.call) == ""} - {""}
+    for record in records:
+        made = _made_of(record)
+        whose = drawn.get(record.call, OTHER if made in known else "")
+        for name, value in record.metrics.items():
+            total = of_step if name.startswith(OF_STEP) else of_samples[whose]
+            total[name] = max(total[name], value) if name.endswith("_max") else total[name] + value
+    return of_step, of_samples
+
+
+def _made_of(record: Record) -> str:
+    """Return the kind of samples' figures that a call reported: of generation or of a role that
+    scores; empty if none."""
+    return next((name for name in OF_SAMPLES if name in record.metrics), "")
+
+
+def _of_samples(total: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures of samples that were drawn together."""
+    return (
+        _columns(total)
+        | _scores("reward", total)
+        | _scores("cost", total)
+        | _responses(total)
+        | scored_figures(total)
+    )
+
+
+def _mean(name: str, updates: Sequence[Mapping[str, float]]) -> float:
+    """Return the mean of a metric over the updates that have it, weighted by their tokens."""
+    found = [update for update in updates if name in update]
+    weights = [_tokens(update) for update in found]
+    if None in weights or not (total := math.fsum(weights)):
+        weights, total = [1.0] * len(found), float(len(found))
+    return math.fsum(w * update[name] for w, update in zip(weights, found, strict=True)) / total
+
+
+def _tokens(update: Mapping[str, float]) -> float | None:
+    """Return the tokens that an update, of whatever role, learned from; None if it does not say."""
+    return next((x for name, x in update.items() if name in TOKENS), None)
 
 
 def _peaks(records: Sequence[Record]) -> dict[str, float]:
@@ -140,7 +206,7 @@ def _mean_and_spread(name: str, total: Mapping[str, float]) -> tuple[float, floa
     return mean, math.sqrt(max(0.0, variance))
 
 
-def _responses(total: Mapping[str, float], seconds: float) -> dict[str, float]:
+def _responses(total: Mapping[str, float]) -> dict[str, float]:
     """Of what was generated, if anything was."""
     if "samples" not in total:
         return {}
@@ -150,7 +216,6 @@ def _responses(total: Mapping[str, float], seconds: float) -> dict[str, float]:
         "response/length_max": total["response_tokens_max"],
         "response/truncated": total["truncated"] / samples,
         "response/tokens": total["response_tokens"],
-        "throughput/tokens_per_second": total["response_tokens"] / seconds,
     }
     if "drafted_tokens" in total:
         drafted = total["drafted_tokens"]
@@ -185,10 +250,5 @@ def _compression(total: Mapping[str, float]) -> dict[str, float]:
 
 def _explained_variance(updates: Sequence[Mapping[str, float]]) -> float:
     """Share of the variance of the returns that the values explain, 1 at best."""
-    found = [update for update in updates if "critic_return" in update]
-
-    def mean(name: str) -> float:
-        return sum(update[f"critic_{name}"] for update in found) / len(found)
-
-    variance = mean("return_square") - mean("return") ** 2
-    return 1.0 - mean("error_square") / variance if variance > 1e-12 else 0.0
+    variance = _mean("critic_return_square", updates) - _mean("critic_return", updates) ** 2
+    return 1.0 - _mean("critic_error_square", updates) / variance if variance > 1e-12 else 0.0

@@ -42,7 +42,13 @@ class Step(NamedTuple):
     figures: dict[str, float]
     notices: list[str]
     scored: list[BatchRef]
+    beside: dict[str, BatchRef]
     groups: range
+
+    def drawn(self) -> dict[int, str]:
+        """Return the calls that made samples, by number, and how their figures' names begin."""
+        named = [*self.beside.items(), *(("", batch) for batch in (*self.scored, self.batch))]
+        return {number: name for name, batch in named for number in batch.calls}
 
 
 class Steps:
@@ -86,15 +92,18 @@ class Steps:
         batch, handles = _step_of(trainer)
         notices, trainer.notices = trainer.notices, []
         scored, trainer.scored = trainer.scored or [batch], []
+        beside, trainer.beside = trainer.beside, {}
+        figures, trainer.figures = trainer.figures, {}
         return Step(
             number,
             begin,
             batch,
             handles,
             self.job.executor.end_step(),
-            dict(trainer.figures),
+            figures,
             notices,
             scored,
+            beside,
             range(first, self.job.feed.numbered),
         )
 
@@ -129,7 +138,7 @@ class Steps:
         for scored in step.scored:
             of_sources |= self.job.feed.learn_scores(scored)
         self.job.feed.forget_groups(step.groups.stop)
-        metrics = step_metrics(records, updates, self.ended - begin) | of_sources
+        metrics = step_metrics(records, updates, self.ended - begin, step.drawn()) | of_sources
         metrics |= step.figures | further
         figures, slow = self._devices.look(records)
         metrics |= figures
@@ -143,12 +152,12 @@ class Steps:
             self.view.message(f"step {step.number}: {notice}")
         for choice in choices_of(records):
             self.view.message(f"step {step.number}: {choice}")
-        for notice in self.unscored.look(f"step {step.number}", records):
-            self.view.message(notice)
         with self.job.beside.doing(KEEPING):
             self._keep(step.number, metrics, step.batch)
         self._record(step.number, begin, records)
         self._draw(step.number, records)
+        for notice in self.unscored.look(f"step {step.number}", records):
+            self.view.message(notice)
         if bad is not None:
             self.guard.act(bad, step.batch, step.groups, metrics)
         if not self._compared and "mismatch/k3" in metrics:
@@ -169,7 +178,9 @@ class Steps:
 
     def _keep(self, step: int, metrics: dict[str, float], batch: BatchRef) -> None:
         self.summary["steps"] = step
-        self.summary["tokens_generated"] += int(metrics.get("response/tokens", 0))
+        self.summary["tokens_generated"] += int(
+            sum(value for name, value in metrics.items() if name.endswith("response/tokens"))
+        )
         self.summary["seconds_train"] += metrics["time/step"]
         for name, metric in GAINS.items():
             if metric in metrics:

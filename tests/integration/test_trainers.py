@@ -30,6 +30,7 @@ from hybridrl.models import make_tiny_model
 from hybridrl.rollout import Sampling
 from hybridrl.trainers.evaluation import evaluate_answers
 from hybridrl.trainers.step_metrics import step_metrics
+from hybridrl.trainers.steps import Step
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -136,7 +137,9 @@ def step(job, trainer):
     updates = [handle.get() for handle in handles]
     assert all(math.isfinite(value) for update in updates for value in update.values())
     records = job.executor.take_records()
-    return batch, updates, step_metrics(records, updates, 1.0), [r.method for r in records]
+    made = Step(1, 0.0, batch, handles, 0, {}, [], trainer.scored, trainer.beside, range(0))
+    metrics = step_metrics(records, updates, 1.0, made.drawn())
+    return batch, updates, metrics, [r.method for r in records]
 
 
 def held_out(job):
@@ -268,6 +271,8 @@ def test_remax(start):
         gain = row["scores"] - row["greedy_scores"]
         assert row["advantages"] == [gain] * len(row["response_ids"])
     assert metrics["policy/grad_norm"] > 0
+    assert metrics["reward/mean"] == pytest.approx(float(rows["scores"].mean()))
+    assert metrics["greedy/reward/mean"] == pytest.approx(float(expected.mean()))
 
 
 def test_safe_rlhf_moves_its_multiplier(start, rewards):

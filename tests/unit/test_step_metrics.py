@@ -78,7 +78,76 @@ def test_functions_and_their_further_numbers_have_means():
     assert "reward/mean" not in found
 
 
-def test_skipped_updates_are_counted():
-    updates = [{"skipped_updates": 1.0}, {"skipped_updates": 1.0}, {"critic_skipped_updates": 0.0}]
+def test_updates_weigh_by_their_tokens_and_counts_add_up():
+    updates = [
+        {"loss": 1.0, "tokens": 30.0, "mine/a": 3.0, "skipped_updates": 1.0},
+        {"loss": 5.0, "tokens": 10.0, "skipped_updates": 1.0},
+        {"critic_loss": 2.0, "critic_tokens": 1.0, "critic_skipped_updates": 0.0},
+        {"critic_loss": 6.0, "critic_tokens": 3.0},
+    ]
     found = step_metrics([], updates, 1.0)
+    assert found["policy/loss"] == 2.0 and found["policy/tokens"] == 40.0
+    assert found["critic/loss"] == 5.0 and found["mine/a"] == 3.0
     assert found["policy/skipped_updates"] == 2.0 and found["critic/skipped_updates"] == 0.0
+
+
+@pytest.mark.parametrize("updates", [[{"loss": 1.0, "tokens": 0.0}, {"loss": 3.0, "tokens": 0.0}]])
+def test_updates_of_no_tokens_weigh_the_same(updates):
+    assert step_metrics([], updates, 1.0)["policy/loss"] == 2.0
+    assert step_metrics([], [{"loss": 1.0}, {"loss": 3.0, "tokens": 9.0}], 1.0)["policy/loss"] == 2
+
+
+def test_returns_of_larger_updates_weigh_more_in_what_values_explain():
+    # Returns 0 and 2 in one update, 4 in the other: mean 2, variance 8 / 3; errors 1, 1 and 0.
+    both = {"critic_return": 1.0, "critic_return_square": 2.0, "critic_error_square": 1.0}
+    one = {"critic_return": 4.0, "critic_return_square": 16.0, "critic_error_square": 0.0}
+    found = step_metrics([], [both | {"critic_tokens": 2.0}, one | {"critic_tokens": 1.0}], 1.0)
+    assert found["critic/explained_variance"] == pytest.approx(1 - (2 / 3) / (8 / 3))
+
+
+def test_mismatch_is_of_the_first_update():
+    def update(scale):
+        return {
+            **{"mismatch_kl": 0.1 * scale, "mismatch_k3": 0.2 * scale, "mismatch_abs_max": scale},
+            **{"mismatch_ppl_ratio": 1.0 + scale, "mismatch_weight": 0.5},
+            **{"mismatch_weight_square": 0.4 * scale, "tokens": 100.0 * scale},
+        }
+
+    found = step_metrics([], [{"critic_loss": 1.0}, update(1.0), update(9.0)], 1.0)
+    assert found["mismatch/k3"] == 0.2 and found["mismatch/max_abs"] == 1.0
+    assert found["mismatch/kl"] == 0.1 and found["mismatch/ppl_ratio"] == 2.0
+    assert found["mismatch/ess"] == pytest.approx(0.25 / 0.4)
+
+
+def call(number, **metrics):
+    return Record("any", 0, "method", metrics=metrics, call=number)
+
+
+DRAWN = [
+    call(1, samples=2, response_tokens=6, response_tokens_max=4, truncated=0, sync_received=1),
+    call(2, samples=1, response_tokens=9, response_tokens_max=9, truncated=1, sync_received=1),
+    call(3, reward_count=2, reward_sum=1.0, reward_square_sum=1.0, reward_correct=1),
+    call(4, reward_count=1, reward_sum=5.0, reward_square_sum=25.0, reward_correct=1, repeated=0),
+    call(5, behind_sum=4, behind_rows=2, behind_max=3),
+]
+
+
+def test_samples_beside_those_of_the_step_have_figures_of_their_own():
+    of = {"reward_dropped": 0, "reward_failures": 0, "reward_timeouts": 0}
+    for record in DRAWN[2:4]:
+        record.metrics |= of
+    found = step_metrics(DRAWN, [], 3.0, {1: "", 3: "", 2: "greedy", 4: "greedy"})
+    assert found["reward/mean"] == 0.5 and found["greedy/reward/mean"] == 5.0
+    assert found["response/length_mean"] == 3.0 and found["greedy/response/length_mean"] == 9.0
+    assert found["response/truncated"] == 0.0 and found["response/tokens"] == 6
+    # What the machines did is of the step, whatever it was for.
+    assert found["throughput/tokens_per_second"] == 5.0 and found["sync/received_bytes"] == 2
+    assert found["staleness/mean"] == 2.0
+    unnamed = step_metrics(DRAWN, [], 3.0, {1: "", 3: ""})
+    assert unnamed["other/reward/mean"] == 5.0 and unnamed["reward/mean"] == 0.5
+
+
+def test_samples_count_as_the_steps_where_its_rows_are_of_no_call():
+    found = step_metrics(DRAWN, [], 3.0, {1: ""})  # what is learned from came from the driver
+    assert found["reward/mean"] == 2.0 and found["response/length_mean"] == 3.0
+    assert step_metrics(DRAWN, [], 3.0)["response/length_mean"] == 5.0

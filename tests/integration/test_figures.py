@@ -1,0 +1,112 @@
+"""Figures of a run: of which samples and of which step they are, and that one name has one value
+wherever it is written."""
+
+import json
+import math
+
+import pyarrow.parquet as pq
+import pytest
+
+from hybridrl.config.load import load_config
+from hybridrl.errors import RewardError
+from hybridrl.job import Job
+from hybridrl.observe.console import make_console
+from hybridrl.trainers import loop
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+SMALL = [
+    *("executor=inline", "rollout=transformers", "devices=cpu", "warmup.steps=0"),
+    "model.tiny={hidden_size: 32, layers: 1, heads: 1}",
+    *("data.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.max_tokens=5"),
+    *("eval.prompts=6", "eval.every=0", "observe.samples_every=1", "trainer.steps=2"),
+]
+OWN = '''
+from hybridrl.trainers import grpo
+
+
+def odd(prompt, response, **row):
+    return float(sum(map(ord, response)) % 7)
+
+
+def until_update(prompt, response, updates, **row):
+    return None if updates else 1.0
+
+
+class Best(grpo.Trainer):
+    """Draws twice, and learns from what it drew last; of its figures one is of its first step."""
+
+    def step(self):
+        self.samples()
+        if not self.steps:
+            self.figures["mine/first"] = 1.0
+        return super().step()
+'''
+
+
+@pytest.fixture
+def own(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    return file
+
+
+@pytest.fixture
+def finish(tmp_path, own):
+    """Runs a job in this process; gives its folder."""
+
+    def run(*overrides):
+        given = [*SMALL, f"run.directory={tmp_path / 'run'}", f"reward.function={own}:odd"]
+        config = load_config([*given, *overrides])
+        with make_console(1, "test") as view, Job(config) as job:
+            loop.Loop(job, view).run()
+        return job.directory.path
+
+    return run
+
+
+def steps_of(folder):
+    """The figures of each step."""
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if "time/step" in row]
+
+
+def samples_of(folder, step, kind="samples"):
+    return pq.read_table(folder / kind / f"step-{step:06d}.parquet").to_pylist()
+
+
+def mean(values):
+    values = list(values)
+    return pytest.approx(math.fsum(values) / len(values))
+
+
+@pytest.mark.parametrize(
+    ("program", "beside"), [("algorithm=remax", "greedy"), ("trainer.name={own}:Best", "other")]
+)
+def test_figures_are_of_the_samples_that_are_learned_from(finish, own, program, beside):
+    folder = finish(program.format(own=own))
+    for row in steps_of(folder):
+        samples = samples_of(folder, row["step"])
+        assert row["reward/mean"] == row["reward/odd"] == mean(s["scores"] for s in samples)
+        assert row["response/length_mean"] == mean(len(s["advantages"]) for s in samples)
+        assert row["response/tokens"] == sum(len(s["advantages"]) for s in samples)
+        assert row[f"{beside}/response/tokens"] > 0
+        assert ("greedy/reward/mean" in row) == (beside == "greedy")
+    generated = sum(
+        row["response/tokens"] + row[f"{beside}/response/tokens"] for row in steps_of(folder)
+    )
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["tokens_generated"] == generated
+
+
+def test_a_figure_is_of_one_step(finish, own):
+    first, second = steps_of(finish(f"trainer.name={own}:Best"))
+    assert first["mine/first"] == 1.0 and "mine/first" not in second
+
+
+def test_a_step_without_a_score_leaves_its_figures(finish, own, tmp_path):
+    with pytest.raises(RewardError, match="step 2: none of the 8 samples"):
+        finish(f"reward.function={own}:until_update", "reward.on_error=drop")
+    first, second = steps_of(tmp_path / "run")
+    assert first["reward/mean"] == 1.0
+    assert second["reward/dropped"] == 8 and "reward/mean" not in second
