@@ -39,12 +39,12 @@ def written(page: str) -> str:
 def sections() -> Iterator[str]:
     """A table for each group of settings, and one of other libraries' names."""
     yield f"{len(leaves())} settings."
-    for name, group in (*_groups(Config), ("eval.sets.<name>.", EvalSetConfig)):
+    for name, group, where in (*_groups(Config), ("eval.sets.<name>.", EvalSetConfig, "")):
         rows = [_row(f"{name}{key}", group, key) for key in _own(group)]
         if rows:
             title = f"## `{name.removesuffix('.')}`" if name else "## The job"
             head = "| setting | value | default | meaning |\n|---|---|---|---|"
-            about = _words(inspect.getdoc(group) or "")
+            about = f"{_words(inspect.getdoc(group) or '')} {where}".strip()
             yield "\n".join([title, "", *([about, ""] if name else []), head, *rows])
     yield "## Coming from TRL, verl, OpenRLHF or NeMo-RL"
     yield (
@@ -56,12 +56,12 @@ def sections() -> Iterator[str]:
     yield "\n".join(["| there | here | |", "|---|---|---|", *rows])
 
 
-def _groups(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every group of settings with its dotted name, outer ones first."""
-    yield prefix, group
+def _groups(group: Any, prefix: str = "", where: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Every group of settings with its dotted name, and where it counts, outer ones first."""
+    yield prefix, group, where
     for key, hint in hints(group).items():
         if is_dataclass(inner := plain(hint)) and f"{prefix}{key}" not in AGAIN:
-            yield from _groups(inner, f"{prefix}{key}.")
+            yield from _groups(inner, f"{prefix}{key}.", _where(hint, prefix))
 
 
 def _own(group: Any) -> list[str]:
@@ -76,11 +76,15 @@ def _row(name: str, group: Any, key: str) -> str:
     hint, default = hints(group)[key], default_of(group, key)
     value = described(hint) + (", or null" if is_optional(hint) else "")
     meaning = _docstrings(group).get(key, "")
-    if said := conditions(hint):
-        counts = str(said).replace("`.", f"`{name.rpartition('.')[0]}.")
-        meaning = f"{meaning} Counts with {counts}.".strip()
+    meaning = f"{meaning} {_where(hint, name.rpartition('.')[0] + '.')}".strip()
     shown = yaml.safe_dump(default, default_flow_style=True).removesuffix("\n...\n").strip()
     return f"| `{name}` | {_cell(value)} | `{shown}` | {_cell(meaning)} |"
+
+
+def _where(hint: Any, group: str) -> str:
+    """Where a setting of the group, or a group in it, counts."""
+    said = " and ".join(str(one) for one in conditions(hint))
+    return f"Counts with {said.replace('`.', f'`{group}')}." if said else ""
 
 
 @cache

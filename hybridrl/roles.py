@@ -21,6 +21,7 @@ from hybridrl.config.schema import (
     RewardConfig,
     RolloutParallelConfig,
 )
+from hybridrl.config.shown import counts
 from hybridrl.controller import Worker
 from hybridrl.conversations.rendering import TemplateContext, check_options
 from hybridrl.data.mixture import rewards_of, source_names
@@ -99,7 +100,8 @@ def _own_source(job: Built, role: str) -> ModelSource:
 
 
 def _actor(job: Built, role: str) -> Keywords:
-    config, algorithm = job.config, job.config.algorithm
+    config, beside = job.config, "algorithm.ptx_coefficient"
+    learns_beside = config.algorithm.ptx_coefficient and counts(beside, config)
     separated = role == ACTOR and job.placement.is_separated
     return {
         "source": replace(_own_source(job, role), adapters=_adapters(config)),
@@ -107,7 +109,7 @@ def _actor(job: Built, role: str) -> Keywords:
         "rollout": config.rollout,
         "environment": config.environment,
         "objective": job.trainer_class.objective(config),
-        "updates": _updates(config) + (config.trainer.steps if algorithm.ptx_coefficient else 0),
+        "updates": _updates(config) + (config.trainer.steps if learns_beside else 0),
         "seed": config.run.seed,
         "job": job.name,
         "generates": job.roles[role].generates and not separated,

@@ -103,11 +103,16 @@ def _check_data(config: Config) -> None:
             "read the file, or leave data.path out."
         )
     tasks = [source.data.task for source in sources_of(data)] or [data.task]
-    if config.warmup.steps and not any(tasks):
-        raise ConfigError(
-            f"warmup.steps={config.warmup.steps}, but supervised warm-up needs a built-in task "
-            "(data.task), whose answers are known. Set warmup.steps=0."
-        )
+    supervised = {
+        "warmup.steps": config.warmup.steps,
+        "algorithm.ptx_coefficient": config.algorithm.ptx_coefficient,
+    }
+    for setting, value in supervised.items():
+        if value and not any(tasks):
+            raise ConfigError(
+                f"{setting}={value}, but supervised learning needs a built-in task (data.task), "
+                f"whose answers are known. Set {setting}=0."
+            )
     if lacks_model(config):
         raise ConfigError(
             "model.path is not set. The tiny model that is made without it knows only the "

@@ -180,7 +180,8 @@ class Regex:
 
 
 class With:
-    """No bound: the setting counts only where others are set, or have a value.
+    """No bound: the setting, or the group, counts only where others are set, or have a value. Of
+    several beside one setting all have to hold.
 
     Args:
         conditions: `rollout.episode`, `executor=ray`, `.pp>1`; `.path` is another setting of its

@@ -14,6 +14,10 @@ RESPONSES = With(
 )
 PAIRS = With("trainer.name=dpo", "trainer.name=reward_model")
 FROM_FILES = With("data.path")
+RENDERED = With(
+    *("data.path", "rollout.episode", "rollout.serve", "environment.name"),
+    *("reward.judge.path", "cost.judge.path"),
+)
 FORMATS = ("gsm8k", "boxed", "mbpp", "humaneval", "apps", "livecodebench")
 REASONING_GYM = With("data.task=reasoning_gym")
 
@@ -41,7 +45,7 @@ class DataConfig:
     eval_path: Annotated[Name | None, FROM_FILES] = None
     """Held-out prompts; null: those of `path` in another split if it is a folder with files of
     several, else `eval.prompts` of its rows, drawn by `run.seed`."""
-    eval_split: Annotated[Name | None, FROM_FILES] = None
+    eval_split: Annotated[Name | None, FROM_FILES, With("data.eval_path")] = None
     """Of `eval_path`, as `split` is of `path`."""
     prompt_column: Annotated[Name | None, FROM_FILES] = "prompt"
     """Text, or a list of chat messages; null for preference pairs whose responses are conversations
@@ -76,10 +80,10 @@ class DataConfig:
     tools_column: Annotated[Name | None, FROM_FILES] = "tools"
     """The functions that the model may call, as objects or JSON text, which the chat template puts
     into the prompt. The column may be missing; null: none, whatever the column `tools` holds."""
-    chat_template_options: dict[str, Any] = field(default_factory=dict)
+    chat_template_options: Annotated[dict[str, Any], RENDERED] = field(default_factory=dict)
     """Variables of the chat template, wherever it is rendered: `enable_thinking`,
     `reasoning_effort`, `date_string`; `data.chat_template_options.enable_thinking=false`."""
-    date: Annotated[str | None, IsoDate()] = None
+    date: Annotated[str | None, IsoDate(), RENDERED] = None
     """The date that chat templates write into prompts; null: that of the run's first start, which
     its resumes and forks keep."""
     max_prompt_tokens: PositiveInt = 1024

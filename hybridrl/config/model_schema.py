@@ -109,7 +109,7 @@ class LoraSettings:
     """Adapters are multiplied by alpha / rank."""
     targets: Annotated[Any, TextOrTexts(), NotEmpty(), LORA] = "all-linear"
     """Modules that get one: `all-linear`, or a list of names such as `[q_proj, v_proj]`."""
-    path: Name | None = None
+    path: Annotated[Name | None, LORA] = None
     """Adapters to continue from: the folder of a LoRA run, of one of its steps, or one that peft
     saved. Rank, alpha and targets are theirs, `model.path` is by default the model that they belong
     to, and the reference keeps them as they are there. null: new adapters."""

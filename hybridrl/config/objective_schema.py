@@ -21,16 +21,43 @@ from hybridrl.config.bounds import (
     With,
 )
 
-DPO = With("trainer.name=dpo", "trainer.name=online_dpo")
-DISCOUNTED = With(
-    *("trainer.name=ppo", "trainer.name=safe_rlhf", "trainer.name=remax"),
-    *("algorithm.advantage=reinforce_plus_plus", "algorithm.turn_credit=turn"),
+
+def programs(*names: str) -> tuple[str, ...]:
+    """Conditions that hold for these driver programs."""
+    return tuple(f"trainer.name={name}" for name in names)
+
+
+DPO = With(*programs("dpo", "online_dpo"))
+GRPO = With(*programs("grpo"))
+VALUES = With(*programs("ppo", "safe_rlhf"))
+_REINFORCES = programs("grpo", "ppo", "remax", "safe_rlhf")
+REINFORCED = With(*_REINFORCES)
+"""Rewards become advantages."""
+BY_POLICY_LOSS = With(*_REINFORCES, "distillation.loss=sampled")
+"""The actor learns by a `PolicyObjective`."""
+SAMPLED = With(
+    *_REINFORCES,
+    *programs("online_dpo", "expert_iteration", "distillation", "evaluate"),
 )
-VALUES = With("trainer.name=ppo", "trainer.name=safe_rlhf")
+"""Responses are sampled, and scored."""
+WARMED_UP = With(*SAMPLED.conditions[:-1])
+"""What samples also trains."""
+MINI_BATCHES = With(
+    *_REINFORCES,
+    *programs("expert_iteration", "distillation", "offline_distillation", "sft"),
+)
+DISCOUNTED = With(
+    *programs("ppo", "safe_rlhf"),
+    *("algorithm.advantage=reinforce_plus_plus", "algorithm.turn_credit=turn"),
+    "algorithm.step_credit",
+)
+SCALED = With("algorithm.advantage=group_relative", "algorithm.advantage=pass_at_k")
+CLIPPED = With(*(f"algorithm.policy_loss={name}" for name in ("ppo_clip", "gspo", "cispo", "gmpo")))
 JUDGED = With(".path")
 CORRECTED = With(
     *("algorithm.correction=truncate", "algorithm.correction=mask"),
     *("rollout.quantization=int8", "rollout.quantization=fp8", "rollout.plan"),
+    "models.actor.precision",
 )
 TURNS = With("rollout.episode", "rollout.serve", "environment.name")
 WITH_KL = With("algorithm.kl_coefficient")
@@ -134,32 +161,34 @@ class CostConfig(RewardConfig):
 class AlgorithmConfig:
     """The objective; names are those of `hybridrl.algorithms`."""
 
-    advantage: Annotated[Name, With("trainer.name=grpo")] = "group_relative"
+    advantage: Annotated[Name, GRPO] = "group_relative"
     """For `grpo`: `group_relative`, `leave_one_out`, `optimal_reward_baseline`, `pass_at_k`,
     `reinforce_plus_plus` or `reinforce_plus_plus_baseline`, or a function of yours,
     `path/to/file.py:name`."""
-    advantage_scale: Annotated[str, OneOf("std", "batch", "none")] = "std"
+    advantage_scale: Annotated[str, OneOf("std", "batch", "none"), GRPO, SCALED] = "std"
     """`std`, `batch` or `none`, of the estimators that know it."""
-    turn_credit: Annotated[str, OneOf("episode", "turn"), TURNS] = "episode"
+    turn_credit: Annotated[str, OneOf("episode", "turn"), TURNS, REINFORCED] = "episode"
     """Of samples of several turns: `episode`, each token has the credit of the whole; `turn`, that
     of its turn: the rewards from then on, compared with those of the same turn of the group."""
     step_credit: Annotated[str | None, OneOf("sum", "min"), With("algorithm.step_credit")] = None
     """Where rewards come step by step (`steps` of a reward function, `reward.model_steps`): `sum`,
     a step has the credit of all rewards from it on; `min`, of the worst of them (PURE); in `grpo`
     compared with the same step of the group. null: only the sum of a sample's steps counts."""
-    gamma: Annotated[Probability, DISCOUNTED] = 1.0
+    gamma: Annotated[Probability, REINFORCED, DISCOUNTED] = 1.0
     """Discount of later rewards."""
     lam: Annotated[Probability, VALUES] = 1.0
     """Of generalised advantage estimation."""
-    policy_loss: Name = "ppo_clip"
+    policy_loss: Annotated[Name, BY_POLICY_LOSS] = "ppo_clip"
     """`ppo_clip`, `gspo`, `cispo`, `reinforce`, `sapo` or `gmpo`, or a function of yours."""
-    clip_low: NonNegativeFloat = 0.2
+    clip_low: Annotated[NonNegativeFloat, BY_POLICY_LOSS, CLIPPED] = 0.2
     """How far below 1 the ratio to the policy that sampled is clipped."""
-    clip_high: NonNegativeFloat = 0.2
+    clip_high: Annotated[NonNegativeFloat, BY_POLICY_LOSS, CLIPPED] = 0.2
     """How far above 1."""
-    dual_clip: Annotated[float, Range(above=1)] | None = None
+    dual_clip: Annotated[
+        float | None, Range(above=1), BY_POLICY_LOSS, With("algorithm.policy_loss=ppo_clip")
+    ] = None
     """Largest ratio that counts where the advantage is negative; null: any."""
-    loss_options: dict[str, float] = field(default_factory=dict)
+    loss_options: Annotated[dict[str, float], BY_POLICY_LOSS] = field(default_factory=dict)
     """Further options of the policy loss, such as `tau_positive` of `sapo`."""
     aggregation: Annotated[
         str,
@@ -170,34 +199,52 @@ class AlgorithmConfig:
             "seq-mean-token-sum-norm",
             "token-sum",
         ),
+        MINI_BATCHES,
     ] = "token-mean"
     """How the losses of a step's tokens become one; see `hybridrl.algorithms.weights`."""
-    kl_coefficient: NonNegativeFloat = 0.0
+    kl_coefficient: Annotated[NonNegativeFloat, REINFORCED] = 0.0
     """Weight of the KL to the reference; 0 needs no reference model."""
     kl_estimator: Annotated[
-        str | None, OneOf("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"), WITH_KL
+        str | None,
+        OneOf("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"),
+        REINFORCED,
+        WITH_KL,
     ] = None
     """See `hybridrl.algorithms.kl`; null: `k1` in the reward, `k3+` in the loss."""
-    kl_in_reward: Annotated[bool, WITH_KL] = False
+    kl_in_reward: Annotated[bool, REINFORCED, WITH_KL] = False
     """Take the KL off the rewards instead of adding it to the loss; where an estimator knows one
     score a sample, the sum of its tokens."""
-    kl_target: Annotated[PositiveFloat | None, With("algorithm.kl_in_reward")] = None
-    """With `kl_in_reward`: adapt the coefficient until the KL is this; null keeps it."""
+    kl_target: Annotated[
+        float | None,
+        Range(
+            above=0,
+            most=1,
+            why="It is in nats per token. A target of a whole response, such as 6 in Ziegler et "
+            "al. 2019, is divided by the tokens of a response.",
+        ),
+        With("algorithm.kl_in_reward"),
+    ] = None
+    """With `kl_in_reward`: adapt the coefficient until the KL, in nats per token, is this; null
+    keeps it."""
     kl_horizon: Annotated[PositiveFloat, With("algorithm.kl_target")] = 10000.0
     """Samples over which the coefficient adapts."""
-    entropy_coefficient: float = 0.0
+    entropy_coefficient: Annotated[float, BY_POLICY_LOSS] = 0.0
     """Weight of the policy's entropy, which is rewarded."""
-    correction: Annotated[str, OneOf("auto", "none", "truncate", "mask")] = "auto"
+    correction: Annotated[str, OneOf("auto", "none", "truncate", "mask"), BY_POLICY_LOSS] = "auto"
     """For the gap between trainer and rollout engine, and for samples of an older policy:
     `truncate` or `mask` importance weights; or `none`. `auto`: `truncate` with
     `rollout.quantization`, or a `rollout.plan` of fewer bits, else `none`."""
-    correction_level: Annotated[str, OneOf("token", "sequence"), CORRECTED] = "token"
+    correction_level: Annotated[str, OneOf("token", "sequence"), BY_POLICY_LOSS, CORRECTED] = (
+        "token"
+    )
     """`token` or `sequence`."""
-    correction_low: Annotated[NonNegativeFloat | None, With("algorithm.correction=mask")] = None
+    correction_low: Annotated[
+        NonNegativeFloat | None, BY_POLICY_LOSS, With("algorithm.correction=mask")
+    ] = None
     """Smallest weight that `mask` keeps."""
-    correction_high: Annotated[PositiveFloat | None, CORRECTED] = 2.0
+    correction_high: Annotated[PositiveFloat | None, BY_POLICY_LOSS, CORRECTED] = 2.0
     """Largest weight."""
-    dynamic_sampling: bool = False
+    dynamic_sampling: Annotated[bool, GRPO] = False
     """Replace prompts whose samples all score alike, which teach nothing, by others (DAPO)."""
     max_refills: Annotated[NonNegativeInt, With("algorithm.dynamic_sampling")] = 4
     """Generations that a step may add to its first for that."""
@@ -206,13 +253,15 @@ class AlgorithmConfig:
     with the samples that they had then. It comes on top of the step's own. 0: no replay."""
     replay_age: Annotated[PositiveInt, REPLAYED] = 8
     """Such samples are at most so many updates of the policy old."""
-    overlong_buffer: NonNegativeInt = 0
+    overlong_buffer: Annotated[NonNegativeInt, REINFORCED] = 0
     """Tokens before `rollout.max_tokens` over which a penalty grows (DAPO); 0: no penalty."""
-    overlong_factor: Annotated[NonNegativeFloat, With("algorithm.overlong_buffer")] = 1.0
+    overlong_factor: Annotated[NonNegativeFloat, REINFORCED, With("algorithm.overlong_buffer")] = (
+        1.0
+    )
     """The penalty at `rollout.max_tokens`."""
-    ptx_coefficient: Annotated[NonNegativeFloat, VALUES] = 0.0
-    """Weight of a supervised loss on the data's own responses, in a step of its own (`ppo`,
-    `safe_rlhf`)."""
+    ptx_coefficient: Annotated[NonNegativeFloat, BY_POLICY_LOSS, With("data.task")] = 0.0
+    """Weight of a supervised loss on the right responses of a built-in task, in an update of its
+    own after those of a step."""
 
 
 @dataclass
@@ -273,5 +322,5 @@ class PreferenceConfig:
     nll_coefficient: Annotated[NonNegativeFloat, DPO] = 0.0
     """Of `dpo` and `online_dpo`: weight of the chosen response's negative log-likelihood, which
     keeps it from becoming less likely together with the rejected one; 1 is usual."""
-    centre: Annotated[NonNegativeFloat, With("trainer.name=reward_model")] = 0.0
+    centre: Annotated[NonNegativeFloat, With(*programs("reward_model"))] = 0.0
     """Of `reward_model`: weight of the square of a pair's scores, which keeps them around 0."""

@@ -45,6 +45,8 @@ from hybridrl.config.model_schema import (
     TinyModelConfig,
 )
 from hybridrl.config.objective_schema import (
+    SAMPLED,
+    WARMED_UP,
     AlgorithmConfig,
     CostConfig,
     DistillationConfig,
@@ -182,9 +184,9 @@ class WarmupConfig:
 
     steps: NonNegativeInt = 0
     """Updates before reinforcement begins; 0: none."""
-    examples_per_step: PositiveInt = 256
+    examples_per_step: Annotated[PositiveInt, With("warmup.steps")] = 256
     """Prompts with their answers that an update learns from."""
-    learning_rate: Rate = 1e-3
+    learning_rate: Annotated[Rate, With("warmup.steps")] = 1e-3
     """In place of `actor.optimizer.learning_rate`."""
 
 
@@ -317,9 +319,9 @@ class Config:
     for actor, reference and reward models a file of `hybridrl plan precision`, which says what
     layers each rank computes in fewer bits (`models.actor.precision=FILE`; docs/precision.md)."""
     data: DataConfig = field(default_factory=DataConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
+    reward: Annotated[RewardConfig, SAMPLED] = field(default_factory=RewardConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rollout: Annotated[RolloutConfig, SAMPLED] = field(default_factory=RolloutConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -334,7 +336,9 @@ class Config:
     """Set by `algorithm=distillation` and `algorithm=offline_distillation`."""
     cost: Annotated[CostConfig | None, With("trainer.name=safe_rlhf")] = None
     """Set by `algorithm=safe_rlhf`."""
-    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    warmup: Annotated[WarmupConfig, WARMED_UP, With("data.task")] = field(
+        default_factory=WarmupConfig
+    )
     eval: EvalConfig = field(default_factory=EvalConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)

@@ -99,9 +99,9 @@ def bounds(hint: Any) -> list[Any]:
     return [said for said in _beside(hint) if not isinstance(said, With)]
 
 
-def conditions(hint: Any) -> With | None:
-    """Where it counts; None: everywhere."""
-    return next((said for said in _beside(hint) if isinstance(said, With)), None)
+def conditions(hint: Any) -> list[With]:
+    """Where it counts: all have to hold, each by one of its settings."""
+    return [said for said in _beside(hint) if isinstance(said, With)]
 
 
 def _beside(hint: Any) -> list[Any]:

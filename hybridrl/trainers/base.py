@@ -148,9 +148,9 @@ class Trainer(ABC):
         """The batch in `actor.updates_per_step` parts, each token with its weight in the loss of
         its part. No part has a part of an episode."""
         config = self.config
-        weigh = partial(
-            loss_weights, mode=config.algorithm.aggregation, longest=config.rollout.max_tokens
-        )
+        sampled = self.DATA == "prompts"
+        longest = config.rollout.max_tokens if sampled else config.data.max_response_tokens
+        weigh = partial(loss_weights, mode=config.algorithm.aggregation, longest=longest)
         parts, episode = config.actor.updates_per_step, []
         if is_served(config.rollout, config.environment) and batch.columns.may_have("episode"):
             cut, episode = parts_of_episodes(batch, parts), ["episode"]

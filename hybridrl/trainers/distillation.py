@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,10 @@ class Trainer(PolicyTrainer):
     @staticmethod
     def objective(config: Config) -> PolicyObjective | Distillation:
         settings = config.distillation or DistillationConfig()
-        return (
-            policy_objective(config) if settings.loss == "sampled" else Distillation(settings.loss)
-        )
+        if settings.loss != "sampled":
+            return Distillation(settings.loss)
+        # The column of the reference is the teacher's, which the advantages are of already.
+        return replace(policy_objective(config), kl_coefficient=0.0, kl_estimator=None)
 
     def prepare(self) -> None:
         super().prepare()

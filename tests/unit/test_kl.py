@@ -11,6 +11,7 @@ from settings import configured
 
 from hybridrl.algorithms import AdaptiveKL, FixedKL, kl
 from hybridrl.algorithms.kl import IN_REWARD
+from hybridrl.config.values import wrong_values
 from hybridrl.errors import ConfigError
 from hybridrl.trainers import load_trainer
 from hybridrl.trainers.adaptive_kl import KLCoefficient
@@ -170,3 +171,9 @@ def test_controllers_refuse_what_cannot_work():
         AdaptiveKL(0.1, target=1.0, horizon=0)
     with pytest.raises(ConfigError, match="Raise it"):
         AdaptiveKL(0.1, target=1.0, horizon=10).update(0.5, steps=50)
+
+
+def test_a_target_for_whole_responses_is_refused():
+    wrong = dict(wrong_values(configured(["algorithm.kl_target=6"])))
+    assert "It is in nats per token" in wrong["algorithm.kl_target"]
+    assert not dict(wrong_values(configured(["algorithm.kl_target=1"])))

@@ -9,12 +9,12 @@ import yaml
 from settings import configured
 
 from hybridrl.config.load import shown
-from hybridrl.config.names import leaves
+from hybridrl.config.names import is_open, leaves
 from hybridrl.config.presets import CHOSEN
 from hybridrl.config.presets import leaves as nested_leaves
 from hybridrl.config.presets import names as preset_names
 from hybridrl.config.schema import Config
-from hybridrl.config.shown import counts, idle
+from hybridrl.config.shown import idle
 from hybridrl.config.values import conditions
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -35,7 +35,7 @@ def names(*overrides):
     ],
 )
 def test_a_usual_job_has_no_more_settings_than_a_person_can_read(overrides):
-    assert len(names(*overrides)) <= 125
+    assert len(names(*overrides)) <= 120
 
 
 def test_what_is_switched_on_brings_its_settings():
@@ -69,16 +69,17 @@ def test_no_preset_sets_what_does_nothing(preset):
 def test_a_program_of_the_users_may_use_all():
     config = Config()
     config.trainer.name = "my.py:Program"
-    assert counts(leaves()["critic.value_clip"], "critic.value_clip", config)
+    config.critic.value_clip, config.algorithm.kl_in_reward = 0.2, True
+    assert not [said for said in idle(config) if "trainer.name" in said]
 
 
 def test_conditions_name_settings():
     known = leaves()
     for name, hint in known.items():
-        for condition in said.conditions if (said := conditions(hint)) else ():
+        for condition in (one for said in conditions(hint) for one in said.conditions):
             setting = re.split("[=>]", condition)[0]
             group = name.rpartition(".")[0] if setting.startswith(".") else ""
-            assert f"{group}{setting}" in known, name
+            assert f"{group}{setting}" in known or is_open(setting), name
 
 
 def test_the_page_of_all_settings_is_current():
