@@ -58,13 +58,18 @@ class Group(NamedTuple):
     refused: tuple[str, ...] = ()
 
 
-POLICY = {"objective": PolicyObjective(), "rollout": RolloutConfig()}
+POLICY = {"objective": PolicyObjective(), "rollout": RolloutConfig(routing_replay=True)}
 PAIRS = {**POLICY, "objective": DirectPreference()}
 EPISODES = {**POLICY, "rollout": RolloutConfig(episode="tools.py:Tool")}
 GROUPS = [
     Group("`actor`", ActorWorker, POLICY, ("update_preference",)),
     Group("`actor` with a loss of pairs", ActorWorker, PAIRS, ("update_actor",)),
-    Group("`actor` with `rollout.episode`", ActorWorker, EPISODES, ("update_preference",)),
+    Group(
+        "`actor` with `rollout.episode`",
+        ActorWorker,
+        EPISODES,
+        ("update_preference", "compute_log_prob"),
+    ),
     Group("`reference`", ReferenceWorker),
     Group("`reward`", RewardWorker, {"kind": "reward"}),
     Group("`cost`", RewardWorker, {"kind": "cost"}),
@@ -150,7 +155,8 @@ def _reads(transfer: Transfer, built: Mapping[str, Any]) -> str:
     wanted = transfer.wanted(built)
     if wanted is None:
         return ""
-    may = wanted.others or (lambda _: False)
+    others = wanted.others or (lambda _: False)
+    may = lambda name: others(name) or name in wanted.following  # noqa: E731
     further = [name for name in sorted(LIBRARY_COLUMNS - wanted.names) if may(name)]
     if len(further) == len(LIBRARY_COLUMNS - wanted.names):
         possible = ["any other that the loss reads"]

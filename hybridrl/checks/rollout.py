@@ -108,6 +108,14 @@ def _check_replay(config: Config) -> None:
     rollout = config.rollout
     if not rollout.routing_replay:
         return
+    from hybridrl.trainers import load_trainer
+
+    name = config.trainer.name
+    if name == "expert_iteration" or load_trainer(name).DATA != "prompts":
+        raise ConfigError(
+            f"rollout.routing_replay=true with trainer.name={name}: nothing is compared with what "
+            "the generator thought of its samples. Set rollout.routing_replay=false."
+        )
     if rollout.engine != "vllm":
         raise ConfigError(
             f"rollout.routing_replay=true with rollout={rollout.engine}: only vLLM says which "

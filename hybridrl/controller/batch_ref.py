@@ -36,6 +36,7 @@ class BatchRef:
     Attributes:
         executor: Where; None on a worker, to which the reference has travelled.
         selected: The columns that are meant; None: all.
+        following: Columns that whoever reads gets besides those selected, where they are there.
         only: The part of a table that comes bit by bit which this reference is about; None: all.
         partial: Whether selected columns that no call has made are left out.
     """
@@ -43,6 +44,7 @@ class BatchRef:
     node: Node
     executor: Executor | None = field(default=None, repr=False)
     selected: frozenset[str] | None = None
+    following: frozenset[str] = frozenset()
     only: Table | None = field(default=None, repr=False)
     partial: bool = False
 
@@ -241,8 +243,9 @@ class BatchRef:
                 )
         if self.selected is not None:
             further = filter(wanted.others or (lambda name: False), self.selected)
-            wanted = Wanted(wanted.names.union(further))
-        return replace(self, node=self.node.needed(wanted) or self.node)
+            wanted = Wanted(wanted.names.union(further), following=wanted.following)
+        node = self.node.needed(wanted) or self.node
+        return replace(self, node=node, following=wanted.following)
 
     def rows_of(self, part: Part) -> Rows:
         """On a worker: the numbers of the rows of `part`, in this table."""
@@ -254,7 +257,8 @@ class BatchRef:
     def read(self, part: Part, rows: Rows | None = None) -> tuple[Batch, Rows]:
         """On a worker: the rows of `part`, or these rows, and their numbers in this table."""
         rows = self.rows_of(part) if rows is None else rows
-        batch = self.node.read(rows, self.selected)
+        names = None if self.selected is None else self.selected | self.following
+        batch = self.node.read(rows, names)
         if batch is None and self.partial:
             return Batch(pa.table({})), rows
         missing = (self.selected or frozenset()) - set(() if batch is None else batch.columns)

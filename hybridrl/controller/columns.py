@@ -55,16 +55,18 @@ class Wanted:
     Attributes:
         names: Columns that have to be there.
         others: Which further columns are read where they are there.
+        following: Columns that are read where they are there, selected or not.
         found: Columns that have been found in another table already.
     """
 
     names: frozenset[str] = frozenset()
     others: Callable[[str], bool] | None = None
+    following: frozenset[str] = field(default=frozenset())
     found: frozenset[str] = field(default=frozenset())
 
     def may_be_in(self, columns: Columns) -> bool:
         """Whether a table of these columns may have a wanted one, so that it must be read."""
-        if any(columns.may_have(name) for name in self.names - self.found):
+        if any(columns.may_have(name) for name in (self.names | self.following) - self.found):
             return True
         others = self.others
         if others is None:

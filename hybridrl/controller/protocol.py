@@ -118,6 +118,7 @@ class Transfer:
     may_make: Names = ()
     rows: Callable[[Any], Rows] | None = None
     copies_together: Callable[[Mapping[str, Any]], bool] | None = None
+    follows: Names = ()
 
     def wanted(self, keywords: Mapping[str, Any]) -> Wanted | None:
         """The columns that the method reads in workers that were built with these keywords; None:
@@ -128,7 +129,8 @@ class Transfer:
         if not callable(others):
             known = frozenset(others)
             others = known.__contains__ if known else None
-        return Wanted(frozenset(_names(self.reads, keywords)), others)
+        following = frozenset(_names(self.follows, keywords))
+        return Wanted(frozenset(_names(self.reads, keywords)), others, following=following)
 
     def part(self, keywords: Mapping[str, Any], index: int, parts: int, copies: int) -> Part:
         """Which rows of a batch are part `index` of `parts`.
@@ -159,6 +161,7 @@ def transfer(
     streams: bool = False,
     rows: Callable[[Any], Rows] | None = None,
     copies_together: Callable[[Mapping[str, Any]], bool] | None = None,
+    follows: Names = (),
 ) -> Callable[[Function], Function]:
     """Marks a worker method as callable from the driver.
 
@@ -174,6 +177,7 @@ def transfer(
             None: the protocol says which.
         copies_together: Given the keywords that the workers were built with, whether the copies of
             a row that `BatchRef.repeat` made go to the same rank; None: they need not.
+        follows: Columns that it reads where they are there, whatever columns the driver selected.
 
     The method must say what it returns: `-> Batch` gives the driver a `BatchRef` with as many rows
     as went in; anything else gives a `Handle`.
@@ -192,7 +196,7 @@ def transfer(
         returns_batch = _returns_batch(method)
         method.__transfer__ = Transfer(  # type: ignore[attr-defined]
             *(protocol, returns_batch, streams, reads, may_read, makes, may_make, rows),
-            copies_together,
+            *(copies_together, follows),
         )
         return method
 

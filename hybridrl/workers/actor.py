@@ -72,6 +72,11 @@ def _learned(built: Mapping[str, Any]) -> list[str]:
     return [*LEARNED, *getattr(built["objective"], "needs", ())]
 
 
+def _routes(built: Mapping[str, Any]) -> list[str]:
+    """The columns of the experts that the forwards of these workers let take each token."""
+    return [ROUTES] if built["rollout"].routing_replay else []
+
+
 class ActorWorker(TrainedModelWorker):
     """One rank of the policy: a shard for training, a replica (or a slice of one) for generation.
 
@@ -157,7 +162,7 @@ class ActorWorker(TrainedModelWorker):
             report_engine(self, self._engine.rollout)
         return samples
 
-    @transfer(THREE_D, reads=SAMPLE, may_read=(ROUTES,), makes=("log_probs", "entropy"))
+    @transfer(THREE_D, reads=SAMPLE, follows=_routes, makes=("log_probs", "entropy"))
     def compute_log_prob(self, batch: Batch) -> Batch:
         """`log_probs` of the responses under the policy as it is now, and `entropy`."""
         with self.phase("score"):
@@ -171,7 +176,7 @@ class ActorWorker(TrainedModelWorker):
             scored = self._engine.train.forward(batch, temperature=self._temperature)
         return Batch.from_columns({"ref_log_probs": scored.ragged("log_probs")})
 
-    @transfer(UPDATE, reads=_learned, may_read=any_column)
+    @transfer(UPDATE, reads=_learned, may_read=any_column, follows=_routes)
     def update_actor(self, batch: Batch) -> dict[str, float]:
         """One optimizer step on the objective; the metrics of the whole mini-batch.
 
@@ -189,7 +194,7 @@ class ActorWorker(TrainedModelWorker):
         asked = self._objective.options if isinstance(self._objective, Distillation) else {}
         return self._engine.update(batch, self._objective, temperature=self._temperature, **asked)
 
-    @transfer(UPDATE_PAIRS, reads=_learned, may_read=any_column)
+    @transfer(UPDATE_PAIRS, reads=_learned, may_read=any_column, follows=_routes)
     def update_preference(self, batch: Batch) -> dict[str, float]:
         """One optimizer step on pairs of rows, the chosen one first.
 

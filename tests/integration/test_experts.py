@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.core.batch import ROUTES, Batch
 from hybridrl.core.shared_memory import remove_shared_memory
+from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.models.attention import NAME
 from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.models.packing import PackedSamples
@@ -26,21 +27,21 @@ CPU = torch.device("cpu")
 SAMPLING = Sampling(max_tokens=24, temperature=1.0)
 
 
-def make_model():
-    """Of layers 0 to 2 the one in the middle is dense."""
+def make_model(layers=3, dense=(1,)):
+    """Layers of experts, but for those that are dense."""
     config = Qwen3MoeConfig(
         vocab_size=49,
         hidden_size=64,
         intermediate_size=64,
         moe_intermediate_size=32,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
         num_experts=16,
         num_experts_per_tok=4,
         norm_topk_prob=True,
-        mlp_only_layers=[1],
+        mlp_only_layers=list(dense),
         max_position_embeddings=64,
         initializer_range=0.1,
         tie_word_embeddings=False,
@@ -142,6 +143,27 @@ def test_replay_brings_a_rounded_generator_closer(samples):
         ratio = scored(batch, replay)[0] - said
         gap[replay] = float((ratio.exp() - 1 - ratio).mean())
     assert 0 < gap[True] < gap[False] / 2
+
+
+@pytest.mark.ray
+def test_a_job_scores_its_samples_by_the_experts_that_generated_them(run, tmp_path):
+    """In bfloat16: the same first samples, scored by other experts here and there without it."""
+    make_model(layers=4, dense=()).save_pretrained(tmp_path / "model")
+    build_tokenizer("0123456789+=").save_pretrained(tmp_path / "model")
+    steps = {}
+    for replay in ("true", "false"):
+        folder = run(
+            *("trainer.steps=2", "eval.prompts=8", "data.prompts_per_step=8", "warmup.steps=0"),
+            *("data=arithmetic", f"model.path={tmp_path}/model", "model.dtype=bfloat16"),
+            *("actor.updates_per_step=2", "eval.every=0", "rollout.max_tokens=24"),
+            *(f"rollout.routing_replay={replay}", f"run.directory={tmp_path}/{replay}"),
+        )
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        steps[replay] = [row for row in map(json.loads, lines) if "mismatch/k3" in row]
+    same = [steps[replay][0]["response/length_mean"] for replay in steps]
+    assert same[0] == same[1]
+    gap = {replay: sum(row["mismatch/k3"] for row in rows) for replay, rows in steps.items()}
+    assert 0 < gap["true"] < gap["false"] / 3, gap
 
 
 @pytest.mark.long

@@ -78,6 +78,11 @@ class Scaler(Worker):
     def double(self, batch: Batch) -> Batch:
         return Batch.from_columns({"y": batch["x"] * 2})
 
+    @transfer(DP, reads=("x",), makes=("y",), follows=lambda built: [built.get("by", "by")])
+    def multiply(self, batch: Batch) -> Batch:
+        by = batch["by"] if "by" in batch else 1
+        return Batch.from_columns({"y": batch["x"] * by})
+
     @transfer(DP)
     def return_nothing(self, batch: Batch) -> Batch:
         return None
@@ -185,6 +190,17 @@ def test_a_method_gets_the_columns_that_it_reads(executor, group, batch):
         group.double(doubled)
     with pytest.raises(DataError, match=r"`x`, which was not selected; those selected are text"):
         group.double(ref.select("text"))
+
+
+def test_a_column_that_a_method_follows_comes_whatever_is_selected(executor, group, batch):
+    """Where it is there: of joined, taken and concatenated tables, too."""
+    ref = executor.put(batch)
+    assert group.multiply(ref.select("x")).collect()["y"].tolist() == [0, 1, 2, 3]
+    ref |= executor.put(Batch.from_columns({"by": torch.tensor([1, 10, 100, 1000])}))
+    assert group.multiply(ref.select("x")).collect()["y"].tolist() == [0, 10, 200, 3000]
+    ref = BatchRef.concat([ref.take([3, 1]), ref.take([2])])
+    assert group.multiply(ref.select("x")).collect()["y"].tolist() == [3000, 10, 200]
+    assert group.double(ref.select("x")).collect()["y"].tolist() == [6, 2, 4]
 
 
 def test_a_result_has_the_columns_that_it_was_said_to_have(executor, group, batch):
