@@ -155,9 +155,12 @@ def _reads(transfer: Transfer, built: Mapping[str, Any]) -> str:
     wanted = transfer.wanted(built)
     if wanted is None:
         return ""
-    others = wanted.others or (lambda _: False)
-    may = lambda name: others(name) or name in wanted.following  # noqa: E731
-    further = [name for name in sorted(LIBRARY_COLUMNS - wanted.names) if may(name)]
+    may = wanted.others or (lambda _: False)
+    further = [
+        name
+        for name in sorted(LIBRARY_COLUMNS - wanted.names)
+        if may(name) or name in wanted.following
+    ]
     if len(further) == len(LIBRARY_COLUMNS - wanted.names):
         possible = ["any other that the loss reads"]
     else:

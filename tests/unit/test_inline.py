@@ -80,7 +80,7 @@ class Scaler(Worker):
 
     @transfer(DP, reads=("x",), makes=("y",), follows=lambda built: [built.get("by", "by")])
     def multiply(self, batch: Batch) -> Batch:
-        by = batch["by"] if "by" in batch else 1
+        by = batch["by"] if "by" in batch.columns else 1
         return Batch.from_columns({"y": batch["x"] * by})
 
     @transfer(DP)
