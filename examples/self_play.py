@@ -23,8 +23,7 @@ class SelfPlay(PolicyTrainer):
     def step(self):
         asked = self.next_batch().repeat(tries := self.config.rollout.samples_per_prompt)
         asked |= self.groups["asker"].generate_sequences(asked, self.sampling)
-        self.beside["asker"] = asked
-        sums = self.sums(asked.collect(["prompt", "response_ids"]))
+        self.beside["asker"], sums = asked, self.sums(asked.collect(["prompt", "response_ids"]))
         solved = self.put(sums).repeat(tries)
         solved |= self.groups["actor"].generate_sequences(solved, self.sampling)
         solved |= self.groups["reward"].compute_reward(solved)

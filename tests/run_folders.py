@@ -66,6 +66,8 @@ def write_samples(path, step, rows=8, says="an answer", group=4):
         "response": [says for _ in range(rows)],
         "scores": [float(row % 2) for row in range(rows)],
         "advantages": [[0.5, -0.5] for _ in range(rows)],
+        "tokens": [1 for _ in range(rows)],
+        "advantage": [0.5 for _ in range(rows)],
         "turns": [2 for _ in range(rows)],
         "turn_rewards": [[0.0, 1.0] for _ in range(rows)],
     }

@@ -35,6 +35,8 @@ ROUTES = "routed_experts"
 TEACHER_IDS, TEACHER_LOG_PROBS = "teacher_ids", "teacher_log_probs"
 """The tokens that a teacher finds likeliest in the place of each response token, as many for every
 one, one token after the other."""
+MASKS = ("response_mask", "branch_response_mask")
+"""Which tokens the model sampled: of a sample's last branch, and of those before."""
 LIBRARY_COLUMNS = frozenset(
     {
         # of tokens
@@ -62,6 +64,18 @@ of functions that are only looked at begin with `check/`, those of an environmen
 def is_of_data(column: str) -> bool:
     """Whether a column of this name is the user's, not the library's."""
     return column not in LIBRARY_COLUMNS and not column.startswith(LIBRARY_PREFIXES)
+
+
+def sampled_tokens(batch: Batch) -> torch.Tensor:
+    """Return the number of tokens of each row that the model sampled, in all branches, `[rows]`:
+    what tools and environments said is off the `response_mask`."""
+    found = torch.zeros(len(batch), dtype=torch.int64)
+    for name in MASKS:
+        if name in batch:
+            mask, bounds = batch.ragged(name)
+            sums = torch.nn.functional.pad(mask.long().cumsum(0), (1, 0))
+            found += sums[bounds[1:]] - sums[bounds[:-1]]
+    return found
 
 
 class Batch:

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import torch
 
 from hybridrl.controller import BatchRef, WorkerGroup
-from hybridrl.core.batch import Batch
+from hybridrl.core.batch import MASKS, Batch, sampled_tokens
 from hybridrl.evaluation.extraction import Extract
 from hybridrl.rollout import Sampling
 
@@ -81,11 +80,9 @@ def keys_of(prompts: Batch) -> list[str]:
     return keys
 
 
-def sampled_tokens(batch: Batch) -> Batch:
-    """`sampled_tokens` of each row: those of the model, not of tools between its turns."""
-    mask, cu_seqlens = batch.ragged("response_mask")
-    sums = torch.cat([torch.zeros(1, dtype=torch.int64), mask.long().cumsum(0)])
-    return Batch.from_columns({"sampled_tokens": sums[cu_seqlens[1:]] - sums[cu_seqlens[:-1]]})
+def counted(batch: Batch) -> Batch:
+    """The column `sampled_tokens`. Rows do not depend on each other."""
+    return Batch.from_columns({"sampled_tokens": sampled_tokens(batch)})
 
 
 def _table(
@@ -96,8 +93,9 @@ def _table(
     columns: Iterable[str],
 ) -> pa.Table:
     rows, wanted = drawn.rows, [*KEPT, *columns]
-    if rows.columns.may_have("response_mask"):
-        rows |= rows.apply(sampled_tokens, ["response_mask"], makes=["sampled_tokens"])
+    masks = [*filter(rows.columns.may_have, MASKS)]
+    if masks:
+        rows |= rows.apply(counted, masks, makes=["sampled_tokens"])
         wanted.append("sampled_tokens")
     found = rows.collect(wanted, partial=True)
     number = len(found)

@@ -124,6 +124,9 @@ class RecordedRun:
         rows = [r for r in read_metrics(self.folder / "metrics.jsonl") if r["step"] in numbers]
         response = _mean(rows, "response/length_mean", config.rollout.max_tokens)
         longest = _mean(rows, "response/length_max", response)
+        if observed := _mean(rows, "response/observed_tokens", 0.0):  # between the model's turns
+            share = 1 + observed / max(1.0, _mean(rows, "response/tokens", observed))
+            response, longest = response * share, longest * share
         samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
         tokens = sum(
             one.tokens for step in self.steps for one in step.records if one.phases.get("generate")

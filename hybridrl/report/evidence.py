@@ -222,11 +222,8 @@ def _window(values: Sequence[float]) -> int:
 
 
 def _groups(table: Any) -> list[Group]:
-    from pyarrow import compute
-
-    lengths: list[float] = [0.0] * table.num_rows
-    if "advantages" in table.column_names:  # one for each token of the response
-        lengths = compute.list_value_length(table["advantages"]).fill_null(0).to_pylist()
+    has_lengths = "tokens" in table.column_names
+    lengths = table["tokens"].to_pylist() if has_lengths else [0.0] * table.num_rows
     found: dict[Any, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     columns = table["group_id"].to_pylist(), table["scores"].to_pylist(), lengths
     for group, score, length in zip(*columns, strict=True):

@@ -150,16 +150,14 @@ def _groups(table: Table) -> Iterator[tuple[int, int]]:
 
 
 def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
-    advantages = [one for one in row.get("advantages") or [] if one is not None]
-    length = row.get("tokens", len(row["advantages"]) if row.get("advantages") else None)
     found = {
         "group": row.get("group_id", row.get("row")),
         **{name: _cut(row[name]) for name in _TEXT if row.get(name) not in (None, "")},
         "reward": _number(row.get("scores", row.get("score"))),
         "cost": _number(row.get("costs")),
         "correct": row.get("correct"),
-        "length": length,
-        "advantage": _number(sum(advantages) / len(advantages)) if advantages else None,
+        "length": row.get("tokens"),
+        "advantage": _number(row.get("advantage")),
         "version": row.get("policy_version"),
         "episode": row.get("episode"),
         "turns": row.get("turns"),

@@ -6,6 +6,7 @@ from hybridrl.algorithms import AdaptiveKL, FixedKL
 from hybridrl.algorithms.kl import IN_REWARD
 from hybridrl.config.schema import Config
 from hybridrl.controller import Handle
+from hybridrl.trainers.step_metrics import mean_of_updates
 
 
 class KLCoefficient:
@@ -37,11 +38,10 @@ class KLCoefficient:
 
     def update(self) -> float:
         """Adapts to the updates noted since the last time; returns the weight for the new step."""
-        found = [update.get().get("kl") for update in self._watched]
+        found = [update.get() for update in self._watched]
         self._watched.clear()
-        known = [value for value in found if value is not None]
-        if known:
-            self._controller.update(sum(known) / len(known), self._samples)
+        if any("kl" in update for update in found):
+            self._controller.update(mean_of_updates("kl", found), self._samples)
         return self.coefficient
 
     def state(self) -> dict[str, float]:

@@ -6,8 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from hybridrl.algorithms import Segments
 from hybridrl.controller import BatchRef
 from hybridrl.core.batch import LIBRARY_PREFIXES, Batch
+from hybridrl.core.columns import Ragged
 from hybridrl.observe.completions import Completion
 from hybridrl.observe.step_view import StepView
 
@@ -58,9 +62,10 @@ class KeptSamples:
             self._view.samples(prompt, [_completion(row) for row in shown])
 
     def _with_texts(self, batch: BatchRef, kept: tuple[str, ...]) -> Batch:
-        """Those of these columns that there are, and the responses as texts, which a reward has
-        made of them if the program asked one; of episodes of several rows, the last only."""
-        rows = batch.collect(kept, partial=True)
+        """Those of these columns that there are, `tokens` and `advantage` of what was sampled, and
+        the responses as texts, which a reward has made of them if the program asked one; of
+        episodes of several rows, the last only."""
+        rows = of_sampled(batch.collect((*kept, "response_mask"), partial=True))
         is_made = "response" in rows and "branch" not in rows
         if is_made or not batch.columns.may_have("response_ids"):
             return rows
@@ -69,8 +74,26 @@ class KeptSamples:
         return rows.with_columns({"response": texts})
 
 
+def of_sampled(rows: Batch) -> Batch:
+    """Return the rows with the numbers of `tokens` that the model sampled and the mean `advantage`
+    over those, in place of the mask. A dropped sample has no mask left, and counts whole."""
+    if "response_mask" not in rows:
+        return rows
+    mask, bounds = rows.ragged("response_mask")
+    segments = Segments.from_cu_seqlens(bounds, mask.bool())
+    sampled = segments.lengths
+    found = {"tokens": torch.where(sampled > 0, sampled, bounds.diff())}
+    if "advantages" in rows:
+        given = rows["advantages"]  # of tokens, or one of each sample
+        is_of_tokens = isinstance(given, Ragged)
+        # NaN where there are no tokens to learn from.
+        found["advantage"] = segments.sum(given.values) / sampled if is_of_tokens else given
+    kept = rows.select([name for name in rows.columns if name != "response_mask"])
+    return kept.with_columns(found)
+
+
 def _completion(row: Mapping[str, Any]) -> Completion:
-    advantages = [value for value in row.get("advantages") or [] if value is not None]
+    advantage = row.get("advantage")
     return Completion(
         row.get("response", ""),
         row.get("scores", math.nan),
@@ -79,5 +102,5 @@ def _completion(row: Mapping[str, Any]) -> Completion:
             for name, value in row.items()
             if name.startswith(LIBRARY_PREFIXES)
         },
-        sum(advantages) / len(advantages) if advantages else None,
+        None if advantage is None or math.isnan(advantage) else advantage,
     )

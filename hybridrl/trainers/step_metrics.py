@@ -93,7 +93,7 @@ def step_metrics(
     of_users = {name: name for update in updates for name in update if "/" in name}
     for name, written in (UPDATE | of_users).items():
         if any(name in update for update in updates):
-            metrics[written] = _mean(name, updates)
+            metrics[written] = mean_of_updates(name, updates)
     for name, written in COUNTS.items():
         if found := [update[name] for update in updates if name in update]:
             metrics[written] = sum(found)
@@ -144,7 +144,7 @@ def _of_samples(total: Mapping[str, float]) -> dict[str, float]:
     )
 
 
-def _mean(name: str, updates: Sequence[Mapping[str, float]]) -> float:
+def mean_of_updates(name: str, updates: Sequence[Mapping[str, float]]) -> float:
     """Return the mean of a metric over the updates that have it, weighted by their tokens."""
     found = [update for update in updates if name in update]
     weights = [_tokens(update) for update in found]
@@ -217,6 +217,8 @@ def _responses(total: Mapping[str, float]) -> dict[str, float]:
         "response/truncated": total["truncated"] / samples,
         "response/tokens": total["response_tokens"],
     }
+    if "observed_tokens" in total:  # tools or environments speak, too
+        figures["response/observed_tokens"] = total["observed_tokens"]
     if "drafted_tokens" in total:
         drafted = total["drafted_tokens"]
         figures["response/accepted_drafts"] = total["accepted_tokens"] / max(1.0, drafted)
@@ -250,5 +252,9 @@ def _compression(total: Mapping[str, float]) -> dict[str, float]:
 
 def _explained_variance(updates: Sequence[Mapping[str, float]]) -> float:
     """Share of the variance of the returns that the values explain, 1 at best."""
-    variance = _mean("critic_return_square", updates) - _mean("critic_return", updates) ** 2
-    return 1.0 - _mean("critic_error_square", updates) / variance if variance > 1e-12 else 0.0
+    mean, square, error = (
+        mean_of_updates(f"critic_{name}", updates)
+        for name in ("return", "return_square", "error_square")
+    )
+    variance = square - mean**2
+    return 1.0 - error / variance if variance > 1e-12 else 0.0

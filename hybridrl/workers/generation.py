@@ -12,7 +12,7 @@ from hybridrl.compress.weight_message import METHODS
 from hybridrl.config.schema import is_served
 from hybridrl.controller import Worker
 from hybridrl.core.balance import blocks_of_runs
-from hybridrl.core.batch import ROUTES, Batch, is_of_data
+from hybridrl.core.batch import ROUTES, Batch, is_of_data, sampled_tokens
 from hybridrl.core.locations import Location
 from hybridrl.core.turn import FAILURES
 from hybridrl.engine.training_state import read_numbers, write_numbers
@@ -98,18 +98,22 @@ def oldest_versions(samples: Batch, version: int) -> list[int]:
 
 
 def report_samples(worker: Worker, samples: Batch) -> None:
-    """Number, length and ends of the samples; of episodes also their turns, and of those that an
-    environment played, branches, failures and the environment's own numbers."""
+    """Number, length and ends of the samples, in tokens that were sampled; of episodes also their
+    turns and the tokens of what they were told, and of those that an environment played, branches,
+    failures and the environment's own numbers."""
     reasons = samples["finish_reason"]
     served = "branches" in samples
-    names = ["response_ids", *(["branch_response_ids"] if served else [])]
-    tokens = [samples.lengths(name) for name in names]
+    tokens = sampled_tokens(samples)
     worker.report(
         samples=len(samples),
-        response_tokens=sum(int(lengths.sum()) for lengths in tokens),
-        response_tokens_max=max(int(lengths.max(initial=0)) for lengths in tokens),
+        response_tokens=int(tokens.sum()),
+        response_tokens_max=max([0, *tokens.tolist()]),
         truncated=reasons.count("length"),
     )
+    if "turns" in samples:
+        names = ["response_ids", *(["branch_response_ids"] if served else [])]
+        every = sum(int(samples.lengths(name).sum()) for name in names)
+        worker.report(observed_tokens=every - int(tokens.sum()))
     if served:
         worker.report(
             episode_turns=int(samples["turns"].sum()),

@@ -12,7 +12,7 @@ import torch
 from hybridrl.algorithms import Segments
 from hybridrl.config.schema import ActorConfig, RewardConfig, RolloutConfig
 from hybridrl.controller import THREE_D, Context, transfer
-from hybridrl.core.batch import Batch, is_of_data
+from hybridrl.core.batch import MASKS, Batch, is_of_data, sampled_tokens
 from hybridrl.core.columns import Ragged
 from hybridrl.engine.train import TrainEngine
 from hybridrl.errors import RewardError
@@ -41,7 +41,7 @@ each step how many response tokens there are up to its end, and its reward."""
 
 
 def _may_read(column: str) -> bool:
-    beside = ("prompt_ids", "episode_rewards", "group_id", "policy_version")
+    beside = ("prompt_ids", "episode_rewards", "group_id", "policy_version", *MASKS)
     return column in beside or is_of_data(column)
 
 
@@ -345,7 +345,7 @@ class RewardWorker(ModelWorker):
         """Sums over the rows of each source, for its figures of the step."""
         if self._kind != "reward" or not self._sources or SOURCE not in batch.columns:
             return
-        of_rows, lengths = batch[SOURCE], batch.lengths("response_ids")
+        of_rows, lengths = batch[SOURCE], sampled_tokens(batch)
         for name in self._sources:
             mine = [place for place, source in enumerate(of_rows) if source == name]
             known = [s for s in (float(scores[place]) for place in mine) if not math.isnan(s)]

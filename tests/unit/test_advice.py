@@ -89,7 +89,7 @@ def run_of(tmp_path):
         table = {
             "group_id": [number for number, group in enumerate(groups) for _ in group],
             "scores": [score for group in groups for score in group],
-            "advantages": [[0.0] * length for _ in groups for length in lengths],
+            "tokens": [length for _ in groups for length in lengths],
             "prompt": ["1+1="] * sum(map(len, groups)),
             "response": ["2"] * sum(map(len, groups)),
         }

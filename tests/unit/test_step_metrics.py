@@ -8,10 +8,17 @@ import torch
 
 from hybridrl.config.schema import RewardConfig
 from hybridrl.controller import Context, Worker
+from hybridrl.core.batch import Batch, sampled_tokens
 from hybridrl.core.record import Record
 from hybridrl.engine.weight_sync import SyncCost
+from hybridrl.trainers.kept_samples import of_sampled
 from hybridrl.trainers.step_metrics import step_metrics
-from hybridrl.workers.generation import report_compression, report_numbers, report_sync
+from hybridrl.workers.generation import (
+    report_compression,
+    report_numbers,
+    report_samples,
+    report_sync,
+)
 from hybridrl.workers.generator import GeneratorWorker
 from hybridrl.workers.reward import RewardWorker
 
@@ -117,6 +124,54 @@ def test_mismatch_is_of_the_first_update():
     assert found["mismatch/k3"] == 0.2 and found["mismatch/max_abs"] == 1.0
     assert found["mismatch/kl"] == 0.1 and found["mismatch/ppl_ratio"] == 2.0
     assert found["mismatch/ess"] == pytest.approx(0.25 / 0.4)
+
+
+def samples_with_tools():
+    """Of two rows: the second has a tool's tokens, the first a branch before its last."""
+    ids = [[5, 6, 7], [5, 6, 7, 8, 9]]
+    masks = [[1, 1, 1], [1, 0, 0, 0, 1]]
+    return Batch.from_columns(
+        {
+            "response_ids": [torch.tensor(row) for row in ids],
+            "response_mask": [torch.tensor(row, dtype=torch.uint8) for row in masks],
+            "branch_response_ids": [torch.tensor([5, 6, 7, 8]), torch.tensor([], dtype=torch.long)],
+            "branch_response_mask": [
+                torch.tensor([1, 1, 1, 0], dtype=torch.uint8),
+                torch.tensor([], dtype=torch.uint8),
+            ],
+            "branches": [2, 1],
+            "turns": [3, 2],
+            "finish_reason": ["stop", "length"],
+        }
+    )
+
+
+def test_lengths_and_throughput_count_what_was_sampled_in_all_branches():
+    samples = samples_with_tools()
+    assert sampled_tokens(samples).tolist() == [6, 2]
+    worker = Worker(Context("actor", 0, 1))
+    report_samples(worker, samples)
+    found = step_metrics([worker.record], [], 2.0)
+    assert found["response/length_mean"] == 4.0 and found["response/length_max"] == 6
+    assert found["response/tokens"] == 8 and found["response/observed_tokens"] == 4
+    assert found["throughput/tokens_per_second"] == 4.0
+
+
+def test_samples_that_are_kept_have_lengths_and_advantages_of_what_was_sampled():
+    rows = Batch.from_columns(
+        {
+            "response_mask": [
+                torch.tensor(row, dtype=torch.uint8) for row in ([1, 0, 1], [0, 0], [])
+            ],
+            "advantages": [torch.tensor(row) for row in ([2.0, 0.0, 4.0], [0.0, 0.0], [])],
+            "prompt": ["a", "dropped", "empty"],
+        }
+    )
+    found = of_sampled(rows)
+    assert found["tokens"].tolist() == [2, 2, 0] and "response_mask" not in found
+    assert found["advantage"][0] == 3.0 and found["advantage"][1:].isnan().all()
+    alone = Batch.from_columns({"prompt": ["a"]})
+    assert of_sampled(alone) is alone
 
 
 def call(number, **metrics):
