@@ -26,6 +26,7 @@ from hybridrl.config.load import to_plain, to_yaml
 from hybridrl.config.resume import steps_folder
 from hybridrl.config.schema import Config
 from hybridrl.config.secrets import command_line
+from hybridrl.core.figures import FigureCheck
 from hybridrl.core.garbage import no_collection
 from hybridrl.core.readable import readable_seconds
 from hybridrl.devices import Devices
@@ -150,6 +151,7 @@ class Job:
                 self.config = config = with_rows(config, data, self.directory.path)
             if config.resume is None or self.resumed.folder is None:
                 self.write_settings()  # otherwise when it is known that the checkpoint fits them
+            self.checked = FigureCheck(lambda said: self.executor.notify(said))
             self._writers = open_writers(
                 trackers_of(config.metrics), self.directory, config.run.name, to_plain(config)
             )
@@ -346,7 +348,8 @@ class Job:
         self.directory.write_config(to_yaml(self._as_asked or self.config))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds figures of a step to `metrics.jsonl` and the trackers."""
+        """Adds figures of a step to `metrics.jsonl` and the trackers; says which are none."""
+        metrics = self.checked.figures(metrics, "`Job.write`")
         for writer in self._writers:
             writer.write(step, metrics)
 

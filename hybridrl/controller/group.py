@@ -24,6 +24,11 @@ class Handle:
         self._call = call
         self._one = one
 
+    @property
+    def name(self) -> str:
+        """The call's, for people."""
+        return self._call.name
+
     def get(self) -> Any:
         """Waits for all ranks; gives the one answer, or the list of answers by rank.
 

@@ -10,7 +10,6 @@ They name of these five what they want.
 from __future__ import annotations
 
 import inspect
-import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from hybridrl.controller import BatchRef, WorkerGroup
 from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.core import user_code
 from hybridrl.core.batch import Batch
+from hybridrl.core.figures import fault_of_name, number_of
 from hybridrl.data.columns import table_of
 from hybridrl.data.prompts import MESSAGES, tokenize_prompts
 from hybridrl.errors import ConfigError, DataError, HybridRLError, nearest
@@ -71,12 +71,14 @@ def evaluate(setting: str, spec: str, given: Mapping[str, Any]) -> dict[str, flo
         raise ConfigError(
             f"{setting}={spec} raised {type(error).__name__}: {error}\n{''.join(lines)}"
         ) from error
-    if not isinstance(found, Mapping) or not all(_is_number(value) for value in found.values()):
+    if not isinstance(found, Mapping) or any(number_of(value) is None for value in found.values()):
         raise ConfigError(
             f"{setting}={spec} returned {found!r:.200}: it must return a dictionary of names and "
             "numbers."
         )
-    return {str(name): float(value) for name, value in found.items()}
+    if fault := next(filter(None, map(fault_of_name, found)), ""):
+        raise ConfigError(f"{setting}={spec} returned a figure {fault}.")
+    return {name: float(value) for name, value in found.items()}
 
 
 class Model:
@@ -192,13 +194,6 @@ class Model:
             stop = asked["stop"]
             asked = {**asked, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
         return replace(self._sampling, **asked)
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return not isinstance(value, str) and not math.isinf(float(value))
-    except (TypeError, ValueError):
-        return False
 
 
 def _own_frames(error: Exception) -> Any:

@@ -8,6 +8,8 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hybridrl.core.figures import fault_of_name
+
 LARGEST = 3.4028234e38
 """Scores become float32, in which anything larger is infinite."""
 Steps = list[tuple[int, float]]
@@ -53,6 +55,8 @@ def read_answer(returned: Any, response: str) -> Answer | str:
                 f"a dictionary with the key {key!r}, and each number has a metric of its name, "
                 "beside which `/std` is its standard deviation: call it otherwise"
             )
+        if fault := fault_of_name(key):
+            return f"a dictionary with a number {fault}"
     steps = _read_steps(returned.get("steps", ()), len(response))
     if isinstance(steps, str):
         return steps
@@ -114,7 +118,10 @@ def _read_steps(given: Any, length: int) -> Steps | str:
 def _number(value: Any) -> float | None:
     if not isinstance(value, numbers.Real) and getattr(value, "ndim", None) == 0:
         value = value.item()  # an array or tensor of one number
-    return float(value) if isinstance(value, numbers.Real) else None
+    try:
+        return float(value) if isinstance(value, numbers.Real) else None
+    except OverflowError:  # a whole number that no float holds
+        return math.inf
 
 
 def _shown(value: Any) -> str:

@@ -128,7 +128,8 @@ class Evaluations:
         """What the trainer says of the held-out data, and what is kept of it, by role."""
         job, config = self.job, self.job.config
         self.trainer.drawn.clear()
-        figures = self.trainer.evaluate(job.put(job.held_out))
+        who = f"`{type(self.trainer).__qualname__}.evaluate`"
+        figures = job.checked.figures(self.trainer.evaluate(job.put(job.held_out)), who)
         entries: dict[str, dict[str, Any]] = {}
         k, by = config.eval.samples, config.eval.by_column
         metrics = (Metric("accuracy"), *((Metric("mean", k), Metric("pass", k)) if k > 1 else ()))

@@ -108,7 +108,7 @@ class Steps:
         )
 
     def wait(self, step: Step) -> list[Mapping[str, float]]:
-        """What the updates of a step returned."""
+        """The figures that the updates of a step returned."""
         updates = [handle.get() for handle in step.handles]
         if wrong := [update for update in updates if not isinstance(update, Mapping)]:
             raise ConfigError(
@@ -116,7 +116,8 @@ class Steps:
                 f"{type(wrong[0]).__name__}: give those of updates, which are dictionaries of "
                 "metrics."
             )
-        return updates
+        names = [f"`{handle.name}`" for handle in step.handles]
+        return list(map(self.job.checked.figures, updates, names))
 
     def end(
         self,
@@ -134,12 +135,16 @@ class Steps:
         begin = max(step.begin, self.ended)  # before that, an earlier step was under way
         self.ended = time.perf_counter()
         records = self.job.executor.take_records(step.called_in)
+        for record in records:
+            who = f"`{record.role}.{record.method}`"
+            record.metrics = self.job.checked.figures(record.metrics, who)
         of_sources: dict[str, float] = {}
         for scored in step.scored:
             of_sources |= self.job.feed.learn_scores(scored)
         self.job.feed.forget_groups(step.groups.stop)
         metrics = step_metrics(records, updates, self.ended - begin, step.drawn()) | of_sources
-        metrics |= step.figures | further
+        who = f"`{type(self.trainer).__qualname__}.figures`"
+        metrics |= self.job.checked.figures(step.figures, who) | further
         figures, slow = self._devices.look(records)
         metrics |= figures
         bad = self.guard.look(step.number, records, updates, metrics)

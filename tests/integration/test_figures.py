@@ -22,6 +22,8 @@ SMALL = [
     *("eval.prompts=6", "eval.every=0", "observe.samples_every=1", "trainer.steps=2"),
 ]
 OWN = '''
+import torch
+
 from hybridrl.trainers import grpo
 
 
@@ -31,6 +33,23 @@ def odd(prompt, response, **row):
 
 def until_update(prompt, response, updates, **row):
     return None if updates else 1.0
+
+
+GARBAGE = {"mine/text": "abc", "mine/huge": 10**400, "mine/tensor": torch.zeros(3), "mine/ok": 1}
+
+
+class Garbage(grpo.Trainer):
+    """Whose updates, figures and evaluations have more than numbers in them."""
+
+    def learn(self, batch, *columns):
+        handles = super().learn(batch, *columns)
+        for handle in handles:
+            handle.get().update(GARBAGE)
+        self.figures |= {"own/none": None, "own/ok": 2, "own/" + "x" * 1000: 1.0}
+        return handles
+
+    def evaluate(self, held_out):
+        return super().evaluate(held_out) | {"eval/object": object()}
 
 
 class Best(grpo.Trainer):
@@ -102,6 +121,24 @@ def test_figures_are_of_the_samples_that_are_learned_from(finish, own, program, 
 def test_a_figure_is_of_one_step(finish, own):
     first, second = steps_of(finish(f"trainer.name={own}:Best"))
     assert first["mine/first"] == 1.0 and "mine/first" not in second
+
+
+def test_garbage_among_figures_costs_a_sentence_each_and_no_step(finish, own, capsys):
+    folder = finish(f"trainer.name={own}:Garbage", "metrics=tensorboard")
+    for row in steps_of(folder):
+        assert {name: row[name] for name in row if name.startswith(("mine/", "own/"))} == {
+            "mine/ok": 1.0,
+            "own/ok": 2.0,
+        }
+    said = capsys.readouterr().out
+    for words in (
+        "`actor.update_actor` reported the metric 'mine/text', which is not a number (str)",
+        "`actor.update_actor` reported the metric 'mine/huge', which is too large (int)",
+        "`Garbage.figures` reported the metric 'own/none', which is not a number (NoneType)",
+        "whose name has 1,004 characters",
+        "`Garbage.evaluate` reported the metric 'eval/object', which is not a number (object)",
+    ):
+        assert said.count(words) == 1, words
 
 
 def test_a_step_without_a_score_leaves_its_figures(finish, own, tmp_path):
