@@ -119,8 +119,8 @@ class RewardConfig:
     """Have the reward model score each step of a response, as this text parts them (such as a blank
     line), for `algorithm.step_credit`; null: the whole response at its end."""
     shorter: Annotated[NonNegativeFloat, With(".shorter")] = 0.0
-    """Weight of a reward for right responses that are shorter than others to their prompt (Kimi
-    k1.5), and a penalty for longer ones; 0: length does not matter."""
+    """Weight of a reward for right responses with fewer sampled tokens than others to their prompt
+    (Kimi k1.5), and a penalty for longer ones; 0: length does not matter."""
     normalise_by: Annotated[Name | None, With(".normalise_by")] = None
     """A column of the data, such as `source`: scores are learned from minus the mean, and over the
     standard deviation, of all scores so far of the same value. null: as they are."""
@@ -139,7 +139,8 @@ class RewardConfig:
     error_value: Annotated[float, With(".on_error=value")] = 0.0
     """The score of such a sample."""
     correct_at: float = 1.0
-    """A sample counts as correct, for accuracy, from this score on."""
+    """A sample is right if its outcome is at least this: its score without rewards of steps, and
+    before `reward.shorter` and `reward.normalise_by`."""
 
 
 @dataclass
@@ -301,8 +302,8 @@ class ExpertConfig:
     """Which of its own responses a policy learns: trainer `expert_iteration`."""
 
     choose: Annotated[str, OneOf("right", "best")] = "right"
-    """`right`: each different response that scores `reward.correct_at` or more, once; `best`: the
-    best-scored response to each prompt."""
+    """`right`: each different right response (`reward.correct_at`) once; `best`: the best-scored
+    response to each prompt."""
     most_per_prompt: Annotated[PositiveInt | None, With("expert.choose=right")] = None
     """So many right responses to a prompt at most, in a step; null: any number."""
     steps_kept: PositiveInt = 4

@@ -11,10 +11,14 @@ import pyarrow as pa
 
 from hybridrl.controller import BatchRef, WorkerGroup
 from hybridrl.core.batch import MASKS, Batch, sampled_tokens
+from hybridrl.core.outcomes import OUTCOMES, is_right, outcomes_of
 from hybridrl.evaluation.extraction import Extract
 from hybridrl.rollout import Sampling
 
-KEPT = ("prompt", "answer", "response", "scores", "finish_reason", "turns", "episode_rewards")
+KEPT = (
+    *("prompt", "answer", "response", "scores", OUTCOMES),
+    *("finish_reason", "turns", "episode_rewards"),
+)
 """Columns of samples that are kept as they are."""
 
 
@@ -58,7 +62,7 @@ def table_of(
 
     Args:
         keys: Of the prompts; see `keys_of`.
-        correct_at: The score from which a sample is right.
+        correct_at: The outcome from which a sample is right.
         extract: How the answer of a response is found.
         columns: Further ones of the data that are kept.
     """
@@ -93,8 +97,8 @@ def _table(
     columns: Iterable[str],
 ) -> pa.Table:
     rows, wanted = drawn.rows, [*KEPT, *columns]
-    masks = [*filter(rows.columns.may_have, MASKS)]
-    if masks:
+    if rows.columns.may_have("response_mask"):
+        masks = ["response_mask", *rows.columns.certain.intersection(MASKS[1:])]
         rows |= rows.apply(counted, masks, makes=["sampled_tokens"])
         wanted.append("sampled_tokens")
     found = rows.collect(wanted, partial=True)
@@ -106,7 +110,7 @@ def _table(
         "sample": [index % drawn.samples for index in range(number)],
         "greedy": pa.array([drawn.greedy] * number, pa.bool_()),
         "score": scores.numpy(),
-        "correct": (scores >= correct_at).numpy(),
+        "correct": is_right(outcomes_of(found), correct_at).numpy(),
     }
     if "sampled_tokens" in found:
         made["tokens"] = found["sampled_tokens"].numpy()

@@ -221,8 +221,9 @@ class _Table(BatchRef):
         everything else is 0."""
         rows = self.rows
         found = {name: np.zeros(len(rows), np.float32) for name in columns or ()}
+        scores = np.arange(len(rows), dtype=np.float32) % 2
         values = {
-            "scores": np.arange(len(rows), dtype=np.float32) % 2,
+            **dict.fromkeys(("scores", "outcomes", "shaped_scores"), scores),
             "group_id": rows,
             "episode": np.arange(len(rows)),
             "branches": np.ones(len(rows), np.int64),

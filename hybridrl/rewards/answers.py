@@ -20,7 +20,7 @@ class Answer(NamedTuple):
 
     Attributes:
         score: The whole of it, its steps included; None: it has nothing to say of this row.
-        outcome: The same without the steps, unless there is nothing else.
+        outcome: The same without the steps; None: there is nothing else.
         further: Numbers to be kept beside it.
         steps: Of each step of the response, the character behind its end, and its reward.
     """
@@ -64,7 +64,7 @@ def read_answer(returned: Any, response: str) -> Answer | str:
     known = {key: value for key, value in beside.items() if value is not None}
     if "score" not in returned:
         total = sum(reward for _, reward in steps)
-        return Answer(total, total, known, steps)
+        return Answer(total, None, known, steps)
     return _checked(score, known, steps)
 
 

@@ -99,7 +99,7 @@ class SourcePools:
         """
         if list(self._pools) == [None] and (pool := self._pools[None]) is not None:
             return pool.score(rows, progress, groups=groups)
-        scores, outcomes = [0.0] * len(rows), [0.0] * len(rows)
+        scores, outcomes = [0.0] * len(rows), [math.nan] * len(rows)
         steps: list[Steps] = [[] for _ in rows]
         # On every rank the same, whatever sources its rows are of.
         columns = {name: [math.nan] * len(rows) for name in self._columns}

@@ -27,7 +27,7 @@ class RewardResult:
         failures: calls that raised, returned something unusable, died or timed out.
         timeouts: the failures that were time-outs.
         first_failure: the first failure with its traceback, or None.
-        outcomes: the scores without the rewards of steps, unless a function gave nothing else.
+        outcomes: the scores without the rewards of steps; NaN where no function gave more.
         steps: of each row, where its steps end (characters) and their weighted rewards, in order.
     """
 
@@ -163,7 +163,9 @@ class Round:
         by_row = list(zip(*self._answers, strict=True))
         return RewardResult(
             scores=[_sum(weights, [answer.score for answer in row]) for row in by_row],
-            outcomes=[_sum(weights, [answer.outcome for answer in row]) for row in by_row],
+            outcomes=[
+                _sum(weights, [answer.outcome for answer in row], math.nan) for row in by_row
+            ],
             steps=[
                 sorted(
                     (end, weight * reward)
@@ -187,10 +189,11 @@ class Round:
         )
 
 
-def _sum(weights: Sequence[float], scores: Sequence[float | None]) -> float:
-    """Of what has been said; NaN if nothing has. A weight of 0 is for looking only."""
+def _sum(weights: Sequence[float], scores: Sequence[float | None], unasked: float = 0.0) -> float:
+    """Of what has been said; NaN if nothing has, `unasked` if no function is there to score: a
+    weight of 0 is for looking only."""
     if not any(weights):
-        return 0.0
+        return unasked
     said = [(w, score) for w, score in zip(weights, scores, strict=True) if score is not None]
     counted = [weight * score for weight, score in said if weight]
     return sum(counted) if counted else math.nan

@@ -7,6 +7,7 @@ import torch
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, WorkerGroup
 from hybridrl.core.batch import Batch
+from hybridrl.core.outcomes import OUTCOMES, is_right, outcomes_of
 from hybridrl.data.mixture import COLUMN, source_names
 from hybridrl.evaluation.answers import Drawn, draw
 from hybridrl.rollout import Sampling
@@ -20,7 +21,7 @@ def evaluate_answers(
     config: Config,
     drawn: list[Drawn] | None = None,
 ) -> dict[str, float]:
-    """`accuracy`: the share of greedy responses that score `reward.correct_at` or more.
+    """`accuracy`: the share of greedy responses that are right.
 
     With `eval.samples` = k above 1 also `eval/mean@k` and `eval/pass@k`, of k samples drawn as in
     training: the share that is right, and the share of prompts with a right one. With
@@ -33,13 +34,12 @@ def evaluate_answers(
     if not by and source_names(config.data):
         by = [COLUMN]
     kept = [] if drawn is None else drawn
-    steps = ["outcomes"] if config.algorithm.step_credit else []
 
     def correct(how: Sampling, samples: int = 1) -> tuple[torch.Tensor, list[str]]:
         kept.append(draw(actor, reward, prompts, how, samples))
-        found = kept[-1].rows.collect(["scores", *by, *steps])
+        found = kept[-1].rows.collect(["scores", OUTCOMES, *by], partial=True)
         sources = [str(value) for value in found.table.column(by[0]).to_pylist()] if by else []
-        return found[steps[0] if steps else "scores"] >= config.reward.correct_at, sources
+        return is_right(outcomes_of(found), config.reward.correct_at), sources
 
     greedy, sources = correct(sampling.greedy())
     figures = _means("accuracy", greedy, sources)

@@ -16,6 +16,7 @@ from typing import Any
 from hybridrl.config.schema import Config, ExpertConfig
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.core.batch import Batch
+from hybridrl.core.outcomes import OUTCOMES, is_right, outcomes_of
 from hybridrl.trainers.base import LEARNED_FROM, SAMPLE
 from hybridrl.trainers.policy import PolicyTrainer, joined
 from hybridrl.trainers.role_spec import RoleSpec, standard
@@ -41,9 +42,9 @@ class Trainer(PolicyTrainer):
         samples = joined(samples, self.judge(samples))
         columns = ["group_id", "scores"]
         if self.settings.choose == "right":
-            seen = samples.collect([*columns, "response"]).to_pylist()
-            at, most = self.config.reward.correct_at, self.settings.most_per_prompt
-            rows = distinct_right(seen, at, most)
+            seen = samples.collect([*columns, OUTCOMES, "response"], partial=True)
+            right = is_right(outcomes_of(seen), self.config.reward.correct_at).tolist()
+            rows = distinct_right(seen.to_pylist(), right, self.settings.most_per_prompt)
         else:
             rows = best_of_each(samples.collect(columns).to_pylist())
         self.figures["expert/answers"] = float(len(rows))
@@ -67,19 +68,19 @@ def as_kept(batch: Batch) -> Batch:
 
 
 def distinct_right(
-    rows: Sequence[Mapping[str, Any]], correct_at: float, most: int | None = None
+    rows: Sequence[Mapping[str, Any]], right: Sequence[bool], most: int | None = None
 ) -> list[int]:
     """The numbers of the first sample with each different right answer to each prompt, in order.
 
     Args:
-        rows: `group_id`, `response` and `scores` of each sample.
-        correct_at: An answer is right from this score on.
+        rows: `group_id` and `response` of each sample.
+        right: Whether each is right.
         most: So many of a prompt at most; None: any number.
     """
     found: dict[int, dict[str, int]] = {}
     for number, row in enumerate(rows):
         answers = found.setdefault(row["group_id"], {})
-        if row["scores"] >= correct_at and (most is None or len(answers) < most):
+        if right[number] and (most is None or len(answers) < most):
             answers.setdefault(row["response"], number)
     return sorted(number for answers in found.values() for number in answers.values())
 

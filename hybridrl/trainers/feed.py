@@ -12,6 +12,7 @@ import numpy.typing as npt
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
 from hybridrl.core.batch import Batch
+from hybridrl.core.outcomes import OUTCOMES, outcomes_of
 from hybridrl.data.loader import PromptLoader
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.observe.beside_steps import DATA, BesideSteps
@@ -95,21 +96,22 @@ class Feed:
         return self.put(batch.with_columns({"loss_weights": scaled}))
 
     def learn_scores(self, scored: BatchRef) -> dict[str, float]:
-        """Tells the sampler how samples were scored; waits until they are.
+        """Tells the sampler the outcomes of samples; waits until they are scored.
 
         Returns:
             Figures of the sources of a mixture.
         """
         if not self._learns:
             return {}
-        known = scored.collect(["group_id", "scores"], partial=True)
+        known = scored.collect(["group_id", "scores", OUTCOMES], partial=True)
         if {"group_id", "scores"} - set(known.columns):
             return {}
         groups, scores = known["group_id"].numpy(), known["scores"].numpy()
         mine = np.asarray([group in self._row_of for group in groups.tolist()], bool)
+        outcomes = outcomes_of(known).numpy()[mine]
         groups, scores = groups[mine], scores[mine]
         rows = np.asarray([self._row_of[group] for group in groups.tolist()], np.int64)
-        self.deck.learn(rows, scores)
+        self.deck.learn(rows, outcomes)
         return self._of_sources.of_groups(rows, groups, scores)
 
     @property

@@ -11,6 +11,7 @@ from functools import partial
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.trainers.policy import PolicyTrainer, joined
 from hybridrl.trainers.replay import Replay, informative_rows
+from hybridrl.trainers.reward_shaping import SHAPED, learned_scores
 from hybridrl.trainers.shaping import (
     ADVANTAGES,
     GROUP_COLUMNS,
@@ -66,10 +67,9 @@ class Trainer(PolicyTrainer):
         for _ in range(rounds):
             samples = self.samples()
             batch = joined(samples, self.rewarded(samples))
-            if not self.shaping.changes:
-                self.note_scores(batch)
-            known = batch.collect(["scores", "group_id"])  # two numbers a sample
-            rows = informative_rows(known["scores"], known["group_id"])
+            self.note_scores(batch)
+            known = batch.collect(["scores", SHAPED, "group_id"], partial=True)  # few numbers
+            rows = informative_rows(learned_scores(known), known["group_id"])
             prompts += len(known) // per_prompt
             if len(rows):
                 kept.append(batch.take(rows[: wanted - count]))

@@ -12,18 +12,21 @@ from hybridrl.algorithms import Segments
 from hybridrl.controller import BatchRef
 from hybridrl.core.batch import LIBRARY_PREFIXES, Batch
 from hybridrl.core.columns import Ragged
+from hybridrl.core.outcomes import OUTCOMES
 from hybridrl.observe.completions import Completion
 from hybridrl.observe.step_view import StepView
+from hybridrl.trainers.reward_shaping import SHAPED
 
 if TYPE_CHECKING:
     from hybridrl.job import Job
 
 TEXTS = (
-    *("group_id", "prompt", "answer", "response", "scores", "costs", "advantages"),
-    *("finish_reason", "policy_version", "episode", "branch", "turns", "turn_rewards"),
+    *("group_id", "prompt", "answer", "response", "scores", OUTCOMES, SHAPED, "costs"),
+    *("advantages", "finish_reason", "policy_version"),
+    *("episode", "branch", "turns", "turn_rewards"),
 )
 TOKENS = (
-    *("group_id", "prompt_ids", "response_ids", "response_mask", "scores", "advantages"),
+    *("group_id", "prompt_ids", "response_ids", "response_mask", "scores", SHAPED, "advantages"),
     *("rollout_log_probs", "log_probs", "ref_log_probs", "values", "returns"),
     *("episode", "branch", "turn", "turn_rewards"),
 )

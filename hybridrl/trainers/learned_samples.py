@@ -16,14 +16,17 @@ from hybridrl.algorithms.kl import IN_REWARD
 from hybridrl.config.schema import AlgorithmConfig, Config, is_served
 from hybridrl.core.batch import Batch
 from hybridrl.trainers.learned_steps import STEPS, step_rewards
+from hybridrl.trainers.reward_shaping import SHAPED, learned_scores, shapes
 
 TURNS = ("turn", "turn_rewards")
 
 
 def credit_columns(config: Config) -> list[str]:
-    """The columns that giving credit needs besides scores: which rows are of one episode, where
-    they may be several; and what was rewarded in which turn or step, where that counts."""
-    found = ["episode"] if is_served(config.rollout, config.environment) else []
+    """The columns that giving credit needs besides scores: these as they are learned from, where
+    that are others; which rows are of one episode, where they may be several; and what was rewarded
+    in which turn or step, where that counts."""
+    found = [SHAPED] if shapes(config.reward) else []
+    found += ["episode"] if is_served(config.rollout, config.environment) else []
     found += TURNS if config.algorithm.turn_credit == "turn" else []
     return [*found, *(STEPS if config.algorithm.step_credit else [])]
 
@@ -68,7 +71,7 @@ def samples_of(batch: Batch, config: AlgorithmConfig, longest: int) -> Samples:
 
 def sample_scores(batch: Batch, config: AlgorithmConfig, longest: int) -> Tensor:
     """Scores of samples with the overlong penalty; NaN where the reward was dropped."""
-    scores: Tensor = batch["scores"][firsts(batch)]
+    scores = learned_scores(batch)[firsts(batch)]
     if not config.overlong_buffer:
         return scores
     lengths = batch.ragged("response_mask").cu_seqlens[edges(batch)].diff()

@@ -20,6 +20,7 @@ from hybridrl.controller import BatchRef, Handle
 from hybridrl.trainers.base import LEARNED_FROM, SAMPLE
 from hybridrl.trainers.objectives import preference_objective
 from hybridrl.trainers.policy import PolicyTrainer, joined
+from hybridrl.trainers.reward_shaping import SHAPED, learned_scores
 from hybridrl.trainers.role_spec import RoleSpec, standard
 from hybridrl.trainers.shaping import loss_weights
 
@@ -39,7 +40,7 @@ class Trainer(PolicyTrainer):
         actor, reference = self.groups["actor"], self.groups["reference"]
         samples = self.samples()
         samples = joined(samples, self.rewarded(samples))
-        scores = samples.collect(["scores"])["scores"]  # a number a sample
+        scores = learned_scores(samples.collect(["scores", SHAPED], partial=True))
         rows = best_and_worst(scores, self.config.rollout.samples_per_prompt)
         prompts = len(scores) // self.config.rollout.samples_per_prompt
         self.figures["pairs/prompts"] = len(rows) / 2 / max(1, prompts)

@@ -66,13 +66,11 @@ class PolicyTrainer(base.Trainer):
         return [judge.compute_reward(samples) for judge in judges]
 
     def rewarded(self, samples: BatchRef) -> list[BatchRef]:
-        """As `judge`, with the `scores` as they are to be learned from, behind them."""
+        """As `judge`, with the scores as they are to be learned from, where these are others."""
         judged = self.judge(samples)
         if not self.shaping.changes:
             return judged
-        scored = joined(samples, judged)
-        self.note_scores(scored)
-        return [*judged, self.shaping.shaped(scored)]
+        return [*judged, self.shaping.shaped(joined(samples, judged))]
 
     def score(self, samples: BatchRef, *, log_probs: bool = True) -> list[BatchRef]:
         """What models say of samples before the step. As `judge` it asks for the samples alone, so

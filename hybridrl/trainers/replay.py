@@ -12,6 +12,7 @@ import torch
 from hybridrl.algorithms import keep_informative
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
+from hybridrl.trainers.reward_shaping import SHAPED, learned_scores
 
 
 def informative_rows(scores: torch.Tensor, groups: torch.Tensor) -> npt.NDArray[np.int64]:
@@ -72,8 +73,9 @@ class Replay:
             return []
         for kept in self._kept:
             if kept.rows is None:
-                known = kept.batch.collect(["scores", "group_id"])  # two numbers a sample
-                rows = informative_rows(known["scores"], known["group_id"])
+                columns = ["scores", SHAPED, "group_id"]  # a few numbers a sample
+                known = kept.batch.collect(columns, partial=True)
+                rows = informative_rows(learned_scores(known), known["group_id"])
                 groups = known["group_id"].numpy()[rows]
                 kept.rows = [rows[groups == group] for group in np.unique(groups)]
         ages = [version - kept.version for kept in self._kept for _ in kept.rows or ()]

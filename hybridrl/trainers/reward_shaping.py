@@ -1,8 +1,8 @@
 """What becomes of scores before anything is learned from them: shorter right answers earn more, and
 each source of prompts has a scale of its own.
 
-What was measured stays as it is: figures, evaluations and the sampler of the data know the scores
-as they were given.
+What was measured stays as it is: figures, evaluations and the sampler of the data know the column
+`scores`; what is learned from is the column `SHAPED`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms import shorter_reward
-from hybridrl.config.schema import Config
+from hybridrl.config.schema import Config, RewardConfig
 from hybridrl.controller import BatchRef
-from hybridrl.core.batch import Batch
+from hybridrl.core.batch import MASKS, Batch, sampled_tokens
+from hybridrl.core.outcomes import OUTCOMES, is_right, outcomes_of
+
+SHAPED = "shaped_scores"
 
 
 class Moments(NamedTuple):
@@ -65,31 +68,33 @@ class RewardShaping:
 
     def __init__(self, config: Config) -> None:
         self._reward = config.reward
-        self._outcomes = ["outcomes"] if config.algorithm.step_credit else []
+        self._before = SHAPED if config.reward.shorter else "scores"  # of normalising
         self._known: dict[str, Moments] = {}
         self._under_way: list[BatchRef] = []
 
     @property
     def changes(self) -> bool:
         """Whether scores become others."""
-        return bool(self._reward.shorter or self._reward.normalise_by)
+        return shapes(self._reward)
 
     def shaped(self, scored: BatchRef) -> BatchRef:
-        """The column `scores` as it is learned from.
+        """The column `SHAPED`, and no other: the scores as they are learned from.
 
         Args:
             scored: Samples with their `scores`.
         """
-        shaped = scored
-        if self._reward.shorter:
-            shorten = partial(with_shorter, weight=self._reward.shorter, at=self._reward.correct_at)
-            columns = ["scores", "group_id", "response_mask", *self._outcomes]
-            shaped = scored | scored.apply(shorten, columns, makes=["scores"])
-        if by := self._reward.normalise_by:
+        reward, shaped = self._reward, scored
+        if reward.shorter:
+            shorten = partial(with_shorter, weight=reward.shorter, at=reward.correct_at)
+            further = sorted(scored.columns.certain.intersection((OUTCOMES, *MASKS[1:])))
+            columns = ["scores", "group_id", "response_mask", *further]
+            shaped = scored.apply(shorten, columns, makes=[SHAPED])
+        if by := reward.normalise_by:
             self._learn()
-            self._under_way.append(shaped)
+            known = (scored | shaped).select(self._before, by)
+            self._under_way.append(known)
             scale = partial(normalised, by=by, known=dict(self._known))
-            shaped = shaped | shaped.apply(scale, ["scores", by], makes=["scores"])
+            shaped = known.apply(scale, [self._before, by], makes=[SHAPED])
         return shaped
 
     def state(self) -> dict[str, Any]:
@@ -107,30 +112,40 @@ class RewardShaping:
         """What earlier steps scored; waits for it."""
         under_way, self._under_way = self._under_way, []
         for scored in under_way:
-            known = scored.collect(["scores", str(self._reward.normalise_by)])
+            known = scored.collect([self._before, str(self._reward.normalise_by)])
             for source, found in moments_by(known, str(self._reward.normalise_by)).items():
                 self._known[source] = self._known.get(source, Moments()).with_those(found)
 
 
+def shapes(reward: RewardConfig) -> bool:
+    """Whether what is learned from are other scores than those that were given."""
+    return bool(reward.shorter or reward.normalise_by)
+
+
+def learned_scores(batch: Batch) -> Tensor:
+    """The scores that are learned from."""
+    found: Tensor = batch[SHAPED if SHAPED in batch else "scores"]
+    return found
+
+
 def with_shorter(batch: Batch, weight: float, at: float) -> Batch:
-    """`scores` with the reward of being shorter than others of the group. Groups do not depend on
-    each other.
+    """`SHAPED`: scores with the reward of sampling fewer tokens than others of the group. Groups do
+    not depend on each other.
 
     Args:
         weight: Of that reward.
-        at: A sample is right from this score on.
+        at: A sample is right from this outcome on.
     """
     scores: Tensor = batch["scores"]
-    right = batch["outcomes" if "outcomes" in batch else "scores"] >= at
-    lengths = torch.as_tensor(batch.lengths("response_mask"))
+    right, lengths = is_right(outcomes_of(batch), at), sampled_tokens(batch)
     groups = batch["group_id"].clone()
     groups[scores.isnan()] = -1 - torch.arange(len(groups))[scores.isnan()]  # compared with nothing
-    return Batch.from_columns({"scores": scores + weight * shorter_reward(lengths, right, groups)})
+    return Batch.from_columns({SHAPED: scores + weight * shorter_reward(lengths, right, groups)})
 
 
 def normalised(batch: Batch, by: str, known: Mapping[str, Moments]) -> Batch:
-    """`scores` minus the mean of their source, over its standard deviation, of these rows and of
-    what is known from before. They depend on all rows of the source.
+    """`SHAPED`: scores minus the mean of their source, over its standard deviation, of these rows
+    and of what is known from before. They depend on all rows of the source.
 
     Args:
         by: The column that says the source.
@@ -141,15 +156,15 @@ def normalised(batch: Batch, by: str, known: Mapping[str, Moments]) -> Batch:
     }
     scores = [
         (score - both[source].mean) / both[source].std
-        for score, source in zip(batch["scores"].tolist(), _sources(batch, by), strict=True)
+        for score, source in zip(learned_scores(batch).tolist(), _sources(batch, by), strict=True)
     ]
-    return Batch.from_columns({"scores": torch.tensor(scores, dtype=torch.float32)})
+    return Batch.from_columns({SHAPED: torch.tensor(scores, dtype=torch.float32)})
 
 
 def moments_by(batch: Batch, by: str) -> dict[str, Moments]:
-    """Moments of the `scores` of each source."""
+    """Moments of the scores of each source."""
     found: dict[str, list[float]] = {}
-    for score, source in zip(batch["scores"].tolist(), _sources(batch, by), strict=True):
+    for score, source in zip(learned_scores(batch).tolist(), _sources(batch, by), strict=True):
         found.setdefault(source, []).append(score)
     return {source: Moments.of(scores) for source, scores in found.items()}
 

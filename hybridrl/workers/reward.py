@@ -14,6 +14,7 @@ from hybridrl.config.schema import ActorConfig, RewardConfig, RolloutConfig
 from hybridrl.controller import THREE_D, Context, transfer
 from hybridrl.core.batch import MASKS, Batch, is_of_data, sampled_tokens
 from hybridrl.core.columns import Ragged
+from hybridrl.core.outcomes import OUTCOMES, is_right
 from hybridrl.engine.train import TrainEngine
 from hybridrl.errors import RewardError
 from hybridrl.models import load_tokenizer
@@ -35,9 +36,9 @@ SCORE = replace(THREE_D, balance="rows")
 """Rows split over ranks in blocks, which is how generation left them: texts need not move."""
 
 
-STEPS = ("outcomes", "step_ends", "step_rewards")
-"""Further columns where rewards come step by step: the score without the steps' rewards, and of
-each step how many response tokens there are up to its end, and its reward."""
+STEPS = ("step_ends", "step_rewards")
+"""Further columns where rewards come step by step: of each step how many response tokens there are
+up to its end, and its reward."""
 
 
 def _may_read(column: str) -> bool:
@@ -46,7 +47,8 @@ def _may_read(column: str) -> bool:
 
 
 def _makes(built: Mapping[str, Any]) -> list[str]:
-    return ["response", COLUMN[built["kind"]], *(STEPS if built.get("steps") else ())]
+    outcomes = [OUTCOMES] if built["kind"] == "reward" else []
+    return ["response", COLUMN[built["kind"]], *outcomes, *(STEPS if built.get("steps") else ())]
 
 
 def _may_make(built: Mapping[str, Any]) -> list[str]:
@@ -147,8 +149,8 @@ class RewardWorker(ModelWorker):
         copies_together=_compares,
     )
     def compute_reward(self, batch: Batch, verifier: str | None = None) -> Batch:
-        """`scores`, or `costs` (NaN: dropped), the `response` as text, and a column for each
-        function and the model.
+        """`scores` and `outcomes`, or `costs` (NaN: dropped), the `response` as text, and a column
+        for each function and the model.
 
         Args:
             verifier: A set to evaluate on whose own functions score in place of all others.
@@ -167,27 +169,26 @@ class RewardWorker(ModelWorker):
             rows, groups = _rows_with(batch, texts), _groups(batch)
             steps: list[Steps] = [[] for _ in texts]
             columns: dict[str, Any] = {}
-            outcomes = scores
+            outcomes = torch.full_like(scores, math.nan)
             if self._pool is not None:
                 scores, outcomes, chars, columns = self._by_functions(
                     *(self._pool, rows, batch, ids, groups, self._kind)
                 )
                 steps = [self._in_tokens(*found) for found in zip(chars, ids, strict=True)]
-            beside = torch.zeros(len(batch), dtype=torch.float32)
             if self._judge is not None:
                 columns[f"{self._kind}/judge"] = self._graded(rows, groups)
-                beside = beside + self._config.judge.weight * columns[f"{self._kind}/judge"]
             if by_model is not None:
-                columns[f"{self._kind}/model"] = said = self._by_model(by_model, texts, ids, steps)
-                beside = beside + self._config.model_weight * said
+                columns[f"{self._kind}/model"] = self._by_model(by_model, texts, ids, steps)
+            further = {"judge": columns.get(f"{self._kind}/judge")}
+            further["model"] = columns.get(f"{self._kind}/model")
             if self._kind == "reward" and "episode_rewards" in batch.columns:
-                beside = beside + batch["episode_rewards"]
-        outcomes = outcomes + beside
-        self._report(scores + beside, outcomes)
-        self._report_sources(batch, scores + beside, outcomes)
+                further["episodes"] = batch["episode_rewards"]
+            scores, outcomes = add_up(self._config, scores, outcomes, **further)
+        self._report(scores, outcomes, self._config)
+        self._report_sources(batch, scores, outcomes)
         report_numbers(self, columns)
         self._report_copies(rows)
-        return self._answer(texts, scores + beside, outcomes, steps, columns)
+        return self._answer(texts, scores, outcomes, steps, columns)
 
     def _verified(self, batch: Batch, verifier: str) -> Batch:
         """As `compute_reward`, by the functions of a set, in processes that start when they are
@@ -204,7 +205,8 @@ class RewardWorker(ModelWorker):
                 scores, outcomes, _, columns = self._by_functions(
                     *(self._pools[verifier], rows, batch, ids, groups, group)
                 )
-                self._report(scores, outcomes)
+                scores, outcomes = add_up(config, scores, outcomes)
+                self._report(scores, outcomes, config)
         return self._answer(texts, scores, outcomes, [[] for _ in texts], columns)
 
     def _responses(self, batch: Batch) -> tuple[list[list[int]], list[str]]:
@@ -222,15 +224,13 @@ class RewardWorker(ModelWorker):
         columns: dict[str, Any],
     ) -> Batch:
         found: dict[str, Any] = {"response": texts, COLUMN[self._kind]: scores}
+        if self._kind == "reward":
+            found[OUTCOMES] = outcomes
         if self._steps:
             bounds = torch.tensor([0, *map(len, steps)]).cumsum(0)
             ends = torch.tensor([end for row in steps for end, _ in row], dtype=torch.int64)
             rewards = torch.tensor([r for row in steps for _, r in row], dtype=torch.float32)
-            found |= {
-                "outcomes": outcomes,
-                "step_ends": Ragged(ends, bounds),
-                "step_rewards": Ragged(rewards, bounds),
-            }
+            found |= zip(STEPS, (Ragged(ends, bounds), Ragged(rewards, bounds)), strict=True)
         return Batch.from_columns(found | columns)
 
     def _in_tokens(self, steps: Steps, ids: list[int]) -> Steps:
@@ -294,7 +294,8 @@ class RewardWorker(ModelWorker):
         groups: list[int] | None,
         settings: str,
     ) -> tuple[torch.Tensor, torch.Tensor, list[Steps], dict[str, Any]]:
-        """Scores, the same without steps, the steps by characters, and a column for each function.
+        """Scores, the same without steps (NaN where there are only those), the steps by characters,
+        and a column for each function.
 
         Args:
             settings: That the functions come from, for what is said of them.
@@ -322,9 +323,9 @@ class RewardWorker(ModelWorker):
         )
         return scores, outcomes, found.steps, columns
 
-    def _report(self, scores: torch.Tensor, outcomes: torch.Tensor) -> None:
+    def _report(self, scores: torch.Tensor, outcomes: torch.Tensor, config: RewardConfig) -> None:
         counted = [score for score in scores.tolist() if not math.isnan(score)]
-        right = sum(outcome >= self._config.correct_at for outcome in outcomes.tolist())
+        right = int(is_right(outcomes, config.correct_at).sum())
         self.report(
             **{
                 f"{self._kind}_count": len(counted),
@@ -352,11 +353,37 @@ class RewardWorker(ModelWorker):
             figures = {
                 "count": len(known),
                 "sum": sum(known),
-                "correct": int((outcomes[mine] >= self._config.correct_at).sum()),
+                "correct": int(is_right(outcomes[mine], self._config.correct_at).sum()),
                 "samples": len(mine),
                 "tokens": int(lengths[mine].sum()),
             }
             self.report(**{f"source/{name}/{figure}": x for figure, x in figures.items()})
+
+
+def add_up(
+    config: RewardConfig,
+    scores: torch.Tensor,
+    outcomes: torch.Tensor,
+    judge: torch.Tensor | None = None,
+    model: torch.Tensor | None = None,
+    episodes: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and outcomes, `[rows]`, NaN where a sample is dropped.
+
+    Args:
+        scores, outcomes: Of functions; an outcome is NaN where they gave rewards of steps only,
+            which decide what is right if nothing else does.
+        judge, model, episodes: What these gave, before weights; None: there is none.
+    """
+    by_steps = model is not None and config.model_steps is not None
+    of_model = None if model is None else config.model_weight * model
+    said = (None if judge is None else config.judge.weight * judge, of_model, episodes)
+    scores = sum((one for one in said if one is not None), scores)
+    whole = [one for one in said if one is not None and not (by_steps and one is of_model)]
+    if whole:
+        outcomes = sum(whole, outcomes.nan_to_num())
+    outcomes = torch.where(outcomes.isnan(), scores, outcomes)
+    return scores, torch.where(scores.isnan(), scores, outcomes)
 
 
 def _groups(batch: Batch) -> list[int] | None:

@@ -152,9 +152,46 @@ def test_steps_and_shorter_answers_are_learned_from(start):
     )
     steps = run(job)
     rows = samples(job)
-    assert len(set(rows["scores"])) > 4 and all(math.isfinite(row["policy/loss"]) for row in steps)
-    mean = sum(map(float, rows["reward/digits"])) / len(rows["scores"])
+    assert len(set(rows["shaped_scores"])) > 4
+    assert rows["scores"] == pytest.approx(rows["reward/digits"])
+    assert all(math.isfinite(row["policy/loss"]) for row in steps)
+    mean = sum(map(float, rows["scores"])) / len(rows["scores"])
     assert steps[0]["reward/mean"] == pytest.approx(mean, rel=1e-5), "as it was measured"
+    right = [outcome == 1 for outcome in rows["outcomes"]]
+    assert right == [len(response) == 3 for response in rows["response"]]
+
+
+def test_all_files_say_the_same_of_what_is_right(start):
+    def at_the_bound(response):
+        return {"score": 0.7 * response.startswith("1"), "steps": [(1, 5.0)][: len(response)]}
+
+    job = start(
+        *("algorithm=grpo", "algorithm.step_credit=sum", "reward.correct_at=0.7"),
+        *("trainer.steps=1", "data.sampler=pass_rate", "data.prompts_per_step=32"),
+        *("eval.samples=4", "eval.prompts=32", "eval.sets.more={samples: 4, prompts: 32}"),
+        reward=at_the_bound,
+    )
+    (step,) = run(job)
+    rows = samples(job)
+    right = [response.startswith("1") for response in rows["response"]]
+    assert 0 < step["reward/correct"] == sum(right) / len(right) < 0.5
+    assert job.feed.deck.sampler._of_rows.sum(0).tolist() == [sum(right), len(right) - sum(right)]
+    folder = job.directory.path
+    told = {}  # by step
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        told.setdefault(json.loads(line)["step"], {}).update(json.loads(line))
+    compared = 0
+    for evaluation in json.loads((folder / "evaluations.json").read_text())["evaluations"]:
+        for name, entry in evaluation["sets"].items():
+            table = pq.read_table(folder / entry["samples"]).to_pydict()
+            expected = [response.startswith("1") for response in table["response"]]
+            assert table["correct"] == expected
+            prefix = "eval/" if name == "held_out" else f"eval/{name}/"
+            for metric, figure in entry["metrics"].items():
+                key = metric if f"{prefix}{metric}" == "eval/accuracy" else f"{prefix}{metric}"
+                assert told[evaluation["step"]][key] == pytest.approx(figure["value"], abs=1e-6)
+                compared += 1
+    assert compared >= 8
 
 
 def test_a_function_compares_the_samples_of_a_prompt(start):

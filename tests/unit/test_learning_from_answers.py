@@ -38,9 +38,10 @@ SAMPLES = [
 
 
 def test_each_different_right_answer_counts_once():
-    assert distinct_right(SAMPLES, 1.0) == [0, 3, 4, 6, 7]
-    assert distinct_right(SAMPLES, 1.0, most=1) == [0, 4]
-    assert distinct_right([], 1.0) == []
+    right = [one["scores"] >= 1.0 for one in SAMPLES]
+    assert distinct_right(SAMPLES, right) == [0, 3, 4, 6, 7]
+    assert distinct_right(SAMPLES, right, most=1) == [0, 4]
+    assert distinct_right([], []) == []
 
 
 def test_the_best_of_each_prompt_is_the_first_of_the_best():

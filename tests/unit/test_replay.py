@@ -16,8 +16,8 @@ from hybridrl.trainers.replay import Replay
 class Ref(SimpleNamespace):
     """A batch that is looked at as a BatchRef is."""
 
-    def collect(self, names):
-        return self.batch.select(names)
+    def collect(self, names, partial):
+        return self.batch.select(filter(self.batch.__contains__, names))
 
     def take(self, rows):
         return Ref(batch=self.batch.take(rows))

@@ -12,7 +12,13 @@ from hybridrl.algorithms import shorter_reward
 from hybridrl.checks.algorithm import check_algorithm
 from hybridrl.core.batch import Batch
 from hybridrl.errors import ConfigError
-from hybridrl.trainers.reward_shaping import Moments, RewardShaping, normalised, with_shorter
+from hybridrl.trainers.reward_shaping import (
+    SHAPED,
+    Moments,
+    RewardShaping,
+    normalised,
+    with_shorter,
+)
 
 
 def test_shorter_right_answers_earn_more_than_longer_ones():
@@ -39,14 +45,25 @@ def batch(scores, lengths, **columns):
 
 
 def test_dropped_samples_are_no_measure_for_others():
-    found = with_shorter(batch([1.0, 1.0, math.nan, 0.0], [2, 4, 100, 2]), 0.1, 1.0)["scores"]
+    found = with_shorter(batch([1.0, 1.0, math.nan, 0.0], [2, 4, 100, 2]), 0.1, 1.0)[SHAPED]
     assert found.tolist() == pytest.approx([1.05, 0.95, math.nan, 0.0], nan_ok=True)
 
 
 def test_what_is_right_is_said_without_steps():
     outcomes = {"outcomes": torch.tensor([0.0, 1.0])}
-    found = with_shorter(batch([2.0, 1.0], [2, 4], **outcomes), 1.0, 1.0)["scores"]
+    found = with_shorter(batch([2.0, 1.0], [2, 4], **outcomes), 1.0, 1.0)[SHAPED]
     assert found.tolist() == [2.0, 0.5]
+
+
+def test_short_is_what_sampled_few_tokens_in_all_branches():
+    masks = [[1, 1], [1, 0, 0, 0], [1, 1, 1]]  # of the second, three tokens are an environment's
+    before = [[1, 0, 1], [], [0]]
+    told = {"response_mask": [torch.tensor(mask, dtype=torch.uint8) for mask in masks]}
+    rows = batch([1.0] * 3, [1] * 3, **told)
+    assert with_shorter(rows, 1.0, 1.0)[SHAPED].tolist() == [1.0, 1.5, 0.5]
+    told["branch_response_mask"] = [torch.tensor(mask, dtype=torch.uint8) for mask in before]
+    rows = batch([1.0] * 3, [1] * 3, **told)
+    assert with_shorter(rows, 1.0, 1.0)[SHAPED].tolist() == pytest.approx([0.5, 1.5, 1 - 1 / 6])
 
 
 def test_moments_are_those_of_all_numbers_together():
@@ -63,7 +80,7 @@ def test_moments_are_those_of_all_numbers_together():
 def test_each_source_has_its_own_scale():
     known = {"a": Moments.of([10.0, 20.0, 30.0])}
     rows = batch([40.0, 1.0, 3.0, math.nan], [1] * 4, source=["a", "b", "b", "a"])
-    found = normalised(rows, "source", known)["scores"].tolist()
+    found = normalised(rows, "source", known)[SHAPED].tolist()
     a, b = torch.tensor([10.0, 20, 30, 40]), torch.tensor([1.0, 3])
     expected = [(40 - a.mean()) / a.std(), *((b - b.mean()) / b.std()), math.nan]
     assert found == pytest.approx([float(x) for x in expected], nan_ok=True)
@@ -78,6 +95,9 @@ class Here(Batch):
     def collect(self, columns):
         return self.select(columns)
 
+    def select(self, *columns):
+        return Here(super().select(*columns if isinstance(columns[0], list) else [columns]).table)
+
     def __or__(self, other):
         return Here((Batch(self.table) | other).table)
 
@@ -88,12 +108,13 @@ def test_a_run_that_goes_on_knows_what_was_scored_before():
         Here(batch([s, s + 1.0], [1, 1], source=["a", "b"]).table) for s in (1.0, 5.0, 2.0, 9.0)
     ]
     whole = RewardShaping(config)
-    expected = [whole.shaped(step)["scores"].tolist() for step in steps]
+    expected = [whole.shaped(step)[SHAPED].tolist() for step in steps]
     first, second = RewardShaping(config), RewardShaping(config)
     for step in steps[:2]:
         first.shaped(step)
     second.load_state(json.loads(json.dumps(first.state())))
-    assert [second.shaped(step)["scores"].tolist() for step in steps[2:]] == expected[2:]
+    assert [second.shaped(step)[SHAPED].tolist() for step in steps[2:]] == expected[2:]
+    assert second.shaped(steps[0]).columns == [SHAPED], "others would replace those of branches"
     assert expected[0] == [0.0, 0.0] and expected[3][0] > 1
 
 

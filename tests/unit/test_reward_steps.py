@@ -42,8 +42,8 @@ def test_ends_in_text_are_found_in_tokens():
 def test_a_score_has_its_steps_in_it():
     answer = read_answer({"score": 1, "steps": [(4, -0.5), (2, 0.25)], "depth": 2}, "abcd")
     assert answer == (0.75, 1.0, {"depth": 2.0}, [(2, 0.25), (4, -0.5)])
-    assert read_answer({"steps": [[1, 0.5], [2, 0.25]]}, "ab")[:2] == (0.75, 0.75)
-    assert read_answer({"steps": []}, "")[:2] == (0, 0)
+    assert read_answer({"steps": [[1, 0.5], [2, 0.25]]}, "ab")[:2] == (0.75, None)
+    assert read_answer({"steps": []}, "")[:2] == (0, None)
 
 
 @pytest.mark.parametrize(

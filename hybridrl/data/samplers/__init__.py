@@ -2,9 +2,10 @@
 
 A sampler is built with those of `rows` (the training data, tokenized), `seed` and `config` that its
 `__init__` names, and with `data.sampler_options`. It has `draw(number)`, which returns so many row
-numbers, and `update(rows, scores)`, which learns the scores of samples (NaN: dropped), and of which
-row each is an answer; and, to go on where a run stopped, `state()` and `load_state(state)`, of
-plain data. In a mixture each source has a sampler of its own, with its own rows.
+numbers, and `update(rows, scores)`, which learns the outcomes of samples (their scores without
+rewards of steps; NaN: dropped), and of which row each is an answer; and, to go on where a run
+stopped, `state()` and `load_state(state)`, of plain data. In a mixture each source has a sampler of
+its own, with its own rows.
 """
 
 from __future__ import annotations

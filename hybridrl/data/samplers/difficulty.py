@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from hybridrl.config.schema import Config
 from hybridrl.core.batch import Batch
+from hybridrl.core.outcomes import is_right
 from hybridrl.data.samplers.levels import difficulty_columns, ranks
 from hybridrl.errors import ConfigError
 
@@ -75,7 +76,7 @@ class Difficulty:
 
     def update(self, rows: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]) -> None:
         of_level = scores[(self._level[rows] == self.level) & ~np.isnan(scores)]
-        self._right += int((of_level >= self._correct_at).sum())
+        self._right += int(is_right(of_level, self._correct_at).sum())
         self._known += len(of_level)
         if self._known < self._samples:
             return

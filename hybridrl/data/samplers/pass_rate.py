@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from hybridrl.config.schema import Config
 from hybridrl.core.batch import Batch
+from hybridrl.core.outcomes import is_right
 from hybridrl.data.samplers.levels import buckets, difficulty_columns
 from hybridrl.errors import ConfigError
 
@@ -83,7 +84,7 @@ class PassRate:
 
     def update(self, rows: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]) -> None:
         known = ~np.isnan(scores)
-        rows, right = rows[known], scores[known] >= self._correct_at
+        rows, right = rows[known], is_right(scores[known], self._correct_at)
         for wrong, table in ((0, right), (1, ~right)):
             np.add.at(self._of_buckets[:, wrong], self._bucket[rows], table)
         totals = self._of_buckets.sum(1, keepdims=True)
