@@ -14,6 +14,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from hybridrl import __version__
+from hybridrl.core.redaction import redact_output, register_secrets
 from hybridrl.errors import HybridRLError, nearest
 
 COMMANDS = {
@@ -60,6 +61,9 @@ Ctrl-C, as of any command."""
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     given = sys.argv[1:] if arguments is None else list(arguments)
+    redact_output()
+    for word in given:
+        register_secrets(word)
     name = next((word for word in given if not word.startswith("-")), "")
     if name and name not in COMMANDS:
         settings = shlex.join(word for word in given[given.index(name) + 1 :] if "=" in word)

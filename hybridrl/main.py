@@ -26,6 +26,7 @@ from hybridrl.config.load import load_config, shown
 from hybridrl.config.schema import Config
 from hybridrl.config.shown import idle
 from hybridrl.config.sweep import jobs
+from hybridrl.core.redaction import redact_output, register_secrets
 from hybridrl.errors import (
     ConfigError,
     DataError,
@@ -50,6 +51,9 @@ PREEMPTED = 75
 
 def main() -> None:
     """The command line."""
+    redact_output()
+    for argument in sys.argv[1:]:
+        register_secrets(argument)
     chosen, further = _parser().parse_known_intermixed_args()
     try:
         if __name__ == "__main__" and callable(signal.getsignal(signal.SIGINT)):

@@ -39,6 +39,16 @@ def unit_tests_need_no_ray_and_no_vllm(request):
     assert not brought, f"{request.path.name}, or a unit test before it, imported {brought}."
 
 
+@pytest.fixture(autouse=True)
+def no_secrets_of_other_tests():
+    """Forgets the secrets that a test has had settings with: they may be words of the next one."""
+    from hybridrl.core import redaction
+
+    yield
+    redaction._secrets.clear()
+    redaction._pattern = None
+
+
 @pytest.fixture(scope="module")
 def process_group():
     """Of a module whose tests join process groups in this process: they end with it."""

@@ -22,6 +22,7 @@ from hybridrl.config.names import check_name, is_open, leaves
 from hybridrl.config.presets import CHOSEN
 from hybridrl.config.schema import Config
 from hybridrl.config.values import hints, is_optional, kind_of, plain
+from hybridrl.core.redaction import register_secrets
 from hybridrl.errors import ConfigError, Problems
 
 _PARSER = OverridesParser.create()
@@ -55,6 +56,7 @@ def read_overrides(arguments: Sequence[str], problems: Problems) -> list[Overrid
     """
     found: list[Override] = []
     for argument in arguments:
+        register_secrets(argument)
         with problems.noted():
             found += _read(argument, arguments)
     with problems.noted():

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from hybridrl.core.redaction import register_secrets
 from hybridrl.errors import ConfigError
 
 KEY = "recipe"
@@ -20,14 +21,19 @@ def read_recipe(path: Path) -> dict[str, Any]:
         ConfigError: if the file is missing, or is not a flat mapping of settings.
     """
     try:
-        settings = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
+        text = path.expanduser().read_text(encoding="utf-8")
+        register_secrets(text)
+        settings = yaml.safe_load(text)
     except (OSError, UnicodeError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
         raise ConfigError(
             f"recipe={path} could not be read: {why}. Name a file of settings."
         ) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"recipe={path} is not YAML: {' '.join(str(error).split())}.") from error
+        mark = getattr(error, "problem_mark", None)  # without the line itself: it may be a secret
+        place = "" if mark is None else f" in line {mark.line + 1}"
+        why = getattr(error, "problem", None) or "it cannot be read"
+        raise ConfigError(f"recipe={path} is not YAML{place}: {why}.") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"recipe={path} must hold lines such as `trainer.steps: 100`.")
     for key, value in settings.items():

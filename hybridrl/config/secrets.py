@@ -1,11 +1,11 @@
 """Secrets among the settings: used by this job, and written down nowhere.
 
-The options of reward functions and of the generation engine are free, so one of them may be the key
-of a service. What is called `key`, `token`, `secret`, `password`, `credential`, `passphrase`,
-`authorization` or `bearer`, or comes from a variable of the environment with such a name, is a
-secret: `config.yaml`, checkpoints, trackers and the summary have `${oc.env:NAME}` in its place if
-it was given so, else `***`. So have all settings in place of the password of a URL,
-`https://user:password@host`.
+The options of reward functions, environments and the generation engine are free, so one of them
+may be the key of a service. What is called `key`, `token`, `secret`, `password`, `credential`,
+`passphrase`, `authorization` or `bearer`, or comes from a variable of the environment with such a
+name, is a secret: `config.yaml`, checkpoints, trackers and the summary have `${oc.env:NAME}` in its
+place if it was given so, else `***`. So have all settings in place of the passwords, tokens and
+signatures in URLs. What else leaves the process goes through `core.redaction`.
 """
 
 from __future__ import annotations
@@ -18,23 +18,21 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.config.schema import Config
+from hybridrl.core.redaction import (
+    ENTRY,
+    HIDDEN,
+    REFERENCE,
+    is_secret,
+    register_secret,
+    url_secrets,
+    without_url_secrets,
+)
 from hybridrl.errors import ConfigError
 
-HIDDEN = "***"
-"""What is written in place of a secret that was given as it is."""
-_NAME = re.compile(
-    r"(?:.*[_\W])?(?:api)?"
-    r"(token|authorization|bearer|(key|secret|password|passwd|passphrase|credential)s?)",
-    re.I,
-)
-_OF_TEXT = re.compile(r"(?:.*_)?(bos|eos|pad|unk|sep|cls|mask|stop|start|end)_tokens?", re.I)
 _FREE = re.compile(
-    r"(?:(?:eval\.sets\.[\w-]+\.)?reward\.options|cost\.options|rollout\.engine_options)\b"
+    r"(?:(?:eval\.sets\.[\w-]+\.)?reward\.options|cost\.options|rollout\.engine_options"
+    r"|environment\.options|data\.(?:sources\.[\w-]+\.)?(?:task|sampler)_options)\b"
 )
-_ENTRY = re.compile(r"(\b(\w+)\s*:\s*)(?!\s*['\"]?\$)([^,{}]+)")
-_PASSWORD = re.compile(r"(?<=://)([^/@\s:]*:)(?!\$\{)([^/\s]+)(?=@)")
-"""The user, and the password, of a URL."""
-_REFERENCE = re.compile(r"\$\{\s*oc\.env\s*:\s*(\w+)[^}]*\}")
 
 
 class Secret(str):
@@ -49,6 +47,8 @@ class Secret(str):
     def __new__(cls, text: str, written: str = HIDDEN) -> Secret:
         found = super().__new__(cls, text)
         found.written = written
+        for secret in url_secrets(text) or [text]:
+            register_secret(secret)
         return found
 
     def __repr__(self) -> str:
@@ -61,11 +61,6 @@ class Secret(str):
         return str.__str__(self)
 
 
-def is_secret(name: str) -> bool:
-    """Whether something of this name is a secret."""
-    return _NAME.fullmatch(name) is not None and _OF_TEXT.fullmatch(name) is None
-
-
 def marked(config: Config, said: DictConfig) -> Config:
     """The settings with their secrets marked.
 
@@ -75,16 +70,14 @@ def marked(config: Config, said: DictConfig) -> Config:
     references = OmegaConf.to_container(said, resolve=False)
 
     def mark(path: Sequence[Any], value: Any) -> Any:
-        text = _at(references, path)
-        found = _REFERENCE.search(text) if isinstance(text, str) else None
         if not isinstance(value, str):
             return value
-        named = next((str(part) for part in reversed(path) if isinstance(part, str)), "")
-        by_name = is_secret(named) or (found is not None and is_secret(found[1]))
-        if by_name and _FREE.match(".".join(map(str, path))):
+        text = _at(references, path)
+        found = REFERENCE.search(text) if isinstance(text, str) else None
+        if _is_named(path) or (found is not None and is_secret(found[1])):
             return Secret(value, text if found is not None else HIDDEN)
-        if _PASSWORD.search(value):
-            return Secret(value, text if found is not None else _without_password(value))
+        if url_secrets(value):
+            return Secret(value, text if found is not None else without_url_secrets(value))
         return value
 
     return _changed(config, mark)
@@ -92,7 +85,20 @@ def marked(config: Config, said: DictConfig) -> Config:
 
 def written(config: Config) -> Config:
     """The settings as they may be written down."""
-    return _changed(config, lambda _, v: v.written if isinstance(v, Secret) else v)
+
+    def write(path: Sequence[Any], value: Any) -> Any:
+        if isinstance(value, Secret):
+            return value.written
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return HIDDEN if is_number and _is_named(path) else value
+
+    return _changed(config, write)
+
+
+def _is_named(path: Sequence[Any]) -> bool:
+    """Whether it is a free option whose name says that it is a secret."""
+    named = next((str(part) for part in reversed(path) if isinstance(part, str)), "")
+    return is_secret(named) and _FREE.match(".".join(map(str, path))) is not None
 
 
 def unmarked(config: Config) -> Config:
@@ -137,8 +143,7 @@ def check_known(config: Config, resumed: str) -> None:
 
 def hides_password(text: str) -> bool:
     """Whether it is a URL with `***` in place of its password."""
-    found = _PASSWORD.search(text)
-    return found is not None and found[2] == HIDDEN
+    return HIDDEN in url_secrets(text)
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
@@ -147,18 +152,14 @@ def command_line(arguments: Sequence[str]) -> list[str]:
 
 
 def _argument(argument: str) -> str:
-    argument = _without_password(argument)
+    argument = without_url_secrets(argument)
     key, _, value = argument.partition("=")
     if not _FREE.match(key):
         return argument
-    if is_secret(key.rpartition(".")[2]) and not _REFERENCE.fullmatch(value.strip("'\"")):
+    if is_secret(key.rpartition(".")[2]) and not REFERENCE.fullmatch(value.strip("'\"")):
         return f"{key}={HIDDEN}"
     # Several at once: reward.options.score={api_key: ...}
-    return _ENTRY.sub(lambda m: f"{m[1]}{HIDDEN}" if is_secret(m[2]) else m[0], argument)
-
-
-def _without_password(text: str) -> str:
-    return _PASSWORD.sub(rf"\1{HIDDEN}", text)
+    return ENTRY.sub(lambda m: f"{m[1]}{HIDDEN}" if is_secret(m[2]) else m[0], argument)
 
 
 def _changed(config: Config, change: Callable[[Sequence[Any], Any], Any]) -> Config:

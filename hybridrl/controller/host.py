@@ -39,6 +39,7 @@ from hybridrl.controller.shards import Rows, ShardInfo, count_tokens
 from hybridrl.controller.worker import Context, Rendezvous, Worker
 from hybridrl.core.batch import Batch
 from hybridrl.core.record import Record
+from hybridrl.core.redaction import redact
 from hybridrl.core.waits import operations_of_gpu, seconds_waited
 from hybridrl.errors import DataError, HybridRLError
 
@@ -281,7 +282,8 @@ def failure_of(error: BaseException, record: Record) -> Failure:
         message = f"{type(error).__name__}: {error}"
     except Exception:  # an exception of somebody's own that cannot say what it is
         message = type(error).__name__
-    return Failure(record.role, record.rank, record.method, message, "".join(told), time.time())
+    message, trace_text = redact(message), redact("".join(told))
+    return Failure(record.role, record.rank, record.method, message, trace_text, time.time())
 
 
 def _check_columns(name: str, batch: Batch, columns: Columns) -> None:

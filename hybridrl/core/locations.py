@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from hybridrl.core.redaction import register_url
 from hybridrl.errors import ConfigError, HybridRLError, MissingPackageError, pip_install
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class RemotePath:
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
+        register_url(url)
         self._files, self._path = _file_system(self._url)
 
     def __str__(self) -> str:

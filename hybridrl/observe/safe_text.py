@@ -6,6 +6,8 @@ import unicodedata
 
 from rich.cells import cell_len
 
+from hybridrl.core.redaction import redact
+
 _GAP = " … "
 
 
@@ -16,6 +18,7 @@ def one_line(text: str, cells: int) -> str:
     (ESC becomes ␛), so that no escape sequence reaches the terminal. Characters that print nothing
     or turn the writing direction are dropped, and marks stacked on one letter are cut to two.
     """
+    text = redact(text)
     if len(text) > 8 * cells:  # what is cut anyway need not be cleaned: answers can be megabytes
         clean = _visible(text[: 4 * cells]) + _visible(text[-4 * cells :])
     else:
@@ -31,7 +34,7 @@ def one_line(text: str, cells: int) -> str:
 
 def plain_lines(text: str) -> str:
     """`text` with its line breaks kept and everything else as safe as `one_line` makes it."""
-    return "\n".join(_visible(line) for line in text.splitlines())
+    return "\n".join(_visible(line) for line in redact(text).splitlines())
 
 
 def encodable(text: str, encoding: str) -> str:

@@ -7,9 +7,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from hybridrl.core.redaction import redact
+
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Renders `value`; numbers of NumPy and torch become plain, anything unknown its `str`."""
+    """Renders `value`; numbers of NumPy and torch become plain, anything unknown its `str`,
+    and secrets `***`."""
     return json.dumps(_plain(value), indent=indent, allow_nan=False, ensure_ascii=False)
 
 
@@ -20,7 +23,7 @@ def _plain(value: Any) -> Any:
         return float(value) if math.isfinite(value) else None
     if isinstance(value, str):
         # A lone surrogate cannot be encoded; it would make the write fail later.
-        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+        return redact(value).encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, Mapping):
         return {_plain(str(key)): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

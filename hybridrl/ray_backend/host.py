@@ -25,6 +25,7 @@ from hybridrl.controller.worker import Rendezvous
 from hybridrl.core.batch import Batch
 from hybridrl.core.garbage import no_collection
 from hybridrl.core.record import Record
+from hybridrl.core.redaction import redact_output
 from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.ray_backend.library import ray
 from hybridrl.ray_backend.message import open_head, seal, unpack, unseal
@@ -50,6 +51,7 @@ class RayHost:
         # Ctrl-C in a terminal reaches every process of the job; only the driver decides.
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+        redact_output()
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
         _use_network_of(ray.util.get_node_ip_address())
         with contextlib.suppress(OSError):  # no such folder here: then paths must be absolute

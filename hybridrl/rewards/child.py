@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from hybridrl.core.redaction import redact, redact_output
 from hybridrl.errors import HybridRLError, MachineError, RewardError
 from hybridrl.rewards.answers import read_answer, read_answers
 from hybridrl.rewards.loading import ByValue, RewardFunction, load_function, short_names
@@ -95,6 +96,7 @@ def main() -> None:
     while not inbox:
         inbox += unpacker.feed(_read(source))
     setup = Setup(*inbox.pop(0))
+    redact_output()
     sys.path += [place for place in setup.search_path if place not in sys.path]
     try:
         functions = _load(setup)
@@ -240,7 +242,7 @@ def _traceback(error: BaseException) -> str:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames))
+    return redact("".join(traceback.format_exception(type(error), error, frames)))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.core.redaction import redact
 from hybridrl.environments.play import Play, Played
 from hybridrl.rollout.transcript import Transcript
 
@@ -68,7 +69,8 @@ class FailedEpisodes:
         }
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+            text = redact(json.dumps(content, indent=1, default=str))
+            path.write_text(text + "\n", encoding="utf-8")
         except OSError:  # a full disk is no reason to end the job here
             return None
         return path

@@ -14,6 +14,7 @@ from hybridrl.config.schema import Config
 from hybridrl.core.readable import readable_seconds
 from hybridrl.errors import LostError
 from hybridrl.observe.storage import explain_write_errors
+from hybridrl.observe.strict_json import to_json
 
 FILE = "recoveries.jsonl"
 
@@ -126,7 +127,7 @@ class Recoveries:
             "devices": devices,
         }
         with explain_write_errors(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(to_json(row) + "\n")
         return now
 
     def _rows(self) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from settings import SHORT
@@ -126,3 +127,32 @@ def test_a_full_disk_is_a_sentence(command):
     code = run.finish(timeout=90)
     assert code == 1, run.output
     assert "metrics.jsonl" in run.output and "Traceback" not in run.output
+
+
+def test_a_failing_step_shows_no_secret(command, tmp_path):
+    """Not in what a reward function prints, logs or raises, and in no file of the run."""
+    (tmp_path / "score.py").write_text(
+        "import sys, logging\n"
+        "def score(prompt, response, api_key, header, calls=[]):\n"
+        "    calls.append(prompt)\n"
+        "    print('printed', api_key)\n"
+        "    logging.getLogger('mine').error('logged %s', header)\n"
+        "    if len(calls) > 1: raise OSError(f'https://me:{api_key}@host: {header}')\n"
+        "    return 1.0\n"
+    )
+    running = command(
+        f"reward.function={tmp_path / 'score.py'}:score",
+        "reward.options.score.api_key=zq7Xv9-Kw3Text",
+        "reward.options.score.header=Bearer ${oc.env:SERVICE_TOKEN}",
+        "rollout=transformers",
+        "trainer.steps=1",
+        environment={"SERVICE_TOKEN": "tk-Xv9-Kw3"},
+    )
+    assert running.finish() == 1
+    written = {"console": running.output}
+    for file in filter(Path.is_file, (tmp_path / "run").rglob("*")):
+        written[str(file)] = file.read_bytes().decode("utf-8", "replace")
+    assert "OSError: https://me:***@host: Bearer ***" in running.output
+    assert "printed ***" in "".join(written.values())
+    for text in ("zq7Xv9-Kw3Text", "tk-Xv9-Kw3"):
+        assert [name for name, said in written.items() if text in said] == []

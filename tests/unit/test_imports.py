@@ -11,7 +11,7 @@ import pytest
 import hybridrl
 
 ROOT = Path(hybridrl.__file__).parent
-EVERYBODY = {"errors", "config.schema", "config.role_models", "config.resume"}
+EVERYBODY = {"errors", "core.redaction", "config.schema", "config.role_models", "config.resume"}
 EVERYBODY |= {"config.resumed_settings", "config.eval_sets", "config.changed"}
 EVERYTHING = {"*"}
 # A room is a package directly under hybridrl. It may import itself, `EVERYBODY`, and what stands

@@ -1,13 +1,24 @@
 """Secrets among the settings are used, and written down nowhere."""
 
+import io
 import json
+import logging
 import pickle
+import sys
+import traceback
 
 import pytest
 
+from hybridrl import main
 from hybridrl.config.load import load_config, to_plain, to_yaml
-from hybridrl.config.secrets import command_line, is_secret
-from hybridrl.errors import ConfigError
+from hybridrl.config.secrets import Secret, command_line, is_secret
+from hybridrl.core import redaction
+from hybridrl.core.locations import RemotePath
+from hybridrl.core.redaction import redact, register_secrets
+from hybridrl.errors import ConfigError, StorageError
+from hybridrl.observe.run_state import RunState
+from hybridrl.observe.safe_text import one_line, plain_lines
+from hybridrl.observe.strict_json import to_json
 
 OPTIONS = [
     "reward.options.score.api_key=${oc.env:SERVICE_KEY}",
@@ -130,3 +141,141 @@ def test_the_command_line_in_the_summary_has_none():
         "reward.options.score.api_key=${oc.env:KEY}",
         "reward.options.score={api_key: ***, width: 3, token: '${oc.env:T}'}",
     ]
+
+
+TEXT = "zq7Xv9-Kw3Text"
+HIDING = [
+    ("checkpoint.folder", f"https://user:{TEXT}@host/x"),
+    ("checkpoint.folder", f"https://{TEXT}@host/x"),
+    ("checkpoint.folder", "https://user:${oc.env:PLAIN}@host/x"),
+    ("checkpoint.folder", "${oc.env:PLACE}"),
+    ("data.path", f"https://host/x?a=b&X-Amz-Signature={TEXT}"),
+    ("reward.options.score.api_key", TEXT),
+    ("reward.options.score.api_key", "${oc.env:PLAIN}"),
+    ("reward.options.score.header", "Bearer ${oc.env:API_TOKEN}"),
+    ("reward.options.score.deep", f"{{auth: [{{secret: {TEXT}}}]}}"),
+    ("rollout.engine_options.hf_token", TEXT),
+    ("environment.options.password", TEXT),
+    ("eval.sets.other.reward.options.score.token", TEXT),
+    ("trainer.password", TEXT),
+]
+FAULTS = {
+    "a setting that is not there": "{0} x{0}",
+    "a setting in the wrong group": "trainer.{0}",
+    "a number": "{0} trainer.steps={1}",
+    "a preset": "{0} algorithm={1}",
+    "a list": "{0} data.sources={1}",
+    "taken away": "~{0}",
+    "not closed": "{0}}} trainer.steps=x",
+    "a flag": "{0} --flag",
+    "a command": "plan {0}",
+    "several": "{0} --multirun trainer.steps=1,x",
+    "an unset variable": "{0} run.name=${{oc.env:NOT_THERE}}",
+    "resumed": "{0} resume={1}",
+    "forked": "{0} fork=missing",
+}
+RECIPES = {"wrong": "{0}: {1}\ntrainer.stepss: 3\n", "no YAML": "{0}: {1}\n  : [\n"}
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    for name in ("PLAIN", "API_TOKEN"):
+        monkeypatch.setenv(name, TEXT)
+    monkeypatch.setenv("PLACE", f"https://user:{TEXT}@host/x")
+
+
+@pytest.mark.parametrize("place", HIDING, ids=" ".join)
+def test_no_failing_start_shows_one(place, variables, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    key, value = place
+    starts = {}
+    every = place in (HIDING[0], HIDING[5])  # the others are shown by what shows these
+    for fault, form in FAULTS.items() if every else [("taken away", FAULTS["taken away"])]:
+        bare = value if "://" in value else "1.5"
+        words = form.format("\0", "\1").split(" ")
+        starts[fault] = [word.replace("\0", f"{key}={value}").replace("\1", bare) for word in words]
+    for fault, form in RECIPES.items():
+        (tmp_path / f"{fault}.yaml").write_text(form.format(key, value))
+        starts[f"recipe: {fault}"] = [f"recipe={fault}.yaml"]
+    for fault, arguments in starts.items():
+        redaction._secrets.clear()
+        redaction._pattern = None
+        monkeypatch.setattr(sys, "argv", ["hybridrl", *arguments])
+        with pytest.raises(SystemExit):
+            main.main()
+        said = "".join(capsys.readouterr())
+        assert said and TEXT not in said, (fault, arguments)
+
+
+def test_nothing_that_leaves_the_process_shows_one(tmp_path, monkeypatch):
+    register_secrets(f"reward.options.score.api_key={TEXT}")
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    redaction.redact_output()
+    sys.stderr.write(f"printed {TEXT}\n")
+    handler = logging.StreamHandler()
+    handler.handle(logging.makeLogRecord({"msg": "logged %s", "args": (TEXT,)}))
+    try:
+        raise ValueError(f"raised {TEXT}")
+    except ValueError as error:
+        traceback.print_exception(error)
+        state = RunState(tmp_path)
+        state.begin()
+        state.end(error)
+    assert shown.getvalue().count("***") == 3
+    written = [shown.getvalue(), (tmp_path / "status.json").read_text()]
+    written += [str(StorageError(f"for {TEXT}")), str(ConfigError("one", f"two {TEXT}"))]
+    written += [one_line(TEXT, 80), plain_lines(TEXT), to_json({"lost": [TEXT]})]
+    assert all(TEXT not in text and "***" in text for text in written)
+
+
+def test_a_process_that_gets_settings_knows_their_secrets():
+    settings = pickle.dumps({"key": Secret(TEXT), "at": Secret("https://me:hunter2@host", "...")})
+    redaction._secrets.clear()
+    redaction._pattern = None
+    assert redact(TEXT) == TEXT
+    pickle.loads(settings)
+    assert redact(f"{TEXT} https://me:hunter2@host") == "*** https://me:***@host"
+    RemotePath("memory://me:place-pw@host/x")
+    assert redact("at me:place-pw@host") == "at me:***@host"
+
+
+def test_one_is_found_as_others_write_it():
+    register_secrets("reward.options.score.password='a\"b c/ü'")
+    for text in ('a"b c/ü', "a%22b%20c%2F%C3%BC", json.dumps('a"b c/ü'), repr('a"b c/ü')):
+        assert redact(text).strip("'\"") == "***"
+    register_secrets("reward.options.score={api_key: hunter2, width: 31}")
+    assert redact("hunter2 hunter22 31") == "*** hunter22 31"
+
+
+def test_words_that_are_no_secret_stay():
+    for said in (
+        "rollout.engine_options.token=true",
+        "reward.options.score.key=abc",
+        "rollout.stop=[</s>]",
+        "model.path=https://host/a?page=20000",
+        "model.tokenizer=some/tokenizer",
+    ):
+        register_secrets(said)
+    said = "true abc </s> https://host/a?page=20000 some/tokenizer"
+    assert redact(said) == said
+
+
+def test_numbers_and_signatures_are_written_nowhere(run):
+    found = load_config(
+        [
+            "reward.options.score.pin_key=12345678",
+            "reward.options.score.width=12345678",
+            "data.path='https://host/x?sig=abcdef&page=2'",
+            "data.eval_path=https://abcdef@host/x",
+        ]
+    )
+    assert found.reward.options["score"]["pin_key"] == 12345678
+    plain = to_plain(found)
+    assert plain["reward"]["options"]["score"] == {"pin_key": "***", "width": 12345678}
+    assert plain["data"]["path"] == "https://host/x?sig=***&page=2"
+    assert plain["data"]["eval_path"] == "https://***@host/x"
+    (run / "config.yaml").write_text(to_yaml(found))
+    with pytest.raises(ConfigError, match=r"data.path is a secret"):
+        resumed(run)
