@@ -1,53 +1,31 @@
 """`passes_tests`: the share of a problem's tests that the program in a response passes.
 
-Set `reward.function` to `hybridrl.rewards.code:passes_tests`.
-
-The program runs in the sandbox, so it does no harm; see docs/sandbox.md. Nor can it cheat where the
-verdict is made outside of its process: it is asked for data, and what is expected never reaches it.
-So it is with tests of inputs and outputs, and with most asserts; see `splitting`.
-
-Other asserts run in the same process as the program, after it. What it prints, ending early in any
-way, replacing builtins, and results that claim to equal everything gain nothing there: a test
-passes only if its end was reached, which is reported with a number drawn at random, and plain data
-is compared with plain data only. What cannot be excluded in one process is a program that looks
-through the interpreter for the test's own frame, for what it expects or for the number; one that
-replaces functions that a test calls, such as `numpy.testing.assert_allclose`; and one that returns
-an object with its own arithmetic to a test that calculates with it. How many tests are of this kind
-is counted, and so is how many programs try such things.
+Set `reward.function` to `hybridrl.rewards.code:passes_tests`. The program runs in the sandbox, so
+it does no harm, and its tests in another process, so it changes none of them: see docs/sandbox.md.
+Whatever a response holds, it can at most score 0.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
-import contextlib
 import dataclasses
+import importlib.util
 import json
 import math
 import re
-import secrets
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import ConfigError
-from hybridrl.rewards.cheating import cheating_attempts
-from hybridrl.rewards.plain_data import read_observation
+from hybridrl.rewards.confined.checked_source import is_doctest
 from hybridrl.rewards.sandbox import Limits, confinement, run_python
-from hybridrl.rewards.splitting import split_tests
+from hybridrl.rewards.verdicts import judge_program
 
 _WALL_FACTOR = 2.0  # on a busy machine, processor time takes so much longer
-_NEEDED = ("collections", "datetime", "decimal", "fractions", "numpy")
-_OUTPUT_KIB = 4096  # for what asserts observe
-_CONFINED = Path(__file__).with_name("confined")
-_FUTURE = "from __future__ import annotations\n"  # allowed at the beginning only
-_JUDGE = _FUTURE + "\n".join(
-    _CONFINED.joinpath(f"{name}.py").read_text().replace(_FUTURE, "")
-    for name in ("plain", "comparing", "asserts")
-)
+_TOTAL_S = 20.0
 
-_FENCE = r"^[ \t]*```[ \t]*%s[ \t]*\n(.*?)(?:^[ \t]*```|\Z)"
+_FENCE = r"^[ \t]*```[ \t]*%s\n(.*?)(?:^[ \t]*```|\Z)"
 _MARKED = re.compile(_FENCE % r"(?:python3?|py)\b[^\n]*", re.DOTALL | re.MULTILINE | re.IGNORECASE)
 _UNMARKED = re.compile(_FENCE % "", re.DOTALL | re.MULTILINE)
 
@@ -59,7 +37,7 @@ def passes_tests(
     *,
     cpu_s: int = 10,
     memory_mib: int = 1024,
-    total_s: float = 20.0,
+    total_s: float = _TOTAL_S,
     **row: Any,
 ) -> dict[str, float]:
     """The share of the tests that the response's program passes, from 0.0 to 1.0, as `score`.
@@ -67,17 +45,19 @@ def passes_tests(
     The program is the last block fenced as Python, else the last fenced block without a language,
     else the whole response. A test that does not end within the limits is not passed.
 
-    Beside it: `inside`, the share of the tests in whose verdict the program's process had a say,
-    and `cheating`, 1.0 if the program tries to get at its tests (`cheating_attempts`).
+    Beside it: `vacuous`, the share of the tests in which something was compared with nothing, such
+    as an empty array with a full one, which passes no test; and `slow_verdicts`, 1.0 if the tests
+    themselves, with what the program returned, took longer than the limits and were stopped.
 
     Args:
-        tests: a list of Python sources with asserts, each of which counts as one test; or of
-            dictionaries with the keys `input` and `output`, what the program reads and must print
-            (spaces at the ends of lines and empty lines at the end aside); or JSON of one of them.
-        cpu_s: whole seconds of processor time, for all asserts together or for each input. A
-            program that waits is ended after twice as many seconds.
+        tests: a list of Python sources, each of which counts as one test: asserts, classes of
+            `unittest`, functions and classes of pytest, or doctests; or of dictionaries with the
+            keys `input` and `output`, what the program reads and must print (spaces at the ends of
+            lines and empty lines at the end aside); or JSON of one of them.
+        cpu_s: whole seconds of processor time of the program, and as many of its tests; or for each
+            input. A program or a test that waits is ended after twice as many seconds.
         memory_mib: memory of the program in MiB.
-        total_s: seconds for all inputs together, which must be less than `reward.timeout_s`.
+        total_s: seconds for all tests together, which must be less than `reward.timeout_s`.
 
     Raises:
         ValueError: see `read_tests`.
@@ -86,16 +66,14 @@ def passes_tests(
     tests = read_tests(tests)
     program = extract_program(response)
     limits = _limits(cpu_s, memory_mib, total_s)
-    inside, applied = 0, set[str]()
-    if all(isinstance(test, str) for test in tests):
-        passed, inside = _passed_asserts(program, tests, limits)
-        applied = _functions_in(tests)
-    else:
+    if not all(isinstance(test, str) for test in tests):
         passed = _passed_inputs(program, [_as_pair(test) for test in tests], limits, total_s)
+        return {"score": passed / len(tests)}
+    verdict = judge_program(program, tests, limits)
     return {
-        "score": passed / len(tests),
-        "inside": inside / len(tests),
-        "cheating": float(cheating_attempts(program, applied) > 0),
+        "score": sum(verdict.passed) / len(tests),
+        "vacuous": sum(verdict.vacuous) / len(tests),
+        "slow_verdicts": float(verdict.is_slow),
     }
 
 
@@ -106,7 +84,7 @@ def check_reward(options: Mapping[str, Any], timeout_s: float) -> str:
         ConfigError: if a limit among the options is no limit.
         MachineError: if this machine cannot confine programs.
     """
-    limits = {"cpu_s": 10, "memory_mib": 1024, "total_s": 20.0, **options}
+    limits = {"cpu_s": 10, "memory_mib": 1024, "total_s": _TOTAL_S, **options}
     for name, value in limits.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         is_whole = is_number and math.isfinite(value) and value == int(value)
@@ -115,7 +93,7 @@ def check_reward(options: Mapping[str, Any], timeout_s: float) -> str:
             raise ConfigError(
                 f"reward.options.passes_tests.{name}={value}: must be a {kind} greater than 0."
             )
-    if "total_s" in options and not limits["total_s"] < timeout_s:
+    if not limits["total_s"] < timeout_s:
         raise ConfigError(
             f"reward.options.passes_tests.total_s={limits['total_s']:g}: reward.timeout_s is "
             f"{timeout_s:g}, which would end a response's tests first. "
@@ -141,8 +119,8 @@ def read_tests(tests: Any) -> Sequence[Any]:
     """Return the tests of a row as a list.
 
     Raises:
-        ValueError: if they are something else, empty, no valid Python, or define asserts that
-            nothing calls.
+        ValueError: if they are something else or empty, or if one of them cannot be run or defines
+            asserts that nothing calls.
     """
     if isinstance(tests, str):
         try:
@@ -157,82 +135,42 @@ def read_tests(tests: Any) -> Sequence[Any]:
             "dictionary with `input` and `output`."
         )
     if all(isinstance(test, str) for test in tests):
-        _check_parses(tests)
-        _check_called(tests)
+        for test in tests:
+            _check_runs(test)
     else:
         list(map(_as_pair, tests))
     return tests
 
 
-def _passed_asserts(program: str, tests: Sequence[str], limits: Limits) -> tuple[int, int]:
-    """How many tests are passed, and how many are not judged outside alone."""
-    nonce = secrets.token_hex(16)
-    names = f"observe_{secrets.token_hex(8)}", f"compare_{secrets.token_hex(8)}"
-    split = split_tests(tests, *names)
-    sources = [test.source for test in split]
-    everything = "\n".join([program, *tests])
-    needs = [name for name in _NEEDED if name in everything]
-    call = f"judge({program!r}, {needs!r}, {sources!r}, {names!r}, {nonce.encode()!r})"
-    limits = dataclasses.replace(limits, output_kib=_OUTPUT_KIB)
-    outcome = run_python(f"{_JUDGE}\n{call}\n", limits=limits)
-    observed: dict[int, dict[int, Any]] = {number: {} for number in range(len(tests))}
-    ended = set()
-    # Should the program have found the number, it may write what it likes here.
-    for test, which, answer in re.findall(
-        rf"^{nonce}:(\d{{1,6}}):(?:end|(\d{{1,6}}):(.*))$", outcome.stdout, re.MULTILINE
-    ):
-        if not which:
-            ended.add(int(test))
-        elif int(test) in observed:
-            with contextlib.suppress(ValueError):  # then it is as if nothing had been returned
-                observed[int(test)][int(which)] = read_observation(answer)
-    verdicts = [test.passes(seen) for test, seen in zip(split, observed.values(), strict=True)]
-    passed = sum(holds and i in ended for i, (holds, _) in enumerate(verdicts))
-    return passed, sum(was_inside for _, was_inside in verdicts)
+def _check_runs(test: str) -> None:
+    """Refuses a test that is no Python and no doctest, one that needs pytest where there is none,
+    and one whose asserts nobody calls: every program would pass it.
 
-
-def _check_parses(tests: Sequence[str]) -> None:
-    for test in tests:
-        try:
-            ast.parse(test)
-        except (SyntaxError, ValueError) as error:
-            raise ValueError(f"The test {_shown(test)} is no valid Python: {error}") from error
-
-
-def _check_called(tests: Sequence[str]) -> None:
-    """Refuses tests whose asserts nobody calls: every program would pass them."""
-    trees = [ast.parse(test) for test in tests]
-    named = {
-        node.id if isinstance(node, ast.Name) else node.attr
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name | ast.Attribute)
-    }
-    for test, tree in zip(tests, trees, strict=True):
-        for statement in tree.body:
-            if (
-                isinstance(statement, ast.FunctionDef)
-                and statement.name not in named
-                and any(isinstance(node, ast.Assert) for node in ast.walk(statement))
-            ):
-                given = "<the program's function>" if statement.args.args else ""
-                raise ValueError(
-                    f"The test {_shown(test)} defines {statement.name}, which nothing calls, so it "
-                    f"tests nothing. Add a line to it: {statement.name}({given})."
-                )
-
-
-def _functions_in(tests: Sequence[str]) -> set[str]:
-    """Names of the built-in functions that tests apply to what calls return."""
-    return {
-        node.func.id
-        for test in tests
-        for node in ast.walk(ast.parse(test))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and hasattr(builtins, node.func.id)
-        and any(isinstance(inner, ast.Call) for a in node.args for inner in ast.walk(a))
-    }
+    Raises:
+        ValueError: says which.
+    """
+    try:
+        tree = ast.parse(test)
+    except (SyntaxError, ValueError) as error:
+        if is_doctest(test):
+            return
+        raise ValueError(f"The test {_shown(test)} is no valid Python: {error}") from error
+    nodes = list(ast.walk(tree))
+    named = {n.id if isinstance(n, ast.Name) else getattr(n, "attr", "") for n in nodes}
+    if "pytest" in named and importlib.util.find_spec("pytest") is None:
+        raise ValueError(f"The test {_shown(test)} needs pytest. Install it: pip install pytest.")
+    for statement in tree.body:
+        if (
+            isinstance(statement, ast.FunctionDef)
+            and statement.name not in named
+            and not statement.name.startswith("test")
+            and any(isinstance(node, ast.Assert) for node in ast.walk(statement))
+        ):
+            given = "<the program's function>" if statement.args.args else ""
+            raise ValueError(
+                f"The test {_shown(test)} defines {statement.name}, which nothing calls, so it "
+                f"tests nothing. Add a line to it: {statement.name}({given})."
+            )
 
 
 def _passed_inputs(

@@ -47,6 +47,7 @@ import signal
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ from hybridrl.core.memory_group import memory_group
 from hybridrl.errors import ConfigError, MachineError, RewardError
 from hybridrl.rewards.supervisor import Supervisor
 
-__all__ = ["Confinement", "Limits", "Outcome", "confinement", "run_python"]
+__all__ = ["Confinement", "Limits", "Outcome", "confinement", "run_python", "run_tests"]
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +121,7 @@ class Outcome:
         code: the exit code or the number of the signal.
         stdout, stderr: what it wrote, up to the limit, with U+FFFD for what is not UTF-8.
         seconds: from its start to its end.
+        cpu_s, program_cpu_s: processor seconds, and those of a program that was tested.
     """
 
     ended: Literal["ok", "error", "memory", "wall_time", "cpu_time", "output", "signal"]
@@ -127,6 +129,8 @@ class Outcome:
     stdout: str
     stderr: str
     seconds: float
+    cpu_s: float = 0.0
+    program_cpu_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,16 @@ def run_python(source: str, stdin: str = "", *, limits: Limits | None = None) ->
     """
     limits = limits or Limits()
     return _execute(confinement().namespaces, source, stdin, limits)[0]
+
+
+def run_tests(source: str, tests: Sequence[str], *, limits: Limits) -> Outcome:
+    """Runs a Python program and, in another process, tests of it, both confined and each with these
+    limits; see `confined.judge` for what is written and for what the tests may do.
+
+    Raises:
+        MachineError, RewardError: as `run_python`.
+    """
+    return _execute(confinement().namespaces, source, "", limits, tests)[0]
 
 
 def confinement() -> Confinement:
@@ -206,22 +220,25 @@ class _RefusedError(Exception):
     """The program could not be confined as asked, and was not run."""
 
 
-def _execute(level: str, source: str, stdin: str, limits: Limits) -> tuple[Outcome, int, bool]:
-    """Runs a program at a level of confinement; gives the version of Landlock, too, and whether
-    the program had a memory group.
+def _execute(
+    level: str, source: str, stdin: str, limits: Limits, tests: Sequence[str] | None = None
+) -> tuple[Outcome, int, bool]:
+    """Runs a program at a level of confinement, and tests of it if there are any; gives the version
+    of Landlock, too, and whether the program had a memory group.
 
     Raises:
         _RefusedError: if the kernel does not provide that level.
         RewardError: if the supervisor died without a report.
     """
     given = (source, stdin.encode("utf-8", "replace"), level, dataclasses.asdict(limits))
-    job = (*given, *_libraries(), tempfile.gettempdir())
+    job = [marshal.dumps((*given, *_libraries(), tempfile.gettempdir(), tests is not None))]
+    job += [] if tests is None else [marshal.dumps(list(tests))]
     with ExitStack() as opened:
         group = memory_group(limits.memory_mib << 20)
         if group is not None:
             opened.callback(group.close)
         entrance = None if group is None else group.entrance
-        run = Supervisor(marshal.dumps(job), limits.wall_s, limits.output_kib * 1024, entrance)
+        run = Supervisor(job, limits.wall_s, limits.output_kib * 1024, entrance)
         try:
             run.finish()
         finally:
@@ -254,7 +271,8 @@ def _outcome(report: dict[str, Any], run: Supervisor, limits: Limits, is_full: b
         ended = "cpu_time"
     elif code == 1 and stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"):
         ended = "memory"
-    return Outcome(ended, abs(code), stdout, stderr, report["seconds"])
+    times = (report["seconds"], report["cpu_s"], report["program_cpu_s"])
+    return Outcome(ended, abs(code), stdout, stderr, *times)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 _PROGRAM = (
@@ -25,7 +26,7 @@ class Supervisor:
     """A supervisor, the job on its way to it, and what it and the program have written so far.
 
     Args:
-        job: what the supervisor is told.
+        job: what the supervisor is told, and what it leaves to the judge.
         wall_s: seconds that the program may take.
         output_limit: bytes that it may write to each of its outputs.
         memory_entrance: the entrance of a `MemoryGroup` for it.
@@ -37,13 +38,15 @@ class Supervisor:
     """
 
     def __init__(
-        self, job: bytes, wall_s: float, output_limit: int, memory_entrance: int | None
+        self, job: Sequence[bytes], wall_s: float, output_limit: int, memory_entrance: int | None
     ) -> None:
         self.stdout, self.stderr, self.report = bytearray(), bytearray(), bytearray()
         self.is_over = False
         self._limit = output_limit
         self._deadline = time.monotonic() + wall_s + _SUPERVISOR_S
-        self._outgoing = memoryview(len(job).to_bytes(8, "little") + job)
+        self._outgoing = memoryview(
+            b"".join(len(part).to_bytes(8, "little") + part for part in job)
+        )
         self._report, report_to = os.pipe()
         kept = [report_to] if memory_entrance is None else [report_to, memory_entrance]
         try:

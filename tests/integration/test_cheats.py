@@ -42,17 +42,3 @@ def test_honest_programs_pass_at_every_level(caller):
     if caller.ask("import numpy")["ended"] != "ok":  # not every interpreter here has it
         expected |= {name for name, example in HONEST.items() if "numpy" in str(example)}
     assert set(wrong) <= expected, wrong
-
-
-def test_most_verdicts_are_made_outside():
-    tests = [test for _, tests in HONEST.values() for test in tests if isinstance(test, str)]
-    program = HONEST["a function"][0]
-    assert score(program, tests)["inside"] < 0.1
-
-
-def test_cheating_is_counted():
-    tries = [name for name in CHEATS if score(CHEATS[name][0], ["assert f(1)"])["cheating"]]
-    assert {"what the frames hold", "all objects", "a tracer", "a number in memory"} <= set(tries)
-    assert score(*CHEATS["sorted and len of its own"])["cheating"] == 1.0
-    honest = [name for name, example in HONEST.items() if score(*example)["cheating"]]
-    assert honest == []

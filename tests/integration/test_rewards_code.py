@@ -72,7 +72,8 @@ def test_a_test_may_have_several_statements(sandbox):
     check = "def check(f):\n    assert f(2) == 4\n    assert f(3) != 8\ncheck(square)"
     assert score("def square(x): return x * x", [check]) == 1.0
     assert score("def square(x): return 4", [check]) == 1.0
-    assert score("def square(x): return 8", ["import math", check]) == 0.5
+    assert score("def square(x): return 8", ["assert square(2) == 8", check]) == 0.5
+    assert score("def square(x): return x * x", ["import math", check]) == 0.5
 
 
 def test_what_comes_out_right_passes_whatever_its_type(sandbox):
@@ -100,7 +101,7 @@ if __name__ == "__main__":
         "assert Fraction(1, 2) == 0.5 and Whole(3) in (1, 3)",
         "assert Point(1) == Point(1) and Point(1) in [Point(2), Point(1)]",
         "bag = Bag()\nassert Point(1) != Point(2) and 3 in bag and 4 not in bag",
-        "assert not 1 == 2 and (1 < 2 < 3) and loop[0] == 1 and loop == loop and loop is loop",
+        "assert not 1 == 2 and (1 < 2 < 3) and loop[0] == 1 and loop[1][1][0] == 1",
         "assert all(x > 0 for x in [1, 2]) and {1: {2}} == {1: {2}} and None is None",
     ]
     for test in tests:

@@ -586,9 +586,14 @@ def test_the_reward_pool_may_kill_its_processes(folder, monkeypatch):
         {"prompt": "", "response": response, "answer": "", "tests": ["assert f() == 1"]}
         for response in ("def f(): return 1", "while True: pass", "def f(): return 2")
     ]
-    function = "hybridrl.rewards.code:passes_tests"
+
+    def runs_programs(prompt, response, tests, **row):
+        from hybridrl.rewards.code import passes_tests
+
+        return passes_tests(prompt, response, tests)  # which here has more time than a reward
+
     settings = {"processes": 2, "timeout_s": 5.0, "on_error": "value"}
-    with RewardPool([function], **settings) as pool:
+    with RewardPool([runs_programs], **settings) as pool:
         result = pool.score(rows)
     assert result.scores == [1.0, 0.0, 0.0]
     assert result.timeouts == 1

@@ -164,7 +164,10 @@ def test_what_is_wrong_with_any_data_is_told_in_the_same_words(tmp_path, name):
 @pytest.mark.parametrize(
     ("tests", "words"),
     [
-        (["def test_it():\n    assert f(1) == 2"], r"test_it, which nothing calls.* test_it\(\)\."),
+        (
+            ["def check_it():\n    assert f(1) == 2"],
+            r"check_it, which nothing calls.* check_it\(\)\.",
+        ),
         (["assert f(1) == "], "is no valid Python"),
         ([], "expected a list with at least one test"),
         ([{"input": "1"}], "expected only asserts, or only dictionaries"),

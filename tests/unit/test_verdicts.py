@@ -1,155 +1,52 @@
-"""Tests of programs, cut into what runs in the program's process and what is judged outside."""
+"""Data and objects on their way between a program and its tests, in one process of ours."""
 
-import contextlib
+import collections
 import datetime
 import json
-import math
-from collections import Counter, deque
-from fractions import Fraction
+import os
+import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.rewards.cheating import cheating_attempts
-from hybridrl.rewards.confined.comparing import make_compare
-from hybridrl.rewards.confined.plain import ObjectFoundError, plain
-from hybridrl.rewards.plain_data import Opaque, read_observation
-from hybridrl.rewards.splitting import split_tests
+from hybridrl.rewards.confined.checked_source import compile_test
+from hybridrl.rewards.confined.data_codec import Frame
+from hybridrl.rewards.confined.judge import Judge
+from hybridrl.rewards.confined.object_exchange import ObjectExchange
+from hybridrl.rewards.confined.vacuous import CheckCounter, VacuousError
 
 
-def split(*tests):
-    return split_tests(tests, "observe", "compare")
+class Owner(ObjectExchange):
+    """A program's end whose names are these objects."""
+
+    names: dict
+
+    def perform(self, operation, arguments, options):
+        if operation == "name":
+            return self.names[arguments[0]]
+        return super().perform(operation, arguments, options)
 
 
-def sent(*values):
-    """What arrives of values that a program's process has sent."""
-    return read_observation(json.dumps(["values", [plain(value, True) for value in values]]))
+@pytest.fixture
+def exchange():
+    """A judge, and a function that gives it what a program calls `thing`."""
+    to_judge, from_program = os.pipe()
+    to_program, from_judge = os.pipe()
+    owner, judge = Owner(to_program, from_program), Judge(to_judge, from_judge)
+    owner.names = {}
+    thread = threading.Thread(target=owner.serve)
+    thread.start()
 
+    def get(thing):
+        owner.names["thing"] = thing
+        return judge.ask("name", ["thing"], {})
 
-@pytest.mark.parametrize(
-    ("test", "secret"),
-    [
-        ("assert f(2) == 417", "417"),
-        ("assert 417 == f(2)", "417"),
-        ("assert f(2) != 417", "417"),
-        ("assert f(2) in [417]", "417"),
-        ("assert 417 in f(2)", "417"),
-        ("assert 417 <= f(2) < 418, 'between'", "between"),
-        ("assert f(2) is not None and f(2) == 417", "417"),
-        ("assert sorted(f(2)) == [417]", "417"),
-        ("assert len(f(2)) == 417", "417"),
-        ("assert set(f(2)) == set([417])", "417"),
-        ("assert abs(f(2) - 417) < 1e-6", "417"),
-        ("import math\nassert math.isclose(f(2), 417, rel_tol=1e-3)", "417"),
-        ("import numpy as np\nassert np.allclose(f(2), [417])", "417"),
-        ("expected = [417]\nassert f(2) == expected", "expected"),
-        ("for x, y in [(1, 417)]:\n    assert f(x) == y", "417"),
-        ("cases = [(1, 417)]\nfor x, y in cases:\n    assert f(x) == y", "417"),
-        ("assert all(f(x) == y for x, y in zip([1], [417]))", "417"),
-        ("assert all(abs(a - b) < 1e-6 for a, b in zip(f(1), [417]))", "417"),
-        ("def check(candidate):\n    x = 417\n    assert candidate(1) == x\ncheck(f)", "417"),
-        ("assert isinstance(f(1), list)", "417"),
-        ("assert f('A').lower() == 'secret'", "lower"),
-        ("from collections import Counter\nassert f(1) == Counter('secret')", "secret"),
-        ("assert {'a': f(1), 'b': [f(2)]} == {'a': 1, 'b': [417]}", "417"),
-        ("assert f(1) == 417 or f(1) == 418", "41"),
-        ("assert not f(1) == 417", "417"),
-        ("import math\nr = f(1)\nassert math.isclose(r, 417)", "417"),
-        ("r = f(1)\nassert round(abs(r), 417) == 2", "417"),
-        ("assert [x.value for x in f(1)] == [417]", "417"),
-        ("assert [*f(1), 2] == [417, 2]", "417"),
-    ],
-)
-def test_what_is_expected_stays_outside(test, secret):
-    (found,) = split(test)
-    assert secret not in found.source
-    assert "f(" in found.source or "candidate(" in found.source
-    assert not found.is_inside
-
-
-@pytest.mark.parametrize(
-    "test",
-    [
-        "if f(1):\n    assert f(2) == 4",
-        "try:\n    f(-1)\n    assert False\nexcept ValueError:\n    pass",
-        "import numpy as np\nnp.testing.assert_allclose(f(1), 2)",
-        "def same(a, b):\n    return a == b\nassert same(f(1), 2)",
-        "assert [x for x in range(9) if f(x) == 4] == [2]",
-        "assert f(1) is f(2)",
-        "f(3)",
-    ],
-)
-def test_what_cannot_be_cut_is_counted(test):
-    assert split(test)[0].is_inside
-
-
-def test_a_verdict_is_as_python_would_have_it():
-    (test,) = split("assert f(2) == 4 and len(g(1)) == 3")
-    assert test.passes({0: sent(4), 1: sent([1, 2, 3])}) == (True, False)
-    assert test.passes({0: sent(5), 1: sent([1, 2, 3])}) == (False, False)
-    assert test.passes({0: sent(4)}) == (False, False)  # the second raised
-    (test,) = split("assert f(2) == 4 or g(1) == 3")
-    assert test.passes({0: sent(4)})[0]  # the second is not looked at
-
-
-def test_objects_equal_nothing_and_say_themselves_whether_they_are_true():
-    class Neither:
-        def __bool__(self):
-            raise ValueError
-
-    for text in ("assert not f(1)", "assert f(1) == 3", "assert 3 in f(1)"):
-        assert not split(text)[0].passes({0: sent(object())})[0]
-    for text in ("assert f(1) is not None", "assert f(1)"):
-        assert split(text)[0].passes({0: sent(object())})[0]
-    for text in ("assert not f(1)", "assert f(1)"):
-        assert not split(text)[0].passes({0: sent(Neither())})[0]
-
-
-@pytest.mark.parametrize("sent_too", [sent(3), sent(2)])
-def test_what_an_object_makes_of_itself_is_asked_for_and_judged_outside(sent_too):
-    (test,) = split("assert len(f(1)) == 3")
-    assert "len(observe_0), made_of=(0,)" in test.source
-    assert test.passes({0: sent(object()), 1: sent_too}) == (sent_too == [3], False)
-    assert test.passes({0: sent([1, 2, 3]), 1: sent(4)})[0]  # of data, nothing else is asked
-
-
-def test_two_results_are_compared_outside_unless_they_are_objects():
-    (test,) = split("assert f(1) == g(2)")
-    assert test.passes({0: sent([1], [1])}) == (True, False)
-    assert test.passes({0: read_observation('["holds", true]')}) == (True, True)
-    (test,) = split("assert f(1) == 1")  # which nobody asked to compare
-    assert not test.passes({0: read_observation('["holds", true]')})[0]
-
-
-def test_a_variable_that_the_program_needs_goes_in_as_it_is():
-    (test,) = split("given = [3, 1]\nf(given)\nassert given == [1, 3]")
-    assert "given = [3, 1]" in test.source
-    assert test.passes({0: sent([1, 3])})[0]
-    known, used = split("number = 5\nassert f(1) == number", "assert f(number) == number * 2")
-    assert "number" in used.source and known.passes({0: sent(5)})[0]
-    assert used.passes({0: sent(10)})[0]
-
-
-@pytest.mark.parametrize(
-    "test",
-    [
-        "assert f(1) ** 99999999 == 4",
-        "assert f(1) * 9999999 == 4",
-        "assert f(1) % (1, 2) == 4",
-        "assert bytes(f(1)) == b''",
-        "assert Fraction(f(1)) == 3",
-        "assert int(Decimal(f(1))) == 3",
-        "assert sum(f(1), []) == [3]",
-        "import numpy as np\nassert np.allclose(f(1), f(2))",
-        "assert sum(a * b for a in f(1) for b in f(1) for c in f(1)) == 3",
-    ],
-)
-def test_no_verdict_takes_long(test):
-    (found,) = split(test)
-    texts = ["x" * 100000, "1e999999999", ["x" * 100000, *[""] * 20000]]
-    for value in (10**9999, *texts, list(range(2000)), [[]] * 20000):
-        found.passes(dict.fromkeys(range(3), sent(value)))
+    yield get
+    os.close(from_judge)
+    thread.join()
+    for descriptor in (to_judge, from_program, to_program):
+        os.close(descriptor)
 
 
 numbers = st.integers() | st.floats(allow_nan=False) | st.fractions() | st.decimals(allow_nan=False)
@@ -160,8 +57,9 @@ values = st.recursive(
     lambda inner: (
         st.lists(inner)
         | st.lists(inner).map(tuple)
-        | st.lists(inner).map(deque)
+        | st.lists(inner).map(collections.deque)
         | st.dictionaries(st.text(), inner)
+        | st.dictionaries(st.text(), inner).map(collections.OrderedDict)
         | st.sets(st.integers())
         | st.frozensets(st.text())
     ),
@@ -169,92 +67,223 @@ values = st.recursive(
 )
 
 
+def sent(value):
+    """What arrives of it."""
+    end = ObjectExchange(-1, -1)
+    text = json.dumps(end.encode(value, Frame(), set()))
+    return end.decode(json.loads(text), Frame())
+
+
 @given(values)
 def test_plain_data_arrives_as_it_was(value):
-    (found,) = sent(value)
+    found = sent(value)
     assert repr(found) == repr(value) or (found == value and type(found) is type(value))
 
 
-@given(st.text() | st.recursive(scalars.map(repr), st.lists).map(json.dumps))
-def test_whatever_is_sent_is_data_or_refused(text):
-    with contextlib.suppress(ValueError):
-        read_observation(text)
+def test_what_holds_itself_arrives_so():
+    loop = [1]
+    loop.append(loop)
+    found = sent(loop)
+    assert found[0] == 1 and found[1] is found
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        '["values", [["range", [0, 1000000000, 1]]]]',
-        '["values", [["decimal", "1E+999999999"]]]',
-        '["values", [["array", ["U999999999", [1], ["x"]]]]]',
-        '["values", [["array", ["U", [100001], ["' + "x" * 9999 + '"' + ', ""' * 100000 + "]]]]]",
-        '["values", [["array", ["f8", [99999, 99999], [1]]]]]',
-        '["values", [["set", [["list", []]]]]]',
-        "[" * 100000,
-        '["values", {"a": 1}]',
+        '["type", "builtins", "eval"]',
+        '["type", "os", "system"]',
+        '["type", "unittest.case", "SkipTest"]',
+        '["type", "unittest.mock", "MagicMock"]',
+        '["os.system", "true"]',
+        '["object", 1, 3, null]',
+        '["object", 1, ["type", "builtins", "ValueError"], ["int", 4]]',
+        '["numpy.ndarray", 1, "|O", [1], "00"]',
+        '["numpy.ndarray", 1, "<f8", [99999, 99999], "00"]',
+        '["set", 1, [["list", 2, []]]]',
+        '["bytes", "zz"]',
+        '["yours", 3]',
+        '{"a": 1}',
     ],
 )
-def test_data_that_would_take_much_is_refused(text):
-    with pytest.raises(ValueError, match="no plain data"):
-        read_observation(text)
+def test_what_is_no_data_is_refused(text):
+    with pytest.raises((ValueError, TypeError, KeyError, LookupError)):
+        ObjectExchange(-1, -1).decode(json.loads(text), Frame())
 
 
-def test_what_is_derived_from_plain_data_is_its_content():
-    class Liar(int):
-        def __eq__(self, other):
-            return True
-
-        __hash__ = int.__hash__
-
-    assert [type(value) for value in sent(Liar(3), Counter("a"), iter([1]))][:2] == [int, Counter]
-    assert isinstance(sent(object())[0], Opaque)
-    with pytest.raises(ObjectFoundError):
-        plain([object()], False)
-    assert sent(math.inf, datetime.date(2024, 1, 1))[1] == datetime.date(2024, 1, 1)
-
-
-class _EqualsAll:
+class Liar:
     def __eq__(self, other):
         return True
 
+    __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __eq__
     __hash__ = object.__hash__
 
+    def __add__(self, other):
+        return 4
 
-@given(values)
-def test_nothing_equals_a_liar_inside(value):
-    compare = make_compare()
-    assert compare(("==",), (value, value))
-    for liar in (_EqualsAll(), [_EqualsAll()], {"a": _EqualsAll()}, (1, _EqualsAll())):
-        with pytest.raises(TypeError):
-            compare(("==",), (liar, value))
+    __radd__ = __sub__ = __add__
+
+    def index(self, item):
+        return 0
 
 
-def test_a_patched_class_is_no_longer_plain(monkeypatch):
-    compare = make_compare()
-    assert compare(("==",), (Fraction(1, 2), 3)) is False
-    monkeypatch.setattr(Fraction, "__eq__", lambda *_: True)
+def test_an_object_has_no_say_about_what_a_test_expects(exchange):
+    liar = exchange(Liar())
+    assert (liar == 4, 4 == liar) == (False, False)  # noqa: SIM300
+    assert liar not in ([4], {4: 4}) and liar == liar
+    for question in (
+        lambda: 4 in liar,
+        lambda: liar < 4,
+        lambda: 4 + liar,
+        lambda: liar - 4,
+        lambda: liar.index(4),
+    ):
+        with pytest.raises((TypeError, AttributeError)):
+            question()
+
+
+def test_an_object_that_the_test_makes_is_asked_and_one_that_is_returned_is_not(exchange):
+    class Stack(Liar):
+        def itself(self):
+            return self
+
+    stack = exchange(Stack)()
+    assert 4 in stack and stack + 4 == 4 and stack != 4
     with pytest.raises(TypeError):
-        compare(("==",), (Fraction(1, 2), 3))
+        assert 4 in stack.itself()
+
+    class find(Liar):  # noqa: N801
+        pass
+
+    with pytest.raises(TypeError):
+        assert 4 in exchange(find)()
+
+
+def test_what_is_derived_from_plain_data_compares_as_the_data(exchange):
+    class Number(int):
+        __eq__ = Liar.__eq__
+        __hash__ = int.__hash__
+        unit = "m"
+
+    found = exchange(Number(3))
+    assert found != 4 and found + 1 == 4 and found.unit == "m" and isinstance(found, int)
+    pair = exchange(collections.namedtuple("Pair", "x y")(1, [2]))
+    assert pair == (1, [2]) and pair.y == [2] and repr(pair) == "Pair(x=1, y=[2])"
+
+
+def test_lists_are_changed_where_the_program_changes_them(exchange):
+    inner = [2, 1]
+    given = [inner, {"a": {1}}]
+
+    def change(thing):
+        thing[0].sort()
+        thing[1]["a"].add(2)
+        return thing
+
+    assert exchange(change)(given) is given
+    assert given == [[1, 2], {"a": {1, 2}}] and given[0] is inner
+
+
+def test_functions_of_a_test_are_called_and_no_more(exchange):
+    assert exchange(lambda function: function(2) + 1)(lambda x: x * x) == 5
+    for reach in ("__globals__", "__code__", "__closure__", "__self__"):
+        with pytest.raises(AttributeError):
+            exchange(lambda function, name=reach: getattr(function, name))(
+                test_what_is_no_data_is_refused
+            )
+
+
+def test_exceptions_cross_but_not_those_of_failed_tests(exchange):
+    class EmptyError(LookupError):
+        pass
+
+    def fail(kind):
+        raise {"own": EmptyError, "exit": SystemExit, "assert": AssertionError}.get(
+            kind, ValueError
+        )(kind)
+
+    empty = exchange(EmptyError)
+    fail_there = exchange(fail)
+    with pytest.raises(empty, match="own"):
+        fail_there("own")
+    with pytest.raises(ValueError, match="other"):
+        fail_there("other")
+    with pytest.raises(BaseException) as caught:
+        fail_there("exit")
+    assert not isinstance(caught.value, Exception) and not isinstance(caught.value, SystemExit)
+
+
+def checks_of(test, **names):
+    counter = CheckCounter()
+    counter.has_called = True
+    code, _ = compile_test(test)
+    exec(code, {"__builtins__": counter.builtins(), "__passed__": counter.count, **names})
+    return counter
 
 
 @pytest.mark.parametrize(
-    "program",
+    ("test", "passed"),
     [
-        "import gc",
-        "from ctypes import c_int",
-        "import sys\nsys._getframe(1)",
-        "from sys import _current_frames",
-        "try: 1 / 0\nexcept Exception as e: e.__traceback__.tb_frame.f_back",
-        "getattr(sys, '_getframe')",
-        "import builtins\nbuiltins.len = 3",
-        "__builtins__['len'] = 3",
-        "def len(x): return 3",
+        ("assert True", 1),
+        ("# nothing", 0),
+        ("x = 1", 0),
+        ("def check(f):\n    assert f", 0),
+        ("for x in []:\n    assert x", 0),
+        ("for x in [1, 2]:\n    assert x", 2),
+        ("if 1 != 1:\n    raise ValueError", 1),
+        ("try:\n    1 / 0\n    assert False\nexcept ZeroDivisionError:\n    pass", 1),
+        ("assert all(x for x in [])", 0),
+        ("assert all(x for x in [1])", 1),
+        ("r = [1, 2, 3]\nassert all(a < b for a, b in zip(r, r[1:]))", 1),
+        ("r = [1]\nassert r == [1] and not list(zip(r, r[1:]))", 1),
     ],
 )
-def test_attempts_to_cheat_are_seen(program):
-    assert cheating_attempts(program, {"len"}) > 0
+def test_checks_are_counted(test, passed):
+    assert checks_of(test).passed == passed
 
 
-def test_honest_programs_are_not_suspected():
-    assert cheating_attempts("import sys\ninput = sys.stdin.readline\nlist = [1]\nsum = 0") == 0
-    assert cheating_attempts("def f(:") == 0
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert all(a == b for a, b in zip([], [1]))",
+        "assert all(a == b for a, b in zip([1, 2], [1]))",
+        "assert all(a == b for a, b in zip(iter([]), [1]))",
+        "assert all(map(lambda a, b: a == b, [], [1]))",
+        "for a, b in zip([], [1]):\n    assert a == b",
+    ],
+)
+def test_a_pair_left_out_fails_the_test(test):
+    with pytest.raises(VacuousError):
+        checks_of(test)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "is_vacuous"),
+    [
+        ((0,), (2,), True),
+        ((0, 1, 1), (), True),
+        ((2,), (0,), True),
+        ((2, 1), (2, 2), True),
+        ((0,), (0,), False),
+        ((2,), (), False),
+        ((2, 2), (2, 2), False),
+    ],
+)
+def test_arrays_are_not_stretched(left, right, is_vacuous):
+    import numpy
+
+    counter = CheckCounter()
+    arrays = numpy.zeros(left), numpy.zeros(right)
+    if is_vacuous:
+        with pytest.raises(VacuousError):
+            counter.check_shapes(*arrays)
+        if 0 in left:
+            with pytest.raises(VacuousError):
+                assert (counter.mark_empty(arrays[0]) == arrays[1]).all()
+    else:
+        counter.check_shapes(*arrays)
+    assert counter.vacuous == (2 if is_vacuous and 0 in left else is_vacuous)
+
+
+def test_a_date_with_a_zone_is_no_plain_data(exchange):
+    moment = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
+    assert exchange(moment).isoformat() == moment.isoformat()

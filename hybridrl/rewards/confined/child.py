@@ -9,6 +9,8 @@ The processes, with namespaces:
 
     supervisor --+-- init      process 1 of the PID namespace; all in there dies with it
                  +-- program   process 2, a fork of the supervisor that has given up every right
+                 +-- judge     process 3, another such fork, if there are tests: they are in no
+                               other process, and two pipes lead to the program and back
 """
 
 # Importing pathlib would take as long as all the rest.
@@ -47,6 +49,8 @@ class Job:
         libraries: folders that the program may read.
         search_path: folders beside the standard library that it imports from.
         temporary: where to make its scratch folder if it has no root folder of its own.
+        is_judged: whether a judge runs tests of the program, which it reads from the standard input
+            behind the job.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Job:
         libraries: list[str],
         search_path: list[str],
         temporary: str,
+        is_judged: bool,
     ) -> None:
         self.source = source
         self.stdin = stdin
@@ -66,6 +71,7 @@ class Job:
         self.libraries = libraries
         self.search_path = search_path
         self.temporary = temporary
+        self.is_judged = is_judged
 
 
 def main(report_to: int, memory_entrance: int | None = None) -> None:
@@ -90,6 +96,8 @@ def main(report_to: int, memory_entrance: int | None = None) -> None:
 
 def _supervise(job: Job, report_to: int, memory_entrance: int | None) -> dict[str, Any] | None:
     """Runs the program in a child; returns None in that child."""
+    if job.is_judged:  # now: these import much that is out of reach later
+        from . import judge, served_program
     _be_the_first_to_go()
     user = _unused_user() if os.geteuid() == 0 else None
     if user is not None and job.level != "root":
@@ -105,22 +113,41 @@ def _supervise(job: Job, report_to: int, memory_entrance: int | None) -> dict[st
     alive_read, alive_write = os.pipe()
     started_read, started_write = os.pipe()
     stdin = _sealed_file(job.stdin)
+    to_judge, from_program = os.pipe() if job.is_judged else (-1, -1)
+    to_program, from_judge = os.pipe() if job.is_judged else (-1, -1)
     gc.freeze()  # the program's interpreter need not go through our objects when it ends
     group = () if memory_entrance is None else (memory_entrance,)
+    pipes = [to_judge, from_judge, to_program, from_program] if job.is_judged else []
     init = os.fork() if job.level != "none" else None
     if init == 0:
-        others = (0, 1, 2, report_to, alive_write, started_read, started_write, stdin, *group)
-        _be_init(alive_read, others)
+        others = (0, 1, 2, report_to, alive_write, started_read, started_write, stdin)
+        _be_init(alive_read, (*others, *group, *pipes))
     supervisor = os.getpid()
+    ours = (report_to, alive_read, alive_write, started_read, stdin)
     program = os.fork()
     if program == 0:
         os.dup2(stdin, 0)
-        for descriptor in (stdin, report_to, alive_read, alive_write, started_read):
+        for descriptor in (*ours, *pipes[:2]):
             os.close(descriptor)
-        _be_the_program(job, user, scratch, supervisor, started_write, group)
-        return None
+        if job.is_judged:  # what it prints goes nowhere
+            nowhere = os.open("/dev/null", os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
+        _confine(job, user, scratch, supervisor, started_write, group)
+        if not job.is_judged:
+            _run(job.source)
+            return None
+        served_program.serve_program(job.source, to_program, from_program)
+    judging = os.fork() if job.is_judged else None
+    if judging == 0:
+        for descriptor in (*ours, *pipes[2:]):
+            os.close(descriptor)
+        _confine(job, user, scratch, supervisor, started_write, group)
+        judge.judge_tests(to_judge, from_judge, 0)
+    for descriptor in pipes:
+        os.close(descriptor)
     os.close(started_write)
-    report = _watch(program, started_read, job.limits["wall_s"])
+    report = _watch(program, started_read, job.limits["wall_s"], judging)
     if init is not None:
         os.kill(init, _KILL)
         os.waitpid(init, 0)
@@ -129,14 +156,16 @@ def _supervise(job: Job, report_to: int, memory_entrance: int | None) -> dict[st
     return report
 
 
-def _watch(program: int, started: int, wall_s: float) -> dict[str, Any]:
-    """Waits for the program's end and brings it about if need be.
+def _watch(program: int, started: int, wall_s: float, judge: int | None) -> dict[str, Any]:
+    """Waits for the end of the program, or of its judge, and brings it about if need be.
 
     Returns:
-        `status` as of `wait`, `cpu_s` and `seconds` used, `stopped` (`wall`, `parent` or None) and
-        `landlock`, the version of it.
+        `status` as of `wait`, `cpu_s` and `seconds` used, `stopped` (`wall`, `parent` or None) of
+        the one it waits for; `program_cpu_s`, used by a program that is judged; and `landlock`, the
+        version of it.
     """
-    ended = os.pidfd_open(program)
+    waited_for = program if judge is None else judge
+    ended = os.pidfd_open(waited_for)
     failure = _read_all(started)
     begin = time.monotonic()
     poll = select.poll()
@@ -144,13 +173,16 @@ def _watch(program: int, started: int, wall_s: float) -> dict[str, Any]:
     poll.register(ended, select.POLLIN)
     events = {descriptor for descriptor, _ in poll.poll(wall_s * 1000)}
     os.kill(program, _KILL)  # it is not reaped yet, so the id is still its own
-    _, status, usage = os.wait4(program, 0)
+    os.kill(waited_for, _KILL)
+    _, status, usage = os.wait4(waited_for, 0)
+    others = usage if judge is None else os.wait4(program, 0)[2]
     if failure:
         return {"failure": failure.decode()}
     by_us = ended not in events and os.WIFSIGNALED(status) and os.WTERMSIG(status) == _KILL
     return {
         "status": status,
         "cpu_s": usage.ru_utime + usage.ru_stime,
+        "program_cpu_s": others.ru_utime + others.ru_stime,
         "seconds": time.monotonic() - begin,
         "stopped": ("parent" if events else "wall") if by_us else None,
         "landlock": landlock.version(),
@@ -165,7 +197,7 @@ def _be_init(alive: int, others: tuple[int, ...]) -> NoReturn:
     os._exit(0)
 
 
-def _be_the_program(
+def _confine(
     job: Job,
     user: int | None,
     scratch: str,
@@ -173,7 +205,7 @@ def _be_the_program(
     started: int,
     memory_group: tuple[int, ...],
 ) -> None:
-    """Gives up every right, says so by closing `started`, and runs the program."""
+    """Gives up every right, and says so by closing `started`."""
     try:
         for entrance in memory_group:
             os.write(entrance, b"0")
@@ -191,24 +223,24 @@ def _be_the_program(
         os.chdir(scratch)
         for library in job.libraries:
             os.scandir(library).close()
-        _set_limits(job.limits)
+        # Beside its threads, the kernel counts the supervisor, the first process, and the judge.
+        _set_limits(job.limits, others=3 if job.is_judged else 2)
         seccomp.install(os.getpid())
     except OSError as error:
         os.write(started, f"{error.strerror or error} {error.filename or ''}".encode())
         os._exit(1)
     os.close(started)
-    _run(job.source, job.search_path)
-
-
-def _run(source: str, search_path: list[str]) -> None:
-    """Runs the program as `python program.py` would; the interpreter's end is up to the caller."""
-    sys.path += search_path
+    sys.path += job.search_path
     sys.argv = ["program.py"]
     sys.dont_write_bytecode = True
     os.environ.clear()
     builtins = sys.modules["builtins"]
     builtins.exit = builtins.quit = sys.exit  # type: ignore[attr-defined]  # as `site` has them
     standard_files.install()
+
+
+def _run(source: str) -> None:
+    """Runs the program as `python program.py` would; the interpreter's end is up to the caller."""
     main = type(sys)("__main__")
     sys.modules["__main__"] = main
     try:
@@ -222,13 +254,13 @@ def _run(source: str, search_path: list[str]) -> None:
         sys.exit(1)
 
 
-def _set_limits(limits: dict[str, Any]) -> None:
+def _set_limits(limits: dict[str, Any], others: int) -> None:
     cpu_s = limits["cpu_s"]
     for what, soft, hard in (
         # A program that ignores the signal of the first limit is killed at the second.
         (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
         (resource.RLIMIT_AS, limits["memory_mib"] * _MIB, None),
-        (resource.RLIMIT_NPROC, limits["threads"] + 2, None),  # with supervisor and init
+        (resource.RLIMIT_NPROC, limits["threads"] + others, None),
         (resource.RLIMIT_FSIZE, limits["file_mib"] * _MIB, None),
         (resource.RLIMIT_NOFILE, limits["open_files"], None),
         (resource.RLIMIT_CORE, 0, None),

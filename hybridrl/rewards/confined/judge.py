@@ -1,0 +1,221 @@
+"""The judge's process: a row's tests run here, whole and as they stand, where the program is not.
+
+The program's names stand for objects of its process. Only data of it counts: an object answers
+questions about itself, which is worth as much as data that it could have returned, but it is not
+asked whether it equals, holds or exceeds what the test expects.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import json
+import marshal
+import math
+import os
+import sys
+
+from .checked_source import compile_test, names_in
+from .object_exchange import ObjectExchange, ProgramFailedError
+from .proxies import ARITHMETIC, COMPARISONS, RemoteObject, handle_of, is_same
+from .runners import run_tests
+from .vacuous import CheckCounter
+
+TYPE_CHECKING = False  # importing `typing` would take as long as all the rest
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+MODULES = ("solution", "program")
+"""What tests may import the program as."""
+TESTS = "tests"  # the name of their module: what runs a program as a script does not run here
+_DATA_METHODS = {n for kind in (str, list, dict, set) for n in dir(kind) if not n.startswith("_")}
+
+
+class Judge(ObjectExchange):
+    """The end that has the tests.
+
+    Attributes:
+        checks: of the test in hand.
+    """
+
+    def __init__(self, source: int, sink: int) -> None:
+        super().__init__(source, sink)
+        self.checks = CheckCounter()
+        self._numpy: Any = None
+
+    def ask(self, operation: str, arguments: list[Any], options: dict[str, Any]) -> Any:
+        if self.failure:
+            raise ProgramFailedError(self.failure)
+        self.checks.has_called |= operation == "call"
+        return super().ask(operation, arguments, options)
+
+    def get_attribute(self, thing: Any, name: str) -> Any:
+        found = super().get_attribute(thing, name)
+        is_other = isinstance(thing, RemoteObject) and not handle_of(thing).is_constructed  # type: ignore[union-attr]
+        if is_other and name in _DATA_METHODS and isinstance(found, RemoteObject):
+            raise AttributeError(f"`{name}` of an object that the test has not made")
+        return found
+
+    def may_ask(self, operation: str, thing: Any, others: tuple[Any, ...]) -> bool:
+        if all(handle_of(other) for other in others):
+            return True
+        is_constructed = handle_of(thing).is_constructed  # type: ignore[union-attr]
+        return is_constructed and (operation in ARITHMETIC or operation == "contains")
+
+    def perform(self, operation: str, arguments: list[Any], options: dict[str, Any]) -> Any:
+        """Answers the program, to which the test has passed an object. It may be called; only what
+        is of a class of the test's is asked for more."""
+        thing = arguments[0]
+        name = arguments[1] if operation in ("getattr", "setattr", "delattr") else ""
+        is_own = type(thing).__module__ == TESTS and not hasattr(thing, "assertEqual")
+        is_asked = operation in ("call", "iter", "next", "len", "bool", "hash", *COMPARISONS)
+        if str(name).startswith("_") or not (is_own or is_asked):
+            raise AttributeError(f"{operation} {name}")
+        try:
+            return super().perform(operation, arguments, options)
+        except AssertionError as error:  # a test's own, in a function that it has passed
+            self.fail(f"a test's function has failed: {error}")
+            raise
+
+    def error_to_raise(self, found: Any) -> BaseException:
+        """An exception of the program as the test sees it. What a failed assert raises, or an exit,
+        is no sign of a right program."""
+        if isinstance(found, AssertionError) or not isinstance(found, Exception):
+            return self.fail(f"the program has raised {type(found).__name__}")
+        return found
+
+    def import_numpy(self) -> Any:
+        if self._numpy is None:
+            self._numpy = importlib.import_module("numpy")
+            self.checks.watch(self._numpy)
+        return self._numpy
+
+    def _decode_array(self, *content: Any) -> Any:
+        found = super()._decode_array(*content)
+        return found if found.size else self.checks.mark_empty(found)
+
+
+class TestNames(dict):  # type: ignore[type-arg]
+    """The global names of tests: their own, then those of the program.
+
+    A name that Python has, too, is the program's only where a test has no other name of it: a
+    program that defines a `sorted` beside its `f` does not sort for the test of `f`.
+    """
+
+    def __init__(self, judge: Judge, of_program: set[str]) -> None:
+        super().__init__(__name__=TESTS, __builtins__=judge.checks.builtins())
+        self._judge, self._of_program = judge, of_program
+        self._takes_builtins = False
+
+    def begin(self, tree: ast.AST) -> None:
+        """Prepares for the names in a test."""
+        used = names_in(tree) & self._of_program
+        self._takes_builtins = not any(not hasattr(builtins, name) for name in used)
+
+    def __missing__(self, name: str) -> Any:
+        is_builtin = hasattr(builtins, name) or name[:2] == "__"
+        if is_builtin and not (self._takes_builtins and name in self._of_program):
+            raise KeyError(name)
+        return self.of_program(name)
+
+    def of_program(self, name: str) -> Any:
+        """What the program has under the name, as it is now; a module that it imports is the
+        judge's own."""
+        if name not in self._of_program:
+            raise self._judge.fail(f"the program has no `{name}`")
+        found, is_module = self._judge.ask("name", [name], {})
+        if name == "isclose":
+            return math.isclose
+        if not is_module:
+            return found
+        if found == "numpy":
+            return self._judge.import_numpy()
+        if found not in sys.stdlib_module_names:
+            raise self._judge.fail(f"`{name}` is a module that the test does not import")
+        return importlib.import_module(found)
+
+    def public(self) -> list[str]:
+        """The names that `from program import *` brings."""
+        return sorted(name for name in self._of_program if not name.startswith("_"))
+
+    def copy(self) -> TestNames:
+        """Itself: doctest wants a copy."""
+        return self
+
+
+class ProgramModule(type(sys)):  # type: ignore[misc]
+    """The program as a module that tests import."""
+
+    def __init__(self, name: str, names: TestNames) -> None:
+        super().__init__(name)
+        self.__all__ = names.public()
+        self._names = names
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._names.of_program(name)
+
+
+def judge_tests(source: int, sink: int, given: int) -> NoReturn:
+    """Reads the tests, runs each, and writes a line for each that ends: a JSON list of its number,
+    whether it passed, its vacuous comparisons and why it failed.
+
+    Args:
+        source, sink: from and to the program.
+        given: where the tests come from.
+    """
+    tests = marshal.loads(_read_all(given))
+    results = os.dup(1)
+    nowhere = os.open("/dev/null", os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nowhere, descriptor)
+    sys.stdin, sys.stdout, sys.stderr = (open(0), open(1, "w"), open(2, "w"))  # noqa: SIM115
+    judge = Judge(source, sink)
+    try:
+        of_program = {name for name in judge.receive() if isinstance(name, str)}
+    except ProgramFailedError:
+        os._exit(0)
+    names = TestNames(judge, of_program)
+    names.update(__passed__=judge.checks.count, __same__=is_same)
+    for name in MODULES:
+        sys.modules[name] = ProgramModule(name, names)
+    for number, test in enumerate(tests):
+        passed, why = _passes(test, judge, names)
+        line = json.dumps([number, passed, judge.checks.vacuous, why[:1000]])
+        os.write(results, line.encode() + b"\n")
+    os._exit(0)
+
+
+def _passes(test: str, judge: Judge, names: TestNames) -> tuple[bool, str]:
+    checks = judge.checks
+    checks.reset()
+    if judge.is_over:
+        return False, "the program has ended"
+    judge.failure = None
+    try:
+        code, tree = compile_test(test)
+        names.begin(tree)
+        if "unittest" in test:
+            importlib.import_module("unittest").main = lambda *_, **__: None  # they are run below
+        if "numpy" in test:
+            checks.watch(judge.import_numpy(), is_for_tests="testing" in test)
+        exec(code, names)
+        run_tests(test, tree, names, checks)
+    except BaseException as error:  # a SystemExit too
+        return False, f"{type(error).__name__}: {judge.failure or error}"
+    if judge.failure or not checks.passed:
+        return False, judge.failure or "nothing was checked"
+    return True, ""
+
+
+def _read_all(source: int) -> bytes:
+    size = int.from_bytes(os.read(source, 8), "little")
+    pieces = bytearray()
+    while len(pieces) < size:
+        piece = os.read(source, size - len(pieces))
+        if not piece:
+            os._exit(1)
+        pieces += piece
+    return bytes(pieces)

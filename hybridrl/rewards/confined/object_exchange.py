@@ -1,0 +1,283 @@
+"""Two processes that use each other's objects: questions go one way, answers the other.
+
+Plain data crosses; for everything else crosses a number. While one process waits for an answer, it
+answers the other's questions, so that a program can call functions that a test has passed to it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import os
+import sys
+import threading
+
+from . import proxies
+from .data_codec import BASES, DataCodec, Frame, fill
+from .proxies import Handle, RemoteClass, RemoteData, RemoteError, RemoteObject, handle_of
+
+TYPE_CHECKING = False  # importing `typing` would take as long as all the rest
+if TYPE_CHECKING:
+    from typing import Any
+
+_MOST_BYTES = 1 << 28  # of a message
+_PIECE = 1 << 20
+_OF_A_QUESTION = 3  # the containers that every question has
+
+
+class ProgramFailedError(BaseException):
+    """The other process is gone, or did what no test forgives. No `except Exception` catches it."""
+
+
+class ObjectExchange(DataCodec):
+    """One end.
+
+    Args:
+        source, sink: descriptors of pipes from and to the other process.
+
+    Attributes:
+        failure: why nothing that the other process says counts any more; None while it does.
+        is_over: whether it will say nothing more.
+    """
+
+    def __init__(self, source: int, sink: int) -> None:
+        self.failure: str | None = None
+        self.is_over = False
+        self._source, self._sink = source, sink
+        self._objects: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._proxies: dict[int, Any] = {}
+        self._classes: dict[int, type] = {}
+        self._lock = threading.RLock()  # other threads of a program may ask, too
+
+    def ask(self, operation: str, arguments: list[Any], options: dict[str, Any]) -> Any:
+        """What the operation gives in the other process; raises what it raises there. Lists and
+        their like that it has changed there are changed here."""
+        with self._lock:
+            frame = Frame()
+            self.send(["ask", operation, self.encode([arguments, options], frame, set())])
+            while True:
+                kind, *content = self.receive()
+                if kind == "ask":
+                    self._answer(*content)
+                    continue
+                return self._take(frame, kind, *content)
+
+    def serve(self) -> None:
+        """Answers questions until the other process is gone."""
+        while True:
+            try:
+                kind, *content = self.receive()
+            except ProgramFailedError:
+                return
+            if kind == "ask":
+                self._answer(*content)
+
+    def get_attribute(self, thing: Any, name: str) -> Any:
+        """An attribute of an object there."""
+        return self.ask("getattr", [thing, name], {})
+
+    def may_ask(self, operation: str, thing: Any, others: tuple[Any, ...]) -> bool:
+        """Whether an object there is asked about these things."""
+        return True
+
+    def is_class_name(self, name: str) -> bool:
+        """Whether what has the name is a class to whoever calls it, not a function."""
+        return name.lstrip("_")[:1].isupper()
+
+    def perform(self, operation: str, arguments: list[Any], options: dict[str, Any]) -> Any:
+        """Answers a question of the other process."""
+        return OPERATIONS[operation](*arguments, **options)
+
+    def printed(self) -> str:
+        """What has been printed since the last answer."""
+        return ""
+
+    def _answer(self, operation: str, sent: Any) -> None:
+        frame, kind, given = Frame(), "reply", None
+        try:
+            given = self.decode(sent, frame)
+            result = self.perform(operation, *given)
+        except BaseException as error:
+            kind, result = "raise", error
+        try:
+            text = self._write_answer(kind, sent, given, result, frame)
+        except BaseException:  # of data without an end, or without memory for it
+            text = self._write_answer("raise", sent, None, RuntimeError("no data"), Frame())
+        self._send_text(text)
+
+    def _write_answer(self, kind: str, sent: Any, given: Any, result: Any, frame: Frame) -> bytes:
+        written, changed = set[int](), None
+        if len(frame.containers) > _OF_A_QUESTION:  # something may be changed
+            changed = self.encode(given, frame, written)
+        if changed is None or changed == sent:
+            changed, written = None, set(frame.containers)
+        return _encode_message([kind, changed, self.encode(result, frame, written), self.printed()])
+
+    def _take(self, frame: Frame, kind: str, changed: Any, result: Any, printed: str) -> Any:
+        if printed:
+            sys.stdout.write(str(printed))
+        if changed is not None:
+            self.decode(changed, frame)
+        found = self.decode(result, frame)
+        if kind == "raise":
+            raise self.error_to_raise(found)
+        return found
+
+    def error_to_raise(self, found: Any) -> BaseException:
+        """What is raised here for what was raised there."""
+        return found if isinstance(found, BaseException) else RuntimeError()
+
+    def send(self, message: Any) -> None:
+        self._send_text(_encode_message(message))
+
+    def _send_text(self, text: bytes) -> None:
+        view = memoryview(len(text).to_bytes(8, "little") + text)
+        try:
+            while view:
+                view = view[os.write(self._sink, view[:_PIECE]) :]
+        except OSError:
+            raise self._end("the program has ended") from None
+
+    def receive(self) -> Any:
+        size = int.from_bytes(self._read(8), "little")
+        if size > _MOST_BYTES:
+            raise self._end("the program sent too much")
+        try:
+            return json.loads(self._read(size))
+        except (ValueError, RecursionError):
+            raise self._end("the program sent what is no message") from None
+
+    def _read(self, size: int) -> bytes:
+        pieces = bytearray()
+        while len(pieces) < size:
+            piece = os.read(self._source, min(size - len(pieces), _PIECE))
+            if not piece:
+                raise self._end("the program has ended")
+            pieces += piece
+        return bytes(pieces)
+
+    def fail(self, reason: str) -> ProgramFailedError:
+        """Notes that the other process counts no more; gives what to raise."""
+        self.failure = reason
+        return ProgramFailedError(reason)
+
+    def _end(self, reason: str) -> ProgramFailedError:
+        self.is_over = True
+        return self.fail(reason)
+
+    def encode_known(self, value: Any) -> Any:
+        handle = handle_of(value)
+        is_theirs = handle is not None and handle.exchange is self
+        return ["yours", handle.number] if is_theirs else None  # type: ignore[union-attr]
+
+    def encode_object(self, value: Any, data: Any, frame: Frame) -> Any:
+        return ["object", self._number_of(value), self.encode(type(value), frame, set()), data]
+
+    def encode_class(self, kind: type, frame: Frame) -> Any:
+        if (known := self.encode_known(kind)) is not None:
+            return known
+        bases = [self.encode(base, frame, set()) for base in kind.__bases__ if base is not object]
+        return ["class", self._number_of(kind), kind.__name__, bases]
+
+    def _number_of(self, value: Any) -> int:
+        number = self._numbers.get(id(value))
+        if number is None:
+            number = self._numbers[id(value)] = len(self._objects)
+            self._objects.append(value)
+        return number
+
+    def decode_object(self, kind: str, content: list[Any], frame: Frame) -> Any:
+        if kind == "yours":
+            return self._objects[content[0]]
+        if kind == "class":
+            return self._class_for(*content, frame)
+        number, of_class, data = content
+        if number in self._proxies:
+            return self._proxies[number]
+        remote = self.decode(of_class, frame)
+        if not isinstance(remote, type):
+            raise TypeError("an object of no class")
+        if data is None:
+            made = object.__new__(remote if isinstance(remote, RemoteClass) else RemoteObject)
+            self._proxies[number] = made
+        else:
+            made = self._data_for(remote, *data, frame)
+            if type(made) is remote and not isinstance(remote, RemoteClass):
+                return made
+        proxies.attach(made, Handle(self, number))
+        return made
+
+    def _data_for(self, remote: Any, base: str, sent: Any, frame: Frame) -> Any:
+        content = self.decode(sent, frame)
+        if base == "error":
+            try:
+                return type.__call__(remote, *content)
+            except TypeError:
+                return remote.__new__(remote, *content)
+        plain = BASES[base]
+        if not issubclass(remote, plain):
+            raise TypeError("an object of another class than its own")
+        if plain in (int, float, complex, str, bytes, tuple, frozenset):
+            return plain.__new__(remote, content)
+        made = plain.__new__(remote)
+        fill(made, plain, content)
+        return made
+
+    def _class_for(self, number: int, name: str, sent: list[Any], frame: Frame) -> type:
+        if number not in self._classes:
+            bases = [self.decode(base, frame) for base in sent]
+            self._classes[number] = self._make_class(number, str(name), bases)
+        return self._classes[number]
+
+    def _make_class(self, number: int, name: str, bases: list[type]) -> type:
+        ancestors = {number}.union(*(vars(base).get("_ancestors", ()) for base in bases))
+        handle = Handle(self, number)
+        names = {"_remote": handle, "_ancestors": ancestors, "__module__": "__main__"}
+        errors = tuple(base for base in bases if issubclass(base, BaseException))
+        plain = next((p for b in bases for p in reversed(BASES.values()) if issubclass(b, p)), None)
+        others = tuple(base for base in bases if issubclass(base, RemoteObject))
+        if errors:
+            kinds: tuple[type, ...] = errors
+            if not issubclass(errors[0], RemoteError):
+                kinds = (RemoteError, *errors)
+        else:
+            kinds = (RemoteData, plain) if plain else others or (RemoteObject,)
+        try:
+            return type.__call__(RemoteClass, name, kinds, names)  # type: ignore[no-any-return]
+        except TypeError:  # of several bases of different kinds
+            return type.__call__(RemoteClass, name, (kinds[0],), names)  # type: ignore[no-any-return]
+
+
+def _encode_message(message: Any) -> bytes:
+    return json.dumps(message, check_circular=False, separators=(",", ":")).encode()
+
+
+def _exit(thing: Any, error: Any) -> Any:
+    kind = None if error is None else type(error)
+    return type(thing).__exit__(thing, kind, error, None)
+
+
+def _await(thing: Any) -> Any:
+    import asyncio
+
+    async def wait() -> Any:
+        return await thing
+
+    return asyncio.run(wait())
+
+
+OPERATIONS: dict[str, Any] = {
+    **{name: getattr(operator, f"__{name}__") for name in proxies.ARITHMETIC if name != "divmod"},
+    **{name: getattr(operator, name) for name in proxies.COMPARISONS},
+    **{name: getattr(operator, name) for name in ("neg", "pos", "invert", "index", "contains")},
+    **{name: getattr(operator, name) for name in ("getitem", "setitem", "delitem")},
+    **{kind.__name__: kind for kind in (bool, str, int, float, complex, reversed)},
+    **{do.__name__: do for do in (len, iter, next, repr, hash, abs, round, format, divmod)},
+    **{do.__name__: do for do in (getattr, setattr, delattr, math.trunc, math.floor, math.ceil)},
+    "call": lambda thing, *arguments, **options: thing(*arguments, **options),
+    "enter": lambda thing: type(thing).__enter__(thing),
+    "exit": _exit,
+    "await": _await,
+}

@@ -1,0 +1,139 @@
+"""Tests that nobody calls, run as their own libraries run them: classes of unittest, functions and
+classes of pytest, doctests."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import sys
+
+from .checked_source import is_doctest
+from .proxies import is_same
+
+TYPE_CHECKING = False  # importing `typing` would take as long as all the rest
+if TYPE_CHECKING:
+    from typing import Any
+
+    from .vacuous import CheckCounter
+
+
+def run_tests(test: str, tree: ast.Module, names: Any, checks: CheckCounter) -> None:
+    """Runs what the test has defined and not called.
+
+    Raises:
+        AssertionError: if one of these fails.
+    """
+    if is_doctest(test):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                _run_doctest(str(node.value.value), names, checks)
+    defined = [names[n.name] for n in tree.body if isinstance(n, ast.ClassDef) and n.name in names]
+    cases = [kind for kind in defined if hasattr(kind, "assertEqual") and hasattr(kind, "run")]
+    if cases:
+        _run_unittest(cases, checks)
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    called = {function.id for function in calls if isinstance(function, ast.Name)}
+    found = {n.name for n in tree.body if isinstance(n, kinds)} - called
+    found -= {kind.__name__ for kind in cases}
+    if any(name.startswith(("test", "Test")) for name in found):
+        _run_pytest(names, found, checks)
+
+
+def _run_doctest(text: str, names: Any, checks: CheckCounter) -> None:
+    import doctest
+
+    parsed = doctest.DocTestParser().get_doctest(text, names, "test", "test.py", 0)
+    runner = doctest.DocTestRunner(verbose=False)
+    told: list[str] = []
+    runner.run(parsed, out=told.append, clear_globs=False)
+    if runner.failures:
+        raise AssertionError("".join(told))
+    for example in parsed.examples:
+        if example.want:
+            checks.count()
+
+
+def _run_unittest(cases: list[Any], checks: CheckCounter) -> None:
+    import unittest
+
+    loader = unittest.TestLoader()
+    unittest.TestCase.assertIs = lambda self, *things: self.assertTrue(is_same(*things[:2]))  # type: ignore
+    result = unittest.TestResult()
+    suite = unittest.TestSuite(map(loader.loadTestsFromTestCase, cases))
+    suite.run(result)
+    if not result.wasSuccessful():
+        told = [text for _, text in (*result.failures, *result.errors)]
+        raise AssertionError("\n".join(told))
+    ran = result.testsRun - len(result.skipped)
+    if ran > 0 and not checks.passed and not checks.vacuous:
+        checks.count()
+
+
+def _run_pytest(names: Any, found: set[str], checks: CheckCounter) -> None:
+    """Plain functions and classes as they are, all else by pytest itself."""
+    tests = {name: names[name] for name in found if name in names}
+    if "pytest" in names or "pytest" in sys.modules or not all(map(_is_plain, tests.values())):
+        ran = _run_by_pytest(names)
+    else:
+        ran = sum(map(_run_plain, (thing for name, thing in sorted(tests.items()))))
+    if ran and not checks.passed and not checks.vacuous:
+        checks.count()
+
+
+def _is_plain(thing: Any) -> bool:
+    """Whether nothing of pytest's is needed to run it."""
+    if not isinstance(thing, type):
+        return not inspect.iscoroutinefunction(thing) and not inspect.signature(thing).parameters
+    methods = {name: member for name, member in vars(thing).items() if callable(member)}
+    return not any(name.startswith(("setup", "teardown")) for name in methods) and all(
+        [*inspect.signature(method).parameters] == ["self"]
+        for name, method in methods.items()
+        if name.startswith("test")
+    )
+
+
+def _run_plain(thing: Any) -> int:
+    """Gives how many tests it ran."""
+    if not isinstance(thing, type):
+        thing()
+        return 1
+    names = [name for name in vars(thing) if name.startswith("test")]
+    for name in names:
+        getattr(thing(), name)()
+    return len(names)
+
+
+def _run_by_pytest(names: Any) -> int:
+    """Gives how many tests passed. Nothing is read from the folder that the program can write in.
+
+    Raises:
+        AssertionError: if one did not.
+    """
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    import pytest
+
+    module = type(sys)("tests")
+    vars(module).update((name, thing) for name, thing in names.items() if name[:2] != "__")
+
+    class TestsModule(pytest.Module):
+        obj = module
+
+    class Collecting:
+        passed = 0
+
+        def pytest_collect_file(self, file_path: Any, parent: Any) -> Any:
+            return TestsModule.from_parent(parent, path=file_path)
+
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            self.passed += report.when == "call" and report.passed
+
+    anything = os.path.join(os.path.dirname(pytest.__file__), "py.typed")  # noqa: PTH118, PTH120
+    options = ["-c", "/dev/null", "--rootdir", "/", "--noconftest", "--capture=sys", "--tb=no"]
+    disabled = [f"-pno:{name}" for name in ("cacheprovider", "faulthandler", "doctest")]
+    told = Collecting()
+    code = pytest.main([*options, *disabled, anything], plugins=[told])
+    if code != 0:
+        raise AssertionError(f"pytest ended with {code}")
+    return told.passed
