@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from hybridrl.core.batch import Batch
     from hybridrl.job import Job
     from hybridrl.trainers.base import Trainer
+    from hybridrl.trainers.guard import Guard
+    from hybridrl.trainers.tripwires import Tripwires
 
 DRIVER = "driver.json"
 TOKENS = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
@@ -52,10 +54,17 @@ class Checkpoints:
     Args:
         trainer: The job's driver program.
         summary: Of the run so far; what is brought back is put into it.
+        watches: What else of the run has a state, by name; a fork begins without it.
     """
 
-    def __init__(self, job: Job, trainer: Trainer, summary: dict[str, Any]) -> None:
-        self.job, self.trainer, self.summary = job, trainer, summary
+    def __init__(
+        self,
+        job: Job,
+        trainer: Trainer,
+        summary: dict[str, Any],
+        watches: Mapping[str, Guard | Tripwires],
+    ) -> None:
+        self.job, self.trainer, self.summary, self.watches = job, trainer, summary, watches
         settings = job.config.checkpoint
         self._folders = StepFolders(steps_folder(job.directory.path.absolute(), settings.folder))
         self._keep = KeepRule(settings.keep_last, settings.keep_every, settings.best)
@@ -270,6 +279,8 @@ class Checkpoints:
             self.job.publish()
             self.job.executor.take_records()
             self.summary |= state["summary"]
+            for name in self.watches.keys() & state.get("watches", {}) if found.run else ():
+                self.watches[name].load_state(state["watches"][name])
         if found.run is not None:  # only now, when nothing can be wrong any more
             self.job.write_settings()
             self.job.directory.forget_summary()
@@ -291,6 +302,7 @@ class Checkpoints:
             "feed": feed,
             "trainer": trainer,
             "summary": self.summary,
+            "watches": {name: watch.state() for name, watch in self.watches.items()},
             "warmed_up": self._warmed_up,
             "data": self._fingerprint,
             "rows": len(self.trainer.data),

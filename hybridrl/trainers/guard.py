@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -199,6 +200,21 @@ class Guard:
                 "were not finite: nothing was learned. What each step learned from is in "
                 f"{self._directory.path / 'bad-steps'}."
             )
+
+    def state(self) -> dict[str, Any]:
+        """The counts of a run, as plain data."""
+        rewinds = {str(step): number for step, number in self._rewinds.items()}
+        counts = {"made": self._made, "left_out": self._left_out}
+        return {**counts, "in_a_row": dict(self._in_a_row), "rewinds": rewinds}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from the counts of a run that ended; those of one that goes back go on as they
+        are, or it could go back for ever."""
+        if self._made or self._left_out or self._rewinds:
+            return
+        self._made, self._left_out = state["made"], state["left_out"]
+        self._in_a_row |= state["in_a_row"]
+        self._rewinds.update({int(step): number for step, number in state["rewinds"].items()})
 
     def _count(self, updates: Sequence[Mapping[str, float]]) -> int:
         """Updates of the step that were left out; counts those in a row, by role."""

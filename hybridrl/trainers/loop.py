@@ -67,8 +67,9 @@ class Loop:
         self._saved_figures: dict[str, float] = {}
         self.summary.clear()
         self.summary |= {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
-        self.checkpoints = Checkpoints(self.job, self.trainer, self.summary)
         self.steps = Steps(self.job, self.trainer, self.guard, self.view, self.summary)
+        watches = {"guard": self.guard, "tripwires": self.steps.tripwires}
+        self.checkpoints = Checkpoints(self.job, self.trainer, self.summary, watches)
         unscored = self.steps.unscored
         self.evaluations = Evaluations(self.job, self.trainer, self.view, unscored)
         self._early = EarlyStop(self.config.eval.stop, self.summary)

@@ -3,8 +3,8 @@
 A policy that finds a hole in its reward is rewarded more and more and is worse and worse by every
 other measure. So the reward of a run is held against measures that it is not trained on: functions
 of `reward.check`, evaluations of held-out prompts; and against the marks of a policy that repeats
-itself. Windows of `guard.tripwires` steps are compared; what the steps of a window differ among
-each other says what is chance.
+itself. The first and the newest window of `guard.tripwires` steps are compared. How much steps
+scatter around their trend, and how far neighbouring ones resemble each other, says what is chance.
 
 Gao et al. 2023, arXiv:2210.10760 (a proxy rises while the gold reward falls).
 """
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,11 @@ CHECK = "check/"
 """How the measures of `reward.check` begin."""
 WINDOW_WITH_CHECK = 20
 SIGNIFICANT = 5.0
-"""So many standard errors are no chance, though the largest of many windows is compared."""
+"""Standard errors that are no chance, though windows are compared after every step."""
+WINDOWS_KEPT = 10
+"""Newest windows that say what is chance."""
+MOST_ALIKE = 0.97
+"""Largest correlation of neighbouring steps that is reckoned with."""
 LONGER = 2.0
 """Responses of so many times their first length."""
 LESS_ENTROPY = 0.1
@@ -61,7 +66,7 @@ class Tripwires:
         self.window = window_of(config)
         self._prompts = prompts
         self._seen: dict[str, list[float]] = defaultdict(list)
-        self._best: tuple[float, int] | None = None  # accuracy, and steps seen before it
+        self._accuracies: list[float] = []  # the first and the newest
         self._told: set[str] = set()
 
     @property
@@ -77,37 +82,51 @@ class Tripwires:
             seen, value = self._seen[name], metrics.get(name, math.nan)
             if math.isfinite(value) or seen:  # a step without a number is as the one before
                 seen.append(value if math.isfinite(value) else seen[-1])
+                if len(seen) > (1 + WINDOWS_KEPT) * self.window:
+                    del seen[self.window]  # behind the first window
         found = {name: self._against(name) for name in checks}
-        found |= {LENGTH: self._longer(), ENTROPY: self._certain(), REPEATED: self._repeating()}
+        found[LENGTH] = self._longer(checks)
+        found |= {ENTROPY: self._certain(), REPEATED: self._repeating()}
         return [said for name, text in found.items() if (said := self._once(name, step, text))]
 
     def evaluated(self, step: int, accuracy: float) -> list[str]:
         """What is to be said of an evaluation."""
-        steps = len(self._seen[REWARD])
         if not self.window or not self._prompts:
             return []
-        if self._best is None or accuracy >= self._best[0]:
-            self._best = accuracy, steps
-            return []
-        best, then = self._best
-        rewards = self._compared(REWARD, max(0, then - self.window))
-        if rewards is None or not fell(best, accuracy, self._prompts):
+        self._accuracies = [*self._accuracies[:1], accuracy]
+        first, rewards = self._accuracies[0], self._risen(REWARD)
+        if rewards is None or not fell(first, accuracy, self._prompts):
             return []
         text = (
             f"reward/mean rose from {rewards.before:.3g} to {rewards.now:.3g} while accuracy on "
-            f"{self._prompts} held-out prompts fell from {best:.2f} to {accuracy:.2f}: what is "
+            f"{self._prompts} held-out prompts fell from {first:.2f} to {accuracy:.2f}: what is "
             "rewarded is not what is meant"
         )
         said = self._once("accuracy", step, text)
         return [said] if said else []
 
+    def state(self) -> dict[str, Any]:
+        """Windows, accuracies, and the signs that were told, as plain data."""
+        return {
+            "window": self.window,
+            "seen": dict(self._seen),
+            "accuracies": self._accuracies,
+            "told": sorted(self._told),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on where the one that gave `state` stopped, unless its windows were others."""
+        if state["window"] == self.window:
+            self._seen.clear()
+            self._seen |= {name: list(values) for name, values in state["seen"].items()}
+            self._accuracies, self._told = list(state["accuracies"]), set(state["told"])
+
     def _against(self, name: str) -> str:
         """A function that is only looked at, against the reward."""
-        start = self._peak(name)
-        if start is None:
+        if len(self._seen[name]) < len(self._seen[REWARD]):  # it was not measured from the start
             return ""
-        check, rewards = self._means(name, start), self._compared(REWARD, start)
-        if rewards is None or not self._differ(name, start, falling=True):
+        rewards, check = self._risen(REWARD), self._risen(name, -1)
+        if rewards is None or check is None:
             return ""
         return (
             f"reward/mean rose from {rewards.before:.3g} to {rewards.now:.3g} while {name}, which "
@@ -115,14 +134,24 @@ class Tripwires:
             "is not what is meant"
         )
 
-    def _longer(self) -> str:
-        rewards, lengths = self._compared(REWARD, 0), self._since_start(LENGTH)
+    def _longer(self, checks: Sequence[str]) -> str:
+        """Responses that grew without anything but the reward becoming better, where there is a
+        measure that would show it: longer thinking may be what is to be learned."""
+        rewards, lengths = self._risen(REWARD), self._since_start(LENGTH)
         if rewards is None or lengths is None or lengths.now < LONGER * lengths.before:
+            return ""
+        evaluated = len(self._accuracies) > 1
+        if not checks and not evaluated:
+            return ""
+        if evaluated and fell(self._accuracies[1], self._accuracies[0], self._prompts):
+            return ""  # it rose
+        if any(self._risen(name) for name in checks):
             return ""
         return (
             f"responses grew from {lengths.before:.0f} to {lengths.now:.0f} tokens while "
-            f"reward/mean rose from {rewards.before:.3g} to {rewards.now:.3g}: see whether length "
-            "itself is rewarded (algorithm.overlong_buffer and reward.shorter hold it)"
+            f"reward/mean rose from {rewards.before:.3g} to {rewards.now:.3g}, and no evaluation "
+            "or check did: see whether length itself is rewarded (algorithm.overlong_buffer and "
+            "reward.shorter hold it)"
         )
 
     def _certain(self) -> str:
@@ -151,35 +180,35 @@ class Tripwires:
         return f"step {step}: {text}."
 
     def _since_start(self, name: str) -> Means | None:
-        return self._means(name, 0) if len(self._seen[name]) >= 2 * self.window else None
-
-    def _compared(self, name: str, start: int) -> Means | None:
-        """The means of the window that begins at `start` and of the last one, if it has risen by
-        more than chance."""
-        enough = len(self._seen[name]) >= start + 2 * self.window
-        return self._means(name, start) if enough and self._differ(name, start) else None
-
-    def _peak(self, name: str) -> int | None:
-        """Where the window of the largest mean begins, among those that end before the last."""
+        """The means of the first and of the newest window; None: they overlap."""
         values = self._seen[name]
-        if len(values) < 2 * self.window or len(self._seen[REWARD]) != len(values):
+        if len(values) < 2 * self.window:
             return None
-        sums = np.cumsum([0.0, *values[: -self.window]])
-        return int((sums[self.window :] - sums[: -self.window]).argmax())
+        return Means(fmean(values[: self.window]), fmean(values[-self.window :]))
 
-    def _means(self, name: str, start: int) -> Means:
-        before, now = self._windows(name, start)
-        return Means(float(before.mean()), float(now.mean()))
+    def _risen(self, name: str, sign: int = 1) -> Means | None:
+        """As `_since_start`, if it has risen (`sign` -1: fallen) by more than chance."""
+        means = self._since_start(name)
+        if means is None or sign * (means.now - means.before) <= 1e-9:
+            return None
+        newest = np.asarray(self._seen[name][-WINDOWS_KEPT * self.window :], np.float64)
+        chance = math.sqrt(2 * variance_of_sums(newest) / self.window)
+        return means if sign * (means.now - means.before) > SIGNIFICANT * chance else None
 
-    def _differ(self, name: str, start: int, *, falling: bool = False) -> bool:
-        before, now = self._windows(name, start)
-        chance = math.sqrt((before.var() + now.var()) / max(1, self.window - 1))
-        gain = float(now.mean() - before.mean())
-        return (-gain if falling else gain) > max(SIGNIFICANT * chance, 1e-9)
 
-    def _windows(self, name: str, start: int) -> tuple[npt.NDArray[np.float64], ...]:
-        values = np.asarray(self._seen[name], np.float64)
-        return values[start : start + self.window], values[-self.window :]
+def variance_of_sums(values: npt.NDArray[np.float64]) -> float:
+    """Return the variance of a sum of many neighbouring steps, per step: that of steps around their
+    trend, times (1 + r) / (1 - r), where r is the correlation of neighbours."""
+    count = len(values)
+    trend = np.vander(np.linspace(-1, 1, count), 3)
+    rest = values - trend @ np.linalg.lstsq(trend, values, rcond=None)[0]
+    squares = float(rest @ rest)
+    if squares < 1e-18:
+        return 0.0
+    r = float(rest[1:] @ rest[:-1]) / squares
+    r = (r * count + 3) / max(1, count - 6)  # what is fitted to few steps hides how alike they are
+    r = min(max(r, 0.0), MOST_ALIKE)
+    return squares / max(1, count - 3) * (1 + r) / (1 - r)
 
 
 def window_of(config: Config) -> int:

@@ -141,6 +141,18 @@ def test_garbage_among_figures_costs_a_sentence_each_and_no_step(finish, own, ca
         assert said.count(words) == 1, words
 
 
+def test_tripwires_and_guard_go_on_in_a_resumed_run(finish, own, tmp_path):
+    saves = ("checkpoint.every=2", f"reward.check={own}:odd")
+    states = []
+    for steps, further in ((2, []), (4, [f"resume={tmp_path / 'run'}"])):
+        folder = finish(*saves, f"trainer.steps={steps}", *further)
+        driver = folder / "checkpoints" / f"step-{steps:06d}" / "driver.json"
+        states.append(json.loads(driver.read_text())["watches"])
+    before, after = (state["tripwires"]["seen"]["reward/mean"] for state in states)
+    assert before == after[:2] and len(after) == 4
+    assert [state["guard"]["made"] for state in states] == [2, 4]
+
+
 def test_a_step_without_a_score_leaves_its_figures(finish, own, tmp_path):
     with pytest.raises(RewardError, match="step 2: none of the 8 samples"):
         finish(f"reward.function={own}:until_update", "reward.on_error=drop")

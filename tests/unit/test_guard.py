@@ -95,6 +95,25 @@ def test_so_many_in_a_row_end_the_run(guard):
         found.act(bad, SAMPLES, [], BAD)
 
 
+def test_counts_survive_a_resume_but_not_a_way_back(guard):
+    def skipped(found, *values):
+        found.look(1, [], [{"skipped_updates": value} for value in values], {})
+
+    before = guard(on_nan="rewind")
+    skipped(before, 0.0, 1.0, 1.0)
+    before.rewound(Rewind(3, []), 2)
+    skipped(before, 1.0)
+    state = json.loads(json.dumps(before.state()))
+    after = guard(on_nan="rewind")
+    after.load_state(state)
+    assert after.state() == state == before.state()
+    in_a_row = {"skipped_updates": 1}
+    assert state == {"made": 1, "left_out": 3, "in_a_row": in_a_row, "rewinds": {"2": 1}}
+    after.rewound(Rewind(3, []), 2)
+    after.load_state(state)  # of the checkpoint that it went back to
+    assert after.state()["rewinds"] == {"2": 2}
+
+
 def test_stop_ends_the_run(guard):
     found = guard(on_nan="stop")
     with pytest.raises(TrainingError, match=r"step 1: not finite.*bad-steps.*guard\.on_nan=stop"):

@@ -1,5 +1,7 @@
 """Signs that a rising reward is not what was meant: told once, and not by chance."""
 
+import json
+import math
 import random
 
 import pytest
@@ -49,10 +51,44 @@ def test_a_reward_that_rises_while_what_is_meant_falls_is_told_once():
     assert "reward/mean rose from 0." in said[0] and "check/contains, which is not" in said[0]
 
 
-def test_what_rose_at_first_is_compared_with_its_peak():
-    check = noisy(lambda s: 0.3 + 0.01 * min(s, 60 - s))
-    said = told(wires(), 60, reward=noisy(rising, seed=1), check=check)
-    assert len(said) == 1 and 40 <= int(said[0].split()[1].strip(":")) <= 60
+def test_what_rose_at_first_is_told_when_it_is_below_its_beginning():
+    def check(step):
+        return 0.6 + 0.01 * min(step, 30) - 0.02 * max(0, step - 30)
+
+    said = told(wires(), 50, reward=noisy(rising, seed=1), check=noisy(check))
+    assert said == []  # 0.5, at its best 0.9, at first 0.6
+    (said,) = told(wires(), 80, reward=noisy(rising, seed=1), check=noisy(check))
+    assert 50 < int(said.split()[1].strip(":")) <= 70
+
+
+def alike(function, r, noise=0.03, seed=0):
+    """Steps that resemble the one before, with a correlation of r."""
+    draw = random.Random(seed)
+    state = [draw.gauss(0, 1)]
+
+    def figure(step):
+        state[0] = r * state[0] + math.sqrt(1 - r * r) * draw.gauss(0, 1)
+        return function(step) + noise * state[0]
+
+    return figure
+
+
+@pytest.mark.parametrize("r", [0.5, 0.8])
+def test_steps_that_resemble_each_other_are_no_sign(r):
+    """As of a policy that drifts: 139 and 199 of 200 such runs were told of once."""
+    cried = 0
+    for seed in range(20):
+        reward = noisy(lambda s: 0.3 + 0.5 * s / 200, seed=seed)
+        check = alike(lambda s: 0.5, r, seed=seed)
+        cried += bool(told(wires("guard.tripwires=20"), 200, reward=reward, check=check))
+    assert cried <= 1
+
+
+def test_what_falls_is_told_though_steps_resemble_each_other():
+    for seed in range(5):
+        reward = noisy(lambda s: 0.3 + 0.5 * s / 200, seed=seed)
+        check = alike(lambda s: 0.5 - 0.4 * s / 200, 0.5, seed=seed)
+        assert told(wires("guard.tripwires=20"), 200, reward=reward, check=check), seed
 
 
 @pytest.mark.parametrize(
@@ -72,9 +108,51 @@ def test_what_is_no_such_sign_is_not_told(reward, check):
 
 
 def test_responses_that_only_grow_are_told():
-    said = told(wires(), 60, reward=noisy(rising), length=lambda s: 20.0 + s)
+    def longer(step):
+        return 20.0 + step
+
+    still = {"length": longer, "check": lambda s: 0.5}
+    said = told(wires(), 60, reward=noisy(rising), **still)
     assert len(said) == 1 and "responses grew from 24 to" in said[0]
-    assert not told(wires(), 60, reward=noisy(lambda s: 0.5), length=lambda s: 20.0 + s)
+    assert not told(wires(), 60, reward=noisy(lambda s: 0.5), **still)
+    # Longer thinking may be what is learned: a measure that rises says so, and none says nothing.
+    better = {"length": longer, "check": noisy(rising, seed=1)}
+    assert not told(wires(), 60, reward=noisy(rising), **better)
+    assert not told(wires(), 60, reward=noisy(rising), length=longer)
+
+
+@pytest.mark.parametrize(("last", "count"), [(0.3, 1), (0.7, 0)])
+def test_an_evaluation_says_whether_longer_is_better(last, count):
+    found = wires()
+    assert found.evaluated(0, 0.3) == found.evaluated(1, last) == []
+    said = told(found, 60, reward=noisy(rising), length=lambda s: 20.0 + s)
+    assert len(said) == count
+
+
+@pytest.mark.parametrize("at", [5, 33, 59])
+def test_a_resumed_run_goes_on_watching(at):
+    def figures(first):
+        return {
+            name: (lambda step, figure=figure: figure(first + step))
+            for name, figure in {
+                "reward": lambda s: rising(s) + 0.01 * (s % 3),
+                "check": lambda s: 0.6 - 0.008 * s + 0.01 * (s % 2),
+                "length": lambda s: 20.0 + s,
+                "entropy": lambda s: 1 / (1 + s),
+            }.items()
+        }
+
+    whole = wires()
+    assert len(told(whole, 200, **figures(0))) == 3
+    before, after = wires(), wires()
+    said = told(before, at, **figures(0))
+    after.load_state(json.loads(json.dumps(before.state())))
+    said += told(after, 200 - at, **figures(at))
+    assert len(said) == 3 and after.state() == whole.state()
+    assert max(map(len, after.state()["seen"].values())) == 11 * WINDOW
+    other = wires("guard.tripwires=4")
+    other.load_state(before.state())
+    assert other.state()["seen"] == {}
 
 
 def test_a_policy_that_tries_nothing_any_more_is_told():
