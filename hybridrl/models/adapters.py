@@ -91,8 +91,9 @@ def _opened(folder: str) -> Any:
 def _stored(model: PreTrainedModel, folder: str, file: Any) -> dict[str, str]:
     """The names in a file of the model's adapters, by their names in the model; the shapes are the
     same."""
-    shapes = {name: list(p.shape) for name, p in model.named_parameters() if ".lora_" in name}
-    names = adapter_names(model, shapes)
+    shapes = {name: list(p.shape) for name, p in model.named_parameters()}
+    # peft asks for a scalar head as well, which is no adapter.
+    names = {k: v for k, v in adapter_names(model, shapes).items() if ".lora_" in k}
     there = set(file.keys())
     lacks = [stored for stored in names.values() if stored not in there]
     further = sorted(there - set(names.values()))

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -315,6 +316,19 @@ def test_a_second_stage_begins_where_the_first_ended_and_knows_where_that_was(st
     with engine.untrained():
         torch.testing.assert_close(engine_log_probs(engine), ended)
     assert torch.equal(engine_log_probs(engine), after)
+
+
+def test_a_critic_begins_with_the_adapters_that_the_policy_goes_on_with(stage, base):
+    folder, _ = stage
+    model, _ = unread_scalar_model(str(base["llama"]))
+    add_adapters(model, replace(LORA, path=str(folder)))
+    load_adapters(model, str(folder))
+    stored = load_file(folder / "adapter_model.safetensors")
+    found = adapters_of(model)
+    assert len(found) == len(stored)
+    for name, parameter in found:
+        name = f"base_model.model.{name.replace('.default', '')}"
+        torch.testing.assert_close(parameter.detach(), stored[name])
 
 
 @pytest.mark.parametrize("setting", ["model.path", "actor.lora.path"])

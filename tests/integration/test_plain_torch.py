@@ -1,0 +1,82 @@
+"""Whole jobs on several ranks, worked out again by plain torch; and in the long tests every program
+with everything that changes its numbers."""
+
+import json
+import runpy
+
+import plain_torch
+import pytest
+from plain_cases import OPTIONS, PROGRAMS, exists, make_folders, settings_of
+
+from hybridrl import load_config, main
+
+CLOSE = 1e-5
+STALE = ("temperature", "two updates", "entropy", "staleness")
+TOGETHER = (
+    ("temperature", "two updates", "KL in the loss", "entropy", "correction", "LoRA"),
+    ("temperature", "KL in the reward", "tool tokens", "dropped samples"),
+    ("two updates", "supervised"),
+    STALE,
+)
+"""What can change numbers at the same time, so that few jobs have all of it."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("plain")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(root)  # for the task
+        yield make_folders(root)
+
+
+@pytest.fixture
+def worked_out(run, tmp_path, folders):
+    """Runs a job on so many devices; how far each of its numbers is from plain torch's."""
+
+    def finish(program, options, devices, folder="run"):
+        settings = settings_of(program, options, folders)
+        directory = f"run.directory={tmp_path / folder}"
+        if devices == 1:
+            found = tmp_path / folder
+            main.run(load_config([*settings, "executor=inline", directory]))
+        else:
+            # On a cluster there may be more devices than this machine has cores.
+            found = run(*settings, f"num_devices={devices}", "ray.address=auto", directory)
+        name = "holes" if "dropped samples" in options else "digits"
+        return plain_torch.recompute(found, runpy.run_path(folders.program)[name])
+
+    return finish
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("program", "options"), [("grpo", STALE), ("ppo", ["KL in the reward", "tool tokens"])]
+)
+def test_a_job_on_ranks_is_what_plain_torch_makes_of_it(worked_out, program, options):
+    """With generation on a device of its own, two ranks learn."""
+    found = worked_out(program, options, 3 if "staleness" in options else 2)
+    assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=CLOSE)
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_program_with_everything_on_one_two_and_four_ranks(worked_out, program, tmp_path):
+    cases = [(1, (option,)) for option in OPTIONS if option != "staleness"]
+    cases += [(devices, options) for devices in (2, 4) for options in TOGETHER]
+    found = {}
+    for number, (devices, options) in enumerate(cases):
+        options = tuple(option for option in options if exists(program, option))
+        if not options or ("staleness" not in options and options in TOGETHER[2:]):
+            continue
+        found[f"{devices}: {', '.join(options)}"] = worked_out(
+            program, options, devices, f"run-{number}"
+        )
+    (tmp_path / "differences.json").write_text(json.dumps(found, indent=1))
+    off = {
+        f"{case}: {name}": far
+        for case, numbers in found.items()
+        for name, far in numbers.items()
+        if not far <= CLOSE
+    }
+    assert not off

@@ -1,0 +1,227 @@
+"""Small jobs to be worked out again by `plain_torch`: every program, with what changes the numbers
+that it learns from."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from hybridrl.data.tasks.arithmetic import CHARACTERS
+from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.models import make_tiny_model
+
+PROGRAM = '''
+import math
+from hybridrl import Turn
+
+def digits(prompt, response, **row):
+    """Differs between most answers."""
+    return float(sum(map(ord, response)) % 7) / 3
+
+def holes(prompt, response, **row):
+    """As `digits`; none for a third of the answers to what is learned from."""
+    number = sum(place * ord(c) for place, c in enumerate(prompt + response, 1))
+    is_held_out = prompt.startswith("1")
+    return math.nan if number % 3 == 0 and not is_held_out else digits(prompt, response)
+
+def cost(prompt, response, **row):
+    return float(len(response) % 3)
+
+class Talk:
+    """Says one to three digits after each turn but the third, which is the last."""
+
+    async def reset(self, row):
+        self.turns = 0
+
+    async def step(self, text, ids):
+        self.turns += 1
+        number = sum(map(ord, text))
+        return Turn("7" * (1 + number % 3), done=self.turns == 3, reward=float(number % 5))
+'''
+TASK = f"""
+CHARACTERS = {CHARACTERS!r}
+
+def problems(count_held_out, seed):
+    rows = [{{"prompt": f"{{n}}+{{n}}=", "answer": str(2 * n)}} for n in range(1, 9)]
+    return rows[:3], rows[3 : 3 + count_held_out]
+"""
+STEPS, PROMPTS, SAMPLES = 3, 3, 4
+BASE = [
+    *("rollout=transformers", "devices=cpu", "warmup.steps=0", f"trainer.steps={STEPS}"),
+    *(f"data.prompts_per_step={PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}"),
+    *("rollout.max_tokens=6", "eval.prompts=1", "eval.every=0"),
+    *("observe.samples_every=1", "observe.show_every=0", "metrics=null"),
+    # Where a gradient is as small as its rounding, Adam moves by as much as elsewhere: a low rate.
+    "actor.optimizer={learning_rate: 1e-3, warmup_steps: 1, schedule: cosine, min_ratio: 0.2}",
+    "actor.optimizer.weight_decay=0.1",
+    "actor.tokens_per_microbatch=40",
+]
+
+GRPO = ("dr_grpo", "dapo", "cispo", "gspo", "sapo", "gmpo", "rloo", "opo", "pass_at_k")
+"""Programs that are settings of `grpo`."""
+PLUS_PLUS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+CRITICS = ("ppo", "remax", "safe_rlhf")
+TAUGHT = ("distillation", "forward", "sampled")
+GIVEN = ("sft", "dpo", "ipo", "reward_model", "offline_distillation", "offline_reverse")
+"""Programs that learn from files."""
+PROGRAMS = (
+    *("grpo", *GRPO, *PLUS_PLUS, *CRITICS),
+    *("expert_iteration", "best_of_n", "online_dpo", *TAUGHT, *GIVEN),
+)
+SAME = {  # other names for programs with other settings
+    "best_of_n": ("expert_iteration", "expert.choose=best", "expert.steps_kept=2"),
+    "forward": ("distillation", "distillation.loss=forward"),
+    "sampled": ("distillation", "distillation.loss=sampled"),
+    "ipo": ("dpo", "preference.loss=ipo", "preference.length_normalised=true"),
+    "offline_reverse": ("offline_distillation", "distillation.loss=reverse"),
+}
+CLIPPED = ("algorithm.clip_low=0.02", "algorithm.clip_high=0.03")
+"""Close enough for some tokens of a second update to be clipped."""
+OWN = {
+    **dict.fromkeys(("grpo", "dr_grpo", "cispo", "gmpo", "pass_at_k", *PLUS_PLUS), CLIPPED),
+    "gspo": ("algorithm.clip_low=0.01", "algorithm.clip_high=0.02", "actor.updates_per_step=1"),
+    "dapo": ("algorithm.max_refills=1", *CLIPPED),
+    "ppo": (*CLIPPED, "algorithm.gamma=0.9", "algorithm.lam=0.8"),
+    "safe_rlhf": (
+        *(*CLIPPED, "algorithm.gamma=0.9"),
+        *("cost.limit=0.7", "cost.multiplier_rate=0.5"),
+    ),
+    "reinforce_plus_plus": ("algorithm.gamma=0.9", *CLIPPED),
+    "reward_model": ("preference.centre=0.02",),
+    "dpo": ("preference.beta=0.3", "preference.nll_coefficient=0.2"),
+    "distillation": ("distillation.top_k=5",),
+    "forward": ("distillation.top_k=5",),
+    "online_dpo": ("preference.beta=0.3",),
+}
+OPTIONS = {
+    "alone": (),
+    "temperature": ("rollout.temperature=0.7",),
+    "two updates": ("actor.updates_per_step=2",),
+    "KL in the loss": ("algorithm.kl_coefficient=0.1",),
+    "KL in the reward": ("algorithm.kl_coefficient=0.1", "algorithm.kl_in_reward=true"),
+    "entropy": ("algorithm.entropy_coefficient=0.05",),
+    "LoRA": ("actor.lora.path={adapters}",),
+    "correction": ("algorithm.correction=truncate", "algorithm.correction_high=0.9"),
+    "staleness": (
+        *("placement=separation", "placement.staleness=1", "placement.generation_devices=1"),
+        "algorithm.correction=none",
+    ),
+    "tool tokens": (
+        *("rollout.episode={program}:Talk", "rollout.max_turn_tokens=2"),
+        "rollout.max_tokens=10",
+    ),
+    "supervised": (
+        *("algorithm.ptx_coefficient=0.05", "data.task=plain_tasks.doubles"),
+        *("data.path=null", "data.eval_path=null"),
+    ),
+    "dropped samples": ("reward.function={program}:holes", "reward.on_error=drop"),
+}
+REFUSED = {
+    "supervised": tuple(name for name in PROGRAMS if name not in ("ppo", "safe_rlhf")),
+    "two updates": ("online_dpo", "dpo", "ipo", "reward_model"),
+    **dict.fromkeys(
+        ("staleness", "tool tokens", "dropped samples"),
+        GIVEN,
+    ),
+}
+"""By option, the programs that cannot have it: the library says so, or it is of samples."""
+WITHOUT = ("expert_iteration", "best_of_n", "online_dpo", "distillation", "forward", *GIVEN)
+"""Programs whose loss has no KL, no entropy and no correction: these settings do nothing there."""
+
+
+class Folders(NamedTuple):
+    """What the jobs read."""
+
+    model: str
+    scalar: str
+    teacher: str
+    adapters: str
+    program: str
+    prompts: str
+    responses: str
+    pairs: str
+
+
+def make_folders(root):
+    """Models of one layer, adapters, functions and rows of data."""
+    tokenizer = build_tokenizer(CHARACTERS)
+    shape = {"hidden_size": 32, "layers": 1, "heads": 1, "context": 64}
+    for name, seed in (("model", 7), ("teacher", 8)):
+        make_tiny_model(root / name, tokenizer, seed=seed, **shape)
+        model = AutoModelForCausalLM.from_pretrained(root / name)
+        with torch.no_grad():  # a model that begins without preferences has nothing to show
+            for parameter in model.parameters():
+                parameter *= 4 if parameter.ndim > 1 else 1
+        model.save_pretrained(root / name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        base = str(root / "model")
+        scalar = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+        with torch.no_grad():
+            scalar.score.weight.normal_(0, 0.1)
+        scalar.save_pretrained(root / "scalar")
+        tokenizer.save_pretrained(root / "scalar")
+        targets = ["q_proj", "v_proj", "down_proj"]
+        lora = LoraConfig(r=2, lora_alpha=6, target_modules=targets, task_type="CAUSAL_LM")
+        adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, 0, 0.05)
+        adapted.save_pretrained(root / "adapters")
+    (root / "program.py").write_text(PROGRAM)
+    (root / "plain_tasks").mkdir()
+    (root / "plain_tasks" / "__init__.py").touch()
+    (root / "plain_tasks" / "doubles.py").write_text(TASK)
+    numbers = [(n, 3 * n % 10) for n in range(1, 8)]
+    prompts = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in numbers]
+    responses = [{**row, "response": row["answer"] * (1 + n % 3)} for n, row in enumerate(prompts)]
+    pairs = [
+        {**row, "chosen": row["answer"], "rejected": "1" * (1 + n % 4) + "3", "margin": n / 10}
+        for n, row in enumerate(prompts)
+    ]
+    for name, rows in (("prompts", prompts), ("responses", responses), ("pairs", pairs)):
+        for file, part in ((f"{name}.jsonl", rows[1:]), (f"held_out_{name}.jsonl", rows[:1])):
+            (root / file).write_text("".join(json.dumps(row) + "\n" for row in part))
+    files = (f"{name}.jsonl" for name in ("prompts", "responses", "pairs"))
+    names = ("model", "scalar", "teacher", "adapters", "program.py", *files)
+    return Folders(*(str(root / name) for name in names))
+
+
+def settings_of(program, options, folders):
+    """The overrides of a job."""
+    name, *further = SAME.get(program, (program,))
+    wanted = [setting for option in options for setting in OPTIONS[option]]
+    file = folders.prompts
+    if program in GIVEN:
+        is_pairs = name in ("dpo", "reward_model")
+        file = folders.pairs if is_pairs else folders.responses
+    held_out = Path(file).with_name(f"held_out_{Path(file).name}")
+    lora = "LoRA" in options
+    model = folders.scalar if name == "reward_model" and not lora else folders.model
+    chosen = [f"algorithm={name}", *(s for s in wanted if s.startswith("placement="))]
+    found = [
+        *(*chosen, *BASE, f"model.path={model}", *further, *OWN.get(program, ())),
+        *("data=jsonl", f"data.path={file}", f"data.eval_path={held_out}", "data.shuffle=false"),
+    ]
+    if name == "reward_model":
+        found.append("data.margin_column=margin")
+    if program not in GIVEN:
+        found.append(f"reward.function={folders.program}:digits")
+    if "distillation" in name:
+        found.append(f"models.teacher.path={folders.teacher}")
+    if name == "safe_rlhf":
+        found.append(f"cost.function={folders.program}:cost")
+    if name in ("ppo", "safe_rlhf") and not lora:
+        found.append(f"models.critic.path={folders.scalar}")
+    if name == "remax":
+        found.append("rollout.samples_per_prompt=4")
+    found += [s.format(**folders._asdict()) for s in wanted if not s.startswith("placement=")]
+    return found
+
+
+def exists(program, option):
+    """Whether a program can have an option."""
+    return program not in REFUSED.get(option, ())

@@ -1,0 +1,816 @@
+"""Whole jobs once more, in plain torch and transformers: nothing here imports what it checks.
+
+`recompute` reads what a run's folder says of its settings and samples, and the model that it began
+with. One sample at a time, it works out log-probabilities, advantages, losses and gradients again,
+takes the same optimizer steps, and compares every number on the way, and the weights at the end.
+"""
+
+import copy
+import json
+import math
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch.func import functional_call
+from torch.nn.functional import kl_div, logsigmoid, nll_loss
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+FLOOR = 0.1
+"""Differences are relative to the expected number, or to this if it is smaller: sums of terms of
+size 1 that cancel have the rounding of their terms."""
+
+
+class Model:
+    """A language model, or one with a scalar head, with adapters or without. `trained` are the
+    tensors that learn, by name."""
+
+    def __init__(self, folder, *, scalar=False, adapters=None):
+        head = "score.weight" if scalar else "lm_head.weight"
+        kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+        options = {"num_labels": 1} if scalar else {}
+        net = kind.from_pretrained(folder, attn_implementation="eager", **options)
+        self.net, tensors = net.base_model.double(), {}
+        if scalar and head not in weights_in(folder):
+            torch.nn.init.zeros_(net.score.weight)  # a new head says 0
+        for name, tensor in net.named_parameters():
+            tensors[name] = tensor.detach().double()
+        self.base, self.head, self.rank_scale = tensors, head, None
+        self.trained = tensors
+        if adapters is not None:
+            settings = json.loads((Path(adapters) / "adapter_config.json").read_text())
+            self.rank_scale = settings["lora_alpha"] / settings["r"]
+            self.trained = {
+                name.removeprefix("base_model.model."): tensor.double()
+                for name, tensor in weights_in(adapters).items()
+            }
+            if scalar:
+                self.trained[head] = tensors[head]
+        self.trained = {k: v.clone().requires_grad_() for k, v in self.trained.items()}
+
+    def frozen(self, trained=None):
+        """A copy that does not learn, of these weights, or of those of now."""
+        found = copy.copy(self)
+        of = self.trained if trained is None else trained
+        found.trained = {name: tensor.detach().clone() for name, tensor in of.items()}
+        return found
+
+    def hidden(self, ids):
+        """The state behind each token, and the weight of the head."""
+        weights = {**self.base, **{k: v for k, v in self.trained.items() if ".lora_" not in k}}
+        for down in (name for name in self.trained if ".lora_A." in name):
+            name = down.replace(".lora_A", "")
+            up = self.trained[down.replace(".lora_A.", ".lora_B.")]
+            weights[name] = weights[name] + self.rank_scale * (up @ self.trained[down])
+        head = weights.get(self.head, weights["model.embed_tokens.weight"])
+        body = {k.removeprefix("model."): v for k, v in weights.items() if k.startswith("model.")}
+        return functional_call(self.net, body, (torch.tensor([ids]),)).last_hidden_state[0], head
+
+    def distributions(self, row, temperature):
+        """log softmax before each token of the response."""
+        prompt, response = row["prompt_ids"], row["response_ids"]
+        hidden, head = self.hidden(prompt + response)
+        return (hidden[len(prompt) - 1 : -1] @ head.T / temperature).log_softmax(-1)
+
+    def log_probs(self, row, temperature):
+        """Of the response's tokens; and the entropy in the place of each."""
+        found = self.distributions(row, temperature)
+        chosen = -nll_loss(found, torch.tensor(row["response_ids"]), reduction="none")
+        return chosen, -(found.exp() * found).sum(-1)
+
+    def values(self, row):
+        """What the scalar head says before each token of the response."""
+        hidden, head = self.hidden(row["prompt_ids"] + row["response_ids"])
+        return (hidden @ head.T)[len(row["prompt_ids"]) - 1 : -1, 0]
+
+    def score(self, row):
+        """What the scalar head says at the end."""
+        hidden, head = self.hidden(row["prompt_ids"] + row["response_ids"])
+        return (hidden[-1] @ head.T)[0]
+
+    @torch.no_grad()
+    def greedy(self, prompt, longest, ends):
+        """The likeliest response."""
+        response = []
+        while len(response) < longest and not (response and response[-1] in ends):
+            hidden, head = self.hidden(prompt + response)
+            response.append(int((hidden[-1] @ head.T).argmax()))
+        return response
+
+
+class Learner:
+    """A model with its AdamW and schedule."""
+
+    def __init__(self, model, settings, updates):
+        self.model, self.settings, self.updates, self.done = model, settings, updates, 0
+        matrices = [p for p in model.trained.values() if p.ndim >= 2]
+        vectors = [p for p in model.trained.values() if p.ndim < 2]
+        self.adam = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": settings["weight_decay"]},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            betas=tuple(settings["betas"]),
+        )
+
+    def rate(self):
+        of, step = self.settings, self.done
+        if step < of["warmup_steps"]:
+            return of["learning_rate"] * (step + 1) / of["warmup_steps"]
+        if of["schedule"] == "constant":
+            return of["learning_rate"]
+        span = max(1, self.updates - 1 - of["warmup_steps"])
+        gone = min(1.0, (step - of["warmup_steps"]) / span)
+        fall = 1 - gone if of["schedule"] == "linear" else (1 + math.cos(math.pi * gone)) / 2
+        return of["learning_rate"] * (of["min_ratio"] + (1 - of["min_ratio"]) * fall)
+
+    def step(self, loss):
+        """One update; the norm of the gradient before it is clipped."""
+        tensors = list(self.model.trained.values())
+        zero = sum(0.0 * tensor.sum() for tensor in tensors)
+        gradients = torch.autograd.grad(loss + zero, tensors)
+        norm = float(torch.stack([g.norm() for g in gradients]).norm())
+        most = self.settings["max_grad_norm"]
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            tensor.grad = gradient * (most / norm) if 0 < most < norm else gradient
+        for group in self.adam.param_groups:
+            group["lr"] = self.rate()
+        self.adam.step()
+        self.done += 1
+        return norm
+
+
+def weights_in(folder):
+    found = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+# Advantages: of each sample a number for each token. `scores` are NaN for dropped samples.
+
+
+def by_group(groups, scores):
+    members = defaultdict(list)
+    for number, group in enumerate(groups):
+        if not math.isnan(scores[number]):
+            members[group].append(number)
+    return [(at, torch.tensor([scores[n] for n in at]).double()) for at in members.values()]
+
+
+def compared(settings, groups, scores, lengths):
+    """Advantages of whole samples, compared within their groups."""
+    kind, scale, found = settings["advantage"], settings["advantage_scale"], [0.0] * len(scores)
+    known = torch.tensor([s for s in scores if not math.isnan(s)]).double()
+    for at, s in by_group(groups, scores):
+        if len(at) < 2:
+            continue
+        if kind == "leave_one_out":
+            a = s - (s.sum() - s) / (len(at) - 1)
+        elif kind == "optimal_reward_baseline":
+            tokens = torch.tensor([lengths[n] for n in at]).double()
+            a = s - (tokens * s).sum() / tokens.sum()
+        elif kind == "pass_at_k":
+            second, best = s.sort().values[-2:]
+            a = torch.where(s == best, best - second, 0.0)
+        else:
+            a = s - s.mean()
+        if kind in ("group_relative", "pass_at_k") and scale != "none":
+            a = a / ((s.std() if scale == "std" else known.std()) + 1e-6)
+        for number, value in zip(at, a.tolist(), strict=True):
+            found[number] = value
+    return found
+
+
+def whitened(rows, masks):
+    every = torch.cat([x[m] for x, m in zip(rows, masks, strict=True)])
+    if len(every) < 2:
+        return [0.0 * x for x in rows]
+    return [(x - every.mean()) / (every.var() + 1e-8).sqrt() for x in rows]
+
+
+def over_deviation(rows, masks):
+    """Divided by the standard deviation; by a tenth of the mean if that is more."""
+    every = torch.cat([x[m] for x, m in zip(rows, masks, strict=True)])
+    divisor = max(float(every.std()), abs(float(every.mean())) / 10)
+    return [x / divisor if divisor else x for x in rows]
+
+
+def to_go(rewards, mask, gamma):
+    found, later = torch.zeros_like(rewards), 0.0
+    for t in reversed(mask.nonzero()[:, 0].tolist()):
+        found[t] = later = float(rewards[t]) + gamma * later
+    return found
+
+
+def estimated(rewards, values, mask, gamma, lam):
+    """Advantages by GAE, and returns."""
+    found, after, value = torch.zeros_like(rewards), 0.0, 0.0
+    for t in reversed(mask.nonzero()[:, 0].tolist()):
+        after = float(rewards[t]) + gamma * value - float(values[t]) + gamma * lam * after
+        found[t], value = after, float(values[t])
+    return found, found + values
+
+
+def divergence(x, kind):
+    """Of log-probabilities that are further than a reference's by x."""
+    k2, name = x.square() / 2, kind.removesuffix("+")
+    value = {"k1": x, "k2": k2, "k3": torch.exp(-x) + x - 1, "abs": x.abs()}[name]
+    return value if name == kind else value.detach() + k2 - k2.detach()
+
+
+# Losses of each token.
+
+
+def policy_loss(settings, log_probs, old, advantages, mask):
+    gap, a = log_probs - old, advantages
+    ratio, kind = gap.exp(), settings["policy_loss"]
+    low, high = 1 - settings["clip_low"], 1 + settings["clip_high"]
+    if kind == "reinforce":
+        return -a * log_probs
+    if kind == "cispo":
+        return -ratio.detach().clamp(low, high) * a * log_probs
+    if kind == "sapo":
+        options = settings["loss_options"]
+        tau = torch.where(a > 0, options["tau_positive"], options["tau_negative"])
+        return -a * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    if kind == "gmpo":
+        up, down = gap.clamp(max=settings["clip_high"]), gap.clamp(min=-settings["clip_low"])
+        return -a * torch.where(a > 0, up, down)[mask].mean().exp()
+    if kind == "gspo":
+        ratio = (gap[mask].mean().detach() + log_probs - log_probs.detach()).exp()
+    loss = torch.maximum(-a * ratio, -a * ratio.clamp(low, high))
+    if kind == "ppo_clip" and settings["dual_clip"]:
+        loss = torch.where(a < 0, torch.minimum(loss, -a * settings["dual_clip"]), loss)
+    return loss
+
+
+def correction(settings, log_probs, rollout, mask):
+    """Weights of tokens that another policy sampled."""
+    gap = log_probs - rollout
+    if settings["correction_level"] == "sequence":
+        gap = torch.full_like(gap, float(gap[mask].sum()))
+    weights, high = gap.exp(), settings["correction_high"]
+    if settings["correction"] == "truncate":
+        return weights.clamp(max=high)
+    return weights * ((weights >= (settings["correction_low"] or 0.0)) & (weights <= high))
+
+
+def token_weights(mode, masks, longest):
+    """Of each sample, the weight of each of its tokens."""
+    tokens = max(1, sum(int(m.sum()) for m in masks))
+    samples = max(1, sum(bool(m.any()) for m in masks))
+    return [
+        {
+            "token-mean": 1 / tokens,
+            "seq-mean-token-mean": 1 / samples / max(1, int(mask.sum())),
+            "seq-mean-token-sum": 1 / samples,
+            "seq-mean-token-sum-norm": 1 / samples / longest,
+            "token-sum": 1.0,
+        }[mode]
+        for mask in masks
+    ]
+
+
+def pair_loss(settings, chosen, rejected, chosen_log_probs):
+    """DPO's, of two differences to the reference, by token."""
+    total = torch.mean if settings["length_normalised"] else torch.sum
+    h, beta = total(chosen) - total(rejected), settings["beta"]
+    loss = (h - 1 / (2 * beta)) ** 2 if settings["loss"] == "ipo" else -logsigmoid(beta * h)
+    return loss - settings["nll_coefficient"] * chosen_log_probs.mean(), beta * h.item()
+
+
+def distance(student, teacher, kind, k):
+    """KL of two tables of log-probabilities, in which all but the teacher's k likeliest tokens
+    count as one."""
+    ids = teacher.topk(min(k, teacher.shape[1]), dim=1).indices
+    both = []
+    for table in (student, teacher):
+        listed = table.gather(1, ids)
+        rest = (1 - listed.exp().sum(1, keepdim=True)).clamp(min=1e-7)
+        both.append(torch.cat([listed, rest.log()], 1))
+    p, q = both if kind == "reverse" else both[::-1]
+    return kl_div(q, p, reduction="none", log_target=True).sum(1)
+
+
+class Job:
+    """What a run's folder says, worked out again.
+
+    Args:
+        folder: Of the run, with `observe.samples_every=1`.
+        rewarded: The reward function, for greedy answers, which no file has.
+    """
+
+    def __init__(self, folder, rewarded=None):
+        self.folder, self.rewarded = Path(folder), rewarded
+        self.config = yaml.safe_load((self.folder / "config.yaml").read_text())
+        self.algorithm, rollout = self.config["algorithm"], self.config["rollout"]
+        self.program, self.longest = self.config["trainer"]["name"], rollout["max_tokens"]
+        self.given = self.program in ("sft", "dpo", "reward_model", "offline_distillation")
+        self.temperature = 1.0 if self.given else rollout["temperature"]
+        self.splits = self.config["actor"]["updates_per_step"]
+        self.tokenizer = AutoTokenizer.from_pretrained(self.config["model"]["path"])
+        self.differences, self.metrics = {}, {}
+        for line in (self.folder / "metrics.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            self.metrics[row["step"]] = self.metrics.get(row["step"], {}) | row
+        steps, path = self.config["trainer"]["steps"], self.config["model"]["path"]
+        adapters = self.config["actor"]["lora"]["path"]
+        updates = steps * self.splits + (steps if self.algorithm["ptx_coefficient"] else 0)
+        optimizer = self.config["actor"]["optimizer"]
+        scalar = self.program == "reward_model"
+        self.actor = Learner(Model(path, scalar=scalar, adapters=adapters), optimizer, updates)
+        self.reference = self.actor.model.frozen()
+        self.history = [self.reference]
+        self.critics = {}
+        prefixes = {"ppo": [""], "safe_rlhf": ["", "cost_"]}.get(self.program, [])
+        for prefix in prefixes:
+            own = (self.config["models"].get(f"{prefix}critic") or {}).get("path")
+            model = Model(own or path, scalar=True, adapters=None if own else adapters)
+            self.critics[prefix] = Learner(model, optimizer, steps * self.splits)
+        if "distillation" in self.program:
+            self.teacher = Model(self.config["models"]["teacher"]["path"]).frozen()
+        self.pool, self.costs = [], []
+        self.multiplier = (self.config["cost"] or {}).get("multiplier")
+        self.coefficient, self.kls = self.algorithm["kl_coefficient"], []
+        self.updates = []
+
+    def compare(self, name, found, expected, floor=FLOOR):
+        found, expected = (torch.as_tensor(x).detach().double() for x in (found, expected))
+        assert found.shape == expected.shape, f"{name}: {found.shape}, {expected.shape}"
+        if found.numel():
+            off = float(((found - expected).abs() / expected.abs().clamp(min=floor)).max())
+            self.differences[name] = max(self.differences.get(name, 0.0), off)
+
+    def run(self):
+        """Every step, and the weights at the end; the largest relative differences by name."""
+        for step in range(1, self.config["trainer"]["steps"] + 1):
+            self.updates, self.number = [], step
+            getattr(self, f"step_of_{self.program}")(self.rows_of(step))
+            self.compare_metrics()
+        self.compare_weights()
+        return self.differences
+
+    def rows_of(self, step):
+        """The samples of a step, or of data the rows of a step, in the order of the file."""
+        if self.given:
+            return self.given_rows(step)
+        name = f"step-{step:06d}.parquet"
+        texts = pq.read_table(self.folder / "samples" / name).to_pylist()
+        tokens = pq.read_table(self.folder / "tokens" / name).to_pylist()
+        assert len(texts) == len(tokens), "a table of tokens has 64 samples at most"
+        rows = [{**text, **ids} for text, ids in zip(texts, tokens, strict=True)]
+        for row in rows:
+            row["scores"] = math.nan if row["scores"] is None else row["scores"]
+            row["mask"] = torch.tensor(row["response_mask"]).bool()
+            if math.isnan(row["scores"]):
+                row["mask"] = torch.zeros_like(row["mask"])
+            with torch.no_grad():
+                row["old"] = self.log_probs(self.actor.model, row)
+                row["rollout"] = self.log_probs(self.history[row["policy_version"]], row)
+                row["ref"] = self.log_probs(self.reference, row)
+            at = torch.tensor(row["response_mask"]).bool()
+            for column, own in (("rollout_log_probs", "rollout"), ("log_probs", "old")):
+                if row.get(column):
+                    self.compare(column, torch.tensor(row[column])[at], row[own][at], floor=1.0)
+            if row.get("ref_log_probs") and self.program != "distillation":
+                found = torch.tensor(row["ref_log_probs"])[at]
+                self.compare("ref_log_probs", found, row["ref"][at], floor=1.0)
+        return rows
+
+    def given_rows(self, step):
+        """The tokens of what a step reads of the file of data."""
+        lines = Path(self.config["data"]["path"]).read_text().splitlines()
+        number, data = self.config["data"]["prompts_per_step"], list(map(json.loads, lines))
+        ids = self.tokenizer
+        chosen = [data[(number * (step - 1) + n) % len(data)] for n in range(number)]
+        columns = ["chosen", "rejected"] if "chosen" in data[0] else ["response"]
+        return [
+            {
+                "prompt_ids": ids(row["prompt"]).input_ids,
+                "response_ids": (made := [*ids(row[column]).input_ids, ids.eos_token_id]),
+                "mask": torch.ones(len(made)).bool(),
+                "group_id": number * (step - 1) + place,
+                "margin": row.get("margin", 0.0),
+            }
+            for place, row in enumerate(chosen)
+            for column in columns
+        ]
+
+    def log_probs(self, model, row):
+        return model.log_probs(row, self.temperature)[0]
+
+    def parts(self, rows):
+        """The rows of each mini-batch: whole groups, in an order drawn from seed and step."""
+        edges = [len(rows) * part // self.splits for part in range(self.splits + 1)]
+        return [rows[start:stop] for start, stop in pairwise(edges)]
+
+    # What programs learn with.
+
+    def token_rewards(self, row, score, coefficient):
+        """The score on the last token, and the KL taken off every token."""
+        found = torch.zeros(len(row["mask"])).double()
+        if row["mask"].any():
+            found[row["mask"].nonzero()[-1]] = score
+        if self.algorithm["kl_in_reward"]:
+            kind = self.algorithm["kl_estimator"] or "k1"
+            found = found - coefficient * divergence(row["old"] - row["ref"], kind)
+        return torch.where(row["mask"], found, 0.0)
+
+    def note(self, tokens, **figures):
+        self.updates.append({**figures, "tokens": tokens})
+
+    def reinforce(self, part, *, old=True, towards="ref"):
+        """An update of the policy on the rows of a mini-batch, which have `advantages`."""
+        settings, flow = self.algorithm, self.config["placement"]
+        masks = [row["mask"] for row in part]
+        weights = token_weights(settings["aggregation"], masks, self.longest)
+        stale = flow["staleness"] > 0 or flow["in_flight"] or settings["replay_share"] > 0
+        corrected = settings["correction"] in ("truncate", "mask")
+        loss, sums, gaps = torch.zeros(()).double(), defaultdict(float), []
+        for row, mask, weight in zip(part, masks, weights, strict=True):
+            if not mask.any():
+                continue
+            log_probs, entropy = self.actor.model.log_probs(row, self.temperature)
+            begun = row["old"] if old else log_probs.detach()
+            base = row["rollout"] if stale and not corrected else begun
+            token_loss = policy_loss(settings, log_probs, base, row["advantages"], mask)
+            if corrected:
+                token_loss = token_loss * correction(settings, begun, row["rollout"], mask)
+            token_loss = token_loss - settings["entropy_coefficient"] * entropy
+            if settings["kl_coefficient"] or towards != "ref":
+                kind = settings["kl_estimator"] or "k3+"
+                kl = divergence(log_probs - row[towards], kind)
+                if towards == "ref" and not settings["kl_in_reward"]:
+                    token_loss = token_loss + settings["kl_coefficient"] * kl
+                sums["policy/kl"] += float(kl.detach()[mask].sum())
+            loss = loss + weight * token_loss[mask].sum()
+            sums["policy/entropy"] += float(entropy.detach()[mask].sum())
+            gaps.append((row["rollout"] - begun)[mask].detach())
+        tokens = sum(int(mask.sum()) for mask in masks)
+        norm = self.actor.step(loss)
+        means = {name: total / max(1, tokens) for name, total in sums.items()}
+        means |= {"policy/loss": loss.item(), "policy/grad_norm": norm}
+        self.note(tokens, **means, gaps=torch.cat(gaps) if gaps else torch.zeros(0))
+        self.history.append(self.actor.model.frozen())
+
+    def learn_values(self, part, prefix):
+        """An update of a critic."""
+        learner, clip = self.critics[prefix], self.config["critic"]["value_clip"]
+        masks = [row["mask"] for row in part]
+        loss = torch.zeros(()).double()
+        weights = token_weights(self.algorithm["aggregation"], masks, self.longest)
+        for row, mask, weight in zip(part, masks, weights, strict=True):
+            values, old = learner.model.values(row), row[f"{prefix}own_values"]
+            goal = row[f"{prefix}own_returns"]
+            square = (values - goal).square()
+            if clip is not None:
+                near = torch.maximum(torch.minimum(values, old + clip), old - clip)
+                square = torch.maximum(square, (near - goal).square())
+            loss = loss + weight * 0.5 * square[mask].sum()
+        norm, tokens = learner.step(loss), sum(int(mask.sum()) for mask in masks)
+        name = f"{prefix}critic"
+        self.note(tokens, **{f"{name}/loss": loss.item(), f"{name}/grad_norm": norm})
+
+    def imitate(self, part, mode=None, scale=1.0):
+        """A supervised update."""
+        masks = [row["mask"] for row in part]
+        weights = token_weights(mode or self.algorithm["aggregation"], masks, self.longest)
+        loss = torch.zeros(()).double()
+        for row, mask, weight in zip(part, masks, weights, strict=True):
+            loss = loss - scale * weight * self.actor.model.log_probs(row, 1.0)[0][mask].sum()
+        norm = self.actor.step(loss)
+        self.history.append(self.actor.model.frozen())
+        return sum(int(m.sum()) for m in masks), {
+            "policy/loss": loss.item(),
+            "policy/grad_norm": norm,
+        }
+
+    def prefer(self, pairs):
+        """An update on pairs of rows."""
+        settings, loss, margins = self.config["preference"], torch.zeros(()).double(), []
+        for row in pairs:
+            with torch.no_grad():
+                row["ref"] = self.log_probs(self.reference, row)
+        for chosen, rejected in zip(pairs[0::2], pairs[1::2], strict=True):
+            likely = [self.log_probs(self.actor.model, row) for row in (chosen, rejected)]
+            gaps = [
+                (x - row["ref"])[row["mask"]]
+                for x, row in zip(likely, (chosen, rejected), strict=True)
+            ]
+            one, margin = pair_loss(settings, *gaps, likely[0][chosen["mask"]])
+            loss = loss + one / (len(pairs) / 2)
+            margins.append(margin)
+        norm, tokens = self.actor.step(loss), sum(int(row["mask"].sum()) for row in pairs)
+        self.history.append(self.actor.model.frozen())
+        figures = {"policy/loss": loss.item(), "policy/grad_norm": norm}
+        if margins:
+            figures["pairs/margin"] = sum(margins) / len(margins)
+        self.note(tokens, **figures)
+
+    def taught(self, part):
+        """An update towards a teacher's distributions."""
+        settings, masks = self.config["distillation"], [row["mask"] for row in part]
+        weights = token_weights(self.algorithm["aggregation"], masks, self.longest)
+        loss, entropy = torch.zeros(()).double(), 0.0
+        for row, mask, weight in zip(part, masks, weights, strict=True):
+            student = self.actor.model.distributions(row, self.temperature)
+            far = distance(student, row["taught"], settings["loss"], settings["top_k"])
+            loss = loss + weight * far[mask].sum()
+            entropy -= float((student.exp() * student).detach().sum(-1)[mask].sum())
+        norm, tokens = self.actor.step(loss), sum(int(mask.sum()) for mask in masks)
+        self.history.append(self.actor.model.frozen())
+        figures = {"policy/loss": loss.item(), "policy/grad_norm": norm}
+        self.note(tokens, **figures, **{"policy/entropy": entropy / max(1, tokens)})
+
+    # The programs.
+
+    def step_of_grpo(self, rows):
+        settings = self.algorithm
+        scores = [row["scores"] for row in rows]
+        groups, masks = [row["group_id"] for row in rows], [row["mask"] for row in rows]
+        kl = settings["kl_in_reward"]
+        if settings["advantage"] == "reinforce_plus_plus":
+            rewards = [
+                self.token_rewards(row, 0.0 if math.isnan(s) else s, settings["kl_coefficient"])
+                for row, s in zip(rows, scores, strict=True)
+            ]
+            returns = [to_go(r, m, settings["gamma"]) for r, m in zip(rewards, masks, strict=True)]
+            found = whitened(returns, masks)
+        else:
+            if kl:
+                kind = settings["kl_estimator"] or "k1"
+                taken = [divergence(r["old"] - r["ref"], kind)[r["mask"]].sum() for r in rows]
+                scores = [
+                    s - settings["kl_coefficient"] * float(x)
+                    for s, x in zip(scores, taken, strict=True)
+                ]
+            lengths = [int(m.sum()) for m in masks]
+            of_rows = compared(settings, groups, scores, lengths)
+            found = [a * torch.ones(len(m)).double() for a, m in zip(of_rows, masks, strict=True)]
+            if settings["advantage"] == "reinforce_plus_plus_baseline":
+                alone = {at[0] for at, _ in by_group(groups, scores) if len(at) == 1}
+                found = whitened(found, masks)
+                found = [a * (n not in alone) for n, a in enumerate(found)]
+        self.credit(rows, found)
+        for part in self.parts(rows):
+            self.reinforce(part, old=self.splits > 1 or kl)
+
+    def credit(self, rows, advantages):
+        for row, found in zip(rows, advantages, strict=True):
+            row["advantages"], own = torch.where(row["mask"], found, 0.0), row["advantages"]
+            at = row["mask"]
+            self.compare("advantages", torch.tensor(own)[at], row["advantages"][at], floor=1.0)
+
+    def with_values(self, rows):
+        for prefix, learner in self.critics.items():
+            for row in rows:
+                with torch.no_grad():
+                    row[f"{prefix}own_values"] = learner.model.values(row)
+                if not prefix:
+                    at, given = row["mask"], torch.tensor(row["values"])
+                    self.compare("values", given[at], row["own_values"][at])
+
+    def step_of_ppo(self, rows):
+        settings = self.algorithm
+        self.adapt()
+        self.with_values(rows)
+        masks, advantages = [row["mask"] for row in rows], []
+        for row in rows:
+            score = 0.0 if math.isnan(row["scores"]) else row["scores"]
+            rewards = self.token_rewards(row, score, self.coefficient)
+            found, row["own_returns"] = estimated(
+                rewards, row["own_values"], row["mask"], settings["gamma"], settings["lam"]
+            )
+            advantages.append(found)
+            at = row["mask"]
+            self.compare("returns", torch.tensor(row["returns"])[at], row["own_returns"][at])
+        self.credit(rows, whitened(advantages, masks))
+        self.learn(rows)
+
+    def learn(self, rows):
+        """Updates of critics and policy, and one of given answers."""
+        for part in self.parts(rows):
+            for prefix in self.critics:
+                self.learn_values(part, prefix)
+            self.reinforce(part)
+        if scale := self.algorithm["ptx_coefficient"]:
+            self.imitate(self.examples(rows), "token-mean", scale)
+
+    def examples(self, rows):
+        """Each prompt of the step with its answer: all that the task has."""
+        found = {row["prompt"]: row for row in rows}.values()
+        assert len(found) == self.config["data"]["prompts_per_step"]
+        ids = self.tokenizer
+        made = [[*ids(row["answer"]).input_ids, ids.eos_token_id] for row in found]
+        return [
+            {
+                "prompt_ids": row["prompt_ids"],
+                "response_ids": response,
+                "mask": torch.ones(len(response)).bool(),
+            }
+            for row, response in zip(found, made, strict=True)
+        ]
+
+    def adapt(self):
+        """The coefficient of the KL after the updates of the step before."""
+        settings = self.algorithm
+        if settings["kl_target"] and self.kls:
+            samples = self.config["data"]["prompts_per_step"]
+            samples *= self.config["rollout"]["samples_per_prompt"]
+            error = sum(self.kls) / len(self.kls) / settings["kl_target"] - 1
+            error = min(max(error, -0.2), 0.2)
+            self.coefficient *= 1 + error * samples / settings["kl_horizon"]
+        found = self.metrics[self.number].get("policy/kl_coefficient", self.coefficient)
+        self.compare("kl_coefficient", found, self.coefficient)
+
+    def step_of_remax(self, rows):
+        self.adapt()
+        greedy, played = {}, self.config["rollout"]["episode"]
+        for row in rows:
+            if row["group_id"] not in greedy and not played:
+                ids, ends = self.tokenizer, [self.tokenizer.eos_token_id]
+                made = self.actor.model.greedy(row["prompt_ids"], self.longest, ends)
+                text = ids.decode(made, skip_special_tokens=True)
+                greedy[row["group_id"]] = self.rewarded(row["prompt"], text)
+            baseline = greedy.get(row["group_id"])
+            if played and row["mask"].any():  # what tools say to greedy answers is in no file
+                rewards = self.token_rewards(row, row["scores"], self.coefficient)
+                first = row["mask"].nonzero()[0]
+                own = to_go(rewards, row["mask"], 1.0)[first] - row["advantages"][int(first)]
+                baseline = greedy.setdefault(row["group_id"], float(own))
+            if baseline is None or math.isnan(baseline) or math.isnan(row["scores"]):
+                row["mask"] = torch.zeros_like(row["mask"])
+        found = []
+        for row in rows:
+            score = 0.0 if math.isnan(row["scores"]) else row["scores"]
+            rewards = self.token_rewards(row, score, self.coefficient)
+            baseline = greedy[row["group_id"]] or 0.0
+            found.append(to_go(rewards, row["mask"], 1.0) - baseline)
+        self.credit(rows, found)
+        for part in self.parts(rows):
+            self.reinforce(part)
+
+    def step_of_safe_rlhf(self, rows):
+        settings, cost = self.algorithm, self.config["cost"]
+        self.learn_multiplier(cost)
+        self.costs.append([row["costs"] for row in rows])
+        self.with_values(rows)
+        for row in rows:
+            if row["costs"] is None or math.isnan(row["costs"]):
+                row["mask"] = torch.zeros_like(row["mask"])
+        masks, both = [row["mask"] for row in rows], [[], []]
+        half = settings["kl_coefficient"] / 2
+        for row in rows:
+            known = bool(row["mask"].any())
+            of = (("", "scores", half), ("cost_", "costs", -half))
+            for place, (prefix, column, coefficient) in enumerate(of):
+                rewards = self.token_rewards(row, row[column] if known else 0.0, coefficient)
+                found, row[f"{prefix}own_returns"] = estimated(
+                    rewards,
+                    row[f"{prefix}own_values"],
+                    row["mask"],
+                    settings["gamma"],
+                    settings["lam"],
+                )
+                both[place].append(found)
+        good, bad = (over_deviation(found, masks) for found in both)
+        worth = self.multiplier
+        found = [(g - worth * b) / (1 + worth) for g, b in zip(good, bad, strict=True)]
+        self.credit(rows, found)
+        self.learn(rows)
+
+    def learn_multiplier(self, cost):
+        """From the costs of the last four steps."""
+        if self.costs:
+            over = [
+                torch.tensor([c - cost["limit"] for c in costs if c is not None]).double()
+                for costs in self.costs[-4:]
+            ]
+            over = [x[~x.isnan()] for x in over]
+            mean = sum(float(x.mean()) for x in over)
+            scale = math.sqrt(len(over) * sum(float(x.square().mean()) for x in over))
+            step = cost["multiplier_rate"] * mean / scale if scale else 0.0
+            self.multiplier *= math.exp(step * min(self.multiplier, 1.0))
+            self.multiplier = min(self.multiplier, cost["multiplier_max"])
+        self.compare("multiplier", self.metrics[self.number]["cost/multiplier"], self.multiplier)
+
+    def step_of_expert_iteration(self, rows):
+        settings, kept = self.config["expert"], []
+        if settings["choose"] == "right":
+            seen = set()
+            for row in rows:
+                answer = (row["group_id"], row["response"])
+                if row["scores"] >= self.config["reward"]["correct_at"] and answer not in seen:
+                    seen.add(answer)
+                    kept.append(row)
+        else:
+            scores = [row["scores"] for row in rows]
+            for at, s in by_group([row["group_id"] for row in rows], scores):
+                kept.append(rows[at[int(s.argmax())]])
+        self.pool = [*self.pool, kept][-settings["steps_kept"] :]
+        for part in self.parts([row for step in self.pool for row in step]):
+            tokens, figures = self.imitate(part)
+            self.note(tokens, **figures)
+
+    def step_of_online_dpo(self, rows):
+        pairs = []
+        scores = [row["scores"] for row in rows]
+        for at, s in by_group([row["group_id"] for row in rows], scores):
+            if s.max() > s.min():
+                pairs += [rows[at[int(s.argmax())]], rows[at[int(s.argmin())]]]
+        self.prefer(pairs)
+
+    def step_of_dpo(self, rows):
+        self.prefer(rows)
+
+    def step_of_reward_model(self, rows):
+        settings, loss = self.config["preference"], torch.zeros(()).double()
+        for chosen, rejected in zip(rows[0::2], rows[1::2], strict=True):
+            better, worse = (self.actor.model.score(row) for row in (chosen, rejected))
+            loss = loss - logsigmoid(better - worse - chosen["margin"]) / (len(rows) / 2)
+            loss = loss + settings["centre"] * (better + worse) ** 2 / (len(rows) / 2)
+        norm = self.actor.step(loss)
+        tokens = sum(int(row["mask"].sum()) for row in rows)
+        self.note(tokens, **{"policy/loss": loss.item(), "policy/grad_norm": norm})
+
+    def step_of_sft(self, rows):
+        for part in self.parts(rows):
+            tokens, figures = self.imitate(part)
+            self.note(tokens, **figures)
+
+    def step_of_distillation(self, rows):
+        sampled = self.config["distillation"]["loss"] == "sampled"
+        with torch.no_grad():
+            for row in rows:
+                row["taught"] = self.teacher.distributions(row, self.temperature)
+                row["mask"] = torch.tensor(row["response_mask"]).bool()
+                row["teacher"] = self.log_probs(self.teacher, row)
+        if sampled:
+            gains = [row["teacher"] - row["rollout"] for row in rows]
+            self.credit(rows, whitened(gains, [row["mask"] for row in rows]))
+        for part in self.parts(rows):
+            if sampled:
+                self.reinforce(part, old=self.splits > 1, towards="teacher")
+            else:
+                self.taught(part)
+
+    def step_of_offline_distillation(self, rows):
+        with torch.no_grad():
+            for row in rows:
+                row["taught"] = self.teacher.distributions(row, 1.0)
+        for part in self.parts(rows):
+            self.taught(part)
+
+    # What the run says of it.
+
+    def compare_metrics(self):
+        """Means over the updates of a step, by their tokens."""
+        written = self.metrics[self.number]
+        names = dict.fromkeys(n for update in self.updates for n in update if "/" in n)
+        for name in names:
+            found = [u for u in self.updates if name in u]
+            weights = np.array([u["tokens"] for u in found], float)
+            weights = weights if weights.sum() else np.ones(len(found))
+            mean = float(np.average([u[name] for u in found], weights=weights))
+            if name in written:
+                self.compare(name, written[name], mean)
+        self.kls = [u["policy/kl"] for u in self.updates if "policy/kl" in u]
+        gaps = next((u["gaps"] for u in self.updates if "gaps" in u), torch.zeros(0))
+        if len(gaps) and "mismatch/k3" in written:
+            x = (-gaps).exp()
+            k3 = torch.exp(gaps.neg()) + gaps - 1
+            self.compare("mismatch/kl", written["mismatch/kl"], gaps.mean())
+            self.compare("mismatch/k3", written["mismatch/k3"], k3.mean())
+            self.compare(
+                "mismatch/max_abs", written["mismatch/max_abs"], gaps.abs().max(), floor=1.0
+            )
+            ess = x.sum() ** 2 / (len(x) * x.square().sum())
+            self.compare("mismatch/ess", written["mismatch/ess"], ess)
+
+    def compare_weights(self):
+        """The norm of what is off, over the norm of all weights that learn."""
+        learners = {"model": self.actor, **{f"{p}critic": c for p, c in self.critics.items()}}
+        for folder, learner in learners.items():
+            final = {
+                name.removeprefix("base_model.model."): tensor.double()
+                for name, tensor in weights_in(self.folder / folder).items()
+            }
+            mine = {name: tensor.detach() for name, tensor in learner.model.trained.items()}
+            assert mine.keys() <= final.keys(), f"{folder}/: {final.keys()}"
+            off, size = (
+                math.sqrt(sum(float(x.square().sum()) for x in tensors))
+                for tensors in ([final[k] - mine[k] for k in mine], mine.values())
+            )
+            name = "weights" if folder == "model" else f"{folder}/weights"
+            self.differences[name] = off / size
+
+
+def recompute(folder, rewarded=None):
+    """The largest relative difference of each quantity of a run."""
+    return Job(folder, rewarded).run()

@@ -1,0 +1,59 @@
+"""Whole jobs, worked out again by plain torch that imports nothing of the library."""
+
+import ast
+import runpy
+from pathlib import Path
+
+import plain_torch
+import pytest
+from plain_cases import make_folders, settings_of
+
+from hybridrl import main
+from hybridrl.config.load import load_config
+
+pytestmark = pytest.mark.usefixtures("process_group")
+CLOSE = 1e-5
+QUICK = [
+    ("grpo", ["temperature", "two updates", "KL in the loss", "entropy", "correction"]),
+    ("ppo", ["temperature", "two updates", "KL in the reward", "supervised"]),
+    ("grpo", ["temperature", "LoRA", "KL in the loss", "tool tokens"]),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("plain")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(root)  # for the task
+        yield make_folders(root)
+
+
+@pytest.fixture
+def worked_out(tmp_path, folders):
+    """Runs a job in this process; how far each of its numbers is from plain torch's."""
+
+    def run(program, options, *overrides):
+        settings = settings_of(program, options, folders)
+        folder = tmp_path / "run"
+        config = load_config([*settings, "executor=inline", f"run.directory={folder}", *overrides])
+        main.run(config)
+        name = "holes" if "dropped samples" in options else "digits"
+        rewarded = runpy.run_path(folders.program)[name]
+        return plain_torch.recompute(folder, rewarded)
+
+    return run
+
+
+def test_plain_torch_imports_nothing_of_the_library():
+    tree = ast.parse(Path(plain_torch.__file__).read_text())
+    names = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
+    names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    known = {"torch", "transformers", "safetensors", "pyarrow", "numpy", "yaml"}
+    standard = {"copy", "json", "math", "collections", "itertools", "pathlib"}
+    assert {name.partition(".")[0] for name in names} <= known | standard
+
+
+@pytest.mark.parametrize(("program", "options"), QUICK)
+def test_a_job_is_what_plain_torch_makes_of_it(worked_out, program, options):
+    found = worked_out(program, options)
+    assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=CLOSE)
