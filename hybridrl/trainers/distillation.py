@@ -90,8 +90,11 @@ class Trainer(PolicyTrainer):
         rows, judged = self.unfold(samples, self.judge(samples))
         batch = joined(rows, [*judged, self._taught(rows)])
         if settings.loss == "sampled":
+            # Later updates of a step learn from samples of the policy before the first one.
+            old = ["log_probs"] if self.config.actor.updates_per_step > 1 else []
+            batch = joined(batch, self.score(rows) if old else [])
             batch |= batch.apply(towards_teacher, list(READ), makes=["advantages"])
-            return batch, self.learn(batch, "ref_log_probs")
+            return batch, self.learn(batch, "ref_log_probs", *old)
         needed = (*LEARNED_FROM, *SAMPLED, TEACHER_IDS, TEACHER_LOG_PROBS)
         update = self.groups["actor"].update_actor
         self.steps += 1

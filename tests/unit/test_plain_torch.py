@@ -17,6 +17,7 @@ QUICK = [
     ("grpo", ["temperature", "two updates", "KL in the loss", "entropy", "correction"]),
     ("ppo", ["temperature", "two updates", "KL in the reward", "supervised"]),
     ("grpo", ["temperature", "LoRA", "KL in the loss", "tool tokens"]),
+    ("sampled", ["temperature", "two updates"]),
 ]
 
 
