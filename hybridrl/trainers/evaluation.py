@@ -46,7 +46,7 @@ def evaluate_answers(
     if (k := config.eval.samples) > 1:
         right, _ = correct(sampling, k)
         right = right.view(-1, k)
-        figures |= _means(f"eval/mean@{k}", right.float().mean(1), sources)
+        figures |= _means(f"eval/mean@{k}", right.double().mean(1), sources)
         figures |= _means(f"eval/pass@{k}", right.any(1), sources)
     return figures
 
@@ -72,8 +72,8 @@ def pair_figures(scores: torch.Tensor) -> dict[str, float]:
 
 def _means(name: str, values: torch.Tensor, sources: list[str]) -> dict[str, float]:
     """The mean of all rows, and of the rows of each source."""
-    figures = {name: float(values.float().mean())}
+    figures = {name: float(values.double().mean())}
     for source in sorted(set(sources)):
         rows = torch.tensor([s == source for s in sources])
-        figures[f"{name}/{source}"] = float(values[rows].float().mean())
+        figures[f"{name}/{source}"] = float(values[rows].double().mean())
     return figures
