@@ -6,6 +6,7 @@ ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,10 @@ TESTED = "hybridrl.rewards.code:passes_tests"
 """A function that refuses `tests`."""
 TO_ANSWERS = ("exact", "math", *COMPARE)
 """Built-in functions that compare responses with answers."""
+OF_SHAPE = ("format", "length", "target_length")
+"""Built-in functions that do not look at the answer."""
+WITHOUT_PROCESS = {"exact", *COMPARE, *OF_SHAPE}
+"""Built-in functions that are quick to try in this process."""
 LONGEST_S = 10.0
 """Of a trial: a function that takes longer is not waited for."""
 LONGEST_IMPORT_S = 20.0
@@ -48,12 +53,13 @@ LONGEST_IMPORT_S = 20.0
 
 def check_rewards(config: Config, prompts: Batch, held_out: Batch | None = None) -> list[str]:
     """Holds the parameters of reward functions against the columns of the data, and has the user's
-    checked in a reward process (`check_reward` of their modules). Where a failure would end the job
-    (`reward.on_error=fail`), tries them: built-in ones on every answer, the user's on the first
-    row, with its right answer as the response.
+    checked in a reward process (`check_reward` of their modules). Tries them on the first row that
+    has an answer, with that as the response; built-in ones on every answer. A failure is an error
+    where it would end the job (`reward.on_error=fail`).
 
     Returns:
-        What the functions' modules have to say to the user.
+        What the functions' modules have to say to the user, and what each function gave the right
+        answer.
 
     Args:
         prompts: Tokenized; nothing is said of rows of another kind.
@@ -78,9 +84,13 @@ def check_rewards(config: Config, prompts: Batch, held_out: Batch | None = None)
             names = source_names(config.data)
             with said_of(kind):
                 for name, one in settings_by_source(settings, own, names).items():
-                    mine = [_of_source(rows, name, own) for rows in (prompts, held_out)]
                     _check_compares(_data_of(config, name, own), one)
-                    remarks += _of_settings(one, *mine, tries=not plays)
+                    mine, kept = (_of_source(rows, name, own) for rows in (prompts, held_out))
+                    assert mine is not None
+                    reports = kind == "reward"
+                    remarks += check_scoring(one, mine, tries=not plays, reports=reports)
+                    if kept is not None:
+                        _check_answers(one, kept)
     return list(dict.fromkeys(remarks))
 
 
@@ -100,30 +110,72 @@ def _data_of(config: Config, name: str | None, own: Collection[str]) -> list[Dat
     ]
 
 
-def _of_settings(
-    settings: RewardConfig, prompts: Batch | None, held_out: Batch | None, *, tries: bool
+def check_scoring(
+    settings: RewardConfig, prompts: Batch, *, tries: bool, reports: bool = False
 ) -> list[str]:
-    assert prompts is not None
-    remarks = check_scoring(settings, prompts, tries=tries)
-    if held_out is not None:
-        _check_answers(settings, held_out)
-    return remarks
-
-
-def check_scoring(settings: RewardConfig, prompts: Batch, *, tries: bool) -> list[str]:
     """Remarks of the functions of these settings on these prompts; see `check_rewards`.
 
     Args:
-        tries: Call the user's functions on a row.
+        tries: Call the functions on a row.
+        reports: Say what they gave its right answer.
     """
-    functions, _ = functions_of(settings)
+    functions, weights = functions_of(settings)
+    names = short_names(functions)
     check_fit(functions, settings.options, filter(is_of_data, prompts.columns))
-    row = prompts.slice(0, 1).rows_for_users()[0] if len(prompts) else None
+    answers = prompts["answer"] if "answer" in prompts.columns else []
+    first = next((number for number, answer in enumerate(answers) if answer), 0)
+    row = prompts.slice(first, first + 1).rows_for_users()[0] if len(prompts) else None
     _check_options(functions, settings, row or {})
     _check_answers(settings, prompts)
-    if all(map(is_builtin, functions)):
-        return []
-    return _try(functions, settings, row if tries and settings.on_error == "fail" else None)
+    answer = "" if row is None else row.get("answer") or ""
+    reports = reports and tries and bool(answer)
+    if row is not None:
+        row["response"] = f"\\boxed{{{answer}}}" if answer and "boxed" in functions else answer
+    if row is None or not (reports or (tries and settings.on_error == "fail")):
+        row = None
+    scores: Sequence[float] = []
+    remarks: list[str] = []
+    if not all(map(is_builtin, functions)) or (
+        reports and not WITHOUT_PROCESS.issuperset(functions)
+    ):
+        remarks, scores = _try(functions, settings, row)
+    elif reports and row is not None:
+        scores = [
+            _score(name, row | given)
+            for name, given in zip(functions, options_of(names, settings.options), strict=True)
+        ]
+    if not (reports and scores):
+        return remarks
+    return [*remarks, _on_right_answer(row, dict(zip(names, scores, strict=True)), weights)]
+
+
+def _score(name: str, row: Mapping[str, Any]) -> float:
+    """What a built-in function gives a row, in this process; NaN: it failed."""
+    try:
+        return float(load_function(name)(**row))
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _on_right_answer(
+    row: Mapping[str, Any], scores: Mapping[str, float], weights: Sequence[float]
+) -> str:
+    """Say what functions gave the right answer of a row, and which of them are suspect."""
+    source = f" of source {row[SOURCE]}" if SOURCE in row else ""
+    given = (f"{name} {'nothing' if math.isnan(s) else f'{s:g}'}" for name, s in scores.items())
+    said = f"The reference answer{source} {row['answer'][:40]!r} scores: {', '.join(given)}."
+    low = [
+        f"`{name}`"
+        for (name, score), weight in zip(scores.items(), weights, strict=True)
+        if score <= 0 < weight and name not in OF_SHAPE
+    ]
+    if low:
+        said += (
+            f" So the right answer gets no reward from {' and '.join(low)}: a function that fails "
+            "in silence does so, and one that wants more of a response than the answer alone, "
+            "such as a box or tags. Try it on a whole response that is right."
+        )
+    return said
 
 
 def _check_compares(sources: Sequence[DataConfig], settings: RewardConfig) -> None:
@@ -183,18 +235,22 @@ def _check_answers(settings: RewardConfig, prompts: Batch) -> None:
                 ) from error
 
 
-def _try(functions: Sequence[Any], settings: RewardConfig, row: dict[str, Any] | None) -> list[str]:
+def _try(
+    functions: Sequence[Any], settings: RewardConfig, row: dict[str, Any] | None
+) -> tuple[list[str], list[float]]:
+    """What the functions' modules remark, and what the functions give a row, if there is one."""
     limits = {"timeout_s": settings.timeout_s, "on_error": "drop"}
     with RewardPool(functions, None, settings.options, **limits) as pool:
         pool.start(LONGEST_IMPORT_S)
         if row is None:
-            return pool.remarks
-        row["response"] = row.get("answer", "")
+            return pool.remarks, []
         found = pool.score([row], within_s=LONGEST_S)
-    if found.first_failure and not (found.timeouts and settings.timeout_s > LONGEST_S):
+    is_slow = found.timeouts and settings.timeout_s > LONGEST_S
+    if found.first_failure and not is_slow and settings.on_error == "fail":
         raise RewardError(
             "Tried before the start, on the first row of the data with its answer as the "
             f"response: {found.first_failure.rstrip()}\nMend the function; or set "
             "`reward.on_error` to `drop` or `value`, to go on in spite of such rows."
         )
-    return pool.remarks
+    names = short_names(functions)
+    return pool.remarks, [found.columns[f"reward/{name}"][0] for name in names]

@@ -183,3 +183,46 @@ def test_tests_that_cannot_judge_a_program_are_a_fault_of_their_row(tests, words
     settings = configured(["reward.function=hybridrl.rewards.code:passes_tests"])
     with pytest.raises(DataError, match=f"(?s)begins with '2': .*{words}.*Mend the tests"):
         check_rewards(settings, rows)
+
+
+def test_the_start_says_what_each_function_gives_the_right_answer(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def strict(response, answer): return float(response == f'<answer>{answer}</answer>')\n"
+        "def kind(response, answer): return 0.5 if answer in response else -1.0\n"
+        "def broken(response, **row): return row['nope']\n"
+    )
+    mine = f"{tmp_path}/mine.py"
+
+    def said(functions, *overrides, rows=PROMPTS):
+        config = configured([f"reward.function=[{functions}]", *overrides])
+        return [line for line in check_rewards(config, rows) if "scores:" in line]
+
+    for builtin in ("exact", "numeric", "boxed", "contains"):
+        assert said(builtin) == [f"The reference answer '2' scores: {builtin} 1."]
+    limit = "reward.options.length.limit=100"
+    (line,) = said(f"{mine}:strict,{mine}:kind,length", limit)
+    assert "'2' scores: strict 0, kind 0.5, length 0." in line
+    assert "no reward from `strict`: a function that fails in silence" in line
+    (line,) = said(f"{mine}:strict", "reward.weights=[-1.0]")
+    assert "no reward" not in line
+    (line,) = said(f"{mine}:broken", "reward.on_error=drop")
+    assert line.endswith("scores: broken nothing.")
+    some = Batch.from_columns({"prompt": ["a", "b"], "answer": ["", "b"]})
+    assert said(f"{mine}:kind", rows=some) == ["The reference answer 'b' scores: kind 0.5."]
+    assert said(f"{mine}:kind", rows=some.take([0])) == []
+    (tmp_path / "mine.py").write_text("def any(response, **row): return 0.0\n")
+    assert said(f"{mine}:any", rows=Batch.from_columns({"prompt": ["a"]})) == []
+
+
+def test_the_right_answers_of_sources_are_told_apart(tmp_path):
+    (tmp_path / "mine.py").write_text("def never(response, **row): return 0.0")
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    sources = [
+        f"data.sources.{name}={{path: {tmp_path}/{name}.jsonl, reward: {function}}}"
+        for name, function in {"one": "exact", "two": f"{tmp_path}/mine.py:never"}.items()
+    ]
+    rows = PROMPTS.with_columns({"source": ["one", "two"]})
+    said = [s for s in check_rewards(configured(["data=mixture", *sources]), rows) if "scores" in s]
+    assert said[0] == "The reference answer of source one '2' scores: exact 1."
+    assert said[1].startswith("The reference answer of source two '4' scores: never 0. So the")
