@@ -179,7 +179,7 @@ class Job:
         with no_collection(), ThreadPoolExecutor(1) as beside:
             # Ray takes seconds to start, and so do the imports of data and model code. Ray's
             # processes end with the thread that started them, so that is this one.
-            loading = beside.submit(self._load)
+            loading = beside.submit(self._load, progress)
             self.executor = self._start_executor()
         loading.result()
         self._choose_dtype()
@@ -382,7 +382,7 @@ class Job:
     def _make_executor(self) -> Executor:
         return self._devices.executor()
 
-    def _load(self) -> None:
+    def _load(self, progress: Callable[[str], None]) -> None:
         """Model folder, tokenizer and data, and what follows from their sizes."""
         from hybridrl.evaluation.sets import EvalSet
         from hybridrl.planner.at_start import count_models
@@ -393,7 +393,7 @@ class Job:
         config, rollout = self.config, self.config.rollout
         folder, said = self.directory.path, config.placement.lengths
         self._usual_lengths = None if said is None else read_lengths(said, "placement.lengths")
-        found = load_inputs(config, self.roles, folder, is_whole=self._is_whole)
+        found = load_inputs(config, self.roles, folder, is_whole=self._is_whole, progress=progress)
         self.model_path, self.tokenizer_path = found.model_path, found.tokenizer_path
         self.tokenizer, rows = found.tokenizer, found.rows
         self.training, self.held_out, self.examples = rows.training, rows.held_out, rows.examples

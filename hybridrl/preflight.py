@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from hybridrl.checks.hub import check_reachable
 from hybridrl.checks.placement import check_placement, wanted_roles
 from hybridrl.checks.reward_data import check_rewards
 from hybridrl.checks.roles import check_models, model_of
+from hybridrl.checks.row_tests import check_tests
 from hybridrl.checks.settings import check, devices_here, lacks_model
 from hybridrl.checks.teachers import check_rubrics, check_teachers
 from hybridrl.checks.tokenizer import check_tokenizer, remark_on_ends
@@ -30,7 +31,7 @@ from hybridrl.config.schema import Config
 from hybridrl.core.cluster import Cluster
 from hybridrl.data import files
 from hybridrl.data.environment_tasks import ENVIRONMENT
-from hybridrl.data.refused_rows import collected
+from hybridrl.data.refused_rows import checked_by, collected
 from hybridrl.data.report import DataReport
 from hybridrl.data.samplers import BUILT_IN
 from hybridrl.environments.rows import probe
@@ -71,7 +72,12 @@ class Inputs:
 
 
 def load_inputs(
-    config: Config, roles: Mapping[str, RoleSpec], folder: Path, *, is_whole: bool = False
+    config: Config,
+    roles: Mapping[str, RoleSpec],
+    folder: Path,
+    *,
+    is_whole: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Inputs:
     """Model folder, tokenizer and data, and whether they fit each other and the settings.
 
@@ -79,6 +85,7 @@ def load_inputs(
         folder: Of the run: a tiny model is made in it.
         is_whole: The trainer is the whole program. Programs of the user's may add columns before
             they ask for rewards, so that nothing can be said of reward functions.
+        progress: Told what takes long.
 
     Raises:
         HybridRLError: with everything that is wrong with them.
@@ -119,7 +126,7 @@ def load_inputs(
                 if config.data.chat is not False and (said := remark_on_ends(path, tokenizer)):
                     remarks.append(said)
             check_template(config, tokenizer)
-            with collected() as refused:
+            with collected() as refused, checked_by(check_tests(config, progress)):
                 rows = inputs.load_rows(config, kind, tokenizer)
     if config.environment.name is not None and config.data.task != ENVIRONMENT:
         with problems.noted():  # whose own tasks would have loaded it

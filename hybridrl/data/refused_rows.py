@@ -6,17 +6,39 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from hybridrl.errors import DataError, RowError
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from hybridrl.config.schema import DataConfig
+
 Found = TypeVar("Found")
+RowCheck: TypeAlias = "Callable[[DataConfig, pa.Table, RefusedRows], None]"
 
 _collected: ContextVar[list[RefusedRows] | None] = ContextVar("refused rows", default=None)
+_row_check: ContextVar[RowCheck] = ContextVar("row check", default=lambda *_: None)
 _log = logging.getLogger(__name__)
+
+
+@contextmanager
+def checked_by(check: RowCheck) -> Iterator[None]:
+    """Inside, this refuses rows of files, before they are tokenized."""
+    token = _row_check.set(check)
+    try:
+        yield
+    finally:
+        _row_check.reset(token)
+
+
+def check_rows(settings: DataConfig, rows: pa.Table, refused: RefusedRows) -> None:
+    """Have rows that are read with these settings checked; see `checked_by`."""
+    _row_check.get()(settings, rows, refused)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from hybridrl.data.files import TRAIN, read_rows, splits_of
 from hybridrl.data.held_out import draw_rows, hold_out
 from hybridrl.data.preferences import tokenize_pairs
 from hybridrl.data.prompts import tokenize_prompts
-from hybridrl.data.refused_rows import RefusedRows
+from hybridrl.data.refused_rows import RefusedRows, check_rows
 from hybridrl.data.supervised import tokenize_conversations, tokenize_examples, tokenize_turns
 from hybridrl.data.tasks import load_task, task_names
 from hybridrl.errors import ConfigError, DataError, HybridRLError
@@ -206,6 +206,7 @@ def _load(
         refused = RefusedRows(path, drop=drop, limit=limit)
         rows = read_rows(path, split, required=required, texts=texts, refused=refused)
         rows = with_answers(rows, config.answer_format, required.get("data.answer_column"), refused)
+        check_rows(config, rows, refused)
         batch = tokenized(rows, refused=refused)
         refused.tell()
         return batch

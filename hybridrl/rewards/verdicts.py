@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from hybridrl.rewards.sandbox import Limits, run_tests
 
+UNCHECKED = "nothing was checked"
+"""Why a test is not passed that compared nothing; `confined.judge` says so."""
 _OUTPUT_KIB = 1 << 14  # of the judge's lines
 
 
