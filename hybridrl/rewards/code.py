@@ -7,7 +7,6 @@ Whatever a response holds, it can at most score 0.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib.util
 import json
@@ -18,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridrl.errors import ConfigError
-from hybridrl.rewards.confined.checked_source import is_doctest
+from hybridrl.rewards.checked_tests import check_test
 from hybridrl.rewards.sandbox import Limits, confinement, run_python
 from hybridrl.rewards.verdicts import judge_program
 
@@ -144,33 +143,22 @@ def read_tests(tests: Any) -> Sequence[Any]:
 
 def _check_runs(test: str) -> None:
     """Refuses a test that is no Python and no doctest, one that needs pytest where there is none,
-    and one whose asserts nobody calls: every program would pass it.
+    and one whose asserts nobody calls.
 
     Raises:
         ValueError: says which.
     """
     try:
-        tree = ast.parse(test)
+        checked = check_test(test)
     except (SyntaxError, ValueError) as error:
-        if is_doctest(test):
-            return
         raise ValueError(f"The test {_shown(test)} is no valid Python: {error}") from error
-    nodes = list(ast.walk(tree))
-    named = {n.id if isinstance(n, ast.Name) else getattr(n, "attr", "") for n in nodes}
-    if "pytest" in named and importlib.util.find_spec("pytest") is None:
+    if "pytest" in checked.names and importlib.util.find_spec("pytest") is None:
         raise ValueError(f"The test {_shown(test)} needs pytest. Install it: pip install pytest.")
-    for statement in tree.body:
-        if (
-            isinstance(statement, ast.FunctionDef)
-            and statement.name not in named
-            and not statement.name.startswith("test")
-            and any(isinstance(node, ast.Assert) for node in ast.walk(statement))
-        ):
-            given = "<the program's function>" if statement.args.args else ""
-            raise ValueError(
-                f"The test {_shown(test)} defines {statement.name}, which nothing calls, so it "
-                f"tests nothing. Add a line to it: {statement.name}({given})."
-            )
+    if checked.uncalled:
+        raise ValueError(
+            f"The test {_shown(test)} defines {checked.uncalled.partition('(')[0]}, which nothing "
+            f"calls, so it tests nothing. Add a line to it: {checked.uncalled}."
+        )
 
 
 def _passed_inputs(

@@ -55,6 +55,7 @@ from typing import Any, Literal
 
 from hybridrl.core.memory_group import memory_group
 from hybridrl.errors import ConfigError, MachineError, RewardError
+from hybridrl.rewards.checked_tests import CheckedTest
 from hybridrl.rewards.supervisor import Supervisor
 
 __all__ = ["Confinement", "Limits", "Outcome", "confinement", "run_python", "run_tests"]
@@ -169,7 +170,7 @@ def run_python(source: str, stdin: str = "", *, limits: Limits | None = None) ->
     return _execute(confinement().namespaces, source, stdin, limits)[0]
 
 
-def run_tests(source: str, tests: Sequence[str], *, limits: Limits) -> Outcome:
+def run_tests(source: str, tests: Sequence[CheckedTest], *, limits: Limits) -> Outcome:
     """Runs a Python program and, in another process, tests of it, both confined and each with these
     limits; see `confined.judge` for what is written and for what the tests may do.
 
@@ -221,7 +222,7 @@ class _RefusedError(Exception):
 
 
 def _execute(
-    level: str, source: str, stdin: str, limits: Limits, tests: Sequence[str] | None = None
+    level: str, source: str, stdin: str, limits: Limits, tests: Sequence[CheckedTest] | None = None
 ) -> tuple[Outcome, int, bool]:
     """Runs a program at a level of confinement, and tests of it if there are any; gives the version
     of Landlock, too, and whether the program had a memory group.
@@ -232,7 +233,7 @@ def _execute(
     """
     given = (source, stdin.encode("utf-8", "replace"), level, dataclasses.asdict(limits))
     job = [marshal.dumps((*given, *_libraries(), tempfile.gettempdir(), tests is not None))]
-    job += [] if tests is None else [marshal.dumps(list(tests))]
+    job += [] if tests is None else [marshal.dumps([tuple(test[:5]) for test in tests])]
     with ExitStack() as opened:
         group = memory_group(limits.memory_mib << 20)
         if group is not None:

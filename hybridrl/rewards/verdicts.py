@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hybridrl.rewards.checked_tests import check_test
 from hybridrl.rewards.sandbox import Limits, run_tests
 
 UNCHECKED = "nothing was checked"
@@ -41,11 +42,12 @@ def judge_program(program: str, tests: Sequence[str], limits: Limits | None = No
         limits: of the program, and of the tests.
 
     Raises:
+        SyntaxError, ValueError: if a test is neither Python nor a doctest.
         MachineError: if this machine cannot confine programs.
         RewardError: if the sandbox itself was killed.
     """
     limits = dataclasses.replace(limits or Limits(), output_kib=_OUTPUT_KIB)
-    outcome = run_tests(program, tests, limits=limits)
+    outcome = run_tests(program, [check_test(test) for test in tests], limits=limits)
     passed, vacuous = [False] * len(tests), [False] * len(tests)
     reasons = ["it was stopped before its end"] * len(tests)
     for line in outcome.stdout.splitlines():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.rewards.confined.checked_source import compile_test
+from hybridrl.rewards.checked_tests import check_test
 from hybridrl.rewards.confined.data_codec import Frame
 from hybridrl.rewards.confined.judge import Judge
 from hybridrl.rewards.confined.object_exchange import ObjectExchange
@@ -212,11 +212,13 @@ def test_exceptions_cross_but_not_those_of_failed_tests(exchange):
     assert not isinstance(caught.value, Exception) and not isinstance(caught.value, SystemExit)
 
 
-def checks_of(test, **names):
+def checks_of(test):
     counter = CheckCounter()
     counter.has_called = True
-    code, _ = compile_test(test)
-    exec(code, {"__builtins__": counter.builtins(), "__passed__": counter.count, **names})
+    exec(
+        check_test(test).code,
+        {"__builtins__": counter.builtins(), "__passed__": counter.count},
+    )
     return counter
 
 

@@ -20,7 +20,8 @@ _CONTAINERS = (
     *(list, tuple, set, frozenset, dict, bytearray),
     *(collections.deque, collections.Counter, collections.OrderedDict, collections.defaultdict),
 )
-_FIXED = (tuple, frozenset)  # they do not change, so nobody can tell a copy from them
+CHANGING = tuple(kind for kind in _CONTAINERS if kind not in (tuple, frozenset))
+"""The plain types of which a copy is something else than the original, once that has changed."""
 _SCALARS = (int, float, complex, str, bytes)
 BASES = {kind.__name__: kind for kind in (*_CONTAINERS, *_SCALARS)}
 """The plain types that a class may derive from, by their names."""
@@ -117,7 +118,7 @@ class DataCodec:
         if kind is bytes:
             return ["bytes", bytes.hex(value)]
         number = 0
-        if kind not in _FIXED:
+        if kind in CHANGING:
             number = frame.number_of(value)
             if number in written:
                 return ["same", number]
@@ -190,7 +191,7 @@ class DataCodec:
         return self.decode_object(kind, content, frame)
 
     def _decode_container(self, kind: Any, frame: Frame, number: int, content: Any) -> Any:
-        if kind in _FIXED:
+        if kind not in CHANGING:
             return kind([self.decode(item, frame) for item in content])
         if number not in frame.containers:
             frame.enter(number, kind())

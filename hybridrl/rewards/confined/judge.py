@@ -7,7 +7,6 @@ asked whether it equals, holds or exceeds what the test expects.
 
 from __future__ import annotations
 
-import ast
 import builtins
 import importlib
 import json
@@ -16,19 +15,21 @@ import math
 import os
 import sys
 
-from .checked_source import compile_test, names_in
 from .object_exchange import ObjectExchange, ProgramFailedError
-from .proxies import ARITHMETIC, COMPARISONS, RemoteObject, handle_of, is_same
+from .proxies import ARITHMETIC, COMPARISONS, RemoteData, handle_of, is_same
 from .runners import run_tests
 from .vacuous import CheckCounter
 
 TYPE_CHECKING = False  # importing `typing` would take as long as all the rest
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import CodeType
     from typing import Any, NoReturn
 
 MODULES = ("solution", "program")
 """What tests may import the program as."""
 TESTS = "tests"  # the name of their module: what runs a program as a script does not run here
+_ABOUT_OTHERS = {*COMPARISONS, *ARITHMETIC, "contains"}
 _DATA_METHODS = {n for kind in (str, list, dict, set) for n in dir(kind) if not n.startswith("_")}
 
 
@@ -47,29 +48,45 @@ class Judge(ObjectExchange):
     def ask(self, operation: str, arguments: list[Any], options: dict[str, Any]) -> Any:
         if self.failure:
             raise ProgramFailedError(self.failure)
+        if operation in _ABOUT_OTHERS and not self._is_believed(operation, arguments):
+            return self._decide(operation, arguments)
         self.checks.has_called |= operation == "call"
-        return super().ask(operation, arguments, options)
-
-    def get_attribute(self, thing: Any, name: str) -> Any:
-        found = super().get_attribute(thing, name)
-        is_other = isinstance(thing, RemoteObject) and not handle_of(thing).is_constructed  # type: ignore[union-attr]
-        if is_other and name in _DATA_METHODS and isinstance(found, RemoteObject):
-            raise AttributeError(f"`{name}` of an object that the test has not made")
+        found = super().ask(operation, arguments, options)
+        if operation == "getattr" and arguments[1] in _DATA_METHODS and handle_of(found):
+            thing, name = arguments
+            if not isinstance(thing, type) and not handle_of(thing).is_constructed:  # type: ignore
+                raise AttributeError(f"`{name}` of an object that the test has not made")
         return found
 
-    def may_ask(self, operation: str, thing: Any, others: tuple[Any, ...]) -> bool:
-        if all(handle_of(other) for other in others):
-            return True
-        is_constructed = handle_of(thing).is_constructed  # type: ignore[union-attr]
-        return is_constructed and (operation in ARITHMETIC or operation == "contains")
+    def _is_believed(self, operation: str, things: list[Any]) -> bool:
+        """Whether objects of the program are asked about these things: about each other; and those
+        that the test has made, whether they hold one of the test's and what they make of it."""
+        others = [thing for thing in things if not handle_of(thing)]
+        if not others or operation in COMPARISONS:
+            return not others
+        return any(handle and handle.is_constructed for handle in map(handle_of, things))
+
+    def _decide(self, operation: str, things: list[Any]) -> Any:
+        """The comparison of an object of the program with something of the test's."""
+        mine, other = things
+        if type(other).__module__ == TESTS and operation != "contains":
+            return NotImplemented  # the test's own class may say
+        if operation in ("eq", "ne"):
+            content = super().ask("itself", [mine], {}) if handle_of(mine) else None
+            is_equal = isinstance(content, RemoteData) and content == other
+            return is_equal == (operation == "eq")
+        raise TypeError(f"an object of the program and {operation} with something of the test's")
 
     def perform(self, operation: str, arguments: list[Any], options: dict[str, Any]) -> Any:
         """Answers the program, to which the test has passed an object. It may be called; only what
         is of a class of the test's is asked for more."""
         thing = arguments[0]
         name = arguments[1] if operation in ("getattr", "setattr", "delattr") else ""
-        is_own = type(thing).__module__ == TESTS and not hasattr(thing, "assertEqual")
+        kind = thing if isinstance(thing, type) and operation == "getattr" else type(thing)
+        is_own = kind.__module__ == TESTS and not hasattr(kind, "assertEqual")
         is_asked = operation in ("call", "iter", "next", "len", "bool", "hash", *COMPARISONS)
+        if operation == "getattr" and name in ("__name__", "__qualname__"):
+            return getattr(thing, name)
         if str(name).startswith("_") or not (is_own or is_asked):
             raise AttributeError(f"{operation} {name}")
         try:
@@ -108,10 +125,10 @@ class TestNames(dict):  # type: ignore[type-arg]
         self._judge, self._of_program = judge, of_program
         self._takes_builtins = False
 
-    def begin(self, tree: ast.AST) -> None:
+    def begin(self, used: Iterable[str]) -> None:
         """Prepares for the names in a test."""
-        used = names_in(tree) & self._of_program
-        self._takes_builtins = not any(not hasattr(builtins, name) for name in used)
+        own = self._of_program.intersection(used)
+        self._takes_builtins = not any(not hasattr(builtins, name) for name in own)
 
     def __missing__(self, name: str) -> Any:
         is_builtin = hasattr(builtins, name) or name[:2] == "__"
@@ -182,27 +199,34 @@ def judge_tests(source: int, sink: int, given: int) -> NoReturn:
     for name in MODULES:
         sys.modules[name] = ProgramModule(name, names)
     for number, test in enumerate(tests):
-        passed, why = _passes(test, judge, names)
+        passed, why = _passes(*test, judge, names)
         line = json.dumps([number, passed, judge.checks.vacuous, why[:1000]])
         os.write(results, line.encode() + b"\n")
     os._exit(0)
 
 
-def _passes(test: str, judge: Judge, names: TestNames) -> tuple[bool, str]:
+def _passes(
+    text: str,
+    code: CodeType,
+    used: Iterable[str],
+    doctests: Iterable[str],
+    defined: Iterable[str],
+    judge: Judge,
+    names: TestNames,
+) -> tuple[bool, str]:
     checks = judge.checks
     checks.reset()
     if judge.is_over:
         return False, "the program has ended"
     judge.failure = None
     try:
-        code, tree = compile_test(test)
-        names.begin(tree)
-        if "unittest" in test:
+        names.begin(used)
+        if "unittest" in text:
             importlib.import_module("unittest").main = lambda *_, **__: None  # they are run below
-        if "numpy" in test:
-            checks.watch(judge.import_numpy(), is_for_tests="testing" in test)
+        if "numpy" in text:
+            checks.watch(judge.import_numpy(), is_for_tests="testing" in text)
         exec(code, names)
-        run_tests(test, tree, names, checks)
+        run_tests(doctests, defined, names, checks)
     except BaseException as error:  # a SystemExit too
         return False, f"{type(error).__name__}: {judge.failure or error}"
     if judge.failure or not checks.passed:

@@ -6,12 +6,13 @@ answers the other's questions, so that a program can call functions that a test 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import operator
 import os
 import sys
-import threading
+from _thread import RLock
 
 from . import proxies
 from .data_codec import BASES, DataCodec, Frame, fill
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 _MOST_BYTES = 1 << 28  # of a message
 _PIECE = 1 << 20
 _OF_A_QUESTION = 3  # the containers that every question has
+_LENDING = ("getattr", "getitem", "name")  # what is got by these may be changed by who got it
+_MOST_LENT, _MOST_ITEMS = 8, 1000
 
 
 class ProgramFailedError(BaseException):
@@ -49,42 +52,54 @@ class ObjectExchange(DataCodec):
         self._numbers: dict[int, int] = {}
         self._proxies: dict[int, Any] = {}
         self._classes: dict[int, type] = {}
-        self._lock = threading.RLock()  # other threads of a program may ask, too
+        self._asked = 0
+        self._lent: list[list[Any]] = []  # question, what came, its frame, and what that was
+        self._lending: dict[int, Frame] = {}  # the frames of the other's last such questions
+        self._lock = RLock()  # other threads of a program may ask, too
 
     def ask(self, operation: str, arguments: list[Any], options: dict[str, Any]) -> Any:
         """What the operation gives in the other process; raises what it raises there. Lists and
-        their like that it has changed there are changed here."""
+        their like that it has changed there are changed here, and the other way round for what an
+        attribute was."""
         with self._lock:
-            frame = Frame()
-            self.send(["ask", operation, self.encode([arguments, options], frame, set())])
+            frame, number = Frame(), self._asked
+            self._asked += 1
+            given = self.encode([arguments, options], frame, set())
+            self._send_text(_encode_message(["ask", self._changed(), number, operation, given]))
             while True:
                 kind, *content = self.receive()
-                if kind == "ask":
-                    self._answer(*content)
-                    continue
-                return self._take(frame, kind, *content)
+                if kind != "ask":
+                    break
+                self._answer(*content)
+            found = self._take(frame, kind, *content)
+            containers = frame.containers.values()
+            is_lent = operation in _LENDING and len(containers) > _OF_A_QUESTION
+            if is_lent and sum(map(len, containers)) < _MOST_ITEMS:
+                before = self.encode(found, frame, set())
+                self._lent = [*self._lent[1 - _MOST_LENT :], [number, found, frame, before]]
+            return found
+
+    def _changed(self) -> list[Any]:
+        """What has been changed here of what was got from the other process, by question."""
+        changed = []
+        for lent in self._lent:
+            number, value, frame, before = lent
+            lent[3] = self.encode(value, frame, set())
+            if lent[3] != before:
+                changed.append([number, lent[3]])
+        return changed
+
+    def _take_changed(self, changed: list[Any]) -> None:
+        for number, content in changed:
+            if number in self._lending:
+                self.decode(content, self._lending[number])
 
     def serve(self) -> None:
         """Answers questions until the other process is gone."""
-        while True:
-            try:
-                kind, *content = self.receive()
-            except ProgramFailedError:
-                return
-            if kind == "ask":
+        with contextlib.suppress(ProgramFailedError):
+            while True:
+                _, *content = self.receive()
                 self._answer(*content)
-
-    def get_attribute(self, thing: Any, name: str) -> Any:
-        """An attribute of an object there."""
-        return self.ask("getattr", [thing, name], {})
-
-    def may_ask(self, operation: str, thing: Any, others: tuple[Any, ...]) -> bool:
-        """Whether an object there is asked about these things."""
-        return True
-
-    def is_class_name(self, name: str) -> bool:
-        """Whether what has the name is a class to whoever calls it, not a function."""
-        return name.lstrip("_")[:1].isupper()
 
     def perform(self, operation: str, arguments: list[Any], options: dict[str, Any]) -> Any:
         """Answers a question of the other process."""
@@ -94,9 +109,10 @@ class ObjectExchange(DataCodec):
         """What has been printed since the last answer."""
         return ""
 
-    def _answer(self, operation: str, sent: Any) -> None:
+    def _answer(self, lent: list[Any], number: int, operation: str, sent: Any) -> None:
         frame, kind, given = Frame(), "reply", None
         try:
+            self._take_changed(lent)
             given = self.decode(sent, frame)
             result = self.perform(operation, *given)
         except BaseException as error:
@@ -105,6 +121,10 @@ class ObjectExchange(DataCodec):
             text = self._write_answer(kind, sent, given, result, frame)
         except BaseException:  # of data without an end, or without memory for it
             text = self._write_answer("raise", sent, None, RuntimeError("no data"), Frame())
+        if operation in _LENDING:
+            self._lending[number] = frame
+            if len(self._lending) > 100 * _MOST_LENT:
+                del self._lending[min(self._lending)]
         self._send_text(text)
 
     def _write_answer(self, kind: str, sent: Any, given: Any, result: Any, frame: Frame) -> bytes:
@@ -113,9 +133,13 @@ class ObjectExchange(DataCodec):
             changed = self.encode(given, frame, written)
         if changed is None or changed == sent:
             changed, written = None, set(frame.containers)
-        return _encode_message([kind, changed, self.encode(result, frame, written), self.printed()])
+        found = self.encode(result, frame, written)
+        return _encode_message([kind, self._changed(), changed, found, self.printed()])
 
-    def _take(self, frame: Frame, kind: str, changed: Any, result: Any, printed: str) -> Any:
+    def _take(
+        self, frame: Frame, kind: str, lent: list[Any], changed: Any, result: Any, printed: str
+    ) -> Any:
+        self._take_changed(lent)
         if printed:
             sys.stdout.write(str(printed))
         if changed is not None:
@@ -207,7 +231,7 @@ class ObjectExchange(DataCodec):
             if type(made) is remote and not isinstance(remote, RemoteClass):
                 return made
         proxies.attach(made, Handle(self, number))
-        return made
+        return _wait_for(made) if remote.__name__ == "coroutine" else made
 
     def _data_for(self, remote: Any, base: str, sent: Any, frame: Frame) -> Any:
         content = self.decode(sent, frame)
@@ -254,6 +278,10 @@ def _encode_message(message: Any) -> bytes:
     return json.dumps(message, check_circular=False, separators=(",", ":")).encode()
 
 
+async def _wait_for(coroutine: Any) -> Any:
+    return await coroutine
+
+
 def _exit(thing: Any, error: Any) -> Any:
     kind = None if error is None else type(error)
     return type(thing).__exit__(thing, kind, error, None)
@@ -262,10 +290,7 @@ def _exit(thing: Any, error: Any) -> Any:
 def _await(thing: Any) -> Any:
     import asyncio
 
-    async def wait() -> Any:
-        return await thing
-
-    return asyncio.run(wait())
+    return asyncio.run(_wait_for(thing))
 
 
 OPERATIONS: dict[str, Any] = {
@@ -277,6 +302,7 @@ OPERATIONS: dict[str, Any] = {
     **{do.__name__: do for do in (len, iter, next, repr, hash, abs, round, format, divmod)},
     **{do.__name__: do for do in (getattr, setattr, delattr, math.trunc, math.floor, math.ceil)},
     "call": lambda thing, *arguments, **options: thing(*arguments, **options),
+    "itself": lambda thing: thing,
     "enter": lambda thing: type(thing).__enter__(thing),
     "exit": _exit,
     "await": _await,

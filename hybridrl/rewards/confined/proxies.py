@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from .data_codec import CHANGING
+
 TYPE_CHECKING = False  # importing `typing` would take as long as all the rest
 if TYPE_CHECKING:
     from typing import Any
 
-ARITHMETIC = (
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "divmod"),
-    *("and", "or", "xor", "lshift", "rshift"),
-)
+ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "divmod")
+ARITHMETIC += ("and", "or", "xor", "lshift", "rshift")
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-_OF_ITSELF = (  # questions that an object answers without anything of the asker's
-    *("len", "iter", "next", "bool", "str", "repr", "hash", "abs", "int", "float", "complex"),
-    *("index", "neg", "pos", "invert", "reversed", "enter", "trunc", "floor", "ceil"),
-)
+_OF_CLASSES = ("iter", "len", "getitem", "contains", "setattr", "delattr")
+_OF_OBJECTS = ("call", "setitem", "delitem", "format", "round", "next", "bool", "str", "repr")
+_OF_OBJECTS += ("hash", "abs", "int", "float", "complex", "index", "neg", "pos", "invert")
+_OF_OBJECTS += ("reversed", "enter", "trunc", "floor", "ceil", *COMPARISONS, *ARITHMETIC)
+_DESCRIBING = ("__name__", "__qualname__", "__wrapped__", "__cause__")
 
 
 class Handle:
@@ -37,7 +38,7 @@ class Handle:
 def handle_of(thing: Any) -> Handle | None:
     """The handle of what stands for an object, None of anything else."""
     if isinstance(type(thing), RemoteClass) or type(thing) is RemoteClass:
-        return object.__getattribute__(thing, "__dict__").get("_remote")  # type: ignore[no-any-return]
+        return object.__getattribute__(thing, "__dict__").get("_remote")  # type: ignore
     return None
 
 
@@ -47,25 +48,51 @@ def is_same(left: Any, right: Any) -> bool:
     return left is right or bool(handle and other and handle.number == other.number)
 
 
+def attach(thing: Any, handle: Handle) -> Any:
+    """Makes it stand for the handle's object."""
+    object.__getattribute__(thing, "__dict__")["_remote"] = handle
+    return thing
+
+
+def get_attribute(thing: Any, name: str) -> Any:
+    """An attribute of the object there. Of special names, those that only describe."""
+    if name.startswith("__") and name not in _DESCRIBING:
+        raise AttributeError(name)
+    return _ask(thing, "getattr", name)
+
+
+def _ask(thing: Any, operation: str, *arguments: Any, **options: Any) -> Any:
+    return handle_of(thing).exchange.ask(operation, [thing, *arguments], options)  # type: ignore
+
+
+def _asking(operation: str, is_reflected: bool = False) -> Any:
+    """A method that does nothing but ask."""
+
+    def method(self: Any, *arguments: Any, **options: Any) -> Any:
+        given = [*arguments, self] if is_reflected else [self, *arguments]
+        return handle_of(self).exchange.ask(operation, given, options)  # type: ignore
+
+    return method
+
+
 class RemoteClass(type):
-    """Stands for a class. What is made of it here are handles only."""
+    """Stands for a class. What it makes is made there, and here is only a handle."""
+
+    __getattr__ = get_attribute
 
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
         made = _ask(cls, "call", *arguments, **options)
         handle = handle_of(made)
-        if handle is None or not isinstance(made, RemoteObject):
-            return made
-        constructed = object.__new__(type(made))
-        exchange = handle.exchange
-        is_named = exchange.is_class_name(cls.__name__)
-        attach(constructed, Handle(exchange, handle.number, is_constructed=is_named))
-        return constructed
-
-    def __getattr__(cls, name: str) -> Any:
-        return get_attribute(cls, name)
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        _ask(cls, "setattr", name, value)
+        if handle is None or not cls.__name__.lstrip("_")[:1].isupper():
+            return made  # a function, or a class that passes for one
+        kind = type(made)
+        if issubclass(kind, RemoteData):
+            if not issubclass(kind, CHANGING):
+                return made
+            names = {"_ancestors": vars(kind)["_ancestors"], "__module__": "__main__"}
+            kind = type.__call__(RemoteClass, kind.__name__, (RemoteObject,), names)
+        exchange, number = handle.exchange, handle.number
+        return attach(object.__new__(kind), Handle(exchange, number, is_constructed=True))
 
     def __instancecheck__(cls, thing: Any) -> bool:
         return cls.__subclasscheck__(type(thing))
@@ -76,54 +103,14 @@ class RemoteClass(type):
         handle = handle_of(cls)
         return handle is not None and handle.number in vars(kind).get("_ancestors", ())
 
-    def __iter__(cls) -> Any:
-        return _ask(cls, "iter")
-
-    def __len__(cls) -> Any:
-        return _ask(cls, "len")
-
     def __bool__(cls) -> bool:
         return True
-
-    def __getitem__(cls, key: Any) -> Any:
-        return _ask(cls, "getitem", key)
-
-    def __contains__(cls, item: Any) -> bool:
-        return _contains(cls, item)
 
 
 class RemoteObject(metaclass=RemoteClass):
     """Stands for an object."""
 
-    def __getattr__(self, name: str) -> Any:
-        return get_attribute(self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        _ask(self, "setattr", name, value)
-
-    def __delattr__(self, name: str) -> None:
-        _ask(self, "delattr", name)
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return _ask(self, "call", *arguments, **options)
-
-    def __getitem__(self, key: Any) -> Any:
-        return _ask(self, "getitem", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        _ask(self, "setitem", key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        _ask(self, "delitem", key)
-
-    def __contains__(self, item: Any) -> bool:
-        return _contains(self, item)
-
-    def __format__(self, form: str) -> Any:
-        return _ask(self, "format", form)
-
-    def __round__(self, *digits: Any) -> Any:
-        return _ask(self, "round", *digits)
+    __getattr__ = get_attribute
 
     def __exit__(self, kind: Any, error: Any, frames: Any) -> bool:
         """An object cannot make a failed assert undone."""
@@ -142,86 +129,21 @@ class RemoteData:
     """A mixin of plain data whose class is derived from a plain type: it compares, and has a
     length and items, as the plain type; what that does not have is asked for."""
 
-    def __getattr__(self, name: str) -> Any:
-        return get_attribute(self, name)
-
-    def __repr__(self) -> Any:
-        return _ask(self, "repr")
-
-    def __str__(self) -> Any:
-        return _ask(self, "str")
+    __getattr__ = get_attribute
+    __repr__ = _asking("repr")
+    __str__ = _asking("str")
 
 
 class RemoteError:
     """A mixin of exceptions whose class is of the other process."""
 
-    def __getattr__(self, name: str) -> Any:
-        return get_attribute(self, name)
-
-    def __str__(self) -> Any:
-        return _ask(self, "str")
+    __getattr__ = get_attribute
+    __str__ = _asking("str")
 
 
-def attach(thing: Any, handle: Handle) -> None:
-    """Makes it stand for the handle's object."""
-    object.__getattribute__(thing, "__dict__")["_remote"] = handle
-
-
-def get_attribute(thing: Any, name: str) -> Any:
-    """An attribute of the object there. Of special names, those that only describe."""
-    if name.startswith("__") and name not in (
-        "__name__",
-        "__qualname__",
-        "__wrapped__",
-        "__cause__",
-    ):
-        raise AttributeError(name)
-    return handle_of(thing).exchange.get_attribute(thing, name)  # type: ignore[union-attr]
-
-
-def _ask(thing: Any, operation: str, *arguments: Any, **options: Any) -> Any:
-    return handle_of(thing).exchange.ask(operation, [thing, *arguments], options)  # type: ignore
-
-
-def _may(thing: Any, operation: str, others: tuple[Any, ...]) -> bool:
-    return handle_of(thing).exchange.may_ask(operation, thing, others)  # type: ignore
-
-
-def _contains(thing: Any, item: Any) -> bool:
-    if not _may(thing, "contains", (item,)):
-        raise TypeError("an object that the test has not made says nothing of the test's data")
-    return bool(_ask(thing, "contains", item))
-
-
-def _add_operations() -> None:
-    """Methods that do nothing but ask."""
-
-    def unary(operation: str) -> Any:
-        return lambda self: _ask(self, operation)
-
-    def binary(operation: str) -> Any:
-        def ask(self: Any, other: Any) -> Any:
-            return (
-                _ask(self, operation, other) if _may(self, operation, (other,)) else NotImplemented
-            )
-
-        return ask
-
-    def reflected(operation: str) -> Any:
-        def ask(self: Any, other: Any) -> Any:
-            if not _may(self, operation, (other,)):
-                return NotImplemented
-            return handle_of(self).exchange.ask(operation, [other, self], {})  # type: ignore
-
-        return ask
-
-    set_method = type.__setattr__
-    for name in _OF_ITSELF:
-        set_method(RemoteObject, f"__{name}__", unary(name))
-    for name in (*COMPARISONS, *ARITHMETIC):
-        set_method(RemoteObject, f"__{name}__", binary(name))
-    for name in ARITHMETIC:
-        set_method(RemoteObject, f"__r{name}__", reflected(name))
-
-
-_add_operations()
+for _name in _OF_CLASSES:
+    setattr(RemoteClass, f"__{_name}__", _asking(_name))
+for _name in (*_OF_CLASSES, *_OF_OBJECTS):
+    type.__setattr__(RemoteObject, f"__{_name}__", _asking(_name))
+for _name in ARITHMETIC:
+    type.__setattr__(RemoteObject, f"__r{_name}__", _asking(_name, is_reflected=True))

@@ -3,42 +3,35 @@ classes of pytest, doctests."""
 
 from __future__ import annotations
 
-import ast
-import inspect
 import os
 import sys
 
-from .checked_source import is_doctest
 from .proxies import is_same
 
 TYPE_CHECKING = False  # importing `typing` would take as long as all the rest
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from typing import Any
 
     from .vacuous import CheckCounter
 
 
-def run_tests(test: str, tree: ast.Module, names: Any, checks: CheckCounter) -> None:
-    """Runs what the test has defined and not called.
+def run_tests(
+    doctests: Iterable[str], defined: Iterable[str], names: Any, checks: CheckCounter
+) -> None:
+    """Runs what a test has defined and not called.
 
     Raises:
         AssertionError: if one of these fails.
     """
-    if is_doctest(test):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                _run_doctest(str(node.value.value), names, checks)
-    defined = [names[n.name] for n in tree.body if isinstance(n, ast.ClassDef) and n.name in names]
-    cases = [kind for kind in defined if hasattr(kind, "assertEqual") and hasattr(kind, "run")]
+    for text in doctests:
+        _run_doctest(text, names, checks)
+    found = {name: names[name] for name in defined if name in names}
+    cases = {name: kind for name, kind in found.items() if hasattr(kind, "assertEqual")}
     if cases:
-        _run_unittest(cases, checks)
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    called = {function.id for function in calls if isinstance(function, ast.Name)}
-    found = {n.name for n in tree.body if isinstance(n, kinds)} - called
-    found -= {kind.__name__ for kind in cases}
-    if any(name.startswith(("test", "Test")) for name in found):
-        _run_pytest(names, found, checks)
+        _run_unittest([*cases.values()], checks)
+    if any(name.startswith(("test", "Test")) for name in found.keys() - cases.keys()):
+        _run_pytest(names, {name: found[name] for name in found if name not in cases}, checks)
 
 
 def _run_doctest(text: str, names: Any, checks: CheckCounter) -> None:
@@ -71,19 +64,21 @@ def _run_unittest(cases: list[Any], checks: CheckCounter) -> None:
         checks.count()
 
 
-def _run_pytest(names: Any, found: set[str], checks: CheckCounter) -> None:
+def _run_pytest(names: Any, found: dict[str, Any], checks: CheckCounter) -> None:
     """Plain functions and classes as they are, all else by pytest itself."""
-    tests = {name: names[name] for name in found if name in names}
+    tests = {name: found[name] for name in found if name.startswith(("test", "Test"))}
     if "pytest" in names or "pytest" in sys.modules or not all(map(_is_plain, tests.values())):
         ran = _run_by_pytest(names)
     else:
-        ran = sum(map(_run_plain, (thing for name, thing in sorted(tests.items()))))
+        ran = sum(map(_run_plain, tests.values()))
     if ran and not checks.passed and not checks.vacuous:
         checks.count()
 
 
 def _is_plain(thing: Any) -> bool:
     """Whether nothing of pytest's is needed to run it."""
+    import inspect
+
     if not isinstance(thing, type):
         return not inspect.iscoroutinefunction(thing) and not inspect.signature(thing).parameters
     methods = {name: member for name, member in vars(thing).items() if callable(member)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import functools
-import itertools
 
 TYPE_CHECKING = False  # importing `typing` would take as long as all the rest
 if TYPE_CHECKING:
@@ -80,10 +79,9 @@ class CheckCounter:
         if number < size:
             raise self.refuse(f"`zip` ends after {number} of {size} items")
 
-    def _map(self, function: Callable[..., Any], *iterables: Any) -> Any:
-        if len(iterables) < 2:
-            return map(function, *iterables)
-        return itertools.starmap(function, self._zip(*iterables))
+    def _map(self, function: Callable[..., Any], *iterables: Any) -> Iterator[Any]:
+        # In here, a `StopIteration` of the function's is an error and no end.
+        return (function(*items) for items in self._zip(*iterables))
 
     def watch(self, numpy: Any, is_for_tests: bool = False) -> None:
         """Has numpy's comparisons refuse shapes that they would stretch to fit.

@@ -1,43 +1,89 @@
-"""A test's source, changed so that what it checks is counted: a test that checks nothing proves
-nothing."""
+"""Tests as the judge runs them: compiled, and changed so that what they check is counted, for one
+that checks nothing proves nothing."""
 
 from __future__ import annotations
 
 import ast
-
-TYPE_CHECKING = False  # importing `typing` would take as long as all the rest
-if TYPE_CHECKING:
-    from types import CodeType
-    from typing import Any
+import functools
+from types import CodeType
+from typing import Any, NamedTuple
 
 _ENDS = ("exit", "_exit", "quit", "fail", "abort")
+_DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-def compile_test(test: str) -> tuple[CodeType, ast.Module]:
-    """The code of a test, which calls `__passed__` after each check and compares by `__same__`
-    where it says `is`; and its tree. A doctest that is no Python has no code.
+class CheckedTest(NamedTuple):
+    """A test.
+
+    Attributes:
+        text: as it was given.
+        code: calls `__passed__` after each check and compares by `__same__` where the test says
+            `is`.
+        names: all that it uses.
+        doctests: texts in it with sessions of Python.
+        defined: functions and classes that it defines and does not call.
+        uncalled: a call of a function with asserts that nothing names; empty if there is none.
+    """
+
+    text: str
+    code: CodeType
+    names: tuple[str, ...]
+    doctests: tuple[str, ...]
+    defined: tuple[str, ...]
+    uncalled: str
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def check_test(test: str) -> CheckedTest:
+    """Compiles a test; kept for the other responses to its prompt.
 
     Raises:
-        SyntaxError, ValueError: if it is neither.
+        SyntaxError, ValueError: if it is neither Python nor a doctest.
     """
     try:
         tree = ast.parse(test)
     except SyntaxError:
-        if not is_doctest(test):
+        if not _is_doctest(test):
             raise
         tree = ast.Module([ast.Expr(ast.Constant(test))], [])
-    counted = _Counting().visit(tree)
-    return compile(ast.fix_missing_locations(counted), "test.py", "exec", dont_inherit=True), tree
+    nodes = list(ast.walk(tree))
+    texts = [node.value.value for node in nodes if _is_constant(node)]  # type: ignore
+    called = {node.func.id for node in nodes if _is_call_by_name(node)}  # type: ignore
+    defined = {statement.name for statement in tree.body if isinstance(statement, _DEFINITIONS)}
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    counted = ast.fix_missing_locations(_Counting().visit(tree))
+    return CheckedTest(
+        test,
+        compile(counted, "test.py", "exec", dont_inherit=True),
+        tuple(names),
+        tuple(text for text in texts if isinstance(text, str) and _is_doctest(text)),
+        tuple(sorted(defined - called)),
+        next(filter(None, (_call_if_unnamed(s, names | attributes) for s in tree.body)), ""),
+    )
 
 
-def is_doctest(text: str) -> bool:
+def _is_doctest(text: str) -> bool:
     """Whether a text has lines that a session with Python would begin with."""
     return any(line.lstrip().startswith(">>> ") for line in text.splitlines())
 
 
-def names_in(tree: ast.AST) -> set[str]:
-    """All names that are used in it."""
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+def _call_if_unnamed(statement: ast.stmt, names: set[str]) -> str:
+    is_checking = isinstance(statement, ast.FunctionDef) and any(
+        isinstance(node, ast.Assert) for node in ast.walk(statement)
+    )
+    if not is_checking or statement.name in names or statement.name.startswith("test"):  # type: ignore
+        return ""
+    given = "<the program's function>" if statement.args.args else ""  # type: ignore
+    return f"{statement.name}({given})"  # type: ignore
+
+
+def _is_constant(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_call_by_name(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
 
 
 class _Counting(ast.NodeTransformer):
