@@ -19,6 +19,9 @@ from hybridrl.errors import ConfigError
 
 _ABSENT = object()
 _PLACES = ("resume", "fork", "run.directory", "run.root")
+COMMAND = "environment.options.command"
+_CODE = re.compile(r"(?!hybridrl\.)[\w./~+ -]+:[A-Za-z_]\w*")
+"""A file or module, and a name in it; of the user's, not ours."""
 _SAME_LEARNING = re.compile(
     r"(observe|metrics|checkpoint|ray|controller|devices|num_devices|executor|recover|eval|warmup)\b"
     r"|run\.(?!seed)|placement\.(?!staleness|in_flight)|trainer\.steps|.*\bparallel\.(?!gradients|weights)"
@@ -81,6 +84,21 @@ def with_settings_of_run(config: Config, given_keys: Iterable[str]) -> Config:
     run = replace(settings.run, directory=directory)
     fork = config.fork or (settings.fork if resumes is not None else None)
     return replace(settings, resume=config.resume, fork=fork, run=run, checkpoint=checkpoint)
+
+
+def named_code(settings: Mapping[str, Any]) -> list[str]:
+    """Return what the settings of a run name that a job with them runs, or reads of this user's
+    environment, as `key=value`.
+
+    Args:
+        settings: As `config.yaml` has them.
+    """
+    return [
+        f"{key}={text}"
+        for key, value in leaves(settings)
+        for text in (value if isinstance(value, list) else [value])
+        if isinstance(text, str) and (_CODE.fullmatch(text) or "${" in text or key == COMMAND)
+    ]
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 FOLDER = Path("/dev/shm")
 NAME = re.compile(r"hybridrl-\d+-\d+")
+_OPENED = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+"""How locks are opened: everybody may put a link to a file of ours among them."""
 _held: list[int] = []
 
 
@@ -23,7 +25,7 @@ def hold_shared_memory(job: str) -> None:
     """Keeps what the job called `job` has in shared memory from being removed by others, for as
     long as this process lives."""
     while True:
-        held = os.open(_lock(job), os.O_RDWR | os.O_CREAT, 0o600)
+        held = os.open(_lock(job), _OPENED, 0o600)
         fcntl.flock(held, fcntl.LOCK_SH)
         if _is_at(held, _lock(job)):  # otherwise it has just been removed
             _held.append(held)
@@ -58,7 +60,7 @@ def _ended_jobs() -> Iterator[str]:
     found = (NAME.search(path.name) for path in FOLDER.glob("*hybridrl-*"))
     for job in {name.group() for name in found if name}:
         try:
-            lock = os.open(_lock(job), os.O_RDWR | os.O_CREAT, 0o600)
+            lock = os.open(_lock(job), _OPENED, 0o600)
         except OSError:  # it is another user's
             continue
         try:

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from hybridrl.config.resume import forked, resumed
-from hybridrl.config.resumed_settings import differences
+from hybridrl.config.resume import AUTO, forked, resumed
+from hybridrl.config.resumed_settings import differences, named_code
 from hybridrl.config.schema import Config
 from hybridrl.core.locations import UNREACHABLE, Location, location_of
 from hybridrl.errors import ConfigError
@@ -83,6 +83,8 @@ def find_checkpoint(
     before = yaml.safe_load(source.settings.read_text(encoding="utf-8"))
     whose = source.run or source.steps
     notices.append(f"{'a new run from' if forks else 'resuming'} {whose} after step {step}")
+    if config.resume != AUTO and (code := named_code(before)):
+        notices.append(f"The settings of that run name code that this one runs: {', '.join(code)}")
     changed = [f"changed: {line}" for line in differences(before, settings)]
     return Resumed(run, step, folder, notices + changed)
 

@@ -5,7 +5,7 @@ import pytest
 from hybridrl.checks.settings import check
 from hybridrl.config.load import load_config, to_plain, to_yaml
 from hybridrl.config.resume import forked, resumed
-from hybridrl.config.resumed_settings import changes_learning, differences
+from hybridrl.config.resumed_settings import changes_learning, differences, named_code
 from hybridrl.errors import ConfigError, MissingPackageError
 
 OWN = ["algorithm=ppo", "algorithm.gamma=0.9", "models.critic.optimizer.learning_rate=1e-3"]
@@ -62,6 +62,23 @@ def test_what_differs_is_a_line_each(run):
     before, now = load_config(OWN), load_config([*OWN, "trainer.steps=7", "resume=null"])
     assert differences(to_plain(before), to_plain(now)) == ["trainer.steps: 120 -> 7"]
     assert differences(to_plain(now), to_plain(now)) == []
+
+
+def test_code_that_settings_name_is_told():
+    assert named_code(to_plain(load_config(["algorithm=grpo"]))) == []
+    found = load_config(
+        [
+            "reward.function=[exact,hybridrl.rewards.code:passes_tests,their dir/score.py:score]",
+            "trainer.name=their.module:Trainer",
+            "environment.options.command=rm -r x",
+        ]
+    )
+    assert set(named_code(to_plain(found) | {"run": {"root": "${oc.env:HOME}"}})) == {
+        "reward.function=their dir/score.py:score",
+        "trainer.name=their.module:Trainer",
+        "environment.options.command=rm -r x",
+        "run.root=${oc.env:HOME}",
+    }
 
 
 def test_settings_that_change_what_is_learned_come_first_and_are_marked():

@@ -46,3 +46,13 @@ def test_the_end_of_a_job_takes_all_of_it_away(folder):
     (folder / "hybridrl-3-40-abc").touch()
     remove_shared_memory("hybridrl-3-40")
     assert not list(folder.iterdir())
+
+
+def test_a_link_among_the_locks_is_not_followed(folder, tmp_path_factory):
+    mine = tmp_path_factory.mktemp("home") / "mine"
+    (folder / "hybridrl-3-40.lock").symlink_to(mine)
+    remove_leftovers()
+    assert not mine.exists()
+    with pytest.raises(OSError, match="symbolic link"):
+        shared_memory.hold_shared_memory("hybridrl-3-40")
+    assert not mine.exists()
