@@ -115,6 +115,15 @@ def test_the_same_prompts_tell_more_than_their_means():
     assert paired(right, np.array([0.0] * 30)).test == "McNemar"
 
 
+def test_a_bootstrap_looks_on_both_sides():
+    """All of 2000 draws, and the one that is assumed beside them, lie on one side; and of
+    differences whose mean is as likely above zero as below."""
+    now, then = np.arange(2.0, 12.0), np.arange(10.0)
+    assert paired(now, then).p == paired(then, now).p == pytest.approx(2 / 2001)
+    even = np.array([3.0, -3.0] * 8)
+    assert 0.9 < paired(even, np.zeros(16)).p <= 1
+
+
 def test_a_baseline_pairs_prompts_by_their_keys_in_any_order(tmp_path):
     then = samples([[1.0], [0.0], [0.0], [0.0]], greedy=True, keys=["a", "b", "c", "d"])
     pq.write_table(then.table, tmp_path / "then.parquet")
