@@ -14,6 +14,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -138,7 +139,8 @@ def run(
                 correction_notice(config, job.trainer_class),
                 job.plan_notice,
             )
-            unused = (*idle(config), *idle_encodings(config, job.roles, job.placement))
+            here = replace(config, devices=job.executor.cluster.kind)
+            unused = (*idle(here), *idle_encodings(config, job.roles, job.placement))
             for notice in (*unused, *choices, *job.remarks, *job.resumed.notices):
                 if notice:
                     view.message(notice)

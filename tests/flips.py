@@ -23,7 +23,7 @@ def another_value(name: str, hint: Any, default: Any) -> Any:
         return not default
     if kind in (int, float):
         return _number(kind, default, next((b for b in said if isinstance(b, Range)), Range()))
-    if get_origin(kind) is list and get_args(kind)[0] not in (str,):
+    if get_origin(kind) is list and default and kind != list[str]:
         return [_number(float, one, Range(least=0, below=1)) for one in default]
     raise LookupError(f"{name} is text: say in the test which value it is to have.")
 

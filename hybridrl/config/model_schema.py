@@ -24,6 +24,8 @@ from hybridrl.config.bounds import (
 )
 
 TINY = With("model.path=null")
+ON_GPUS = With("devices=auto", "devices=cuda")
+ON_CPUS = With("devices=auto", "devices=cpu")
 VALUES = With("trainer.name=ppo", "trainer.name=safe_rlhf")
 VLLM = With("rollout.engine=vllm")
 STAGES = With("rollout.engine=pipeline")
@@ -178,12 +180,12 @@ class ActorConfig:
     compile: Annotated[str, OneOf("auto", "true", "false")] = "auto"
     """Compile layers with torch: `true`, `false`, or `auto`: on GPUs. What does not compile
     runs as it is, and the log says so."""
-    offload_parameters: bool = False
+    offload_parameters: Annotated[bool, ON_GPUS] = False
     """Keep parameters, gradients and optimizer state on the CPU (GPUs only)."""
-    offload_optimizer: bool = False
+    offload_optimizer: Annotated[bool, ON_GPUS] = False
     """Keep the optimizer state on the CPU; an optimizer step brings that of a layer at a time, the
     next one's while one is stepped (GPUs only)."""
-    offload_between_calls: bool = False
+    offload_between_calls: Annotated[bool, ON_GPUS] = False
     """Roles that share a device take its memory in turns: what a role keeps moves to the CPU when
     another one, or its own generator, is to work (GPUs only)."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -274,9 +276,9 @@ class RolloutConfig:
     parallel: RolloutParallelConfig = field(default_factory=RolloutParallelConfig)
     max_sequences: PositiveInt = 256
     """Samples generated at a time on one replica."""
-    kv_cache_gib: Annotated[PositiveFloat, VLLM] = 0.25
+    kv_cache_gib: Annotated[PositiveFloat, VLLM, ON_CPUS] = 0.25
     """KV cache per device (CPUs)."""
-    memory_share: Annotated[Share, VLLM] = 0.5
+    memory_share: Annotated[Share, VLLM, ON_GPUS] = 0.5
     """Share of a GPU's memory for the engine: its weights and KV cache."""
     quantization: Annotated[str, OneOf("none", "int8", "fp8"), VLLM] = "none"
     """In how many bits linear layers compute while samples are drawn, and those of evaluations:
@@ -287,7 +289,7 @@ class RolloutConfig:
     bits; null: as many for each, in `model.dtype`. See docs/precision.md."""
     max_kl: Annotated[PositiveFloat, STAGES] = 0.01
     """Most nats a token by which a plan's fewer bits may put the generator off the trainer."""
-    cuda_graphs: Annotated[bool, VLLM] = True
+    cuda_graphs: Annotated[bool, VLLM, ON_GPUS] = True
     """Record the generator's kernels once and play them back (GPUs only)."""
     routing_replay: Annotated[bool, VLLM] = False
     """Of a mixture of experts: the trainer lets each token be taken by the experts that took it in

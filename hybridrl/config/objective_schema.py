@@ -33,19 +33,15 @@ VALUES = With(*programs("ppo", "safe_rlhf"))
 _REINFORCES = programs("grpo", "ppo", "remax", "safe_rlhf")
 REINFORCED = With(*_REINFORCES)
 """Rewards become advantages."""
-BY_POLICY_LOSS = With(*_REINFORCES, "distillation.loss=sampled")
+BY_LOSS = With(*_REINFORCES, "distillation.loss=sampled")
 """The actor learns by a `PolicyObjective`."""
-SAMPLED = With(
-    *_REINFORCES,
-    *programs("online_dpo", "expert_iteration", "distillation", "evaluate"),
-)
+_SAMPLES = (*_REINFORCES, *programs("online_dpo", "expert_iteration", "distillation"))
+SAMPLED = With(*_SAMPLES, *programs("evaluate"))
 """Responses are sampled, and scored."""
-WARMED_UP = With(*SAMPLED.conditions[:-1])
+WARMED_UP = With(*_SAMPLES)
 """What samples also trains."""
-MINI_BATCHES = With(
-    *_REINFORCES,
-    *programs("expert_iteration", "distillation", "offline_distillation", "sft"),
-)
+_SUPERVISED = ("expert_iteration", "distillation", "offline_distillation", "sft")
+MINI_BATCHES = With(*_REINFORCES, *programs(*_SUPERVISED))
 DISCOUNTED = With(
     *programs("ppo", "safe_rlhf"),
     *("algorithm.advantage=reinforce_plus_plus", "algorithm.turn_credit=turn"),
@@ -54,6 +50,7 @@ DISCOUNTED = With(
 SCALED = With("algorithm.advantage=group_relative", "algorithm.advantage=pass_at_k")
 CLIPPED = With(*(f"algorithm.policy_loss={name}" for name in ("ppo_clip", "gspo", "cispo", "gmpo")))
 JUDGED = With(".path")
+MASKED = With("algorithm.correction=mask")
 CORRECTED = With(
     *("algorithm.correction=truncate", "algorithm.correction=mask"),
     *("rollout.quantization=int8", "rollout.quantization=fp8", "rollout.plan"),
@@ -94,7 +91,7 @@ class JudgeConfig:
     """Longest template with its values, and what the judge writes, in tokens."""
     weight: Annotated[float, JUDGED] = 1.0
     """Of its grade among the functions' scores."""
-    memory_share: Annotated[Share, JUDGED] = 0.2
+    memory_share: Annotated[Share, JUDGED, With("devices=auto", "devices=cuda")] = 0.2
     """Of a GPU's memory, for its weights and its cache, beside rollout.memory_share."""
 
 
@@ -179,17 +176,17 @@ class AlgorithmConfig:
     """Discount of later rewards."""
     lam: Annotated[Probability, VALUES] = 1.0
     """Of generalised advantage estimation."""
-    policy_loss: Annotated[Name, BY_POLICY_LOSS] = "ppo_clip"
+    policy_loss: Annotated[Name, BY_LOSS] = "ppo_clip"
     """`ppo_clip`, `gspo`, `cispo`, `reinforce`, `sapo` or `gmpo`, or a function of yours."""
-    clip_low: Annotated[NonNegativeFloat, BY_POLICY_LOSS, CLIPPED] = 0.2
+    clip_low: Annotated[NonNegativeFloat, BY_LOSS, CLIPPED] = 0.2
     """How far below 1 the ratio to the policy that sampled is clipped."""
-    clip_high: Annotated[NonNegativeFloat, BY_POLICY_LOSS, CLIPPED] = 0.2
+    clip_high: Annotated[NonNegativeFloat, BY_LOSS, CLIPPED] = 0.2
     """How far above 1."""
     dual_clip: Annotated[
-        float | None, Range(above=1), BY_POLICY_LOSS, With("algorithm.policy_loss=ppo_clip")
+        float | None, Range(above=1), BY_LOSS, With("algorithm.policy_loss=ppo_clip")
     ] = None
     """Largest ratio that counts where the advantage is negative; null: any."""
-    loss_options: Annotated[dict[str, float], BY_POLICY_LOSS] = field(default_factory=dict)
+    loss_options: Annotated[dict[str, float], BY_LOSS] = field(default_factory=dict)
     """Further options of the policy loss, such as `tau_positive` of `sapo`."""
     aggregation: Annotated[
         str,
@@ -229,21 +226,17 @@ class AlgorithmConfig:
     keeps it."""
     kl_horizon: Annotated[PositiveFloat, With("algorithm.kl_target")] = 10000.0
     """Samples over which the coefficient adapts."""
-    entropy_coefficient: Annotated[float, BY_POLICY_LOSS] = 0.0
+    entropy_coefficient: Annotated[float, BY_LOSS] = 0.0
     """Weight of the policy's entropy, which is rewarded."""
-    correction: Annotated[str, OneOf("auto", "none", "truncate", "mask"), BY_POLICY_LOSS] = "auto"
+    correction: Annotated[str, OneOf("auto", "none", "truncate", "mask"), BY_LOSS] = "auto"
     """For the gap between trainer and rollout engine, and for samples of an older policy:
     `truncate` or `mask` importance weights; or `none`. `auto`: `truncate` with
     `rollout.quantization`, or a `rollout.plan` of fewer bits, else `none`."""
-    correction_level: Annotated[str, OneOf("token", "sequence"), BY_POLICY_LOSS, CORRECTED] = (
-        "token"
-    )
+    correction_level: Annotated[str, OneOf("token", "sequence"), BY_LOSS, CORRECTED] = "token"
     """`token` or `sequence`."""
-    correction_low: Annotated[
-        NonNegativeFloat | None, BY_POLICY_LOSS, With("algorithm.correction=mask")
-    ] = None
+    correction_low: Annotated[NonNegativeFloat | None, BY_LOSS, MASKED] = None
     """Smallest weight that `mask` keeps."""
-    correction_high: Annotated[PositiveFloat | None, BY_POLICY_LOSS, CORRECTED] = 2.0
+    correction_high: Annotated[PositiveFloat | None, BY_LOSS, CORRECTED] = 2.0
     """Largest weight."""
     dynamic_sampling: Annotated[bool, GRPO] = False
     """Replace prompts whose samples all score alike, which teach nothing, by others (DAPO)."""
@@ -260,7 +253,7 @@ class AlgorithmConfig:
         1.0
     )
     """The penalty at `rollout.max_tokens`."""
-    ptx_coefficient: Annotated[NonNegativeFloat, BY_POLICY_LOSS, With("data.task")] = 0.0
+    ptx_coefficient: Annotated[NonNegativeFloat, BY_LOSS, With("data.task")] = 0.0
     """Weight of a supervised loss on the right responses of a built-in task, in an update of its
     own after those of a step."""
 

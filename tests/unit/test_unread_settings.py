@@ -1,4 +1,4 @@
-"""A setting of the objective that a program does not read is named or refused."""
+"""A setting of the objective reaches it, or is named or refused where a program does not read it."""
 
 import pytest
 from flips import another_value, default_at
@@ -8,6 +8,7 @@ from hybridrl.checks.algorithm import check_algorithm
 from hybridrl.config.names import leaves
 from hybridrl.config.shown import idle
 from hybridrl.errors import ConfigError
+from hybridrl.trainers.objectives import policy_objective
 
 TEACHER = "models.teacher.path=some/model"
 TEXTS = {"advantage": "leave_one_out", "policy_loss": "sapo", "loss_options": "{a: 1}"}
@@ -42,3 +43,25 @@ def test_a_teacher_is_the_only_one_that_samples_are_held_to():
     config = configured([*job, *terms])
     (said,) = idle(config)
     assert said.startswith("algorithm.kl_coefficient=0.1 does nothing in this job")
+
+
+def test_every_setting_of_the_loss_reaches_it():
+    settings = {
+        **{"policy_loss": "ppo_clip", "clip_low": 0.11, "clip_high": 0.22, "dual_clip": 3.3},
+        **{"kl_coefficient": 0.44, "kl_estimator": "k2", "entropy_coefficient": 0.55},
+        **{"correction": "mask", "correction_level": "sequence"},
+        **{"correction_low": 0.66, "correction_high": 7.7},
+    }
+    job = [f"algorithm.{name}={value}" for name, value in settings.items()]
+    objective = policy_objective(configured(job))
+    options = {name: settings.pop(name) for name in ("clip_low", "clip_high", "dual_clip")}
+    assert objective.options == options and not objective.off_policy
+    assert {name: getattr(objective, name) for name in settings} == settings
+    in_reward = policy_objective(configured([*job, "algorithm.kl_in_reward=true"]))
+    assert in_reward.kl_coefficient == 0 and in_reward.entropy_coefficient == 0.55
+    options = "algorithm.loss_options={tau_positive: 2.0, tau_negative: 3.0}"
+    sapo = policy_objective(configured(["algorithm=sapo", options]))
+    assert sapo.policy_loss == "sapo"
+    assert sapo.options == {"tau_positive": 2.0, "tau_negative": 3.0}
+    older = ["placement=separation", "placement.staleness=1"]
+    assert policy_objective(configured([*job, *older])).off_policy

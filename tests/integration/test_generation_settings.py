@@ -1,0 +1,45 @@
+"""What the settings of generation promise holds for the samples of a job."""
+
+from __future__ import annotations
+
+import pyarrow.parquet as pq
+
+from hybridrl import main
+from hybridrl.config.load import load_config
+
+JOB = [
+    *("executor=inline", "rollout=transformers", "devices=cpu", "warmup.steps=0"),
+    *("model.tiny={hidden_size: 32, layers: 1, heads: 1}", "trainer.steps=1", "eval.prompts=1"),
+    *("data.prompts_per_step=8", "rollout.samples_per_prompt=5", "observe.samples_every=1"),
+]
+
+
+def samples(folder, *overrides):
+    main.run(load_config([*JOB, f"run.directory={folder}", *overrides]))
+    return pq.read_table(folder / "samples" / "step-000001.parquet").to_pylist()
+
+
+def test_numbers_lengths_and_ends_of_samples(tmp_path):
+    limits = ["rollout.max_tokens=6", "rollout.min_tokens=3", "rollout.stop=['1','=2']"]
+    rows = samples(tmp_path / "run", *limits)
+    assert len(rows) == 8 * 5 and len({row["prompt"] for row in rows}) == 8
+    texts = [row["response"] for row in rows]
+    stopped = [text for text in texts if text.endswith(("1", "=2"))]
+    assert stopped and not any("1" in text[:-1] or "=2" in text[:-1] for text in texts)
+    others = [text for text in texts if text not in stopped]
+    assert others and {len(text) for text in others} <= {3, 4, 5, 6}
+    assert any(len(text) < 3 for text in stopped), "min_tokens is about the model's own end"
+    assert max(map(len, texts)) == 6
+
+
+def test_one_of_the_likeliest_tokens_is_drawn(tmp_path):
+    likeliest = samples(tmp_path / "one", "algorithm=expert_iteration", "rollout.top_k=1")
+    by_prompt = {}
+    for row in likeliest:
+        by_prompt.setdefault(row["prompt"], set()).add(row["response"])
+    assert len(by_prompt) == 8 and all(len(found) == 1 for found in by_prompt.values())
+    two = samples(tmp_path / "two", "algorithm=expert_iteration", "rollout.top_k=2")
+    firsts = {}
+    for row in two:
+        firsts.setdefault(row["prompt"], set()).add(row["response"][:1])
+    assert max(map(len, firsts.values())) == 2
