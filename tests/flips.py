@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args, get_origin
+from typing import Any, get_origin
 
 from hybridrl.config.bounds import OneOf, Range
 from hybridrl.config.schema import Config

@@ -1,4 +1,4 @@
-"""A setting of the objective reaches it, or is named or refused where a program does not read it."""
+"""A setting of the objective reaches it, or is named or refused where nothing reads it."""
 
 import pytest
 from flips import another_value, default_at
