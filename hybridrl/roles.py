@@ -101,7 +101,8 @@ def _own_source(job: Built, role: str) -> ModelSource:
 
 def _actor(job: Built, role: str) -> Keywords:
     config, beside = job.config, "algorithm.ptx_coefficient"
-    learns_beside = config.algorithm.ptx_coefficient and counts(beside, config)
+    learns_beside = bool(config.algorithm.ptx_coefficient and counts(beside, config))
+    steps = max(0, config.trainer.steps - config.critic.warmup_steps)
     separated = role == ACTOR and job.placement.is_separated
     return {
         "source": replace(_own_source(job, role), adapters=_adapters(config)),
@@ -109,7 +110,7 @@ def _actor(job: Built, role: str) -> Keywords:
         "rollout": config.rollout,
         "environment": config.environment,
         "objective": job.trainer_class.objective(config),
-        "updates": _updates(config) + (config.trainer.steps if learns_beside else 0),
+        "updates": steps * (config.actor.updates_per_step + learns_beside),
         "seed": config.run.seed,
         "job": job.name,
         "generates": job.roles[role].generates and not separated,

@@ -206,7 +206,8 @@ class CriticConfig:
     value_clip: Annotated[PositiveFloat | None, VALUES] = None
     """Farthest that an update may move a value; null does not clip."""
     warmup_steps: Annotated[NonNegativeInt, VALUES] = 0
-    """First steps, in which only the critic learns."""
+    """First steps, in which only the critic learns: the policy has its learning-rate schedule, and
+    updates of `algorithm.ptx_coefficient`, behind them."""
 
 
 @dataclass

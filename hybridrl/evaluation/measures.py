@@ -23,21 +23,23 @@ def measure(samples: Samples, metric: Metric) -> Floats | None:
     """`[prompts]`, NaN for a prompt of which nothing is known; None if these samples do not give
     the metric.
 
-    Samples without a score are wrong answers, and count in no mean score.
+    Samples without a score are wrong answers, and count in no mean score. If none has one, nothing
+    is known of what is right.
     """
     answers = samples.sampled if samples.sampled is not None else samples.greedy
-    if metric.kind == "accuracy":
-        return None if samples.greedy is None else samples.greedy.correct[:, 0].astype(np.float64)
+    answers = samples.greedy if metric.kind == "accuracy" else answers
     if answers is None or metric.k > answers.correct.shape[1]:
         return None
-    if metric.kind == "mean":
-        return answers.correct.mean(1, dtype=np.float64)
+    values = {"score": answers.scores, "length": answers.tokens, "truncated": answers.truncated}
+    if metric.kind in values:
+        return _mean_of_known(values[metric.kind])
+    if np.isnan(answers.scores).all():
+        return np.full(len(answers.scores), np.nan)
     if metric.kind == "pass":
         return pass_at_k(answers.correct.sum(1), answers.correct.shape[1], metric.k)
     if metric.kind == "maj":
         return majority_at_k(answers.extracted, answers.correct, metric.k)
-    values = {"score": answers.scores, "length": answers.tokens, "truncated": answers.truncated}
-    return _mean_of_known(values[metric.kind])
+    return answers.correct.mean(1, dtype=np.float64)
 
 
 def pass_at_k(correct: npt.NDArray[Any], samples: int, k: int) -> Floats:

@@ -41,8 +41,8 @@ class Trainer(base.Trainer):
         return batch, [actor.update_preference(batch.select(*LEARNED_FROM, "ref_log_probs"))]
 
     def evaluate(self, held_out: BatchRef) -> dict[str, float]:
-        """`eval/pair_accuracy` and `eval/pair_margin` of the implicit reward, beta times the
-        log-ratio to the reference."""
+        """`eval/pair_accuracy` and `eval/pair_margin` of the implicit reward that is trained, beta
+        times the log-ratio to the reference."""
         sample, columns = held_out.select(*SAMPLE), ["log_probs", "ref_log_probs"]
         batch = held_out | self.groups["actor"].compute_log_prob(sample)
         batch |= self.groups["reference"].compute_ref_log_prob(sample)
@@ -50,4 +50,7 @@ class Trainer(base.Trainer):
             batch.apply(partial(row_sums, column=column), [column, "response_mask"]).collect()
             for column in columns
         )
-        return pair_figures(self.config.preference.beta * (policy["total"] - reference["total"]))
+        ratios = policy["total"] - reference["total"]
+        if self.config.preference.length_normalised:
+            ratios = ratios / policy["tokens"].clamp(min=1)
+        return pair_figures(self.config.preference.beta * ratios)

@@ -23,9 +23,10 @@ def evaluate_answers(
 ) -> dict[str, float]:
     """`accuracy`: the share of greedy responses that are right.
 
-    With `eval.samples` = k above 1 also `eval/mean@k` and `eval/pass@k`, of k samples drawn as in
-    training: the share that is right, and the share of prompts with a right one. With
-    `eval.by_column` the same figures for each value of that column, as `accuracy/<value>`.
+    NaN if none of them could be scored; else one that could not is wrong. With `eval.samples` = k
+    above 1 also `eval/mean@k` and `eval/pass@k`, of k samples drawn as in training: the share that
+    is right, and the share of prompts with a right one. With `eval.by_column` the same figures for
+    each value of that column, as `accuracy/<value>`.
 
     Args:
         drawn: Gets the samples.
@@ -39,15 +40,17 @@ def evaluate_answers(
         kept.append(draw(actor, reward, prompts, how, samples))
         found = kept[-1].rows.collect(["scores", OUTCOMES, *by], partial=True)
         sources = [str(value) for value in found.table.column(by[0]).to_pylist()] if by else []
-        return is_right(outcomes_of(found), config.reward.correct_at), sources
+        outcomes = outcomes_of(found)
+        right = is_right(outcomes, config.reward.correct_at).double()
+        return right if (~outcomes.isnan()).any() else outcomes, sources
 
     greedy, sources = correct(sampling.greedy())
     figures = _means("accuracy", greedy, sources)
     if (k := config.eval.samples) > 1:
         right, _ = correct(sampling, k)
         right = right.view(-1, k)
-        figures |= _means(f"eval/mean@{k}", right.double().mean(1), sources)
-        figures |= _means(f"eval/pass@{k}", right.any(1), sources)
+        figures |= _means(f"eval/mean@{k}", right.mean(1), sources)
+        figures |= _means(f"eval/pass@{k}", right.amax(1), sources)
     return figures
 
 

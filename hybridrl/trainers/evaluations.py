@@ -90,7 +90,8 @@ class Evaluations:
             else:
                 found, entries = self._set(self.job.eval_sets[name], step)
             records = self.job.beside.called(self.job.executor.take_records())
-            for notice in self.unscored.look(f"evaluation{where} at step {step}", records):
+            called = f"evaluation{where} at step {step}"
+            for notice in self.unscored.look(called, records, is_needed=not self._trains):
                 self.view.message(notice)
             figures |= found
             written |= entries

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pyarrow as pa
+
 from hybridrl.config.schema import Config, ExpertConfig
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.core.batch import Batch
@@ -59,7 +61,7 @@ class Trainer(PolicyTrainer):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state)
-        self.pool.extend(self.put(_as_batch(rows)) for rows in state["pool"] if rows)
+        self.pool.extend(self.put(_as_batch(rows)) for rows in state["pool"])
 
 
 def as_kept(batch: Batch) -> Batch:
@@ -101,4 +103,6 @@ def best_of_each(rows: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _as_batch(rows: Sequence[Mapping[str, Any]]) -> Batch:
-    return Batch.from_columns({name: [row[name] for row in rows] for name in KEPT})
+    """The rows that a checkpoint has of a step: none at all where nothing was right."""
+    kind = pa.large_list(pa.int64())
+    return Batch.from_columns({n: pa.array([row[n] for row in rows], kind) for n in KEPT})

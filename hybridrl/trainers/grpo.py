@@ -37,7 +37,8 @@ class Trainer(PolicyTrainer):
             samples = self.samples()
             judged = self.rewarded(samples)
         # Behind the calls of this step: the samples of the one before may not be scored yet.
-        version = self.steps * self.config.actor.updates_per_step
+        beside = config.ptx_coefficient > 0
+        version = self.steps * (self.config.actor.updates_per_step + beside)
         replayed = self.replay.draw(version)
         self.figures |= self.replay.figures
         rows, judged = self.unfold(samples, judged)

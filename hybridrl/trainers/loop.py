@@ -240,9 +240,8 @@ class Loop:
             if not self.evaluations.is_part(name)
         ]
         self.view.message(f"step {step}: {', '.join(shown)}")
-        if "accuracy" in figures:
-            first, now = self.summary["accuracy_first"], figures["accuracy"]
-            if notice := self._decline.look(step, first, now):
+        if (now := self.summary.get("accuracy_last")) is not None and "accuracy" in figures:
+            if notice := self._decline.look(step, self.summary["accuracy_first"], now):
                 self.view.message(notice)
             self.steps.trip(self.steps.tripwires.evaluated(step, now))
         if self._gives(self._early.metric, names):

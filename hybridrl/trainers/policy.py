@@ -89,7 +89,8 @@ class PolicyTrainer(base.Trainer):
         return found + [groups[critic].compute_values(tokens) for critic in self.CRITICS]
 
     def learn(self, batch: BatchRef, *columns: str) -> list[Handle]:
-        """One optimizer step of every critic and of the actor on each mini-batch.
+        """One optimizer step of every critic and of the actor on each mini-batch, the actor's after
+        `critic.warmup_steps`.
 
         Args:
             columns: That the actor's update needs besides those that every program has.
@@ -97,15 +98,14 @@ class PolicyTrainer(base.Trainer):
         config, actor = self.config, self.groups["actor"]
         reference = ["ref_log_probs"] if "reference" in self.groups else []
         needed = (*LEARNED_FROM, *SAMPLED, "advantages", *columns, *reference)
-        handles = []
+        handles, learns = [], self.steps >= config.critic.warmup_steps
         for part in self.mini_batches(batch):
             for critic, learned in self.CRITICS.items():
                 update = self.groups[critic].update_critic
                 handles.append(update(part.select(*LEARNED_FROM, *learned)))
-            if self.steps < config.critic.warmup_steps:
-                continue
-            handles.append(self.kl.watch(actor.update_actor(part.select(*needed))))
-        if (coefficient := config.algorithm.ptx_coefficient) > 0:
+            if learns:
+                handles.append(self.kl.watch(actor.update_actor(part.select(*needed))))
+        if learns and (coefficient := config.algorithm.ptx_coefficient) > 0:
             actor.update_supervised(self.next_examples(coefficient))
         self.steps += 1
         return handles

@@ -114,13 +114,13 @@ def as_baseline(batch: Batch, config: AlgorithmConfig, longest: int) -> Batch:
 def greedy_advantages(
     batch: Batch, config: AlgorithmConfig, longest: int, coefficient: float
 ) -> Batch:
-    """ReMax's `advantages`, against the column `greedy_scores`. Rows do not depend on each
-    other."""
-    samples = samples_of(batch, config, longest)
+    """ReMax's `advantages`, against the column `greedy_scores`; samples without one are dropped, as
+    there is nothing to compare them with. Rows do not depend on each other."""
+    samples, baseline = samples_of(batch, config, longest), batch["greedy_scores"][firsts(batch)]
+    segments = without(samples.segments, baseline.isnan())
+    samples = samples._replace(segments=segments)
     rewards = token_rewards(batch, samples, config, coefficient)
-    baseline = batch["greedy_scores"][firsts(batch)].nan_to_num()
-    segments = samples.segments
-    advantages, _ = remax(rewards, baseline, segments.mask, segments=segments)
+    advantages, _ = remax(rewards, baseline.nan_to_num(), segments.mask, segments=segments)
     return _columns(batch, advantages=advantages, response_mask=segments.mask)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -218,9 +219,11 @@ class Steps:
 
 
 def note(summary: dict[str, Any], name: str, value: float) -> None:
-    """Keeps the first and the last value of a figure."""
-    summary.setdefault(f"{name}_first", value)
-    summary[f"{name}_last"] = value
+    """Keeps the first and the last value of a figure; of NaN, that it is not known."""
+    known = None if math.isnan(value) else value
+    if summary.get(f"{name}_first") is None:
+        summary[f"{name}_first"] = known
+    summary[f"{name}_last"] = known
 
 
 def note_first_step(job: Job, summary: dict[str, Any]) -> None:

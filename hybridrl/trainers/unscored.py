@@ -18,42 +18,23 @@ class Unscored:
     def __init__(self) -> None:
         self._told: set[str] = set()
 
-    def look(self, where: str, records: Sequence[Record]) -> list[str]:
+    def look(self, where: str, records: Sequence[Record], is_needed: bool = True) -> list[str]:
         """What is to be said of these calls.
 
         Args:
             where: When they were made, such as `step 3`.
+            is_needed: Whether the run is over without a score: not if it only evaluates by the way.
 
         Raises:
-            RewardError: if no sample of theirs has a score.
+            RewardError: if one is needed and no sample of theirs has it.
         """
+        said = [told for record in records for told in self._new(record, where)]
         for kind in KINDS:
-            scored = sum(record.metrics.get(f"{kind}_count", 0) for record in records)
-            dropped = sum(record.metrics.get(f"{kind}_dropped", 0) for record in records)
-            if dropped and not scored:
-                first = next((said for record in records for said in record.notices), "")
-                failed = [f"episode_{name}" for name in FAILURES]
-                if dropped <= sum(r.metrics.get(name, 0) for r in records for name in failed):
-                    raise RewardError(
-                        f"{where}: none of the {dropped:g} episodes could be played, and all were "
-                        "dropped, as environment.on_error=drop says: nothing is left to learn "
-                        f"from. {first}".rstrip()
-                    )
-                plays = any("episode_turns" in record.metrics for record in records)
-                why = (
-                    f"could be scored, and all were dropped, as {kind}.on_error=drop says"
-                    if first
-                    else "has a reward: their episodes returned None and reported none, or a "
-                    f"function of {kind}.function returned None, which drops a sample"
-                    if plays
-                    else f"has a score, because a function of {kind}.function returned None for "
-                    "each, which drops it"
-                )
-                raise RewardError(
-                    f"{where}: none of the {dropped:g} samples {why}: nothing is left to learn "
-                    f"from. {first}".rstrip()
-                )
-        return [said for record in records for said in self._new(record, where)]
+            if why := _none_scored(kind, records):
+                if is_needed:
+                    raise RewardError(f"{where}: {why.format('nothing is left to learn from')}")
+                said.append(f"{where}: {why.format('its figures say nothing')}")
+        return said
 
     def _new(self, record: Record, where: str) -> list[str]:
         if not record.notices or record.role in self._told:
@@ -68,3 +49,31 @@ class Unscored:
             f"{where}: {record.notices[0].rstrip()}\nThe run goes on, as {kind}.on_error says; "
             f"{counted}, and this is said once."
         ]
+
+
+def _none_scored(kind: str, records: Sequence[Record]) -> str:
+    """Why no sample has a score of this kind, with `{}` for what follows; empty: some have, or
+    nothing was scored."""
+    scored = sum(record.metrics.get(f"{kind}_count", 0) for record in records)
+    dropped = sum(record.metrics.get(f"{kind}_dropped", 0) for record in records)
+    if scored or not dropped:
+        return ""
+    first = next((said for record in records for said in record.notices), "")
+    shown = first.replace("{", "{{").replace("}", "}}")
+    failed = sum(r.metrics.get(f"episode_{name}", 0) for r in records for name in FAILURES)
+    if dropped <= failed:
+        return (
+            f"none of the {dropped:g} episodes could be played, and all were dropped, as "
+            f"environment.on_error=drop says: {{}}. {shown}".rstrip()
+        )
+    plays = any("episode_turns" in record.metrics for record in records)
+    why = (
+        f"could be scored, and all were dropped, as {kind}.on_error=drop says"
+        if first
+        else "has a reward: their episodes returned None and reported none, or a "
+        f"function of {kind}.function returned None, which drops a sample"
+        if plays
+        else f"has a score, because a function of {kind}.function returned None for "
+        "each, which drops it"
+    )
+    return f"none of the {dropped:g} samples {why}: {{}}. {shown}".rstrip()

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from hybridrl import Batch, Job, load_config
+from hybridrl.data.tasks.arithmetic import CHARACTERS
+from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.errors import TrainingError
+from hybridrl.models import make_tiny_model
 from hybridrl.observe.console import make_console
 from hybridrl.trainers import loop
 from hybridrl.trainers.expert_iteration import KEPT
@@ -30,7 +33,9 @@ def start(tmp_path):
     with contextlib.ExitStack() as stack:
 
         def make(*overrides, **objects):
-            config = load_config([*SMALL, f"run.root={tmp_path}", *overrides])
+            is_own = any(one.startswith("model.path=") for one in overrides)
+            small = [one for one in SMALL if not (is_own and one.startswith("model.tiny"))]
+            config = load_config([*small, f"run.root={tmp_path}", *overrides])
             return stack.enter_context(Job(config, **objects))
 
         yield make
@@ -120,7 +125,7 @@ def test_answers_that_were_kept_survive_a_checkpoint(start):
     state = json.loads(json.dumps(trainer.state()))
     again = job.make_trainer()
     again.load_state(state)
-    assert again.state()["pool"] == [state["pool"][0]] == [kept.to_pylist()]
+    assert again.state()["pool"] == state["pool"] == [kept.to_pylist(), []]
     batch, handles = again.step()
     assert len(batch) == 32 and handles[0].get()["tokens"] >= 6
 
@@ -192,6 +197,37 @@ def test_all_files_say_the_same_of_what_is_right(start):
                 assert told[evaluation["step"]][key] == pytest.approx(figure["value"], abs=1e-6)
                 compared += 1
     assert compared >= 8
+
+
+def test_an_evaluation_without_a_score_does_not_end_the_training(start, tmp_path, capsys):
+    for name, answer in (("rows", "1"), ("held_out", "unknown")):
+        rows = [{"prompt": f"{n}+1=", "answer": answer} for n in range(8)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    base, size = tmp_path / "base", {"hidden_size": 32, "layers": 1, "heads": 1}
+    make_tiny_model(base, build_tokenizer(CHARACTERS), seed=7, context=64, **size)
+
+    def known(response, answer):
+        return None if answer == "unknown" else float(response.startswith(answer))
+
+    job = start(
+        *("algorithm=grpo", "data=jsonl", f"data.path={tmp_path / 'rows.jsonl'}"),
+        *(f"model.path={base}", "reward.on_error=drop"),
+        *(f"data.eval_path={tmp_path / 'held_out.jsonl'}", "eval.every=1", "eval.samples=2"),
+        *("trainer.steps=2", "checkpoint.every=1", "checkpoint.best=accuracy"),
+        *("eval.stop.metric=accuracy", "eval.stop.patience=5"),
+        reward=known,
+    )
+    assert len(run(job)) == 2
+    folder, names = job.directory.path, {"accuracy", "eval/mean@2", "eval/pass@2"}
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    told = [row for row in lines if "accuracy" in row]
+    assert len(told) == 3 and all(row[name] is None for row in told for name in names)
+    entries = json.loads((folder / "evaluations.json").read_text())["evaluations"]
+    metrics = [one for entry in entries for one in entry["sets"]["held_out"]["metrics"].values()]
+    assert len(metrics) == 9 and all(one["value"] is None for one in metrics)
+    said = capsys.readouterr().out
+    assert "evaluation at step 0: none of the" in said and "its figures say nothing" in said
 
 
 def test_a_function_compares_the_samples_of_a_prompt(start):

@@ -43,6 +43,12 @@ def test_the_violation_is_averaged_over_the_last_updates():
     )
 
 
+def test_the_violation_is_one_at_most_over_any_number_of_updates():
+    multiplier = LagrangeMultiplier(1.0, limit=0.0, rate=0.1)
+    for update in range(1, 9):  # all costs are as far above the limit
+        assert after(multiplier, costs(1.0)) == pytest.approx(math.exp(0.1 * update))
+
+
 def test_it_never_exceeds_its_cap_and_comes_down_at_once():
     multiplier = LagrangeMultiplier(0.5, limit=0.3, rate=0.5)
     assert after(multiplier, *[costs(0.9)] * 1000) == 10.0

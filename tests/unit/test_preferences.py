@@ -1,12 +1,14 @@
 """Losses of pairs against plain loops over the pairs, and the multiplier of a constraint."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from settings import configured
 
 from hybridrl.algorithms import (
     BradleyTerry,
@@ -14,7 +16,9 @@ from hybridrl.algorithms import (
     Segments,
     token_weights,
 )
+from hybridrl.core.batch import Batch
 from hybridrl.errors import ConfigError
+from hybridrl.trainers import dpo
 
 # Tokens of the answers of three pairs, the chosen one first.
 LENGTHS = [4, 2, 1, 6, 3, 3]
@@ -164,3 +168,45 @@ def test_the_gradient_is_that_of_the_mean_over_pairs(objective, output):
 def test_an_unknown_preference_loss_is_a_sentence():
     with pytest.raises(ConfigError, match=r"`preference\.loss` is `sigmod`.*`sigmoid`\?"):
         DirectPreference(loss="sigmod")
+
+
+class Here(Batch):
+    """A batch that is where the driver is."""
+
+    def select(self, *columns):
+        return Here(super().select(columns).table)
+
+    def apply(self, function, columns):
+        return Here(function(self.select(*columns)).table)
+
+    def collect(self):
+        return self
+
+    def __or__(self, other):
+        return Here(super().__or__(other).table)
+
+
+@pytest.mark.parametrize(("is_mean", "margin"), [(False, 0.5 * (2 - 3)), (True, 0.5 * (1 - 0.75))])
+def test_pairs_are_evaluated_by_the_reward_that_is_trained(is_mean, margin):
+    def scores(name, rows):
+        values = [torch.tensor(row) for row in rows]
+        return lambda batch: Here(Batch.from_columns({name: values}).table)
+
+    # The chosen response: two tokens to learn between one of a tool; the rejected one: four.
+    masks = [torch.tensor([1, 0, 1], dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)]
+    ids = [torch.ones(n, dtype=torch.int64) for n in (3, 4)]
+    pair = {"prompt_ids": ids, "response_ids": ids, "response_mask": masks}
+    policy = scores("log_probs", [[-1.0, 9.0, -1.0], [-1.0, -1.0, -1.0, -1.0]])
+    reference = scores("ref_log_probs", [[-2.0, 0.0, -2.0], [-2.0, -2.0, -2.0, -1.0]])
+    config = configured(["algorithm=dpo", f"preference.length_normalised={is_mean}"])
+    config.preference.beta = 0.5
+    trainer = SimpleNamespace(
+        config=config,
+        groups={
+            "actor": SimpleNamespace(compute_log_prob=policy),
+            "reference": SimpleNamespace(compute_ref_log_prob=reference),
+        },
+    )
+    found = dpo.Trainer.evaluate(trainer, Here(Batch.from_columns(pair).table))
+    assert found["eval/pair_margin"] == pytest.approx(margin)
+    assert found["eval/pair_accuracy"] == float(margin > 0)

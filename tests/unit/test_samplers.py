@@ -59,6 +59,31 @@ def test_pass_rate_tells_rows_apart_that_nothing_else_does():
     assert len(sampler.draw(100)) == 100 and len(sampler.draw(0)) == 0
 
 
+def drawn_first(sampler, draws=200):
+    """How often, of two rows, the first is preferred."""
+    return sum(int(sampler.draw(1)[0]) == 0 for _ in range(draws)) / draws
+
+
+def test_a_row_is_known_by_its_own_right_samples_until_they_are_old():
+    options = "data.sampler_options={low: 0.7, high: 1.0, half_life: 1}"
+    two = Batch.from_columns({"answer": ["a", "b"]})
+    sampler = made("data.sampler=pass_rate", options.replace(" 1}", " 1000}"), rows=two)
+    rows, scores = np.repeat([0, 1], 64), np.repeat(np.float32([1, 0]), 64)
+    sampler.update(rows, scores)
+    assert drawn_first(sampler) > 0.9, "the first was right, the second wrong"
+    # What was seen long ago counts no more: only what rows have in common does.
+    sampler = made("data.sampler=pass_rate", options, rows=two)
+    sampler.update(rows, scores)
+    for _ in range(20):
+        sampler.draw(1)
+    assert 0.35 < drawn_first(sampler) < 0.65
+    sampler = made("data.sampler=pass_rate", options, rows=two)
+    for right in ([1, 1, 1, 1], [0]):
+        sampler.draw(1)
+        sampler.update(np.zeros(len(right), np.int64), np.float32(right))
+    assert sampler.state()["counts"] == [[2.0, 1.0]], "a step later four samples count as two"
+
+
 def test_difficulty_rises_when_a_level_is_mastered_and_falls_when_none_is_right():
     sampler = made("data.sampler=difficulty", "data.sampler_options.samples=64")
     assert set(LEVELS[sampler.draw(32)]) == {1.0}

@@ -221,14 +221,13 @@ def test_greedy_advantages_with_kl_and_failures():
     config = settings(kl_in_reward=True, kl_estimator="k1")
     found = greedy_advantages(batch, config, LONGEST, 0.2)
     mask = mask_of(batch)
-    mask[3] = False
+    mask[[0, 3]] = False  # nothing is known of the first's greedy answer, or of the fourth
     differences = dense(batch, "log_probs") - dense(batch, "ref_log_probs")
     expected = torch.zeros(mask.shape)
     for row, place in mask.nonzero().tolist():
         later = mask[row].clone()
         later[:place] = False
-        # A greedy answer without a score counts as 0.
-        expected[row, place] = SCORES[row] - float(greedy[row].nan_to_num())
+        expected[row, place] = SCORES[row] - float(greedy[row])
         expected[row, place] -= 0.2 * float(differences[row][later].sum())
     assert_column(found, "advantages", expected)
     assert_column(found, "response_mask", mask.to(torch.uint8))
@@ -310,16 +309,16 @@ def ragged_batches(draw):
     lengths = draw(st.lists(st.integers(0, 6), max_size=6))
     rows, tokens = len(lengths), sum(lengths)
     bits = draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens))
-    lost = draw(st.lists(st.booleans(), min_size=2 * rows, max_size=2 * rows))
+    lost = draw(st.lists(st.booleans(), min_size=3 * rows, max_size=3 * rows))
     groups = draw(st.lists(st.sampled_from([-3, 0, 10**12]), min_size=rows, max_size=rows))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)])
-    dropped = torch.tensor(lost, dtype=torch.bool).view(2, rows)
+    dropped = torch.tensor(lost, dtype=torch.bool).view(3, rows)
     scores = torch.randn(3, rows, generator=generator).round(decimals=1)
     columns = {
         "scores": scores[0].masked_fill(dropped[0], math.nan),
         "costs": scores[1].masked_fill(dropped[1], math.nan),
-        "greedy_scores": scores[2],
+        "greedy_scores": scores[2].masked_fill(dropped[2], math.nan),
         "group_id": torch.tensor(groups, dtype=torch.int64),
         "response_mask": Ragged(torch.tensor(bits, dtype=torch.uint8), cu_seqlens),
     }
@@ -396,10 +395,10 @@ def test_packed_safe_rlhf_equals_padded(batch):
 def test_packed_remax_equals_padded(batch):
     config = settings(kl_in_reward=True)
     found = greedy_advantages(batch, config, 6, 0.3)
-    mask, columns = padded(batch, "scores")
+    mask, columns = padded(batch, "scores", "greedy_scores")
     both = columns["log_probs"], columns["ref_log_probs"]
     rewards = algorithms.shape_rewards(batch["scores"].nan_to_num(), mask, *both, 0.3, "k1")
-    advantages, _ = algorithms.remax(rewards, batch["greedy_scores"], mask)
+    advantages, _ = algorithms.remax(rewards, batch["greedy_scores"].nan_to_num(), mask)
     assert_packed(batch, found, advantages=advantages, response_mask=mask)
 
 

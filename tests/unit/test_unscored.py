@@ -1,9 +1,12 @@
 """Samples without a score: told of once, and the end of a run that has no others."""
 
+import math
+
 import pytest
 
 from hybridrl.core.record import Record
 from hybridrl.errors import RewardError
+from hybridrl.trainers.steps import note
 from hybridrl.trainers.unscored import Unscored
 
 
@@ -45,3 +48,20 @@ def test_none_scored_is_an_error_that_quotes_the_first_failure(kind):
         Unscored().look("evaluation at step 0", ranks)
     with pytest.raises(RewardError, match="row 1: ValueError"):
         Unscored().look("step 1", ranks)
+
+
+def test_an_evaluation_by_the_way_that_says_nothing_is_told_of():
+    ranks = [record(dropped=2), record(dropped=3, notice="row 1: KeyError: {x}")]
+    told = Unscored().look("evaluation at step 0", ranks, is_needed=False)
+    assert any("none of the 5 samples could be scored" in said for said in told)
+    assert any("its figures say nothing. row 1: KeyError: {x}" in said for said in told)
+    assert Unscored().look("evaluation at step 1", [record(scored=1)], is_needed=False) == []
+
+
+def test_the_summary_knows_figures_that_are_numbers():
+    summary = {}
+    for value in (math.nan, 0.5, 0.75):
+        note(summary, "accuracy", value)
+    assert summary == {"accuracy_first": 0.5, "accuracy_last": 0.75}
+    note(summary, "accuracy", math.nan)
+    assert summary["accuracy_last"] is None

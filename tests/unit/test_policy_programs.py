@@ -1,0 +1,156 @@
+"""What driver programs have their workers do, step by step, and what they learn from."""
+
+import contextlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from settings import configured
+
+from hybridrl import roles
+from hybridrl.core.batch import Batch
+from hybridrl.trainers import grpo
+from hybridrl.trainers.distillation import towards_teacher
+from hybridrl.trainers.feed import Feed
+from hybridrl.trainers.policy import PolicyTrainer
+
+PTX = "algorithm.ptx_coefficient=0.25"
+
+
+class Notes:
+    """A worker group that notes its calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, method):
+        return lambda *arguments: self.calls.append(method)
+
+
+def updates_of(steps, *overrides, critics=()):
+    """The actor's updates in each step, of two mini-batches."""
+    trainer = SimpleNamespace(
+        config=configured(["algorithm=ppo", PTX, *overrides]),
+        groups={"actor": Notes(), "critic": Notes()},
+        CRITICS={"critic": ("values", "returns")},
+        mini_batches=lambda batch: [SimpleNamespace(select=lambda *names: names)] * 2,
+        kl=SimpleNamespace(watch=lambda handle: handle),
+        next_examples=lambda coefficient: coefficient,
+        steps=0,
+    )
+    found = []
+    for _ in range(steps):
+        trainer.groups["actor"].calls.clear()
+        PolicyTrainer.learn(trainer, None)
+        found.append([*trainer.groups["actor"].calls])
+    assert trainer.groups["critic"].calls == ["update_critic"] * 2 * steps
+    return found
+
+
+def test_while_only_the_critic_learns_the_actor_does_not():
+    whole = ["update_actor", "update_actor", "update_supervised"]
+    assert updates_of(4, "critic.warmup_steps=2") == [[], [], whole, whole]
+    assert updates_of(1) == [whole]
+
+
+def test_the_schedule_of_the_actor_spans_the_updates_that_it_makes(monkeypatch):
+    monkeypatch.setattr(roles, "_own_source", lambda job, role: SimpleNamespace())
+    monkeypatch.setattr(roles, "replace", lambda source, **changed: source)
+    monkeypatch.setattr(roles, "_training", lambda job, role: None)
+
+    def updates(*overrides):
+        config = configured(["trainer.steps=10", "actor.updates_per_step=3", *overrides])
+        job = SimpleNamespace(
+            config=config,
+            name="job",
+            trainer_class=SimpleNamespace(objective=lambda config: None),
+            placement=SimpleNamespace(is_separated=False),
+            roles={"actor": SimpleNamespace(generates=True), "critic": None},
+        )
+        return roles._actor(job, "actor")["updates"], roles._critic(job, "critic")["updates"]
+
+    assert updates("algorithm=grpo") == (30, 30)
+    assert updates("algorithm=ppo", PTX, "critic.warmup_steps=4") == (24, 30)
+    assert updates("algorithm=ppo", "critic.warmup_steps=12")[0] == 0
+
+
+class Table:
+    """A batch of which every column is there."""
+
+    columns = SimpleNamespace(may_have=lambda name: False)
+
+    def __or__(self, other):
+        return self
+
+    def apply(self, *arguments, **options):
+        return self
+
+
+@pytest.mark.parametrize(("overrides", "a_step"), [([], 3), ([PTX], 4)])
+def test_the_age_of_replayed_samples_is_counted_in_updates(overrides, a_step, monkeypatch):
+    drawn, kept = [], []
+    monkeypatch.setattr(grpo, "BatchRef", SimpleNamespace(concat=lambda parts: parts))
+    settings = ["algorithm.replay_share=0.4", "actor.updates_per_step=3", *overrides]
+    trainer = SimpleNamespace(
+        config=configured(settings),
+        replay=SimpleNamespace(
+            draw=lambda version: drawn.append(version) or [],
+            keep=lambda batch, version: kept.append(version),
+            figures={},
+        ),
+        samples=Table,
+        rewarded=lambda samples: [],
+        unfold=lambda samples, judged: (samples, judged),
+        score=lambda rows, log_probs: [],
+        learn=lambda *arguments: [],
+        groups={"actor": None},
+        credited=[],
+        figures={},
+    )
+    for step in range(3):
+        trainer.steps = step
+        grpo.Trainer.step(trainer)
+    assert drawn == kept == [0, a_step, 2 * a_step]
+
+
+def test_a_student_is_drawn_to_what_its_teacher_finds_likelier():
+    mask = torch.tensor([1, 1, 0, 1], dtype=torch.uint8)
+    teacher, student = torch.tensor([-1.0, -2.0, 5.0, -3.0]), torch.tensor([-2.0, -2.0, 0.0, -5.0])
+    columns = {"ref_log_probs": teacher, "rollout_log_probs": student, "response_mask": mask}
+    found = towards_teacher(Batch.from_columns({name: [x] for name, x in columns.items()}))
+    # Gains of 1, 0 and 2, less their mean, over their standard deviation of 1.
+    assert found["advantages"].values.tolist() == pytest.approx([0.0, -1.0, 0.0, 1.0], abs=1e-6)
+
+
+def feed_of(rows, examples=None, **settings):
+    config = configured([f"{name}={value}" for name, value in settings.items()])
+    config.data.prompts_per_step = 2
+    beside = SimpleNamespace(doing=lambda kind: contextlib.nullcontext())
+    return Feed(config, "prompts", rows, examples, None, lambda batch: batch, beside)
+
+
+def test_examples_weigh_as_much_as_their_coefficient():
+    lengths = [3, 1, 4]
+    mask = [torch.ones(n, dtype=torch.uint8) for n in lengths]
+    rows = Batch.from_columns({"prompt_ids": mask, "response_mask": mask})
+    feed = feed_of(rows, examples=rows)
+    found = feed.next_examples(0.25)
+    weights = found.ragged("loss_weights").values.tolist()
+    assert weights == pytest.approx([0.25 / len(weights)] * len(weights))
+    whole = feed.next_examples(1.0).ragged("loss_weights").values
+    assert float(whole.sum()) == pytest.approx(1.0)
+
+
+def test_groups_are_numbered_on_after_a_resume():
+    rows = Batch.from_columns({"prompt_ids": torch.arange(8)[:, None]})
+    first, second = feed_of(rows), feed_of(rows)
+    before = [*first.next_batch()["group_id"].tolist(), *first.next_batch()["group_id"].tolist()]
+    second.load_state(first.state())
+    assert before == [0, 1, 2, 3] and second.numbered == 4
+    batch = second.next_batch()
+    assert batch["group_id"].tolist() == [4, 5]
+    # A step of before the resume that turns out bad leaves out none of the rows dealt since.
+    assert second.leave_out(before) == 0 and second.leave_out([5]) == 1
+    dealt = np.concatenate([second.next_batch()["prompt_ids"].values.numpy() for _ in range(20)])
+    assert int(batch["prompt_ids"].rows()[1]) not in dealt
