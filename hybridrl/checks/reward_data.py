@@ -7,7 +7,7 @@ ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ from hybridrl.data.mixture import rewards_of, source_names, sources_of
 from hybridrl.errors import ConfigError, DataError, RewardError
 from hybridrl.rewards import RewardPool
 from hybridrl.rewards.by_source import settings_by_source
-from hybridrl.rewards.code import read_tests
 from hybridrl.rewards.loading import (
     check_fit,
     functions_of,
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 
 COMPARE = ("contains", "numeric", "boxed")
 """Built-in functions that refuse answers, and take a moment for a hundred thousand."""
-TESTED = "hybridrl.rewards.code:passes_tests"
-"""A function that refuses `tests`."""
 TO_ANSWERS = ("exact", "math", *COMPARE)
 """Built-in functions that compare responses with answers."""
 OF_SHAPE = ("format", "length", "target_length")
@@ -214,23 +211,17 @@ def _check_options(
 
 
 def _check_answers(settings: RewardConfig, prompts: Batch) -> None:
-    """Refuses answers and tests that nothing can be compared with, where that would end the job."""
-    for name in functions_of(settings)[0] if settings.on_error == "fail" else ():
-        check: Callable[..., Any]
-        if name in COMPARE:
-            column, check = "answer", partial(load_function(name), prompt="", response="")
-        elif name == TESTED and "tests" in prompts.columns:
-            column, check = "tests", read_tests
-        else:
-            continue
-        values = prompts.table.column(column).to_pylist()
-        for given, prompt in zip(values, prompts["prompt"], strict=True):
+    """Refuses answers that nothing can be compared with, where that would end the job."""
+    compared = [name for name in functions_of(settings)[0] if name in COMPARE]
+    for name in compared if settings.on_error == "fail" else ():
+        check = partial(load_function(name), prompt="", response="")
+        for answer, prompt in zip(prompts["answer"], prompts["prompt"], strict=True):
             try:
-                check(**{column: given})
+                check(answer=answer)
             except ValueError as error:
                 raise DataError(
                     f"reward.function={name} cannot score the prompt that begins with "
-                    f"{prompt[:60]!r}: {error} Mend the {column} or leave the row out; or take "
+                    f"{prompt[:60]!r}: {error} Mend the answer or leave the row out; or take "
                     "another function, or reward.on_error=drop."
                 ) from error
 

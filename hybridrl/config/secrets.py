@@ -23,6 +23,7 @@ from hybridrl.core.redaction import (
     HIDDEN,
     REFERENCE,
     is_secret,
+    redact,
     register_secret,
     url_secrets,
     without_url_secrets,
@@ -90,7 +91,8 @@ def written(config: Config) -> Config:
         if isinstance(value, Secret):
             return value.written
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return HIDDEN if is_number and _is_named(path) else value
+        is_hidden = is_number and _is_named(path)  # or the same text, in another place
+        return HIDDEN if is_hidden or (type(value) is str and redact(value) == HIDDEN) else value
 
     return _changed(config, write)
 

@@ -105,18 +105,12 @@ def register_secrets(said: str) -> None:
         for name, entry in [*whole, *((m[2], m[3]) for m in ENTRY.finditer(line))]:
             if is_secret(name) and not REFERENCE.search(entry):
                 register_secret(entry.partition(" #")[0].strip(" '\"[]"))
-        for variable in REFERENCE.findall(line):
-            value = os.environ.get(variable, "")
+        for found in REFERENCE.finditer(line):
+            before, value = line[: found.start()], os.environ.get(found[1], "")
+            named = re.findall(r"\w+(?=['\"]?\s*[:=])", before)[-1:]
             register_url(value)
-            before = line.partition("${")[0]
-            if is_secret(variable) or url_secrets(f"{before}x@") or _names_secret(before):
+            if any(map(is_secret, [found[1], *named])) or url_secrets(f"{before}x@"):
                 register_secret(value)
-
-
-def _names_secret(before: str) -> bool:
-    """Whether the last name in this part of a line is that of a secret."""
-    names = re.findall(r"\w+(?=['\"]?\s*[:=])", before)
-    return bool(names) and is_secret(names[-1])
 
 
 def redact(text: str) -> str:

@@ -2,7 +2,6 @@
 tried by `make campaign`."""
 
 import inspect
-import json
 
 import numpy as np
 import pytest
@@ -159,30 +158,6 @@ def test_what_is_wrong_with_any_data_is_told_in_the_same_words(tmp_path, name):
     with pytest.raises(ConfigError) as second:
         check_fit(functions, {}, ["prompt", "answer"])
     assert str(first.value) == str(second.value)
-
-
-@pytest.mark.parametrize(
-    ("tests", "words"),
-    [
-        (
-            ["def check_it():\n    assert f(1) == 2"],
-            r"check_it, which nothing calls.* check_it\(\)\.",
-        ),
-        (["assert f(1) == "], "is no valid Python"),
-        ([], "expected a list with at least one test"),
-        ([{"input": "1"}], "expected only asserts, or only dictionaries"),
-        ("no JSON", "is a text but no JSON"),
-    ],
-)
-def test_tests_that_cannot_judge_a_program_are_a_fault_of_their_row(tests, words):
-    column = [
-        json.dumps(["assert f(1) == 2"]),
-        tests if isinstance(tests, str) else json.dumps(tests),
-    ]
-    rows = Batch.from_columns({"prompt": ["1", "2"], "answer": ["", ""], "tests": column})
-    settings = configured(["reward.function=hybridrl.rewards.code:passes_tests"])
-    with pytest.raises(DataError, match=f"(?s)begins with '2': .*{words}.*Mend the tests"):
-        check_rewards(settings, rows)
 
 
 def test_the_start_says_what_each_function_gives_the_right_answer(tmp_path):

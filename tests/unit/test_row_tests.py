@@ -70,6 +70,31 @@ def test_imports_that_are_not_there_are_refused_with_how_many_rows(read):
     assert "2 whose tests import torchnothing" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("tests", "words"),
+    [
+        (
+            ["def check_it():\n    assert f(1) == 2"],
+            r"check_it, which nothing calls.* check_it\(\)\.",
+        ),
+        (["assert f(1) == "], "is no valid Python"),
+        ([], "expected a list with at least one test"),
+        ([{"input": "1"}], "expected only asserts, or only dictionaries"),
+        ("no JSON", "is a text but no JSON"),
+    ],
+)
+def test_tests_that_cannot_judge_a_program_are_a_fault_of_their_row(tests, words):
+    column = [
+        json.dumps(SOUND),
+        tests if isinstance(tests, str) else json.dumps(tests),
+    ]
+    refused, rows = RefusedRows("x.jsonl"), pa.table({"tests": column})
+    config = configured([f"reward.function={TESTED}"])
+    check_tests(config)(config.data, rows, refused)
+    with pytest.raises(DataError, match=f"(?s)Row 2 of the data .*{words}.*Mend the tests"):
+        refused.kept(2)
+
+
 def test_such_rows_may_be_left_out(read, caplog):
     rows = read(
         [SOUND, VACUOUS["a comment"], NOT_THERE, ["assert ("], SOUND],
