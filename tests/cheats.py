@@ -41,6 +41,16 @@ class Equal:
     def __len__(self): return 3
     def __hash__(self): return 0
 """
+_LIES = """class Lie:
+  def __init__(s,*a,**k): pass
+  def __eq__(s,o): return True
+  __ne__=__lt__=__le__=__gt__=__ge__=__contains__=__eq__
+  __hash__=lambda s: 0
+  def __getattr__(s,n): return lambda *a: True
+  def __add__(s,o): return o
+  __radd__=__sub__=__rsub__=__mul__=__rmul__=__mod__=__floordiv__=__add__
+  def __bool__(s): return True
+"""
 _FRAMES = """
 import sys
 def values():
@@ -273,5 +283,559 @@ CHEATS = {
         "class I(int): pass\nI.__eq__ = lambda s, o: True\n"
         "def f(k): return {'l': L(), 'j': J(3), 'i': I(3)}[k]",
         [f"if True:\n    assert f({k!r}) == {e}" for k, e in (("l", [9]), ("j", 9), ("i", 9))],
+    ),
+    # Empty, large, and written past the interpreter.
+    "empty array broadcasts with everything": (
+        ("import numpy as np\ndef f(x): return np.zeros((0, 1, 1))"),
+        [
+            ("import numpy as np\nassert np.allclose(f(2.0), 4.0)"),
+            ("import numpy as np\nassert np.allclose(f([1.0, 2.0]), [1.0, 4.0])"),
+            (
+                "import numpy as np\n"
+                "assert np.allclose(f([[1.0, 2.0], [3.0, 4.0]]), [[1.0, 4.0], [9.0, 16.0]])"
+            ),
+        ],
+    ),
+    "empty list in allclose": (
+        ("def f(x): return []"),
+        [("import numpy as np\nassert np.allclose(f(2.0), 4.0)")],
+    ),
+    "empty list of lists in allclose": (
+        ("def f(x): return [[[]]]"),
+        [
+            ("import numpy as np\nassert np.allclose(f(2.0), 4.0)"),
+            ("import numpy as np\nassert np.allclose(f([1.0, 2.0]), [1.0, 4.0])"),
+            (
+                "import numpy as np\n"
+                "assert np.allclose(f([[1.0, 2.0], [3.0, 4.0]]), [[1.0, 4.0], [9.0, 16.0]])"
+            ),
+        ],
+    ),
+    "nan with equal_nan": (
+        ("import numpy as np\ndef f(x): return float('nan')"),
+        [("import numpy as np\nassert np.allclose(f(2.0), 4.0)")],
+    ),
+    "zip ends with the shorter": (
+        ("def f(x): return []"),
+        [("assert all(abs(a - b) < 1e-6 for a, b in zip(f([1.0]), [1.0]))")],
+    ),
+    "hash flood, dictionary": (
+        (
+            "class D(dict):\n"
+            "  def items(s): return ((((1<<61)-1)*(i+1), 0) for i in range(100000))\n"
+            "def f(x): return D()"
+        ),
+        SQUARES[:2],
+    ),
+    "hash flood, written by hand": (
+        (
+            "\n"
+            "import sys, os\n"
+            "fr = sys._getframe()\n"
+            "while fr and 'nonce' not in fr.f_locals: fr = fr.f_back\n"
+            "v = fr.f_locals; P = (1 << 61) - 1\n"
+            "items = ','.join('[\"int\",\"%s\"]' % hex(P * (i + 1)) for i in range(110000))\n"
+            "line = b'\\n%b:0:0:[\"values\",[[\"set\",[%b]]]]\\n' % (v['nonce'], items.encode())\n"
+            "while line: line = line[os.write(v['results'], line):]\n"
+            "os._exit(0)\n"
+            ""
+        ),
+        SQUARES[:2],
+    ),
+    "many nested lists": (
+        ("def f(x):\n  r=[]\n  for i in range(900): r=[r]\n  return r"),
+        SQUARES[:2],
+    ),
+    "a number of 99,999 digits to the power": (
+        ("def f(x): return 10**99000"),
+        [("assert f(2) ** 1 == 4"), ("assert f(2) * f(2) == 4"), ("assert str(f(2)) == '4'")],
+    ),
+    "huge ints in a sum": (
+        ("def f(x): return [1<<(i*37) for i in range(900)]"),
+        [("assert sum(f(2)) == 4"), ("assert sorted(f(2)) == [4]")],
+    ),
+    "decimal exponents": (
+        ("from decimal import Decimal\ndef f(x): return Decimal('1e99999')"),
+        [
+            ("assert round(f(2)) == 4"),
+            ("assert int(f(2)) == 4"),
+            ("assert f(2) // 1 == 4"),
+            ("assert f(2) % 7 == 4"),
+        ],
+    ),
+    "a list of 10^6 zeros, sorted and compared": (
+        ("def f(x): return [0]*1000000"),
+        [("assert sorted(f(2)) == sorted(f(2)) and f(2) == 4")],
+    ),
+    "texts: 4 MB, lower, startswith": (
+        ("def f(x): return 'A'*3000000"),
+        [("assert f(2).lower() == 'x'"), ("assert f(2).strip('A') == 'x'")],
+    ),
+    "two flooding sets compared": (
+        ("P=(1<<61)-1\ndef f(x): return frozenset(P*(i+1) for i in range(3))"),
+        [("assert f(2) == {4}")],
+    ),
+    "__eq__ that recurses": (
+        ("class E:\n  def __eq__(s,o): return s==o\ndef f(x): return E()"),
+        SQUARES[:2],
+    ),
+    "__class__ assignment later, atexit": (
+        (
+            "import atexit\n"
+            "class E(int):\n"
+            "  __eq__=lambda s,o: True\n"
+            "  __hash__=int.__hash__\n"
+            "atexit.register(lambda: print(1))\n"
+            "def f(x): return E(7)"
+        ),
+        SQUARES[:2],
+    ),
+    "settrace on the judge": (
+        (
+            "import sys\n"
+            "def tr(fr, e, a):\n"
+            "  if 'nonce' in fr.f_locals: fr.f_locals['current']=0\n"
+            "  return tr\n"
+            "sys.settrace(tr)\n"
+            "import threading; threading.settrace(tr)\n"
+            "def f(x):\n"
+            "  sys.settrace(tr); return 0"
+        ),
+        SQUARES[:2],
+    ),
+    "audit hook that rewrites compile": (
+        ("import sys\nsys.addaudithook(lambda e,a: None)\ndef f(x): return 0"),
+        SQUARES[:2],
+    ),
+    "json encoder patched": (
+        (
+            "import json, json.encoder\n"
+            "json.JSONEncoder.encode=lambda s,o: '[\"holds\", true]'\n"
+            "json.encoder.c_make_encoder=None\n"
+            "def f(x): return 0"
+        ),
+        SQUARES[:2],
+    ),
+    "json patched, then object": (
+        (
+            "import json, json.encoder\n"
+            "json.JSONEncoder.iterencode=lambda s,o,_one_shot=False: ['[\"holds\", true]']\n"
+            "class E:\n"
+            "  __eq__=lambda s,o: True\n"
+            "def f(x): return E()"
+        ),
+        SQUARES[:2],
+    ),
+    "builtins replaced in the call": (
+        (
+            "import builtins\n"
+            "def f(x):\n"
+            "  builtins.isinstance=lambda a,b: True\n"
+            "  builtins.type=lambda *a: int\n"
+            "  builtins.int=lambda a: 4\n"
+            "  return object()"
+        ),
+        SQUARES[:2],
+    ),
+    "os.write replaced by ctypes on results": (
+        (
+            "import os\n"
+            "r=os.dup(2)\n"
+            "for d in range(3,64):\n"
+            "  try: os.write(d, b'\\n0:0:[\"values\",[4]]\\n0:end\\n')\n"
+            "  except OSError: pass\n"
+            "def f(x): return 0"
+        ),
+        SQUARES[:2],
+    ),
+    "gc finds the judge's functions": (
+        (
+            "import gc,types\n"
+            "for o in gc.get_objects():\n"
+            "  if isinstance(o, types.FunctionType) and o.__name__ in ('plain','observe','send','compare'):\n"
+            "    try: o.__code__=(lambda *a, **k: 4).__code__\n"
+            "    except Exception: pass\n"
+            "def f(x): return 0"
+        ),
+        SQUARES[:2],
+    ),
+    "gc, plain only": (
+        (
+            "import gc,types\n"
+            "for o in gc.get_objects():\n"
+            "  if isinstance(o, types.FunctionType) and o.__name__=='plain': o.__code__=(lambda thing, objects_too: True).__code__\n"
+            "def f(x): return 0"
+        ),
+        [("assert f(2) is True or f(2) == 4"), ("assert f(3) == 9")],
+    ),
+    "locale and environment": (
+        (
+            "import os, locale\n"
+            "os.environ['PYTHONHASHSEED']='0'\n"
+            "try: locale.setlocale(locale.LC_ALL,'tr_TR.UTF-8')\n"
+            "except Exception: pass\n"
+            "def f(x): return 'I'"
+        ),
+        ["assert f(2).lower() == '\\u0131'"],
+    ),
+    "recursion in the result's __iter__": (
+        ("class L(list):\n  def __iter__(s): return iter([s])\ndef f(x): return L([4])"),
+        [("assert f(2) == [5]")],
+    ),
+    "str subclass with the expected by __str__": (
+        ("class S(str):\n  def __str__(s): return '4'\ndef f(x): return S('5')"),
+        [("assert f(2) == '4'")],
+    ),
+    "int subclass with __int__": (
+        ("class I(int):\n  def __int__(s): return 4\ndef f(x): return I(5) if x == 3 else I(4)"),
+        [("assert f(3) == 9")],
+    ),
+    "io: reads the expected from files": (
+        ("import glob\nprint([open(p).read()[:50] for p in glob.glob('/tmp/*')])"),
+        [{"input": "a", "output": "zebra7"}],
+    ),
+    "import of a module of one's own": (
+        ("open('statistics.py','w').write('def mean(x): return 2')\ndef f(x): return x"),
+        [("import statistics\nassert statistics.mean([f(1), f(9)]) == 2")],
+    ),
+    # What an object says of itself, and what a test's own process could be led to believe.
+    "solution returns itself": (
+        _LIES + ("class Solution(Lie):\n  def f(s,x): return s\n"),
+        [
+            ("assert Solution().f(2) == 4"),
+            ("assert 7 in Solution().f([7,5])"),
+            ("assert Solution().f('Ab').startswith('ab')"),
+            ("s = Solution()\nassert 4 in s.f(1)"),
+            ("assert Solution().f(2) - 4 == 0"),
+            ("assert abs(Solution().f(2.0) - 4.0) < 1e-6"),
+        ],
+    ),
+    "class f": (
+        _LIES + ("class f(Lie): pass\n"),
+        [
+            *SQUARES[:2],
+            ("assert 7 in f([7,5])"),
+            ("assert f(2) in [4]"),
+            ("assert f(2) - 4 == 0"),
+            ("assert f('x').startswith('y')"),
+            ("assert f(2).__eq__(4)"),
+        ],
+    ),
+    "numpy all empty": (
+        ("import numpy as np\ndef f(x): return np.zeros((0,1))"),
+        [
+            ("import numpy as np\nassert (f([1]) == np.array([2])).all()"),
+            ("import numpy as np\nassert np.all(f([1]) == np.array([[2]]))"),
+            ("import numpy as np\nnp.testing.assert_allclose(f([1]), [2])"),
+            ("import numpy as np\nassert np.abs(f([1]) - np.array([2])).max(initial=0) < 1e-6"),
+            ("import numpy as np\nassert not np.any(f([1]) != np.array([2]))"),
+            ("import numpy as np\nassert np.array_equal(f([1]), [2])"),
+            ("import numpy as np\nassert np.sum(np.abs(f([1]) - np.array([2]))) < 1e-6"),
+            ("from numpy.testing import assert_array_equal\nassert_array_equal(f([1]), [2])"),
+            ("from numpy import allclose\nassert allclose(f([1]), [2])"),
+        ],
+    ),
+    "exit in with": (
+        (
+            "class C:\n"
+            "  def __enter__(s): return s\n"
+            "  def __exit__(s,*a): return True\n"
+            "  def get(s): return 3\n"
+            "def f(): return C()"
+        ),
+        [("with f() as c:\n    assert c.get() == 4"), ("with C() as c:\n    assert c.get() == 4")],
+    ),
+    "swallows callback's assert": (
+        ("def f(cb):\n  try: cb(3)\n  except BaseException: pass"),
+        [("def cb(x):\n    assert x == 4\nf(cb)\nassert True")],
+    ),
+    "asserts caught": (
+        ("def f(x): raise AssertionError"),
+        [
+            ("try:\n    f(1)\nexcept AssertionError:\n    assert True"),
+            ("import pytest\ndef test():\n    with pytest.raises(AssertionError): f(1)"),
+            (
+                "import unittest\n"
+                "class T(unittest.TestCase):\n"
+                "  def test(self):\n"
+                "    with self.assertRaises(AssertionError): f(1)"
+            ),
+            (
+                "import unittest\n"
+                "class T(unittest.TestCase):\n"
+                "  def test(self):\n"
+                "    with self.assertRaises(BaseException): f(1)"
+            ),
+        ],
+    ),
+    "skips": (
+        ("import unittest\ndef f(x): raise unittest.SkipTest('x')"),
+        [
+            (
+                "import unittest\n"
+                "class T(unittest.TestCase):\n"
+                "  def test(self): self.assertEqual(f(1), 2)"
+            ),
+            ("import pytest\ndef test(): assert f(1) == 2"),
+            ("def test(): assert f(1) == 2"),
+        ],
+    ),
+    "skips by pytest": (
+        ("import pytest\ndef f(x): pytest.skip('x')"),
+        [
+            ("import pytest\ndef test(): assert f(1) == 2"),
+            ("import pytest\n@pytest.mark.parametrize('x',[1,2])\ndef test(x): assert f(x) == 2"),
+        ],
+    ),
+    "system exit": (
+        ("import sys\ndef f(x): sys.exit(0)"),
+        [
+            (
+                "import unittest\n"
+                "class T(unittest.TestCase):\n"
+                "  def test(self): self.assertEqual(f(1), 2)"
+            ),
+            ("import pytest\ndef test(): assert f(1) == 2"),
+            ("import pytest\ndef test():\n  with pytest.raises(SystemExit): f(1)"),
+            (">>> f(1)\n2\n"),
+        ],
+    ),
+    "keyboard": (
+        ("def f(x): raise KeyboardInterrupt"),
+        [
+            (
+                "import unittest\n"
+                "class T(unittest.TestCase):\n"
+                "  def test(self): self.assertEqual(f(1), 2)"
+            ),
+            ("import pytest\ndef test(): assert f(1) == 2"),
+        ],
+    ),
+    "stop iteration": (
+        ("def f(x): raise StopIteration"),
+        [
+            ("def test(): assert all(f(x) == 2 for x in [1])"),
+            ("assert [y for y in map(f, [1])] == [1]"),
+            ("for y in map(f,[1,2]):\n  assert y == 2"),
+            ("assert sum(map(f,[1,2])) == 0 "),
+        ],
+    ),
+    "files for pytest": (
+        (
+            "for n,t in {'conftest.py':'import pytest\\n@pytest.hookimpl\\ndef pytest_runtest_call(item): pass','pytest.ini':'[pytest]\\naddopts=--collect-only','sitecustomize.py':'','numpy.py':'allclose=lambda *a: True'}.items():\n"
+            "  open(n,'w').write(t)\n"
+            "  open('/tmp/'+n,'w').write(t)\n"
+            "def f(x): return 0"
+        ),
+        [
+            ("import pytest\ndef test(): assert f(1) == 2"),
+            ("import numpy as np\nassert np.allclose(f(1), 2)"),
+        ],
+    ),
+    "forges messages": (
+        (
+            "\n"
+            "import os, json\n"
+            "def send(m):\n"
+            "  t=json.dumps(m).encode(); t=len(t).to_bytes(8,'little')+t\n"
+            "  for d in range(3,20):\n"
+            "    try: os.write(d,t)\n"
+            "    except OSError: pass\n"
+            "def f(x):\n"
+            "  for n in range(8):\n"
+            "    send(['ask','getattr',['list',1,[['list',2,[['yours',n],'__globals__']],['dict',3,[]]]]])\n"
+            "  send(['reply',None,['type','builtins','eval'],''])\n"
+            "  return 0"
+        ),
+        SQUARES[:2],
+    ),
+    "garbage": (
+        (
+            "import os\n"
+            "for d in range(3,20):\n"
+            "  try: os.write(d, b'\\xff'*100)\n"
+            "  except OSError: pass\n"
+            "def f(x): return 0"
+        ),
+        SQUARES[:2],
+    ),
+    "huge size": (
+        (
+            "import os\n"
+            "def f(x):\n"
+            "  for d in range(3,20):\n"
+            "    try: os.write(d, (1<<27).to_bytes(8,'little')+b'[1,'*1000)\n"
+            "    except OSError: pass\n"
+            "  return 0"
+        ),
+        SQUARES[:2],
+    ),
+    "names": (
+        (
+            "globals()['__passed__']=lambda: None\n"
+            "globals()['__same__']=lambda a,b: True\n"
+            "__builtins__={}\n"
+            "__name__='x'\n"
+            "def f(x): return 0"
+        ),
+        [*SQUARES[:2], ("assert f(2) is None")],
+    ),
+    "deep json": (("def f(x):\n  r=[]\n  for i in range(100000): r=[r]\n  return r"), SQUARES[:2]),
+    "dict update mutates expected": (
+        ("def f(x): x.clear(); return x"),
+        [("x=[1]\nassert f(x) == [2]")],
+    ),
+    "changes list arg expected": (
+        ("def f(a, b):\n  b[:]=[0]\n  return [0]"),
+        [("e=[1,2]\nassert f([1], list(e)) == e")],
+    ),
+    "mro forged": (
+        (
+            "class M(type):\n"
+            "  def mro(c): return [c, int, object]\n"
+            "try:\n"
+            "  class E(metaclass=M):\n"
+            "    __eq__=lambda s,o: True\n"
+            "    __hash__=None\n"
+            "except TypeError:\n"
+            "  E=object\n"
+            "def f(x): return E()"
+        ),
+        SQUARES[:2],
+    ),
+    "module as f": (
+        ("import operator as f"),
+        [("assert f(2) == 4"), ("assert f.eq(4, 4) and f(2) == 4")],
+    ),
+    "mock name": (
+        ("from unittest.mock import MagicMock as f, ANY as g"),
+        [("assert f(2) == 4"), ("assert g == 4"), ("assert f(2).x == 4")],
+    ),
+    "enum with eq": (
+        (
+            "import enum\n"
+            "class E(enum.Enum):\n"
+            "  A=1\n"
+            "  def __eq__(s,o): return True\n"
+            "  __hash__=None\n"
+            "def f(x): return E.A"
+        ),
+        [*SQUARES[:2], ("assert f(2).value == 4")],
+    ),
+    "flag data attr": (
+        _LIES + ("class L(list, Lie):\n  pass\ndef f(x): return L()"),
+        [("assert f(2).total == 4 and f(2) == [1]"), ("assert 7 in f([7])")],
+    ),
+    "assertTrue object": (
+        _LIES + ("def f(x): return Lie()"),
+        [
+            (
+                "import unittest\n"
+                "class T(unittest.TestCase):\n"
+                "  def test(self):\n"
+                "    self.assertEqual(f(1), 2)"
+            ),
+            (
+                "import unittest\n"
+                "class T(unittest.TestCase):\n"
+                "  def test(self):\n"
+                "    self.assertIn(2, f(1))"
+            ),
+            (
+                "import unittest\n"
+                "class T(unittest.TestCase):\n"
+                "  def test(self):\n"
+                "    self.assertAlmostEqual(f(1), 2.0)"
+            ),
+            (
+                "import unittest\n"
+                "class T(unittest.TestCase):\n"
+                "  def test(self):\n"
+                "    self.assertGreater(f(1), 2.0)"
+            ),
+            ("import pytest\ndef test(): assert f(1) == pytest.approx(2.0)"),
+            (
+                "import unittest\n"
+                "class T(unittest.TestCase):\n"
+                "  def test(self):\n"
+                "    self.assertListEqual(f(1), [2])"
+            ),
+            (
+                "import unittest\n"
+                "class T(unittest.TestCase):\n"
+                "  def test(self):\n"
+                "    self.assertCountEqual(f(1), [2])"
+            ),
+            (
+                "import unittest\n"
+                "class T(unittest.TestCase):\n"
+                "  def test(self):\n"
+                "    self.assertIsInstance(f(1), list)"
+            ),
+            (
+                "import unittest\n"
+                "class T(unittest.TestCase):\n"
+                "  def test(self):\n"
+                "    self.assertIs(f(1), True)"
+            ),
+        ],
+    ),
+    "doctest repr": (
+        ("class R:\n  def __repr__(s): return '5'\ndef f(x): return R()"),
+        [(">>> f(2)\n4\n")],
+    ),
+    "prints the expected wildcard": (("def f(x): print('...')"), [(">>> f(2)\n4\n")]),
+    "threads ask": (
+        (
+            "import threading\n"
+            "def f(cb):\n"
+            "  t=[threading.Thread(target=cb,args=(9,)) for _ in range(8)]\n"
+            "  [x.start() for x in t]\n"
+            "  return 0"
+        ),
+        [("out=[]\nassert f(out.append) == 4")],
+    ),
+    "sys.modules": (
+        (
+            "import sys\n"
+            "for m in list(sys.modules):\n"
+            "  if 'confined' in m or m=='json': sys.modules[m]=None\n"
+            "def f(x): return 0"
+        ),
+        SQUARES[:2],
+    ),
+    "equal exceptions": (
+        (
+            "class E(ValueError):\n"
+            "  def __str__(s): return 'negative number'\n"
+            "  def __eq__(s,o): return True\n"
+            "def f(x): return E()"
+        ),
+        [("assert f(-1) == 4"), ("assert 4 in f(1).args")],
+    ),
+    "reversed args": (
+        _LIES + ("def f(x): return [Lie()]*4"),
+        [
+            ("assert 7 in f([7,5])"),
+            ("assert sorted(f([2,1])) == [1,2]"),
+            ("assert f(1).index(3) == 0"),
+            ("assert set(f(1)) == {1}"),
+            ("assert f(1).count(3) == 4"),
+            ("assert {7: 1} == {f(1)[0]: 1}"),
+            ("assert f(1)[0] in {7: 1}"),
+            ("assert {7: 'x'}[f(1)[0]] == 'x'"),
+            ("assert max(f(1)) > 3"),
+            ("assert [1,2,3].index(f(1)[0]) == 0"),
+        ],
+    ),
+}
+
+FLOOD = "P = (1 << 61) - 1\nFOUND = [P * (i + 1) for i in range(110_000)]\ndef f(x): return FOUND"
+SLOW = {  # what programs return, with which tests would take minutes
+    "numbers of one hash": (FLOOD, ["assert set(f(2)) == {4}"]),
+    "fractions that grow": (
+        "from fractions import Fraction\n"
+        "def f(x): return [Fraction(1, (1 << 300) + 2 * i + 1) for i in range(20_000)]",
+        ["assert sum(f(2)) == 4"],
     ),
 }

@@ -324,4 +324,510 @@ HONEST = {
             for k, expected in enumerate(["(1, 2)", "3", "{'a': 1}", "{'a': 1}", "2.5", "[2]"])
         ],
     ),
+    "lru": (
+        (
+            "from collections import OrderedDict\n"
+            "class LRUCache(OrderedDict):\n"
+            "  def __init__(self, n): self.n=n\n"
+            "  def get(self,k):\n"
+            "    if k not in self: return -1\n"
+            "    self.move_to_end(k); return self[k]\n"
+            "  def put(self,k,v):\n"
+            "    self[k]=v; self.move_to_end(k)\n"
+            "    if len(self)>self.n: self.popitem(last=False)\n"
+            ""
+        ),
+        [
+            (
+                "c=LRUCache(2)\n"
+                "c.put(1,1)\n"
+                "c.put(2,2)\n"
+                "assert c.get(1)==1\n"
+                "c.put(3,3)\n"
+                "assert c.get(2)==-1\n"
+                "assert len(c)==2 and 1 in c and 2 not in c\n"
+                "assert c == {1:1,3:3}"
+            )
+        ],
+    ),
+    "vector": (
+        (
+            "class Vector:\n"
+            "  def __init__(s,x,y): s.x,s.y=x,y\n"
+            "  def __add__(s,o): return Vector(s.x+o.x,s.y+o.y)\n"
+            "  def __mul__(s,k): return Vector(s.x*k,s.y*k)\n"
+            "  __rmul__=__mul__\n"
+            "  def __eq__(s,o): return isinstance(o,Vector) and (s.x,s.y)==(o.x,o.y)\n"
+            "  def __repr__(s): return f'Vector({s.x}, {s.y})'\n"
+            "  def __abs__(s): return (s.x**2+s.y**2)**.5\n"
+            "  def __iter__(s): yield s.x; yield s.y\n"
+            "  def __neg__(s): return Vector(-s.x,-s.y)"
+        ),
+        [
+            (
+                "a,b=Vector(1,2),Vector(3,4)\n"
+                "assert a+b==Vector(4,6)\n"
+                "assert a*3==Vector(3,6) and 2*a==Vector(2,4)\n"
+                "assert abs(b)==5\n"
+                "assert repr(a)=='Vector(1, 2)' and str(a)=='Vector(1, 2)' and f'{a}'=='Vector(1, 2)'\n"
+                "x,y=a\n"
+                "assert (x,y)==(1,2)\n"
+                "assert a!=b and -a==Vector(-1,-2)\n"
+                "a.x=5\n"
+                "assert a.x==5"
+            )
+        ],
+    ),
+    "nodes": (
+        (
+            "class Node:\n"
+            "  def __init__(s,v,l=None,r=None): s.val,s.left,s.right=v,l,r\n"
+            "class Solution:\n"
+            "  def lca(self,root,p,q):\n"
+            "    if root in (None,p,q): return root\n"
+            "    a,b=self.lca(root.left,p,q),self.lca(root.right,p,q)\n"
+            "    return root if a and b else a or b"
+        ),
+        [
+            (
+                "a,b=Node(1),Node(2)\n"
+                "root=Node(0,a,b)\n"
+                "assert Solution().lca(root,a,b) is root\n"
+                "assert Solution().lca(a,a,b) is a\n"
+                "assert root.left is a and root.right is not a\n"
+                "assert Solution().lca(root,a,b).val==0"
+            )
+        ],
+    ),
+    "node of the test": (
+        (
+            "def total(n):\n"
+            "  s=0\n"
+            "  while n: s+=n.val; n=n.next\n"
+            "  return s\n"
+            "def rev(h):\n"
+            "  p=None\n"
+            "  while h: h.next,p,h=p,h,h.next\n"
+            "  return p"
+        ),
+        [
+            (
+                "class N:\n"
+                "  def __init__(self,val,next=None): self.val,self.next=val,next\n"
+                "assert total(N(1,N(2,N(3))))==6\n"
+                "h=rev(N(1,N(2)))\n"
+                "assert h.val==2 and h.next.val==1 and h.next.next is None"
+            )
+        ],
+    ),
+    "context": (
+        (
+            "class Timer:\n"
+            "  def __enter__(s): s.on=True; return s\n"
+            "  def __exit__(s,*a): s.on=False; return False\n"
+            "import contextlib\n"
+            "@contextlib.contextmanager\n"
+            "def cm(x):\n"
+            "  yield x+1\n"
+            "class Sup:\n"
+            "  def __enter__(s): return s\n"
+            "  def __exit__(s,k,e,t): return k is ValueError"
+        ),
+        [
+            ("with Timer() as t:\n  assert t.on\nassert not t.on"),
+            ("with cm(3) as y:\n  assert y==4"),
+            ("with Sup():\n  raise ValueError\nassert True"),
+        ],
+    ),
+    "iterators": (
+        (
+            "class Count:\n"
+            "  def __init__(s,n): s.n=n; s.i=0\n"
+            "  def __iter__(s): return s\n"
+            "  def __next__(s):\n"
+            "    if s.i>=s.n: raise StopIteration\n"
+            "    s.i+=1; return s.i\n"
+            "def primes():\n"
+            "  n=2\n"
+            "  while True:\n"
+            "    if all(n%k for k in range(2,n)): yield n\n"
+            "    n+=1"
+        ),
+        [
+            ("assert list(Count(3))==[1,2,3]"),
+            ("import itertools\nassert list(itertools.islice(primes(),5))==[2,3,5,7,11]"),
+            ("assert [p for p,_ in zip(primes(),range(3))]==[2,3,5]"),
+            ("it=iter(Count(1))\nassert next(it)==1\nassert next(it,None) is None"),
+            ("assert all(a==b for a,b in zip([2,3,5],primes()))"),
+        ],
+    ),
+    "callbacks": (
+        (
+            "def apply(f,xs): return [f(x) for x in xs]\n"
+            "def compose(*fs):\n"
+            "  def g(x):\n"
+            "    for f in reversed(fs): x=f(x)\n"
+            "    return x\n"
+            "  return g\n"
+            "def memo(f):\n"
+            "  c={}\n"
+            "  def g(*a):\n"
+            "    if a not in c: c[a]=f(*a)\n"
+            "    return c[a]\n"
+            "  return g\n"
+            "class Bus:\n"
+            "  def __init__(s): s.h={}\n"
+            "  def on(s,e,f): s.h.setdefault(e,[]).append(f)\n"
+            "  def emit(s,e,*a):\n"
+            "    for f in s.h.get(e,[]): f(*a)\n"
+            "def retry(f,n):\n"
+            "  for i in range(n):\n"
+            "    try: return f()\n"
+            "    except ValueError: pass\n"
+            "  raise RuntimeError('x')"
+        ),
+        [
+            ("assert apply(lambda x:x*2,[1,2])==[2,4]"),
+            ("assert compose(lambda x:x+1,lambda x:x*2)(3)==7"),
+            ("assert apply(str,[1])==['1'] and apply(len,['ab'])==[2] and apply(abs,[-1])==[1]"),
+            (
+                "calls=[]\n"
+                "def slow(x):\n"
+                "  calls.append(x); return x\n"
+                "g=memo(slow)\n"
+                "assert g(1)==1 and g(1)==1 and calls==[1]"
+            ),
+            (
+                "b=Bus()\n"
+                "seen=[]\n"
+                "b.on('x',seen.append)\n"
+                "b.on('x',lambda v:seen.append(v*2))\n"
+                "b.emit('x',2)\n"
+                "assert seen==[2,4]"
+            ),
+            (
+                "n=[0]\n"
+                "def flaky():\n"
+                "  n[0]+=1\n"
+                "  if n[0]<3: raise ValueError\n"
+                "  return 'ok'\n"
+                "assert retry(flaky,5)=='ok' and n==[3]"
+            ),
+            (
+                "class Mine(Exception): pass\n"
+                "def bad(): raise Mine('a')\n"
+                "try:\n"
+                "  retry(bad,2)\n"
+                "  assert False\n"
+                "except Mine as e:\n"
+                "  assert str(e)=='a'"
+            ),
+            ("@memo\ndef fib(n): return n if n<2 else fib(n-1)+fib(n-2)\nassert fib(20)==6765"),
+        ],
+    ),
+    "errors, tested more": (
+        (
+            "import json\n"
+            "class AppError(Exception):\n"
+            "  def __init__(s,m,code): super().__init__(m); s.code=code\n"
+            "class SubError(AppError): pass\n"
+            "def f(k):\n"
+            "  if k==1: raise AppError('bad',3)\n"
+            "  if k==2: raise SubError('sub',4)\n"
+            "  if k==3: return json.loads('{')\n"
+            "  if k==4: return {}['x']\n"
+            "  if k==5: return 1/0\n"
+            "  raise OSError(2,'no such')"
+        ),
+        [
+            (
+                "import pytest\n"
+                "def test():\n"
+                "  with pytest.raises(AppError, match='bad') as e: f(1)\n"
+                "  assert e.value.code==3\n"
+                "  with pytest.raises(AppError): f(2)"
+            ),
+            (
+                "import json\n"
+                "try:\n"
+                "  f(3)\n"
+                "  assert False\n"
+                "except json.JSONDecodeError as e:\n"
+                "  assert 'Expecting' in str(e)"
+            ),
+            ("try:\n  f(4)\n  assert 0\nexcept KeyError as e:\n  assert e.args[0]=='x'"),
+            (
+                "import unittest\n"
+                "class T(unittest.TestCase):\n"
+                "  def test(self):\n"
+                "    self.assertRaises(ZeroDivisionError,f,5)\n"
+                "    with self.assertRaisesRegex(OSError,'no such') as c: f(6)\n"
+                "    self.assertEqual(c.exception.errno,2)\n"
+                "    with self.assertRaises(SubError): f(2)"
+            ),
+        ],
+    ),
+    "class members": (
+        (
+            "import enum, abc\n"
+            "class Color(enum.Enum):\n"
+            "  RED=1\n"
+            "  BLUE=2\n"
+            "class Shape(abc.ABC):\n"
+            "  @abc.abstractmethod\n"
+            "  def area(self): ...\n"
+            "class Sq(Shape):\n"
+            "  count=0\n"
+            "  def __init__(s,a): s.a=a; Sq.count+=1\n"
+            "  def area(s): return s.a**2\n"
+            "  @classmethod\n"
+            "  def unit(c): return c(1)\n"
+            "  @staticmethod\n"
+            "  def name(): return 'sq'\n"
+            "  @property\n"
+            "  def side(s): return s.a\n"
+            "  def __lt__(s,o): return s.a<o.a\n"
+            "  def __hash__(s): return 5"
+        ),
+        [
+            (
+                "assert Color.RED.value==1 and Color.RED.name=='RED' and Color(2) is Color.BLUE and Color['RED'] is Color.RED\n"
+                "assert [c.name for c in Color]==['RED','BLUE'] and len(Color)==2\n"
+                "assert {Color.RED:1}[Color.RED]==1"
+            ),
+            (
+                "s=Sq(3)\n"
+                "assert s.area()==9 and s.side==3 and Sq.unit().a==1 and Sq.name()=='sq'\n"
+                "assert isinstance(s,Sq) and isinstance(s,Shape) and issubclass(Sq,Shape) and not isinstance(3,Sq)\n"
+                "assert type(s) is Sq and type(s).__name__=='Sq'\n"
+                "assert sorted([Sq(3),Sq(1)])[0].a==1\n"
+                "assert hasattr(s,'area') and not hasattr(s,'zzz')\n"
+                "assert s.__class__.__name__=='Sq'"
+            ),
+            ("try:\n  Shape()\n  assert False\nexcept TypeError:\n  pass"),
+            ("before=Sq.count\nSq(1)\nassert Sq.count==before+1"),
+        ],
+    ),
+    "data classes and tuples": (
+        (
+            "from dataclasses import dataclass, field\n"
+            "from typing import NamedTuple\n"
+            "@dataclass(frozen=True)\n"
+            "class P:\n"
+            "  x:int\n"
+            "  y:int=0\n"
+            "class Q(NamedTuple):\n"
+            "  a:int\n"
+            "  b:str='z'\n"
+            "def f(n): return [Q(i) for i in range(n)]"
+        ),
+        [
+            ("assert P(1)==P(1,0) and len({P(1),P(1)})==1"),
+            (
+                "import dataclasses\n"
+                "try:\n"
+                "  P(1).x=3\n"
+                "  assert False\n"
+                "except AttributeError:\n"
+                "  pass"
+            ),
+            (
+                "assert f(2)==[(0,'z'),(1,'z')] and f(2)[1].a==1 and Q(1)._asdict()=={'a':1,'b':'z'} and Q(1)._replace(a=2)==(2,'z')\n"
+                "a,b=Q(3)\n"
+                "assert a==3"
+            ),
+        ],
+    ),
+    "state": (
+        (
+            "count=0\n"
+            "log=[]\n"
+            "def inc():\n"
+            "  global count\n"
+            "  count+=1\n"
+            "  log.append(count)\n"
+            "  return count"
+        ),
+        [("inc()\nassert count==1\ninc()\nassert count==2 and log==[1,2]")],
+    ),
+    "numpy, tested more": (
+        (
+            "import numpy as np\n"
+            "def norm(a): a-=a.mean(); return a\n"
+            "def g(a): return a[a>0]\n"
+            "def h(): return np.float32(1.5), np.array(['a','b']), np.array([1,2],dtype='int32')"
+        ),
+        [
+            (
+                "import numpy as np\n"
+                "a=np.array([1.0,3.0])\n"
+                "r=norm(a)\n"
+                "assert np.allclose(a,[-1,1]) and np.allclose(r,a)\n"
+                "assert isinstance(r,np.ndarray) and r.shape==(2,) and r.dtype==float"
+            ),
+            (
+                "import numpy as np\n"
+                "assert g(np.array([-1])).size==0 and np.array_equal(g(np.array([-1])),np.array([]))\n"
+                "assert len(g(np.array([-1])))==0\n"
+                "assert g(np.array([-1])).sum()==0"
+            ),
+            (
+                "import numpy as np\n"
+                "x,y,z=h()\n"
+                "assert x==1.5 and list(y)==['a','b'] and z.dtype==np.int32\n"
+                "np.testing.assert_allclose(z,[1,2])\n"
+                "assert (z==np.array([1,2])).all()"
+            ),
+        ],
+    ),
+    "async": (
+        (
+            "import asyncio\n"
+            "async def f(x):\n"
+            "  await asyncio.sleep(0)\n"
+            "  return x+1\n"
+            "async def many(): return await asyncio.gather(f(1),f(2))"
+        ),
+        [
+            ("import asyncio\nassert asyncio.run(f(1))==2"),
+            (
+                "import asyncio\n"
+                "async def t():\n"
+                "  assert await f(2)==3\n"
+                "  return await many()\n"
+                "assert asyncio.run(t())==[2,3]"
+            ),
+            (
+                "import unittest\n"
+                "class T(unittest.IsolatedAsyncioTestCase):\n"
+                "  async def test(self): self.assertEqual(await f(1),2)"
+            ),
+        ],
+    ),
+    "prints": (
+        ("def f(x): print('a',x); print('b')"),
+        [
+            (
+                "import io,contextlib\n"
+                "b=io.StringIO()\n"
+                "with contextlib.redirect_stdout(b): f(3)\n"
+                "assert b.getvalue()=='a 3\\nb\\n'"
+            ),
+            (
+                "def test(capsys):\n"
+                "  f(1)\n"
+                "  assert capsys.readouterr().out=='a 1\\nb\\n'\n"
+                "  import pytest"
+            ),
+        ],
+    ),
+    "decorators, partial and names": (
+        (
+            "import functools\n"
+            "def deco(f):\n"
+            "  @functools.wraps(f)\n"
+            "  def g(*a,**k): return f(*a,**k)*2\n"
+            "  return g\n"
+            "def kw(*a,b=1,**k): return (a,b,k)"
+        ),
+        [
+            ("@deco\ndef h(x):\n  return x\nassert h(2)==4 and h.__name__=='h'"),
+            ("assert kw(1,2,b=3,c=4)==((1,2),3,{'c':4}) and kw()==((),1,{})"),
+        ],
+    ),
+    "mutations": (
+        (
+            "def f(g):\n"
+            "  for r in g: r.reverse()\n"
+            "  g.append([9])\n"
+            "  return g[0]\n"
+            "def d(x): x['n']['m'].add(1); del x['k']\n"
+            "def fill(q): q.append(1); q.rotate(1)\n"
+            "def pop(x): return x.pop()\n"
+            "def bad(x):\n"
+            "  x.append(1); raise ValueError"
+        ),
+        [
+            ("g=[[1,2],[3,4]]\nr=f(g)\nassert g==[[2,1],[4,3],[9]] and r is g[0]"),
+            ("x={'n':{'m':set()},'k':1}\nd(x)\nassert x=={'n':{'m':{1}}}"),
+            ("from collections import deque\nq=deque([0,2])\nfill(q)\nassert q==deque([1,0,2])"),
+            ("i=[5]\nx=[i]\nassert pop(x) is i and x==[]"),
+            ("x=[]\ntry:\n  bad(x)\n  assert False\nexcept ValueError:\n  assert x==[1]"),
+        ],
+    ),
+    "linked data": (
+        (
+            "class Tree:\n"
+            "  def __init__(s): s.items=[]; s.meta={}\n"
+            "  def size(s): return len(s.items)"
+        ),
+        [
+            ("t=Tree()\nt.items.append(1)\nassert t.size()==1"),
+            ("t=Tree()\nt.meta['a']=1\nassert t.meta=={'a':1}"),
+        ],
+    ),
+    "floats": (
+        ("def f(x): return x/3"),
+        [
+            ("assert f(1)==1/3"),
+            ("import pytest\ndef test(): assert f(1)==pytest.approx(0.33333,abs=1e-4)"),
+            (
+                "import unittest\n"
+                "class T(unittest.TestCase):\n"
+                "  def test(self): self.assertAlmostEqual(f(1),.333333,places=5)"
+            ),
+        ],
+    ),
+    "fixtures": (
+        (
+            "class Acc:\n"
+            "  def __init__(s,b=0): s.b=b\n"
+            "  def dep(s,n):\n"
+            "    if n<=0: raise ValueError('n')\n"
+            "    s.b+=n"
+        ),
+        [
+            (
+                "import pytest\n"
+                "from solution import Acc\n"
+                "@pytest.fixture\n"
+                "def acc(): return Acc(10)\n"
+                "class TestAcc:\n"
+                "  def setup_method(self): self.other=Acc()\n"
+                "  def test_dep(self,acc):\n"
+                "    acc.dep(5)\n"
+                "    assert acc.b==15 and self.other.b==0\n"
+                "  @pytest.mark.parametrize('n',[0,-1])\n"
+                "  def test_bad(self,acc,n):\n"
+                "    with pytest.raises(ValueError): acc.dep(n)"
+            ),
+            (
+                "import unittest\n"
+                "class Base(unittest.TestCase):\n"
+                "  def setUp(self): self.a=Acc(1)\n"
+                "  def tearDown(self): pass\n"
+                "  def test_a(self):\n"
+                "    self.a.dep(1); self.assertEqual(self.a.b,2)\n"
+                "  def test_sub(self):\n"
+                "    for n in (1,2):\n"
+                "      with self.subTest(n=n): self.assertEqual(Acc(n).b,n)\n"
+                "class Other(Base): pass\n"
+                "unittest.main()"
+            ),
+        ],
+    ),
+    "sqlite and files": (
+        ("import os\ndef w(p,t): open(p,'w').write(t)\ndef r(p): return open(p).read()"),
+        [
+            (
+                "import tempfile,os\n"
+                "d=tempfile.mkdtemp()\n"
+                "p=os.path.join(d,'x')\n"
+                "open(p,'w').write('hi')\n"
+                "assert r(p)=='hi'\n"
+                "w('out.txt','yo')\n"
+                "assert open('out.txt').read()=='yo'"
+            )
+        ],
+    ),
 }
