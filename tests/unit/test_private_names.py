@@ -55,6 +55,8 @@ KNOWN = {
     "_SHM_NAME_PREFIX": ("rollout/vllm_engine.py",),  # 3.11 to 3.13
     "_SHM_SAFE_NAME_LENGTH": ("rollout/vllm_engine.py",),
     "_current_frames": ("controller/health.py", "rollout/tool_loop.py"),
+    "_json": ("rewards/confined/object_exchange.py",),  # 3.11 to 3.13
+    "_thread": ("rewards/confined/object_exchange.py",),
     "_private": ("ray_backend/cluster.py",),
     "_global_node": ("ray_backend/cluster.py",),
 }

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import builtins
 import importlib
-import json
 import marshal
 import math
 import os
 import sys
 
-from .object_exchange import ObjectExchange, ProgramFailedError
+from .object_exchange import ObjectExchange, ProgramFailedError, encode_message
 from .proxies import ARITHMETIC, COMPARISONS, RemoteData, handle_of, is_same
 from .runners import run_tests
 from .vacuous import CheckCounter
@@ -200,8 +199,8 @@ def judge_tests(source: int, sink: int, given: int) -> NoReturn:
         sys.modules[name] = ProgramModule(name, names)
     for number, test in enumerate(tests):
         passed, why = _passes(*test, judge, names)
-        line = json.dumps([number, passed, judge.checks.vacuous, why[:1000]])
-        os.write(results, line.encode() + b"\n")
+        line = encode_message([number, passed, judge.checks.vacuous, why[:1000]])
+        os.write(results, line + b"\n")
     os._exit(0)
 
 

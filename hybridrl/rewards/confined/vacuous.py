@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import functools
 
 TYPE_CHECKING = False  # importing `typing` would take as long as all the rest
 if TYPE_CHECKING:
@@ -100,7 +99,6 @@ class CheckCounter:
         if hasattr(compare, "is_watched"):
             return
 
-        @functools.wraps(compare)
         def checked(left: Any, right: Any, *arguments: Any, **options: Any) -> Any:
             self.check_shapes(left, right)
             return compare(left, right, *arguments, **options)
