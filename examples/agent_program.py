@@ -1,11 +1,14 @@
 """An agent that knows nothing of HybridRL, trained as it is.
 
     python -m hybridrl.main data=jsonl data.path=questions.jsonl environment.name=command \\
-        "environment.options.command=[python, examples/agent_program.py]"
+        "environment.options.command=[python, examples/agent_program.py]" \\
+        environment.hidden_columns=[]
 
 Any program that talks to OpenAI's API will do. It is started for each episode, with the row of the
-data in its standard input. The endpoint of the model stands in OPENAI_BASE_URL and OPENAI_API_KEY,
-where OpenAI's client looks for it. The number in the last line that it prints is its reward.
+data in its standard input. This one runs nothing that the model wrote, so it may know the answer,
+which programs are not given otherwise. The endpoint of the model stands in OPENAI_BASE_URL and
+OPENAI_API_KEY, where OpenAI's client looks for it. The number in the last line that it prints is
+its reward.
 """
 
 import json

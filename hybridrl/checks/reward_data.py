@@ -230,7 +230,7 @@ def _try(
     functions: Sequence[Any], settings: RewardConfig, row: dict[str, Any] | None
 ) -> tuple[list[str], list[float]]:
     """What the functions' modules remark, and what the functions give a row, if there is one."""
-    limits = {"timeout_s": settings.timeout_s, "on_error": "drop"}
+    limits = {"timeout_s": settings.timeout_s, "on_error": "drop", "env": settings.env}
     with RewardPool(functions, None, settings.options, **limits) as pool:
         pool.start(LONGEST_IMPORT_S)
         if row is None:

@@ -26,6 +26,13 @@ class EnvironmentConfig:
     python: Annotated[Name | None, NAMED] = None
     """The Python that runs it: that of a virtual environment with the packages that it needs; null:
     the one that runs the job."""
+    env: Annotated[list[str], NAMED] = field(default_factory=list)
+    """Environment variables with secrets that it gets, by name or pattern (`OPENAI_API_KEY`,
+    `AWS_*`). It starts without all others: RAY_*, *_KEY, *_TOKEN, *_SECRET, *PASSWORD* and such."""
+    hidden_columns: Annotated[list[str], With("environment.name=command")] = field(
+        default_factory=lambda: ["answer", "tests"]
+    )
+    """Columns of the data that programs do not get, for they may run what the model wrote."""
     processes: Annotated[PositiveInt, NAMED] = 1
     """Processes per device."""
     episodes: Annotated[PositiveInt, NAMED] = 64

@@ -35,10 +35,10 @@ OF_TRAINING = (
 """Settings of `data` that say nothing of prompts to evaluate on."""
 SCORED_BY = (
     *("function", "options", "weights", "processes", "timeout_s", "on_error", "error_value"),
-    "correct_at",
+    *("correct_at", "env"),
 )
 """Settings of `reward` that a set may have."""
-_OF_JOB = ("processes", "timeout_s", "on_error", "error_value", "correct_at")
+_OF_JOB = ("processes", "timeout_s", "on_error", "error_value", "correct_at", "env")
 
 
 class Metric(NamedTuple):

@@ -135,6 +135,9 @@ class RewardConfig:
     sample out of the update, `value` scores it `error_value`."""
     error_value: Annotated[float, With(".on_error=value")] = 0.0
     """The score of such a sample."""
+    env: Annotated[list[str], With(".env")] = field(default_factory=list)
+    """Environment variables with secrets that the functions get, by name or pattern
+    (`OPENAI_API_KEY`, `AWS_*`). They run without all others: see `environment.env`."""
     correct_at: float = 1.0
     """A sample is right if its outcome is at least this: its score without rewards of steps, and
     before `reward.shorter` and `reward.normalise_by`."""

@@ -13,7 +13,7 @@ from hybridrl.core import user_code
 from hybridrl.environments import adapters
 from hybridrl.errors import ConfigError, nearest
 
-_NOT_ADAPTERS = {"client", "episode", "function", "tool_servers"}
+_NOT_ADAPTERS = {"client", "episode", "function", "launch", "tool_servers"}
 
 
 def adapter_names() -> list[str]:

@@ -13,9 +13,10 @@ class Play(NamedTuple):
         key: Comes back with what came of it.
         row: Of the data.
         url: Where the model answers this episode: `http://127.0.0.1:PORT/session/<session>/v1`.
-        token: Of the endpoint.
+        token: With which its programs sample.
         session: Of the endpoint, in `url`.
         greedy: For an evaluation.
+        report_token: With which one says what it was worth.
     """
 
     key: int
@@ -24,6 +25,7 @@ class Play(NamedTuple):
     token: str
     session: str
     greedy: bool
+    report_token: str = ""
 
 
 class Played(NamedTuple):

@@ -10,11 +10,12 @@ import queue
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.schema import EnvironmentConfig
+from hybridrl.core.secret_variables import passing_hint, without_secrets
 from hybridrl.environments.names import adapter_of, interpreter
 from hybridrl.environments.play import Play, Played
 from hybridrl.environments.process import EnvironmentProcess
@@ -38,17 +39,18 @@ class _Episode:
     play: Play
     losses: int = 0
 
-    def told(self, number: int) -> dict[str, Any]:
+    def told(self, number: int, hidden: Collection[str], reports: bool) -> dict[str, Any]:
         """As the process is told of it. Played again, it has a session of its own, so that nothing
         of the first time is learned from."""
         play = self.play
         return {
             "number": number,
-            "row": dict(play.row),
+            "row": {name: value for name, value in play.row.items() if name not in hidden},
             "url": play.url.replace(f"/{play.session}/", f"/{self.session}/"),
             "token": play.token,
             "session": self.session,
             "greedy": play.greedy,
+            "report_token": play.report_token if reports else "",
         }
 
     @property
@@ -84,6 +86,9 @@ class EnvironmentPool:
             "timeout_s": config.timeout_s,
             "search_path": [os.getcwd()],  # noqa: PTH109 - where relative names are looked for
         }
+        is_program = self._setup["adapter"] == "command"
+        self._hidden = set(config.hidden_columns if is_program else ())
+        self._reports = is_program and bool(config.options.get("report"))
         self._news = _News(notify)
         self._numbers = itertools.count(1)
         self._episodes: dict[int, _Episode] = {}
@@ -178,7 +183,8 @@ class EnvironmentPool:
 
     def _add_process(self) -> EnvironmentProcess:
         memory = math.ceil(self._config.memory_gib * _GIB)
-        process = EnvironmentProcess(self._python, self._setup, memory, self._news)
+        environment = without_secrets(os.environ, self._config.env)
+        process = EnvironmentProcess(self._python, self._setup, memory, environment, self._news)
         self._processes.append(process)
         return process
 
@@ -201,7 +207,9 @@ class EnvironmentPool:
                 given = [self._suspects.popleft()]
             if given:
                 process.in_flight |= dict.fromkeys(given, time.monotonic())
-                process.send({"play": [self._episodes[number].told(number) for number in given]})
+                hidden, reports = self._hidden, self._reports
+                told = [self._episodes[number].told(number, hidden, reports) for number in given]
+                process.send({"play": told})
 
     def _receive(self) -> None:
         self._news.clear()
@@ -229,6 +237,8 @@ class EnvironmentPool:
         reward, kind = message.get("reward"), message["kind"]
         if kind == "error" and process.was_out_of_memory():
             kind = "memory"  # of a program that it had started
+        if (failure := message.get("failure")) is not None:
+            failure += passing_hint(failure, "environment.env", self._config.env)
         sessions = message.get("sessions")
         if sessions is None and episode.losses:
             sessions = {episode.session: math.nan if reward is None else reward}
@@ -238,7 +248,7 @@ class EnvironmentPool:
                 math.nan if reward is None else reward,
                 message.get("turn_rewards"),
                 message.get("metrics", {}),
-                message.get("failure"),
+                failure,
                 kind,
                 sessions,
             )
@@ -313,7 +323,7 @@ class EnvironmentPool:
         self.close()
         return ConfigError(
             f"environment.name={self._config.name} cannot be used (environment.python="
-            f"{self._python}): {said}"
+            f"{self._python}): {said}{passing_hint(said, 'environment.env', self._config.env)}"
         )
 
 

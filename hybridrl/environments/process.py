@@ -10,6 +10,7 @@ import os
 import queue
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,7 @@ class EnvironmentProcess:
         python: Its interpreter.
         setup: What it is told first.
         memory: Most bytes that it may take, with what it starts.
+        environment: Its variables.
         news: Gets the process whenever it has said something, or has ended.
 
     Attributes:
@@ -58,6 +60,7 @@ class EnvironmentProcess:
         python: str,
         setup: Mapping[str, Any],
         memory: int,
+        environment: Mapping[str, str],
         news: queue.SimpleQueue[EnvironmentProcess],
     ) -> None:
         self.messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -72,20 +75,23 @@ class EnvironmentProcess:
         self._mark = f"{os.getpid()}-{next(_numbers)}-{secrets.token_hex(4)}"
         self._group = memory_group(memory)
         entrance = -1 if self._group is None else self._group.entrance
-        with tempfile.TemporaryFile() as file:
+        # No pipes: what an environment starts may open its parents' pipes in /proc and write there.
+        own, theirs = socket.socketpair()
+        with tempfile.TemporaryFile() as file, theirs:
             file.truncate(mmap.PAGESIZE)
             self._marker = mmap.mmap(file.fileno(), mmap.PAGESIZE)
             kept = [file.fileno(), *([] if entrance < 0 else [entrance])]
             self._process = subprocess.Popen(
                 [python, str(Path(__file__).with_name("shim.py")), *map(str, (kept[0], entrance))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdin=theirs,
+                stdout=theirs,
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 pass_fds=kept,
                 start_new_session=True,  # Ctrl-C in the terminal does not reach it
-                env={**with_direct_access(os.environ, *LOOPBACK), MARK: self._mark},
+                env={**with_direct_access(environment, *LOOPBACK), MARK: self._mark},
             )
+        self._socket = own
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
         self._errors = threading.Thread(target=self._read_errors, daemon=True)
@@ -137,20 +143,14 @@ class EnvironmentProcess:
         return f"\nIt wrote:\n{text}" if text else ""
 
     def _send(self) -> None:
-        pipe = self._process.stdin
-        assert pipe is not None
         with contextlib.suppress(OSError):  # that it has ended, `_receive` notices
             while (data := self._outgoing.get()) is not None:
-                while data:
-                    data = data[os.write(pipe.fileno(), data) :]
-        with contextlib.suppress(OSError):
-            pipe.close()
+                self._socket.sendall(data)
+            self._socket.shutdown(socket.SHUT_WR)
 
     def _receive(self) -> None:
-        pipe = self._process.stdout
-        assert pipe is not None
         buffer = bytearray()
-        while piece := os.read(pipe.fileno(), _PIECE):
+        while piece := self._read_socket():
             self.last_word = time.monotonic()
             buffer += piece
             *lines, rest = bytes(buffer).split(b"\n")
@@ -158,9 +158,15 @@ class EnvironmentProcess:
             for line in lines:
                 with contextlib.suppress(ValueError):  # not ours: somebody wrote to our pipe
                     self._take(json.loads(line))
-        pipe.close()
+        self._socket.close()
         self.has_ended = True
         self._news.put(self)
+
+    def _read_socket(self) -> bytes:
+        try:
+            return self._socket.recv(_PIECE)
+        except ConnectionResetError:  # it ended before it had read all
+            return b""
 
     def _take(self, message: dict[str, Any]) -> None:
         if "ending" in message:

@@ -1,7 +1,7 @@
 """The program of an environment process: `<python> shim.py`, started by the pool.
 
 It needs only Python's standard library, for it runs in the Python of the environment. Messages are
-lines of JSON, from the standard input and to the standard output; whatever the environment prints
+lines of JSON over a socket that is its standard input and output; whatever the environment prints
 goes to the standard error output. First comes the setup, answered by `{"ready": true}` or
 `{"refused": ...}`. Then come `{"play": [episode, ...]}`, each episode answered by `{"done": number,
 ...}`; `{"cancel": true}`, which forgets all of them; and `{"rows": count}`, answered by `{"rows":

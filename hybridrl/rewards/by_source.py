@@ -157,4 +157,5 @@ def _pool(config: RewardConfig) -> RewardPool:
         on_error=config.on_error,  # type: ignore[arg-type]
         error_value=config.error_value,
         watched=len(functions) - len(function_list(config.function)),
+        env=config.env,
     )

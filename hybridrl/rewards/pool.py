@@ -10,10 +10,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
+from hybridrl.core.secret_variables import passing_hint, without_secrets
 from hybridrl.errors import ConfigError, MachineError, RewardError
 from hybridrl.rewards.loading import ByValue, RewardFunction, check_functions, short_names
 from hybridrl.rewards.options import options_of
@@ -53,6 +54,7 @@ class RewardPool:
             `error_value` for the function's score.
         error_value: see `on_error`.
         watched: so many of the functions, the last ones, are only looked at; their weights are 0.
+        env: environment variables with secrets that the processes get (see `without_secrets`).
 
     Attributes:
         remarks: what the functions' modules have to say to the user, by `check_reward`; known
@@ -72,6 +74,7 @@ class RewardPool:
         on_error: Literal["fail", "drop", "value"] = "fail",
         error_value: float = 0.0,
         watched: int = 0,
+        env: Collection[str] = (),
     ) -> None:
         functions = list(functions)
         self._weights = [1.0] * len(functions) if weights is None else list(weights)
@@ -99,7 +102,8 @@ class RewardPool:
         self._asked: set[str] = set()
         self._seconds_per_row = math.inf
         self._lock = threading.Lock()
-        self._children = [ChildProcess(self._setup) for _ in range(processes)]
+        self._env = env
+        self._children = [self._new_child() for _ in range(processes)]
         self._finalizer = weakref.finalize(self, _close_all, self._children, os.getpid())
 
     check = staticmethod(check_functions)
@@ -182,6 +186,9 @@ class RewardPool:
     ) -> None:
         self.close()
 
+    def _new_child(self) -> ChildProcess:
+        return ChildProcess(self._setup, without_secrets(os.environ, self._env))
+
     def _open_children(self) -> list[ChildProcess]:
         if not self._children:
             raise RewardError("The reward pool is closed; make a new one to score more rows.")
@@ -249,7 +256,8 @@ class RewardPool:
             kind, *rest = messages.pop(0)
             if kind == "error":
                 self.close()
-                raise _ERRORS.get(rest[0], RewardError)(rest[1])
+                said = rest[1] + passing_hint(rest[1], "reward.env", self._env)
+                raise _ERRORS.get(rest[0], RewardError)(said)
             child.ready = True
             self._modes, self.remarks, self._asked = rest
         if not messages or work is None:
@@ -273,7 +281,8 @@ class RewardPool:
     def _fail(self, work: Round, task: int, reason: str | None) -> None:
         """Records a failure; a time-out if there is no reason."""
         limit = f"It took longer than `reward.timeout_s` ({self._timeout_s:g} s) and was stopped."
-        work.fail(task, reason or limit, is_timeout=reason is None)
+        hint = passing_hint(reason or "", "reward.env", self._env)
+        work.fail(task, (reason or limit) + hint, is_timeout=reason is None)
 
     def _deadline(self, child: ChildProcess) -> float:
         """When the process is overdue, on the monotonic clock."""
@@ -328,7 +337,7 @@ class RewardPool:
 
     def _replace(self, child: ChildProcess) -> None:
         child.close()
-        self._children[self._children.index(child)] = ChildProcess(self._setup)
+        self._children[self._children.index(child)] = self._new_child()
 
 
 def _close_all(children: list[ChildProcess], owner: int) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from hybridrl.rewards.wire import Unpacker, pack
@@ -18,13 +19,14 @@ _READ_SIZE = 1 << 18
 class ChildProcess:
     """A reward process, the messages on their way to it, and the tasks it has not answered yet."""
 
-    def __init__(self, setup: tuple[Any, ...]) -> None:
+    def __init__(self, setup: tuple[Any, ...], environment: Mapping[str, str]) -> None:
         # A group of its own: killing it takes along what the user's functions have started, and
         # Ctrl-C in the terminal does not reach it.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "hybridrl.rewards.child", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env=environment,
             start_new_session=True,
             bufsize=0,
         )

@@ -35,6 +35,7 @@ from hybridrl.serving.failed_episodes import FailedEpisodes
 from hybridrl.serving.outside import OutsidePrograms, Programs
 from hybridrl.serving.renderer_chat import chat_of
 from hybridrl.serving.session import Session
+from hybridrl.serving.sessions import REPORT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -153,9 +154,12 @@ class _Agents(Playing):
             for row in group:
                 number = rollout.next_number()
                 session = self._endpoint.open_session(f"e{number}", sampling, seeds[row])
-                url, token = self._endpoint.session_url(session), self._endpoint.token
-                is_greedy = sampling.temperature == 0
-                plays.append(Play(number, rows[row], url, token, session.name, is_greedy))
+                is_greedy, url = sampling.temperature == 0, self._endpoint.session_url(session)
+                token = self._endpoint.session_token(session)
+                if rollout.settings.name == "verifiers":  # one client for all that it plays
+                    token = self._endpoint.sampling_token()
+                report = self._endpoint.session_token(session, REPORT)
+                plays.append(Play(number, rows[row], url, token, session.name, is_greedy, report))
                 self._playing[number] = _Row(row, session, plays[-1])
             rollout.programs.start(plays)
 
@@ -233,8 +237,9 @@ class _Agents(Playing):
             reward = 0.0
             self._rollout.log_once(
                 "no reward",
-                "A program ended with exit status 0, but neither posted a reward to "
-                "HYBRIDRL_REWARD_URL nor printed a number in its last line. It scores 0.",
+                "A program ended with exit status 0, but reported no reward: neither by a number "
+                "in its last line nor, with environment.options.report=true, by posting one. It "
+                "scores 0.",
             )
         rewards = self._turn_rewards(turn_rewards, branches)
         self._ended[row] = EpisodeSample(branches, rewards, reward, reason, metrics)

@@ -1,29 +1,30 @@
-"""Endpoint: a server of one replica, in a thread of its own, for whoever has its token."""
+"""Endpoint: a server of one replica, in a thread of its own, for whoever has a token of it."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
+import errno
 import json
 import logging
 import os
-import secrets
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from hybridrl.errors import ConfigError
 from hybridrl.rollout.base import Sampling
 from hybridrl.serving.chat import Chat
+from hybridrl.serving.connections import Connection, Connections, most_open
 from hybridrl.serving.exchange import Exchange
 from hybridrl.serving.fields import RefusedError
 from hybridrl.serving.outside import OutsidePrograms
-from hybridrl.serving.routes import Routes
+from hybridrl.serving.routes import PERMISSION, Routes
 from hybridrl.serving.session import Session
-from hybridrl.serving.sessions import Sessions
+from hybridrl.serving.sessions import ANY, ROWS, SAMPLE, Sessions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +55,8 @@ class Endpoint:
 
     Attributes:
         url: Its address, without a path.
-        token: What programs have to bring, as `Authorization: Bearer <token>`.
+        token: Of the job, as `Authorization: Bearer <token>`: takes rows to play. Sessions have
+            tokens of their own.
 
     Raises:
         ConfigError: if it cannot listen there.
@@ -75,9 +77,10 @@ class Endpoint:
         most_bytes: int = MOST_BYTES,
     ) -> None:
         self.model = model
-        self.token = secrets.token_urlsafe(32)
         self.exchange = Exchange(MOST_WAITING)
         self._sessions = Sessions(context_length)
+        self.token = self._sessions.token(ROWS, ANY)
+        self._connections = Connections(most_open())
         self._routes = Routes(
             tokenizer,
             chat,
@@ -120,6 +123,16 @@ class Endpoint:
         """What a program of this session takes for the address of OpenAI's API."""
         return f"{self.url}/session/{session.name}/v1"
 
+    def session_token(self, session: Session, scope: str = SAMPLE) -> str:
+        """What a program of this session brings: to sample, or with `REPORT` to say what the
+        episode was worth."""
+        return self._sessions.token(scope, session.name)
+
+    def sampling_token(self) -> str:
+        """For a program that plays many episodes and names them by `X-Session-ID`: it samples in
+        each of them."""
+        return self._sessions.token(SAMPLE, ANY)
+
     def announce(self, path: Path) -> None:
         """Writes address and token to a file that only this user can read."""
         new = path.with_name(f"{path.name}.new")
@@ -137,6 +150,7 @@ class Endpoint:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
+        self._loop.set_exception_handler(_tell_full)
         app = web.Application(
             client_max_size=self._most_bytes, middlewares=[_tell_errors, self._check_token]
         )
@@ -153,33 +167,41 @@ class Endpoint:
             logger=quiet,
         )
         try:
-            self._loop.run_until_complete(self._listen(runner))
+            self._loop.run_until_complete(self._listen(runner, quiet))
         except OSError as error:
             self._address = error
         self._ready.set()
         if not isinstance(self._address, OSError):
+            sweeping = self._loop.create_task(self._connections.sweep())
             self._loop.run_forever()
+            sweeping.cancel()
+            self._server.close()
         self._loop.run_until_complete(runner.cleanup())
         self._loop.close()
 
-    async def _listen(self, runner: web.AppRunner) -> None:
+    async def _listen(self, runner: web.AppRunner, quiet: logging.Logger) -> None:
         assert not isinstance(self._address, OSError)
         await runner.setup()
-        await web.TCPSite(runner, *self._address, backlog=1024).start()
-        self._address = runner.addresses[0][:2]
+        assert runner.server is not None
+        options = {"loop": self._loop, "access_log": None, "logger": quiet}
+        connect = partial(Connection, self._connections, runner.server, **options)
+        self._server = await self._loop.create_server(connect, *self._address, backlog=1024)
+        self._address = self._server.sockets[0].getsockname()[:2]
 
     @web.middleware
     async def _check_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path != "/health":
             kind, _, token = request.headers.get("Authorization", "").partition(" ")
-            known = hmac.compare_digest(_bytes(token.strip()), _bytes(self.token))
-            if kind.lower() != "bearer" or not known:
+            permission = self._sessions.permission(token.strip())
+            if kind.lower() != "bearer" or permission is None:
                 raise RefusedError(
                     401,
-                    "The endpoint wants `Authorization: Bearer <token>`, with the token of this "
-                    "job: `api_key` of OpenAI's clients.",
+                    "The endpoint wants `Authorization: Bearer <token>`, with the token of a "
+                    "session or of this job: `api_key` of OpenAI's clients.",
                     code="invalid_api_key",
                 )
+            request[PERMISSION] = permission
+            self._connections.know(request.transport)
         return await handler(request)
 
 
@@ -206,9 +228,19 @@ async def _tell_errors(request: web.Request, handler: Handler) -> web.StreamResp
         _log.exception("The endpoint failed to answer %s %s.", request.method, request.path)
         refused = RefusedError(500, "The endpoint failed; its log says why.")
     headers = {"Retry-After": "5"} if refused.status in (429, 503) else None
-    return web.json_response(refused.body, status=refused.status, headers=headers)
+    response = web.json_response(refused.body, status=refused.status, headers=headers)
+    if refused.status == 401:
+        response.force_close()
+    return response
 
 
-def _bytes(header: str) -> bytes:
-    """A header as it came, whatever was in it."""
-    return header.encode(errors="surrogateescape")
+def _tell_full(loop: asyncio.AbstractEventLoop, told: dict[str, Any]) -> None:
+    """Says why no connection is accepted where this process has no descriptor left for one; the
+    loop tries again every second."""
+    error = told.get("exception")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        _log.warning(
+            "The endpoint takes no connections now: %s. Raise `ulimit -n` of the job.", error
+        )
+    else:
+        loop.default_exception_handler(told)

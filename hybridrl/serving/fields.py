@@ -22,7 +22,8 @@ class RefusedError(Exception):
     @property
     def body(self) -> Mapping[str, Any]:
         """What the program gets."""
-        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kinds = {401: "authentication_error", 403: "permission_error"}
+        kinds |= {404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(
             self.status, "server_error" if self.status >= 500 else "invalid_request_error"
         )

@@ -17,7 +17,7 @@ from hybridrl.serving.fields import RefusedError, json_object, wrong
 from hybridrl.serving.messages import call_ids, prefix_keys
 from hybridrl.serving.outside import OutsidePrograms
 from hybridrl.serving.session import Report
-from hybridrl.serving.sessions import Sessions
+from hybridrl.serving.sessions import ANY, REPORT, ROWS, SAMPLE, Permission, Sessions
 from hybridrl.serving.shapes import ChatShape, CompletionShape, GenerateShape, Shape
 from hybridrl.serving.streaming import EventStream, Stream, refused
 from hybridrl.serving.wire import (
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SESSION = "X-Session-ID"
+PERMISSION: Any = getattr(web, "RequestKey", lambda name, kind: name)("permission", Permission)
+"""Of a request: what its token allows."""
 MOST_CHATS = 64
 """Chats with different options that are kept."""
 LONG_POLL_S = 30.0
@@ -88,7 +90,9 @@ class Routes:
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         """That the endpoint lives, and whether the policy answers just now."""
-        return web.json_response({"status": "ok", "generating": self._exchange.is_attended})
+        answer = web.json_response({"status": "ok", "generating": self._exchange.is_attended})
+        answer.force_close()  # what shows no token is not kept open
+        return answer
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """The one model that there is."""
@@ -146,7 +150,7 @@ class Routes:
         """A program says what its episode was worth. If the job has not started it, the episode is
         over then."""
         report = Report(*report_of(json_object(await request.read())))
-        place = self._place(request, None)
+        place = self._place(request, None, REPORT)
         place.session.report = report
         if self._outside is not None:
             self._outside.reported(place.session.name)
@@ -155,6 +159,8 @@ class Routes:
     async def next_episode(self, request: web.Request) -> web.StreamResponse:
         """A row for a program that the job did not start; an answer without a body if there is none
         for now."""
+        if request[PERMISSION].scope != ROWS:
+            raise _forbidden(request, "take rows")
         if self._outside is None:
             raise RefusedError(
                 404,
@@ -167,8 +173,9 @@ class Routes:
         if play is None:
             return web.Response(status=204)
         row = {"session": play.session, "url": play.url, "row": dict(play.row)}
+        row |= {"greedy": play.greedy, "token": play.token, "report_token": play.report_token}
         try:
-            return await _sent(request, row | {"greedy": play.greedy})
+            return await _sent(request, row)
         except BaseException:  # among them that the program has gone away
             self._outside.return_row(play)
             raise
@@ -268,9 +275,18 @@ class Routes:
             param="messages",
         )
 
-    def _place(self, request: web.Request, seed: int | None) -> Place:
-        """The session that a request names in its address or header; one of its own otherwise."""
+    def _place(self, request: web.Request, seed: int | None, scope: str = SAMPLE) -> Place:
+        """The session that a request names in its address or header; one of its own otherwise.
+
+        Raises:
+            RefusedError: if the token is not for this there, or the session is over.
+        """
         part: Any = request.match_info.get("session") or request.headers.get(SESSION)
+        allowed, name = request[PERMISSION], part and part.partition(".")[0]
+        if allowed.scope != scope and (name or allowed.scope == REPORT):
+            raise _forbidden(request, f"{scope} in `{name}`" if name else scope)
+        if name and allowed.session not in (name, ANY):
+            raise _forbidden(request, f"{scope} in `{name}`")
         if not part:
             session = self._sessions.untrained(seed)
             return Place(session, session.name)
@@ -291,6 +307,15 @@ class Routes:
                 code="model_not_found",
                 param="model",
             )
+
+
+def _forbidden(request: web.Request, what: str) -> RefusedError:
+    return RefusedError(
+        403,
+        f"This token may not {what}: it {request[PERMISSION]}. Each session has its own tokens "
+        "(docs/endpoint.md).",
+        code="not_allowed",
+    )
 
 
 async def _look_at(request: web.Request) -> None:

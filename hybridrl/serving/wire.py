@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.conversations.messages import Message, Tool
-from hybridrl.serving.fields import are_tokens, is_number, is_token, read, wrong
+from hybridrl.environments.adapters.episode import fault_of
+from hybridrl.serving.fields import RefusedError, are_tokens, is_number, is_token, read, wrong
 
 ROLES = {"system", "developer", "user", "assistant", "tool"}
 MOST_SAMPLES = 128
@@ -184,11 +185,14 @@ def report_of(body: Mapping[str, Any]) -> tuple[float, list[float] | None, dict[
         raise wrong("turn_rewards", "must be a list of numbers")
     if not isinstance(metrics, dict) or not all(map(is_number, metrics.values())):
         raise wrong("metrics", "must be an object of numbers")
-    return (
+    found = (
         float(reward),
         None if turns is None else [float(x) for x in turns],
         {name: float(value) for name, value in metrics.items()},
     )
+    if (fault := fault_of(*found)) is not None:
+        raise RefusedError(400, f"This reports {fault}.")
+    return found
 
 
 def _wishes(body: Mapping[str, Any], **further: Any) -> Wishes:

@@ -36,7 +36,7 @@ def test_its_agent_plays_an_episode_whose_tokens_are_exact():
     try:
         session = endpoint.open_session("s", TRAINED, 0)
         model = smolagents.OpenAIModel(
-            "m", api_base=f"{endpoint.session_url(session)}", api_key=endpoint.token
+            "m", api_base=endpoint.session_url(session), api_key=endpoint.session_token(session)
         )
         agent = smolagents.ToolCallingAgent([multiply], model, max_steps=4, verbosity_level=0)
         assert agent.run("What is 6 * 7?") == "42"

@@ -203,7 +203,8 @@ def test_a_program_that_ends_well_and_reports_nothing_scores_0_with_a_warning(ht
     closing(rollout)
     assert rollout.generate(rows(2), TRAINED, 0)["episode_rewards"].tolist() == [0.0, 0.0]
     (said,) = rollout.notices()
-    assert "reported" not in said and "posted a reward" in said and "scores 0" in said
+    assert "reported no reward" in said and "environment.options.report" in said
+    assert "scores 0" in said
 
 
 def test_a_failure_can_have_a_value_or_end_the_job(http, closing):
@@ -222,7 +223,7 @@ def test_what_a_program_reports_goes_before_what_was_returned(http, closing):
     def play(play):
         ask(http, play)
         body = {"reward": 0.5, "turn_rewards": [0.1], "metrics": {"steps": 2}}
-        headers = {"Authorization": f"Bearer {play.token}"}
+        headers = {"Authorization": f"Bearer {play.report_token}"}
         url = play.url.removesuffix("/v1")
         assert http.post(f"{url}/reward", json=body, headers=headers).status_code == 200
         return 9.0
@@ -340,12 +341,14 @@ def test_programs_from_outside_ask_for_rows(tmp_path, http, closing):
                 return
             given = answer.json()
             body = {"messages": [{"role": "user", "content": "hi"}]}
-            http.post(f"{given['url']}/chat/completions", json=body, headers=headers, timeout=60)
+            samples = {"Authorization": f"Bearer {given['token']}"}
+            reports = {"Authorization": f"Bearer {given['report_token']}"}
+            http.post(f"{given['url']}/chat/completions", json=body, headers=samples, timeout=60)
             session = given["url"].removesuffix("/v1")
             body = {"reward": given["row"]["number"]}
-            assert http.post(f"{session}/reward", json=body, headers=headers).status_code == 200
+            assert http.post(f"{session}/reward", json=body, headers=reports).status_code == 200
             again = {"reward": 99.0}  # the first has ended the episode
-            refused.append(http.post(f"{session}/reward", json=again, headers=headers).status_code)
+            refused.append(http.post(f"{session}/reward", json=again, headers=reports).status_code)
 
     threads = [threading.Thread(target=program, daemon=True) for _ in range(3)]
     for thread in threads:

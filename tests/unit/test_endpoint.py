@@ -1,5 +1,6 @@
 """The endpoint as programs see it: OpenAI's own client, streams, errors, and who may ask."""
 
+import errno
 import http.client
 import json
 import socket
@@ -12,6 +13,8 @@ import pytest
 from agent_cases import TRAINED, WEATHER, Pump, ScriptedEngine, endpoint_of, merging_tokenizer
 
 from hybridrl.conversations.rendering import TemplateContext
+from hybridrl.serving import connections
+from hybridrl.serving.sessions import REPORT, SAMPLE
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"place": "Bern"}}</tool_call>'
 
@@ -33,13 +36,16 @@ class Served:
         self.count += 1
         self.session = self.endpoint.open_session(f"e{self.count}", sampling, seed=self.count)
         self.url = self.endpoint.session_url(self.session)
+        self.token = self.endpoint.session_token(self.session)
         return self.session
 
     def client(self):
-        return openai.OpenAI(base_url=self.url, api_key=self.endpoint.token, max_retries=0)
+        return openai.OpenAI(base_url=self.url, api_key=self.token, max_retries=0)
 
     def post(self, path, body, **headers):
-        headers = {"Authorization": f"Bearer {self.endpoint.token}"} | headers
+        kind = REPORT if path.endswith("/reward") else SAMPLE
+        token = self.endpoint.session_token(self.session, kind)
+        headers = {"Authorization": f"Bearer {token}"} | headers
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return httpx.post(f"{self.endpoint.url}{path}", content=content, headers=headers)
 
@@ -253,7 +259,7 @@ def test_a_program_that_goes_away_leaves_nothing(served, streams):
     body = json.dumps({"model": "m", "messages": USER, "stream": streams})
     address = httpx.URL(served.url)
     connection = http.client.HTTPConnection(address.host, address.port)
-    headers = {"Authorization": f"Bearer {served.endpoint.token}"}
+    headers = {"Authorization": f"Bearer {served.token}"}
     connection.request("POST", f"{address.path}/chat/completions", body, headers)
     waits_for(lambda: served.engine.running)
     key = served.engine.requests[0].key
@@ -271,7 +277,7 @@ def test_a_program_that_goes_away_leaves_nothing(served, streams):
 def test_parts_of_a_session_are_apart(served):
     client = openai.OpenAI(
         base_url=served.url.replace(f"/{served.session.name}/", f"/{served.session.name}.again1/"),
-        api_key=served.endpoint.token,
+        api_key=served.token,
     )
     served.client().chat.completions.create(model="m", messages=USER)
     client.chat.completions.create(model="m", messages=USER)
@@ -296,6 +302,12 @@ def test_a_reward_is_reported(served):
     assert (report.reward, report.turn_rewards, report.metrics) == (0.5, [0.5], {"steps": 3.0})
     for body in ({}, {"reward": "x"}, {"reward": 1, "metrics": {"a": "b"}}, {"reward": 1e999}):
         assert served.post(path, body).status_code == 400
+    many = {f"m{number}": 1.0 for number in range(257)}
+    for wrong in (many, {"a" * 129: 1.0}, {"a\n": 1.0}):
+        assert served.post(path, {"reward": 1.0, "metrics": wrong}).status_code == 400
+    for body in ({"reward": 1.1e6}, {"reward": -1.1e6}, {"reward": 0, "turn_rewards": [1e7]}):
+        assert "1e+06" in served.post(path, body).json()["error"]["message"]
+    assert served.session.report is report
 
 
 def test_the_model_is_told(served):
@@ -345,7 +357,7 @@ WRONG = [
     (GENERATE, {"token_ids": "x"}, 400, "token_ids"),
     (GENERATE, {"token_ids": [-1]}, 400, "token_ids"),
     (GENERATE, {"token_ids": [1], "sampling_params": 1}, 400, "sampling_params"),
-    (f"/session/none{CHAT}", {"messages": USER}, 404, None),
+    (f"/session/none{CHAT}", {"messages": USER}, 403, None),
     ("/v1/embeddings", {}, 404, None),
     ("/v1/models", {}, 405, None),
     (CHAT, b"x" * (2 << 20), 413, None),
@@ -376,6 +388,101 @@ def test_only_those_with_the_token_are_heard(shared, token):
         answer = httpx.get(f"{shared.endpoint.url}{path}", headers=headers)
         assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
     assert httpx.get(f"{shared.endpoint.url}/health").json()["status"] == "ok"
+
+
+def test_a_token_is_for_one_session_and_one_purpose(shared):
+    other, own = shared.session, shared.new_session()
+    token = shared.endpoint.session_token
+    chat, reward = "/session/{}/v1/chat/completions", "/session/{}/reward"
+    asked = {"messages": USER, "reward": 1.0}
+    for path, given, status in [
+        (chat, token(own), 200),
+        (chat, shared.endpoint.sampling_token(), 200),
+        (chat, token(other), 403),
+        (chat, token(own, REPORT), 403),
+        (chat, shared.endpoint.token, 403),
+        (reward, token(own, REPORT), 200),
+        (reward, token(other, REPORT), 403),
+        (reward, token(own), 403),
+        (reward, shared.endpoint.sampling_token(), 403),
+        (reward, shared.endpoint.token, 403),
+        (reward, token(own, REPORT).replace("report", "sample"), 401),
+        (reward, token(own, REPORT).replace(own.name, other.name), 401),
+        (reward, token(own, REPORT)[:-1], 401),
+    ]:
+        for url in (path.format(own.name), path.format(f"{own.name}.judge")):
+            answer = httpx.post(
+                f"{shared.endpoint.url}{url}",
+                json=asked,
+                headers={"Authorization": f"Bearer {given}"},
+            )
+            assert answer.status_code == status, (path, given, answer.text)
+    for given, name, status in [
+        (token(own), own.name, 200),
+        (token(other), own.name, 403),
+        (token(own), "", 200),
+        (shared.endpoint.token, "", 200),
+        (token(own, REPORT), "", 403),
+    ]:
+        headers = {"Authorization": f"Bearer {given}", "X-Session-ID": name}
+        answer = httpx.post(f"{shared.endpoint.url}{CHAT}", json=asked, headers=headers)
+        assert answer.status_code == status, (name, given, answer.text)
+    headers = {"Authorization": f"Bearer {token(own)}"}
+    answer = httpx.get(f"{shared.endpoint.url}/episodes/next", headers=headers)
+    assert answer.status_code == 403 and "is for sampling in `e" in answer.text
+
+
+def closed(connection):
+    """Whether the other side has closed it."""
+    connection.settimeout(60)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_connections_without_a_token_are_few_and_short(monkeypatch):
+    monkeypatch.setattr(connections, "MOST_UNKNOWN", 4)
+    served = Served()
+    address = httpx.URL(served.url)
+    idle = []
+    try:
+        client = served.client()
+        client.models.list()  # keeps its connection
+        for _ in range(12):
+            idle.append(socket.create_connection((address.host, address.port), timeout=60))
+            idle[-1].sendall(b"GET /health HTTP/1.1\r\nX: ")
+        assert all(map(closed, idle[:8])), "the oldest go first"
+        assert httpx.get(f"{served.endpoint.url}/health").status_code == 200
+        monkeypatch.setattr(connections, "HEAD_S", 0)
+        assert all(map(closed, idle[8:])), "and the others after a while"
+        client.models.list()
+        assert len(served.endpoint._connections._open) == 1
+        client.close()
+    finally:
+        for connection in idle:
+            connection.close()
+        served.close()
+
+
+def test_more_connections_than_the_job_can_bear_are_refused():
+    served = Served()
+    address = httpx.URL(served.url)
+    served.endpoint._connections._most = 1
+    try:
+        with httpx.Client(headers={"Authorization": f"Bearer {served.token}"}) as client:
+            assert client.get(f"{served.endpoint.url}/v1/models").status_code == 200
+            with socket.create_connection((address.host, address.port), timeout=60) as further:
+                assert b" 503 " in further.recv(4096).partition(b"\r\n")[0]
+    finally:
+        served.close()
+
+
+def test_a_job_without_descriptors_says_so(shared, caplog):
+    error = OSError(errno.EMFILE, "Too many open files")
+    shared.endpoint._loop.call_exception_handler({"message": "accept", "exception": error})
+    (record,) = caplog.records
+    assert "takes no connections now" in record.message and "ulimit -n" in record.message
 
 
 def test_nothing_listens_beyond_this_machine(shared):

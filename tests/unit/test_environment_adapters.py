@@ -221,8 +221,14 @@ def test_what_an_episode_may_return():
             scored(wrong)
     with pytest.raises(EpisodeError, match="the metric `x`"):
         scored({"reward": 1, "metrics": {"x": math.inf}})
-    for wrong in (math.inf, 10**400, Score(math.nan), {"reward": 1, "turn_rewards": [math.inf]}):
-        with pytest.raises(EpisodeError, match="nothing to learn from"):
+    for wrong in (
+        math.inf,
+        10**400,
+        -1.1e6,
+        Score(math.nan),
+        {"reward": 1, "turn_rewards": [math.inf]},
+    ):
+        with pytest.raises(EpisodeError, match=r"expected -1e\+06 to 1e\+06"):
             scored(wrong)
 
 

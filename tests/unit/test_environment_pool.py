@@ -20,11 +20,11 @@ FILE = Path(__file__).parents[1] / "environments_that_fail.py"
 PROGRAM = """
 import json, os, sys, urllib.request
 row = json.load(sys.stdin)
-assert row == json.loads(os.environ["HYBRIDRL_ROW"])
+assert "answer" not in row and "HYBRIDRL_ROW" not in os.environ
 if row["what"] == "report":
     body = json.dumps({"reward": 0.25}).encode()
-    kind = {"Content-Type": "application/json"}
-    urllib.request.urlopen(urllib.request.Request(os.environ["HYBRIDRL_REWARD_URL"], body, kind))
+    url = row["hybridrl"]["reward_url"]
+    urllib.request.urlopen(urllib.request.Request(url, body, {"X-Token": row["hybridrl"]["token"]}))
 if row["what"] == "number":
     print("thinking")
     print(row["number"] / 2)
@@ -59,9 +59,9 @@ def pool_of():
 
 def plays(endpoint, whats):
     for number, what in enumerate(whats):
-        row = {"what": what, "number": number}
+        row = {"what": what, "number": number, "answer": "a secret"}
         session = f"s{number}"
-        yield Play(number, row, endpoint.url(session), endpoint.token, session, False)
+        yield Play(number, row, endpoint.url(session), endpoint.token, session, False, "reports")
 
 
 def play(pool, endpoint, whats):
@@ -131,12 +131,16 @@ def test_plain_functions_get_threads(endpoint, pool_of):
 
 def test_programs_are_run_as_they_are(endpoint, pool_of):
     pool = pool_of("command", options={"command": [sys.executable, "-c", PROGRAM]})
-    found = play(pool, endpoint, ["number", "quiet", "fail", "flood", "report", "number"])
-    assert [one.kind for one in found] == ["ok", "ok", "error", "output", "ok", "ok"]
-    assert found[0].reward == 0.0 and found[5].reward == 2.5
+    found = play(pool, endpoint, ["number", "quiet", "fail", "flood", "number"])
+    assert [one.kind for one in found] == ["ok", "ok", "error", "output", "ok"]
+    assert found[0].reward == 0.0 and found[4].reward == 2.0
     assert math.isnan(found[1].reward), "it said nothing, which the endpoint may know better"
     assert "exit status 4" in found[2].failure and "no luck" in found[2].failure
-    assert endpoint.rewards == {"s4": 0.25}  # which its caller takes
+    pool = pool_of("command", options={"command": [sys.executable, "-c", PROGRAM], "report": True})
+    found = play(pool, endpoint, ["report", "number"])
+    assert [one.kind for one in found] == ["ok", "ok"]
+    assert all(math.isnan(one.reward) for one in found), "what it prints does not count"
+    assert endpoint.rewards == {"s0": 0.25}  # which its caller takes
 
 
 def test_nothing_is_left_behind(endpoint, pool_of):

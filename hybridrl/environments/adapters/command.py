@@ -10,10 +10,11 @@ import os
 import shlex
 import shutil
 import signal
-import tempfile
+import sys
 from pathlib import Path
 from typing import Any
 
+from . import launch
 from .episode import MODEL, BaseAdapter, Episode, EpisodeError, Returned, Score, SetupError
 
 _LONGEST = 1 << 20
@@ -25,18 +26,22 @@ _LINGER_S = 5.0
 
 
 class Adapter(BaseAdapter):
-    """Options: `command`, a list of words or a line for the shell's rules of quoting; `cwd`.
+    """Options: `command`, a list of words or a line for the shell's rules of quoting; `cwd`;
+    `report` and `isolate`, true or false.
 
-    The program finds the row as JSON in its standard input, and in the variable HYBRIDRL_ROW if it
-    is short; the model at OPENAI_BASE_URL, with OPENAI_API_KEY, by the name HYBRIDRL_MODEL. Its
-    reward is what it posts to HYBRIDRL_REWARD_URL (`{"reward": 1.0}`, with the same key); else the
-    last line of its standard output, if that is a number. A program that ends with status 0 and
-    reports no reward gets 0. Any other end is a failure.
+    The program finds the row as JSON in its standard input, without `environment.hidden_columns`;
+    the model at OPENAI_BASE_URL, with OPENAI_API_KEY, by the name HYBRIDRL_MODEL. Its reward is the
+    last line of its standard output, if that is a number. With `report` it is what the program
+    posts instead (`{"reward": 1.0}`): the row has an entry `hybridrl` with `reward_url` and
+    `token`, which are told nowhere else. A program that ends with status 0 and reports no reward
+    gets 0. Any other end is a failure. What it has started is ended with it.
+
+    With `isolate` neither the program nor what it starts can read, trace or signal other processes.
     """
 
     def __init__(self, options: dict[str, Any], name: str) -> None:
         super().__init__(options, name)
-        own = self.take({"command": None, "cwd": None})
+        own = self.take({"command": None, "cwd": None, "report": False, "isolate": False})
         command = own["command"]
         self._command = shlex.split(command) if isinstance(command, str) else command
         is_list = isinstance(self._command, list) and self._command
@@ -53,32 +58,45 @@ class Adapter(BaseAdapter):
         self._cwd = own["cwd"]
         if self._cwd is not None and not Path(self._cwd).is_dir():
             raise SetupError(f"environment.options.cwd={self._cwd}: there is no such folder.")
+        for option in ("report", "isolate"):
+            if not isinstance(own[option], bool):
+                raise SetupError(f"environment.options.{option}={own[option]}: true or false.")
+        self._reports, self._isolates = own["report"], own["isolate"]
+        if self._isolates and not launch.can_isolate():
+            raise SetupError(
+                "environment.options.isolate=true needs a Landlock that knows scopes: Linux 6.12 "
+                "or later. Here only another user or a container keeps programs apart."
+            )
 
     async def play(self, episode: Episode) -> Returned:
-        row = json.dumps(episode.row)
+        row = episode.row
+        if self._reports:
+            url = f"{episode.url.removesuffix('/v1')}/reward"
+            row = {**row, "hybridrl": {"reward_url": url, "token": episode.report_token}}
+        mark = {launch.MARK: os.environ[launch.MARK]}
+        settings = {"parent": os.getpid(), "mark": mark, "isolated": self._isolates}
+        settings["prints"] = not self._reports
         told = {
             "OPENAI_BASE_URL": episode.url,
             "OPENAI_API_KEY": episode.token,
             "HYBRIDRL_MODEL": MODEL,
             "HYBRIDRL_SESSION": episode.session,
-            "HYBRIDRL_REWARD_URL": f"{episode.url.removesuffix('/v1')}/reward",
         }
-        if len(row) < 1 << 16:  # Linux takes no variable longer than twice that
-            told["HYBRIDRL_ROW"] = row
-        output, errors = _Output(), _Output()
+        variables = {**os.environ, **told}
+        del variables[launch.MARK]  # the program has it; what starts it ends by itself
+        output, errors, given = _Output(), _Output(), _Input(json.dumps(row).encode())
         try:
-            with tempfile.TemporaryFile() as file:
-                file.write(row.encode())
-                file.seek(0)
-                process = await asyncio.create_subprocess_exec(
-                    *self._command,
-                    stdin=file,
-                    stdout=await output.open(),
-                    stderr=await errors.open(),
-                    cwd=self._cwd,
-                    env={**os.environ, **told},
-                    start_new_session=True,
-                )
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-IS", str(launch.__file__), json.dumps(settings)),
+                *self._command,
+                stdin=await given.open(),
+                stdout=await output.open(),
+                stderr=await errors.open(),
+                cwd=self._cwd,
+                env=variables,
+                start_new_session=True,
+            )
+            given.release()
             try:
                 ended = asyncio.ensure_future(process.wait())
                 floods = [asyncio.ensure_future(one.flood.wait()) for one in (output, errors)]
@@ -86,13 +104,14 @@ class Adapter(BaseAdapter):
                 for waiting in floods:
                     waiting.cancel()
             finally:
-                _kill(process.pid)  # and what it has left behind, which may hold its pipes open
+                with contextlib.suppress(ProcessLookupError):
+                    process.terminate()  # which ends what is left of the program first
                 status = await process.wait()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(asyncio.gather(output.read(), errors.read()), _LINGER_S)
         finally:
-            output.close()
-            errors.close()
+            for pipe in (given, output, errors):
+                pipe.close()
         for one in (output, errors):
             if one.flood.is_set():
                 raise EpisodeError(
@@ -105,12 +124,34 @@ class Adapter(BaseAdapter):
                 f"The program {_how_it_ended(status)}.\n{_tail(errors.text or output.text)}"
             )
         # Without a number the endpoint may have been told, which is known there.
-        return Score(_number(output.text))
+        return Score(None if self._reports else _number(output.text))
 
 
-def _kill(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
+class _Input:
+    """A pipe from which a program reads: once it has, nobody else can."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    async def open(self) -> int:
+        """The end for the program, which has to be closed here by `release`."""
+        self._source, sink = os.pipe()
+        loop, pipe = asyncio.get_running_loop(), os.fdopen(sink, "wb")
+        self._transport, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, pipe)
+        return self._source
+
+    def release(self) -> None:
+        """The program has it: writes what fits now, and the rest as it reads."""
+        os.close(self._source)
+        self._source = -1
+        self._transport.write(self._content)
+        self._transport.write_eof()
+
+    def close(self) -> None:
+        if not self._transport.is_closing():  # or it ends with the last of who reads
+            self._transport.abort()
+        if self._source >= 0:
+            os.close(self._source)
 
 
 class _Output:

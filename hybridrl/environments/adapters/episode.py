@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Union
 
 MODEL = "policy"
 """The name by which programs ask for the model, if they name one; the endpoint knows no other."""
+
+LARGEST_REWARD = 1e6
+"""Of an episode or a turn, whatever its sign."""
+MOST_METRICS, LONGEST_NAME = 256, 128
+"""Of an episode."""
 
 
 @dataclass
@@ -22,6 +28,7 @@ class Episode:
         session: Identifies the episode. What has other conversations with the model may name them
             in the header `X-Session-ID`: this, a dot, and anything.
         greedy: The model answers greedily, for this is an evaluation.
+        report_token: With which a program says itself what the episode was worth, if it asked so.
         is_left_running: To be set by an adapter that cannot stop what it has started: its process
             gets no further episodes.
     """
@@ -31,6 +38,7 @@ class Episode:
     token: str
     session: str
     greedy: bool = False
+    report_token: str = ""
     is_left_running: bool = False
 
 
@@ -127,14 +135,31 @@ def scored(returned: Returned) -> Score:
             that nothing can be learned from.
     """
     score = _score(returned)
-    for name, values in (("reward", [score.reward]), ("turn_rewards", score.turn_rewards or [])):
-        for value in values:
-            if value is not None and not math.isfinite(value):
-                raise EpisodeError(f"An episode returned {name} of {value}: nothing to learn from.")
-    for name, metric in score.metrics.items():
-        if not math.isfinite(metric):
-            raise EpisodeError(f"An episode returned the metric `{name}` of {metric}.")
+    fault = fault_of(score.reward, score.turn_rewards, score.metrics)
+    if fault is not None:
+        raise EpisodeError(f"An episode returned {fault}.")
     return score
+
+
+def fault_of(
+    reward: float | None, turn_rewards: list[float] | None, metrics: Mapping[str, float]
+) -> str | None:
+    """What is wrong with what an episode was worth, as the end of a sentence; None: nothing."""
+    for name, values in (("reward", [reward]), ("turn_rewards", turn_rewards or [])):
+        for value in values:
+            if value is not None and not abs(value) <= LARGEST_REWARD:  # or it is no number
+                return f"{name} of {value}, expected -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
+    if len(metrics) > MOST_METRICS:
+        return f"{len(metrics)} metrics, expected at most {MOST_METRICS}"
+    for name, metric in metrics.items():
+        if len(name) > LONGEST_NAME or not name.isprintable():
+            return (
+                f"a metric named {name[:LONGEST_NAME]!r}, expected at most {LONGEST_NAME} "
+                "printable characters"
+            )
+        if not math.isfinite(metric):
+            return f"the metric `{name}` of {metric}"
+    return None
 
 
 def _score(returned: Returned) -> Score:

@@ -20,7 +20,7 @@ class Adapter(BaseAdapter):
     """`async def play(row, model)`, or a plain function, which gets a thread for each episode.
 
     It returns a number, or a dictionary with `reward`, `turn_rewards` and `metrics`, or None where
-    the program has told the endpoint its reward. The options are further keyword arguments. A
+    only `reward.function` scores. The options are further keyword arguments. A
     function `rows(count)` beside it gives tasks of its own.
     """
 

@@ -25,7 +25,8 @@ from .episode import MODEL, BaseAdapter, Episode, EpisodeError, Returned, Score,
 from .tool_servers import ToolServers
 
 _HARNESS = "hybridrl_chat"
-_KEY = "HYBRIDRL_ENDPOINT_TOKEN"
+_KEY = "HYBRIDRL_API_KEY"
+"""verifiers keeps variables of such names from the programs that it starts."""
 
 
 class ChatHarness(Harness[HarnessConfig]):

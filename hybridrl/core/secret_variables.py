@@ -1,0 +1,41 @@
+"""Environment variables that hold secrets of the job, which programs of others start without."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+
+_NAMED = re.compile(
+    r"RAY_.*|.*(^|_)(KEY|TOKEN|SECRET|PAT)|.*(PASSWORD|PASSWD|SECRET|CREDENTIAL|ACCESS_KEY).*",
+    re.IGNORECASE,
+)
+_URL = re.compile(r"://[^/\s@]*:[^/\s@]+@")
+"""An address with a password in it."""
+
+
+def without_secrets(variables: Mapping[str, str], passed: Collection[str]) -> dict[str, str]:
+    """Return the variables that hold no secret by their names, or a URL with a password.
+
+    Args:
+        passed: Names, or patterns such as `WANDB_*`, that are kept all the same. So are proxies.
+    """
+    return {name: value for name, value in variables.items() if not _is_kept(name, value, passed)}
+
+
+def passing_hint(failure: str, setting: str, passed: Collection[str]) -> str:
+    """Return a line to follow a failure that names a variable of this process that was kept from
+    the program: how to pass it on. Empty if it names none."""
+    names = [name for name, value in os.environ.items() if _is_kept(name, value, passed)]
+    if not (missing := [name for name in names if re.search(rf"\b{re.escape(name)}\b", failure)]):
+        return ""
+    listed = ", ".join(missing)
+    said = f"{listed} is set for the job and kept from this program"
+    return f"\n{said}: {setting}=[{listed}] passes it on."
+
+
+def _is_kept(name: str, value: str, passed: Collection[str]) -> bool:
+    is_url = _URL.search(value) is not None and not name.lower().endswith("_proxy")
+    is_secret = _NAMED.fullmatch(name) is not None or is_url
+    return is_secret and not any(fnmatchcase(name, pattern) for pattern in passed)
