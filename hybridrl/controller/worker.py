@@ -12,6 +12,7 @@ from socket import socket
 import numpy as np
 import numpy.typing as npt
 
+from hybridrl.core.figures import number_of
 from hybridrl.core.mesh import Coordinate
 from hybridrl.core.record import Record, Span
 from hybridrl.core.waits import seconds_waited
@@ -113,7 +114,8 @@ class Worker:
         found = self.record.metrics
         for name, value in metrics.items():
             before = found.get(name)
-            if before is not None:
+            # What is no number is told of by the driver.
+            if before is not None and None not in (number_of(before), number_of(value)):
                 value = max(before, value) if name.endswith("_max") else before + value
             found[name] = value
 

@@ -44,7 +44,8 @@ SAMPLED = [
 ]
 TEACHER = "models.teacher.path={place}/model"
 PLAYED = [
-    *("model.path={place}/chat", "data=jsonl", "data.path={place}/rows.jsonl"),
+    *("model.path={place}/chat", "data=mixture", "data.sources.a.path={place}/a.jsonl"),
+    "data.sources.b.path={place}/b.jsonl",
     *("data.max_prompt_tokens=120", "data.answer_column=null", "reward.function=[]"),
     *("rollout.max_tokens=12", "eval.prompts=3"),
 ]
@@ -143,8 +144,9 @@ def place(tmp_path_factory):
     make_tiny_model(folder / "model", build_tokenizer(CHARACTERS), seed=7, context=128, **shape)
     texts = build_tokenizer("".join(map(chr, range(32, 127))) + "\n", chat=True)
     make_tiny_model(folder / "chat", texts, seed=3, context=256, **shape)
-    rows = [json.dumps({"prompt": f"{n} + {n} = ?"}) for n in range(12)]
-    (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    for source in "ab":
+        rows = [json.dumps({"prompt": f"{source}: {n} + {n} = ?"}) for n in range(12)]
+        (folder / f"{source}.jsonl").write_text("\n".join(rows) + "\n")
     (folder / "own.py").write_text(OWN)
     return folder
 
@@ -296,6 +298,13 @@ def test_figures_of_a_step_are_those_of_its_samples(run):
         }
         if run.folder.name == "steps":  # two updates, and nothing is dropped or learned again
             assert row["policy/tokens"] == row["response/tokens"]
+        if sources := {name.split("/")[1] for name in row if name.startswith("source/")}:
+            for name in ("reward/mean", "response/length_mean"):
+                of_sources = [
+                    row[f"source/{source}/groups"] * row[f"source/{source}/{name}"]
+                    for source in sources
+                ]
+                assert sum(of_sources) / 4 == same(row[name])  # prompts of a step
 
 
 def of_samples(rows, correct_at):

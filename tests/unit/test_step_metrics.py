@@ -30,6 +30,13 @@ def test_what_a_call_reports_twice_adds_up():
     assert worker.record.metrics == {"samples": 7, "behind_max": 2}
 
 
+def test_garbage_that_is_reported_twice_is_left_to_the_driver():
+    worker = Worker(Context("actor", 0, 1))
+    for value in (None, [1], 10**400, 2.0, "text"):
+        worker.report(mine=value, ok=1)
+    assert worker.record.metrics == {"mine": "text", "ok": 5}
+
+
 def test_of_several_syncs_bytes_add_up_and_the_highest_peak_counts():
     worker = Worker(Context("generator", 0, 1))
     for received, peak in ((10, 5), (20, 7), (30, 6)):
