@@ -366,7 +366,8 @@ def _lower_rate(seen: Evidence, times: float = LOWER) -> str:
 
 def _rose(seen: Evidence, rewards: Change) -> bool:
     spread = max(seen.values("reward/std"), default=0.0)
-    least = max(2 * math.sqrt(2) * seen.reward_doubt(), RISE * spread, 1e-9)
+    doubt = max(seen.reward_doubt(), seen.scatter("reward/mean"))
+    least = max(2 * math.sqrt(2) * doubt, RISE * spread, 1e-9)
     return rewards.last - rewards.first > least
 
 

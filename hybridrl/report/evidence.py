@@ -11,8 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hybridrl.config.load import read_settings
 from hybridrl.config.schema import Config
+from hybridrl.core.trends import variance_of_sums
 from hybridrl.errors import HybridRLError
 from hybridrl.observe.beside_steps import CHECKPOINT, EVALUATION, KEEPING
 from hybridrl.observe.evaluations import EvaluationsFile
@@ -26,6 +29,8 @@ NEWEST_STEPS = 20
 NEWEST_SAMPLES = 3
 """So many tables of samples say what groups are like."""
 MOST_OF_WINDOW = 10
+FEW_STEPS = 40
+"""Of fewer it is not known how much they resemble each other."""
 
 
 SURE = ("value", "low", "high")
@@ -105,6 +110,14 @@ class Evidence:
             return 0.0
         prompts = self.config.data.prompts_per_step
         return statistics.fmean(spread) / math.sqrt(max(1, prompts) * _window(spread))
+
+    def scatter(self, name: str) -> float:
+        """The standard error of a mean of a metric over a window, of steps that resemble each
+        other; 0: not known."""
+        values = np.asarray(self.values(name), np.float64)
+        if len(values) < FEW_STEPS:
+            return 0.0
+        return math.sqrt(variance_of_sums(values) / _window(values))
 
     @cached_property
     def groups(self) -> list[Group]:

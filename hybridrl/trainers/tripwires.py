@@ -18,9 +18,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hybridrl.config.schema import Config
+from hybridrl.core.trends import variance_of_sums
 from hybridrl.trainers.decline import fell
 
 REWARD, LENGTH, ENTROPY, REPEATED = (
@@ -34,8 +34,6 @@ SIGNIFICANT = 5.0
 """Standard errors that are no chance, though windows are compared after every step."""
 WINDOWS_KEPT = 10
 """Newest windows that say what is chance."""
-MOST_ALIKE = 0.97
-"""Largest correlation of neighbouring steps that is reckoned with."""
 LONGER = 2.0
 """Responses of so many times their first length."""
 LESS_ENTROPY = 0.1
@@ -193,22 +191,9 @@ class Tripwires:
             return None
         newest = np.asarray(self._seen[name][-WINDOWS_KEPT * self.window :], np.float64)
         chance = math.sqrt(2 * variance_of_sums(newest) / self.window)
-        return means if sign * (means.now - means.before) > SIGNIFICANT * chance else None
-
-
-def variance_of_sums(values: npt.NDArray[np.float64]) -> float:
-    """Return the variance of a sum of many neighbouring steps, per step: that of steps around their
-    trend, times (1 + r) / (1 - r), where r is the correlation of neighbours."""
-    count = len(values)
-    trend = np.vander(np.linspace(-1, 1, count), 3)
-    rest = values - trend @ np.linalg.lstsq(trend, values, rcond=None)[0]
-    squares = float(rest @ rest)
-    if squares < 1e-18:
-        return 0.0
-    r = float(rest[1:] @ rest[:-1]) / squares
-    r = (r * count + 3) / max(1, count - 6)  # what is fitted to few steps hides how alike they are
-    r = min(max(r, 0.0), MOST_ALIKE)
-    return squares / max(1, count - 3) * (1 + r) / (1 - r)
+        # Few steps do not say well how much they scatter.
+        least = SIGNIFICANT * (1 + self.window / len(newest)) * chance
+        return means if sign * (means.now - means.before) > least else None
 
 
 def window_of(config: Config) -> int:

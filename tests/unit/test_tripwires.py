@@ -4,9 +4,11 @@ import json
 import math
 import random
 
+import numpy as np
 import pytest
 from settings import configured
 
+from hybridrl.core.trends import variance_of_sums
 from hybridrl.trainers.tripwires import Tripwires, window_of
 
 WINDOW = 10
@@ -105,6 +107,26 @@ def test_what_is_no_such_sign_is_not_told(reward, check):
         found = wires()
         series = {"reward": noisy(reward, seed=2 * seed), "check": noisy(check, seed=2 * seed + 1)}
         assert told(found, 60, **series) == []
+
+
+def test_a_jump_is_told_soon():
+    """A hole is found at once: the jump itself is no scatter."""
+    for seed in range(5):
+        reward = noisy(lambda s: 0.2 + 0.6 * (s > 100), seed=seed)
+        check = alike(lambda s: 0.6 - 0.4 * (s > 100), 0.5, seed=seed)
+        (said,) = told(wires("guard.tripwires=20"), 160, reward=reward, check=check)
+        assert 100 < int(said.split()[1].strip(":")) <= 140
+
+
+@pytest.mark.parametrize("r", [0.0, 0.5, 0.8])
+def test_sums_of_steps_scatter_as_much_as_is_said(r):
+    """The variance of an AR(1) series is known: (1 + r) / (1 - r) of one step's."""
+    truth = (1 + r) / (1 - r)
+    found = []
+    for seed in range(40):
+        figure = alike(lambda s: 0.01 * s + 3.0 * (s > 70), r, noise=1.0, seed=seed)
+        found.append(variance_of_sums(np.array([figure(step) for step in range(200)])))
+    assert 0.8 * truth < np.median(found) < 2.5 * truth
 
 
 def test_responses_that_only_grow_are_told():
