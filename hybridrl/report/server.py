@@ -10,11 +10,15 @@ nothing but the files of runs is read.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import json
+import math
 import secrets
+import socket
 import threading
+import time
 from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,8 +37,10 @@ from hybridrl.report.run_folder import RunFolder, check_runs, is_run, runs_in
 from hybridrl.report.watched import Part, Watched
 
 HOST = "127.0.0.1"
-PATIENCE_S = 30.0
+PATIENCE_S = 10.0
 """So long a browser may take for a request."""
+MOST_OPEN = 64
+"""Connections; one more ends the one that was opened first."""
 _HTML, _JSON = "text/html; charset=utf-8", "application/json"
 
 
@@ -115,6 +121,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, site: Site, port: int = 0, token: str = "") -> None:
         self.site = site
         self.token = token or secrets.token_urlsafe(24)
+        self._open: dict[socket.socket, float] = {}  # and when they are ended, unless they ask
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -129,6 +136,34 @@ class Server(ThreadingHTTPServer):
     def url(self) -> str:
         """Where the page is."""
         return f"http://{HOST}:{self.server_port}/{self.token}/"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answers in a thread of its own, as long as there are few."""
+        if len(self._open) >= MOST_OPEN:
+            self._end(next(iter(self._open), None))
+        self._open[request] = time.monotonic() + PATIENCE_S
+        super().process_request(request, client_address)
+
+    def keep(self, request: Any, patience_s: float = PATIENCE_S) -> None:
+        """It has shown the token: its time begins anew."""
+        if request in self._open:
+            self._open[request] = time.monotonic() + patience_s
+
+    def service_actions(self) -> None:
+        """Ends those that have sent a head too slowly."""
+        now = time.monotonic()
+        for request in [one for one, until in list(self._open.items()) if until < now]:
+            self._end(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Closes a connection."""
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def _end(self, request: Any) -> None:
+        if self._open.pop(request, None) is not None:
+            with contextlib.suppress(OSError):  # its thread closes it
+                request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that went away is no error of ours, and any other is answered by a 500."""
@@ -156,6 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif len(path) == 1:
             self._answer(b"", _HTML, HTTPStatus.MOVED_PERMANENTLY, Location=f"/{path[0]}/")
             return
+        self.server.keep(self.connection, math.inf)  # as long as the answer takes
         try:
             self._route(path[1:])
         except ConnectionError:
@@ -163,6 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception as error:  # such as a file that is being replaced: asked for again soon
             said = f"{type(error).__name__}: {error}".encode(errors="replace")
             self._answer(said, "text/plain; charset=utf-8", HTTPStatus.INTERNAL_SERVER_ERROR)
+        self.server.keep(self.connection)
 
     def _route(self, path: list[str]) -> None:
         names = ""

@@ -3,6 +3,7 @@
 import http.client
 import json
 import re
+import socket
 import threading
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -12,6 +13,7 @@ from run_folders import metrics_row, run_folder
 
 from hybridrl import cli
 from hybridrl.errors import ConfigError
+from hybridrl.report import server as report_server
 from hybridrl.report.prometheus import exposition
 from hybridrl.report.server import Server, Site
 from hybridrl.report.watched import Part
@@ -184,3 +186,25 @@ def test_the_token_stands_on_no_command_line(monkeypatch):
         assert TOKEN not in address and f"url={url}" in file.read_text()
         assert file.stat().st_mode & 0o777 == 0o600
     assert not file.exists()
+
+
+def test_connections_without_the_token_are_few_and_short(serve, tmp_path, monkeypatch):
+    def closed(connection):
+        connection.settimeout(60)
+        try:
+            return connection.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+    monkeypatch.setattr(report_server, "MOST_OPEN", 4)
+    server = serve(run_folder(tmp_path / "run"))
+    address = ("127.0.0.1", server.server_port)
+    idle = [socket.create_connection(address, timeout=60) for _ in range(10)]
+    assert all(map(closed, idle[:6]))
+    assert ask(server, f"/{TOKEN}/")[0] == 200
+    monkeypatch.setattr(report_server, "PATIENCE_S", 0.0)
+    with socket.create_connection(address, timeout=60) as slow:
+        slow.sendall(b"GET / HTTP/1.1\r\nX: ")
+        assert closed(slow)
+    for connection in idle:
+        connection.close()
