@@ -144,6 +144,7 @@ def program(
     else:
         worker = ActorWorker(
             *(context, source, config, RolloutConfig(), negative_log_likelihood),
+            temperature=1.0,
             updates=1,
             seed=0,
             job="loading",

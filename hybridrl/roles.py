@@ -64,7 +64,7 @@ def worker_of(role: str, job: Built) -> tuple[type[Worker], Keywords]:
         worker_class, usual = KINDS[spec.worker]
         return worker_class, {**usual(job, role), **own}
     named = inspect.signature(spec.worker.__init__).parameters
-    offered = {**_actor(job, role), "temperature": job.config.rollout.temperature}
+    offered = _actor(job, role)
     return spec.worker, {**{k: v for k, v in offered.items() if k in named}, **own}
 
 
@@ -110,6 +110,7 @@ def _actor(job: Built, role: str) -> Keywords:
         "rollout": config.rollout,
         "environment": config.environment,
         "objective": job.trainer_class.objective(config),
+        "temperature": _temperature(job),
         "updates": steps * (config.actor.updates_per_step + learns_beside),
         "seed": config.run.seed,
         "job": job.name,
@@ -141,8 +142,15 @@ def _reference(job: Built, role: str) -> Keywords:
     return {
         "source": _own_source(job, role),
         "config": _training(job, role),
-        "temperature": job.config.rollout.temperature,
+        "temperature": _temperature(job),
     }
+
+
+def _temperature(job: Built) -> float:
+    """At which responses are scored and learned from: that of sampling, or 1 where the job samples
+    none and what it learns was written by others."""
+    samples = any(spec.generates for spec in job.roles.values())
+    return job.config.rollout.temperature if samples else 1.0
 
 
 def _critic(job: Built, role: str) -> Keywords:

@@ -108,13 +108,11 @@ def _check_replay(config: Config) -> None:
     rollout = config.rollout
     if not rollout.routing_replay:
         return
-    from hybridrl.trainers import load_trainer
-
-    name = config.trainer.name
-    if name == "expert_iteration" or load_trainer(name).DATA != "prompts":
+    if config.trainer.name == "expert_iteration":
         raise ConfigError(
-            f"rollout.routing_replay=true with trainer.name={name}: nothing is compared with what "
-            "the generator thought of its samples. Set rollout.routing_replay=false."
+            "rollout.routing_replay=true with trainer.name=expert_iteration: it learns its answers "
+            "as if they were given, by the experts that the trainer chooses. Set "
+            "rollout.routing_replay=false."
         )
     if rollout.engine != "vllm":
         raise ConfigError(

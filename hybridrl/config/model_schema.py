@@ -247,7 +247,8 @@ class RolloutConfig:
             "Evaluation is greedy by itself.",
         ),
     ] = 1.0
-    """Of drawing, which the trainer's log-probabilities follow."""
+    """Of drawing, which the trainer's log-probabilities of samples follow; those of responses that
+    the data brings are at 1."""
     top_p: Annotated[float, Range(above=0, most=1)] = 1.0
     """Share of the probability that tokens are drawn from; 1: all of it."""
     top_k: NonNegativeInt = 0

@@ -6,7 +6,7 @@ forget to do it, and updates that follow each other move nothing in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -66,16 +66,16 @@ class HybridEngine:
         self._sync: WeightSync | None = None
         self._is_planned = False
 
-    def generate(self, batch: Batch, sampling: Sampling, seed: int) -> Batch:
-        """One response per prompt, from the newest weights. The trainer's own give way to
-        the KV cache, if they may."""
+    def generate(self, batch: Batch, sampling: Sampling, seeds: Sequence[int]) -> Batch:
+        """One response per prompt, from the newest weights, each with its seed. The trainer's own
+        weights give way to the KV cache, if they may."""
         self.cost = None
         if self._loaded_version != self.policy_version:
             with self._phase("sync"):
                 self._synchronise()
         self.train.offload()
         with self._phase("generate"):
-            samples = self.rollout.generate(batch, sampling, seed)
+            samples = self.rollout.generate(batch, sampling, seeds)
         self.rollout.sleep()
         if not self.rollout.keeps_weights:
             self._loaded_version = NOT_LOADED

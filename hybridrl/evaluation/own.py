@@ -105,6 +105,7 @@ class Model:
         self._actor, self._reward, self._put = actor, reward, put
         self._tokenizer, self._sampling, self._data = tokenizer, sampling, data
         self._verifier = verifier
+        self._calls = 0
 
     def generate(self, prompts: Sequence[Prompt], **sampling: Any) -> list[str]:
         """A response to each prompt: a text, chat messages, or a row of the data. For several, name
@@ -115,8 +116,10 @@ class Model:
         """
         if not prompts:
             return []
-        batch = self._put(self._rows(prompts))
-        samples = self._actor.generate_sequences(batch, self._how(sampling))
+        batch, how = self._put(self._rows(prompts)), self._how(sampling)
+        self._calls += 1
+        how = replace(how, series=f"{how.series} {self._calls}")
+        samples = self._actor.generate_sequences(batch, how)
         ids = [row.tolist() for row in samples.collect(["response_ids"])["response_ids"].rows()]
         return list(self._tokenizer.batch_decode(ids, skip_special_tokens=True))
 

@@ -29,6 +29,8 @@ class Sampling:
         top_p, top_k: Nucleus and top-k; 1.0 and 0 switch them off.
         stop: Texts that end a response; the text itself stays in it.
         stop_token_ids: Tokens that end a response besides the model's own; they stay in it, too.
+        series: Names what is drawn, such as an evaluation: its noise then depends on the name, and
+            that of what is drawn without one on how often that was.
     """
 
     max_tokens: int
@@ -38,6 +40,7 @@ class Sampling:
     stop: tuple[str, ...] = field(default=())
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    series: str | None = None
 
     def greedy(self) -> Sampling:
         """The same limits, always the likeliest token."""

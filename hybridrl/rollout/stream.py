@@ -8,7 +8,7 @@ another is behind.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +40,7 @@ class SampleStream:
     Args:
         engine: Takes requests.
         prompts: Of every row; equal neighbours are samples of one prompt.
-        seed: Of the first row; the next has the next seed.
+        seeds: Of every row; those of one prompt's samples follow each other.
         at_a_time: Samples that the engine runs at a time.
         version: Of the weights that the engine has.
     """
@@ -50,7 +50,7 @@ class SampleStream:
         engine: RolloutEngine,
         prompts: list[list[int]],
         sampling: Sampling,
-        seed: int,
+        seeds: Sequence[int],
         share: Share,
         at_a_time: int,
         version: int,
@@ -58,7 +58,7 @@ class SampleStream:
         self.total = len(prompts)
         self._engine = engine
         self._sampling = sampling
-        self._seed = seed
+        self._seeds = seeds
         self._at_a_time = at_a_time
         self._versions = TokenVersions(version)
         self._running = 0
@@ -114,7 +114,7 @@ class SampleStream:
         ]
         groups.sort(key=lambda group: -len(prompts[group[0]]))
         requests = [
-            Request(group[0], prompts[group[0]], self._sampling, self._seed + group[0], len(group))
+            Request(group[0], prompts[group[0]], self._sampling, self._seeds[group[0]], len(group))
             for group in groups
         ]
         largest = max((request.samples for request in requests), default=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from hybridrl.trainers.unscored import Unscored
 if TYPE_CHECKING:
     from hybridrl.job import Job
     from hybridrl.observe.step_view import StepView
+    from hybridrl.rollout import Sampling
     from hybridrl.trainers.base import Trainer
 
 
@@ -130,7 +131,11 @@ class Evaluations:
         job, config = self.job, self.job.config
         self.trainer.drawn.clear()
         who = f"`{type(self.trainer).__qualname__}.evaluate`"
-        figures = job.checked.figures(self.trainer.evaluate(job.put(job.held_out)), who)
+        self.trainer.sampling = replace(job.sampling, series=_series(HELD_OUT, step))
+        try:
+            figures = job.checked.figures(self.trainer.evaluate(job.put(job.held_out)), who)
+        finally:
+            self.trainer.sampling = job.sampling
         entries: dict[str, dict[str, Any]] = {}
         k, by = config.eval.samples, config.eval.by_column
         metrics = (Metric("accuracy"), *((Metric("mean", k), Metric("pass", k)) if k > 1 else ()))
@@ -143,7 +148,7 @@ class Evaluations:
             limit = self._limit("rollout", sampling.max_tokens)
             said = doubts(Samples(table), "the held-out rows", limit, unscored=not self._trains)
             entries[name] = self._kept(step, name, table, metrics, by, said) | {
-                "sampling": asdict(sampling) | {"samples": k},
+                "sampling": _how_drawn(sampling, k),
                 "correct_at": config.reward.correct_at,
             }
         # Figures that a program of the user's adds, or gives in place of those of answers.
@@ -187,9 +192,10 @@ class Evaluations:
         settings, job = one.settings, self.job
         actor, reward = job.groups[role], job.groups["reward"]
         prompts = job.put(one.rows)
-        drawn = [draw(actor, reward, prompts, one.sampling, settings.own.samples, one.verifier)]
+        sampling = replace(one.sampling, series=_series(one.name, step))
+        drawn = [draw(actor, reward, prompts, sampling, settings.own.samples, one.verifier)]
         if any(metric.kind == "accuracy" for metric in settings.metrics) and not drawn[0].greedy:
-            greedy = one.sampling.greedy()
+            greedy = sampling.greedy()
             drawn.append(draw(actor, reward, prompts, greedy, verifier=one.verifier))
         by = settings.own.by_column
         keys, correct_at = keys_of(one.rows), settings.reward.correct_at
@@ -204,7 +210,7 @@ class Evaluations:
         if settings.own.function is None:
             return None
         data = settings.data or job.config.data
-        groups, sampling = job.groups, one.sampling
+        groups, sampling = job.groups, replace(one.sampling, series=_series(one.name, step))
         model = own.Model(
             groups[role], groups["reward"], job.put, job.tokenizer, sampling, data, one.verifier
         )
@@ -229,7 +235,7 @@ class Evaluations:
         how: dict[str, Any] = {"data": own_data or _said(plain["data"])}
         if settings.is_verified:
             how["reward"] = plain["eval"]["sets"][one.name]["reward"]
-        how["sampling"] = asdict(one.sampling) | {"samples": settings.own.samples}
+        how["sampling"] = _how_drawn(one.sampling, settings.own.samples)
         how["correct_at"] = settings.reward.correct_at
         return how if role == ACTOR else how | {"role": role}
 
@@ -300,6 +306,19 @@ def step_of_model(path: str) -> int | None:
     folder = Path(path).absolute().parent
     found = re.fullmatch(r"step-(\d+)", folder.name)
     return int(found[1]) if found and (folder / "complete.json").is_file() else None
+
+
+def _how_drawn(sampling: Sampling, samples: int) -> dict[str, Any]:
+    """What evaluations.json says of it."""
+    found = asdict(sampling) | {"samples": samples}
+    del found["series"]
+    return found
+
+
+def _series(name: str, step: int) -> str:
+    """That of the samples of a set at a step: training draws the same ones whatever is evaluated,
+    and how often."""
+    return f"evaluation {name} {step}"
 
 
 def _name_of(role: str, name: str) -> str:

@@ -53,9 +53,8 @@ from hybridrl.workers.generation import (
     GENERATIONS,
     LEARNED,
     SAMPLE,
+    SampleSeeds,
     branches_of,
-    first_seed,
-    load_generations,
     may_be_asked,
     may_be_generated,
     report_compression,
@@ -85,6 +84,7 @@ class ActorWorker(TrainedModelWorker):
         config: Training.
         rollout: Generation.
         objective: The loss of `update_actor` or `update_preference`.
+        temperature: At which responses are scored and learned from.
         updates: Optimizer steps of the whole job, for the schedule.
         seed: Of all sampling.
         job: A name that no other job on this machine has.
@@ -99,6 +99,7 @@ class ActorWorker(TrainedModelWorker):
         config: ActorConfig,
         rollout: RolloutConfig,
         objective: Loss,
+        temperature: float,
         updates: int,
         seed: int,
         job: str,
@@ -109,11 +110,10 @@ class ActorWorker(TrainedModelWorker):
         self._config = config
         self._objective = objective
         self._updates = updates
-        self._temperature = rollout.temperature
+        self._temperature = temperature
         self._verify = rollout.verify_weights
         self._refresh = rollout.weight_sync_refresh
-        self._seed = seed
-        self._generations = 0
+        self._seeds = SampleSeeds(seed)
         share = rollout.parallel.ranks if generates else 1
         self._rollout_mesh = Mesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
         train = policy_engine(context, source, config, rollout_tp=share)
@@ -153,9 +153,8 @@ class ActorWorker(TrainedModelWorker):
     def generate_sequences(self, batch: Batch, sampling: Sampling) -> Batch:
         """One response for each row: `response_ids`, `response_mask`, `rollout_log_probs`,
         `finish_reason`, `policy_version`; of episodes also the columns of `episode_batch`."""
-        seed = first_seed(self._seed, self._generations) + int(self.rows[0] if len(batch) else 0)
-        self._generations += 1
-        samples = self._engine.generate(batch, sampling, seed)
+        seeds = self._seeds.next(self.rows, sampling.series)
+        samples = self._engine.generate(batch, sampling, seeds)
         report_sync(self, self._engine.cost)
         if self.coordinates()["rollout_tp"].index == 0:
             report_samples(self, samples)
@@ -299,14 +298,14 @@ class ActorWorker(TrainedModelWorker):
 
     def beside(self) -> dict[str, Mapping[str, Any]]:
         generates = self._engine.rollout is not None
-        return {GENERATIONS: {"generations": self._generations}} if generates else {}
+        return {GENERATIONS: {"generations": self._seeds.generations}} if generates else {}
 
     @transfer(ONE_TO_ALL)
     def load_state(self, folder: str) -> None:
         """Goes on where the actor that was saved stopped."""
         self._engine.load_state(location_of(folder))
         if self._engine.rollout is not None:
-            self._generations = load_generations(location_of(folder))
+            self._seeds.load(location_of(folder))
 
     @transfer(ONE_TO_ALL)
     def policy_version(self) -> int:

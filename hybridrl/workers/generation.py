@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -173,17 +174,33 @@ def report_compression(worker: Worker, cost: SyncCost | None) -> None:
         )
 
 
-def first_seed(seed: int, generations: int) -> int:
-    """The seed of the first row of a job's next generation. Where rows are generated does not
-    matter."""
-    return hash((seed, generations)) % 2**62
+class SampleSeeds:
+    """The seeds of a job's samples: of the row in the driver's table, and of which generation it
+    is, whichever rank or replica generates it.
 
+    Args:
+        seed: Of all sampling.
+    """
 
-def save_generations(folder: Location, generations: int) -> None:
-    """Keeps the number of generations."""
-    write_numbers(folder / GENERATIONS, {"generations": generations})
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self.generations = 0
 
+    def next(self, rows: Iterable[int], series: str | None) -> list[int]:
+        """The seeds of these rows of the next generation; with the name of a series, of one that
+        does not count among the others. Neighbouring rows have consecutive seeds."""
+        if series is None:
+            drawn: tuple[int, ...] = (self.generations,)
+            self.generations += 1
+        else:
+            drawn = (-1, zlib.crc32(series.encode()))
+        first = hash((self._seed, *drawn)) % 2**62
+        return [first + int(row) for row in rows]
 
-def load_generations(folder: Location) -> int:
-    """What `save_generations` kept."""
-    return read_numbers(folder / GENERATIONS)["generations"]
+    def save(self, folder: Location) -> None:
+        """Writes the number of generations to the folder of the actor's state."""
+        write_numbers(folder / GENERATIONS, {"generations": self.generations})
+
+    def load(self, folder: Location) -> None:
+        """Goes on from what was saved."""
+        self.generations = read_numbers(folder / GENERATIONS)["generations"]

@@ -32,16 +32,14 @@ from hybridrl.rollout.stream import SampleStream, Share
 from hybridrl.workers.engines import ModelSource
 from hybridrl.workers.generation import (
     GENERATED,
+    SampleSeeds,
     block_of_groups,
-    first_seed,
-    load_generations,
     may_be_asked,
     may_be_generated,
     oldest_versions,
     report_engine,
     report_samples,
     report_sync,
-    save_generations,
 )
 from hybridrl.workers.model_worker import ModelWorker
 from hybridrl.workers.rollout_engines import build_rollout
@@ -75,9 +73,9 @@ class GeneratorWorker(ModelWorker):
         super().__init__(context)
         self._config = rollout
         self._dtype = DTYPES[source.dtype]
-        self._seed = seed
+        self._seeds = SampleSeeds(seed)
         self._in_flight = in_flight
-        self._generations = 0
+        self._started = 0
         self._version = 0
         self._samples: SampleStream | Playing
         share = rollout.parallel.ranks
@@ -158,14 +156,14 @@ class GeneratorWorker(ModelWorker):
     def start_sequences(self, batch: Batch, sampling: Sampling) -> None:
         """Begins to generate a response for each row; `take_sequences` gives them."""
         place = self.coordinates()["rollout_dp"]
-        seed = first_seed(self._seed, self._generations)
+        seeds = self._seeds.next(range(len(batch)), sampling.series)
         self._total = len(batch)
-        self._generations += 1
+        self._started += 1
         if isinstance(self._engine, PlaysEpisodes):
             rows = block_of_groups(batch, place.index, place.size)
             self._offset = rows.start
             self._samples = self._engine.begin(
-                batch.take(rows), sampling, [seed + row for row in rows], self._version
+                batch.take(rows), sampling, [seeds[row] for row in rows], self._version
             )
             return
         self._offset = 0
@@ -173,8 +171,8 @@ class GeneratorWorker(ModelWorker):
             self._engine,
             [row.tolist() for row in batch["prompt_ids"].rows()],
             sampling,
-            seed,
-            Share(place.index, place.size, partial(self._claim, self._generations)),
+            seeds,
+            Share(place.index, place.size, partial(self._claim, self._started)),
             self._config.max_sequences,
             self._version,
         )
@@ -197,12 +195,12 @@ class GeneratorWorker(ModelWorker):
     def save_state(self, folder: str) -> None:
         """Writes its counter to the folder of the actor's state. Its weights are the actor's."""
         if self.context.rank == 0:
-            save_generations(location_of(folder), self._generations)
+            self._seeds.save(location_of(folder))
 
     @transfer(ONE_TO_ALL)
     def load_state(self, folder: str) -> None:
         """Takes the counter; weights come from the actor, as always."""
-        self._generations = load_generations(location_of(folder))
+        self._seeds.load(location_of(folder))
 
     def close(self) -> None:
         self._engine.close()

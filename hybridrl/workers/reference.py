@@ -20,7 +20,7 @@ class ReferenceWorker(ModelWorker):
     Args:
         source: The model.
         config: Micro-batch budget and offload.
-        temperature: That of the actor's sampling.
+        temperature: At which responses are scored.
         top_k: Of `compute_top_log_probs`.
     """
 

@@ -84,7 +84,7 @@ def rank_program(rank, folder, job):
             rollout.poll()
             rollout.cancel()
             share = Share(0, 1, lambda: 10_000)
-            stream = SampleStream(rollout, prompts[:4], SAMPLING, 0, share, 16, version=0)
+            stream = SampleStream(rollout, prompts[:4], SAMPLING, range(4), share, 16, version=0)
             streamed, rows = stream.take(4)
             of_rows = batch.take(rows)
             found["streamed"] = of_rows.with_columns(

@@ -51,7 +51,8 @@ class Engine(RolloutEngine):
 def stream(engine, lengths, *, index=0, replicas=1, claim=None, at_a_time=100, copies=1):
     prompts = [[n] * n for n in lengths for _ in range(copies)]
     share = Share(index, replicas, claim or itertools.count().__next__)
-    return SampleStream(engine, prompts, SAMPLING, 1000, share, at_a_time, version=3)
+    seeds = range(1000, 1000 + len(prompts))
+    return SampleStream(engine, prompts, SAMPLING, seeds, share, at_a_time, version=3)
 
 
 def test_each_row_has_its_own_seed_wherever_it_runs():

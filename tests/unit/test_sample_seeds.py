@@ -1,0 +1,138 @@
+"""What the noise of a sample depends on: the generation that it is of, and its row in the driver's
+table, whatever rank or replica draws it."""
+
+import numpy as np
+import pytest
+import torch
+
+from hybridrl.config.schema import RolloutConfig
+from hybridrl.controller import Context, Worker
+from hybridrl.core.batch import Batch
+from hybridrl.core.mesh import Mesh
+from hybridrl.engine.hybrid import with_mask
+from hybridrl.rollout.base import Finished, RolloutEngine, Sampling, responses
+from hybridrl.rollout.playing import Playing, PlaysEpisodes
+from hybridrl.workers import generator
+from hybridrl.workers.actor import ActorWorker
+from hybridrl.workers.generation import SampleSeeds
+from hybridrl.workers.generator import GeneratorWorker
+
+SAMPLING = Sampling(max_tokens=4)
+ROWS, PER_PROMPT = 12, 3
+
+
+class Engine(RolloutEngine):
+    """Answers with its seed."""
+
+    cost, rollout = None, property(lambda self: self)
+
+    def generate(self, batch, sampling, seed):
+        samples = responses([[one] for one in seed], [[0.0]] * len(seed), ["stop"] * len(seed))
+        return with_mask(samples).with_columns({"policy_version": torch.zeros(len(seed))})
+
+    def poll(self):
+        waiting, self._waiting = self._waiting, []
+        return [Finished(r.key, r.prompt_ids, [r.seed], [0.0], "stop") for r in waiting]
+
+    def load(self, weights):
+        raise NotImplementedError
+
+
+class Player(PlaysEpisodes):
+    """Plays episodes whose only token is their seed."""
+
+    def begin(self, batch, sampling, seeds, version):
+        samples = responses([[one] for one in seeds], [[0.0]] * len(seeds), ["stop"] * len(seeds))
+
+        class Played(Playing):
+            def take(self, least, refresh=None):
+                versions = {"token_versions": [[0]] * len(seeds)}
+                return samples.with_columns(versions), np.arange(len(seeds))
+
+            def close(self):
+                pass
+
+        return Played()
+
+
+def actor(rank, ranks):
+    class Rank(ActorWorker):
+        def __init__(self):
+            Worker.__init__(self, Context("actor", rank, ranks))
+            self._seeds, self._engine = SampleSeeds(7), Engine()
+
+        def coordinates(self):
+            return Mesh({"rollout_dp": ranks, "rollout_tp": 1}).coordinates(rank)
+
+        def draw(self, batch, sampling):
+            size = ROWS // ranks
+            self.rows = np.arange(rank * size, (rank + 1) * size)
+            samples = self.generate_sequences(batch.take(self.rows), sampling)
+            return samples, self.rows
+
+    return Rank()
+
+
+def replica(rank, ranks, engine):
+    class Rank(GeneratorWorker):
+        def __init__(self):
+            Worker.__init__(self, Context("generator", rank, ranks))
+            self._seeds, self._engine, self._config = SampleSeeds(7), engine, RolloutConfig()
+            self._mesh = Mesh({"rollout_dp": ranks, "rollout_tp": 1})
+            self._version = self._started = 0
+            self._peers, self._in_flight = None, False
+
+        def draw(self, batch, sampling):
+            self.start_sequences(batch, sampling)
+            found = self.take_sequences(0, 1)
+            return found.batch, found.rows
+
+    return Rank()
+
+
+KINDS = {
+    "actor": actor,
+    "generator": lambda rank, ranks: replica(rank, ranks, Engine()),
+    "served": lambda rank, ranks: replica(rank, ranks, Player(Engine())),
+}
+
+
+def drawn(workers, sampling=SAMPLING):
+    """The seed of each row."""
+    groups = np.arange(ROWS) // PER_PROMPT
+    batch = Batch.from_columns({"prompt_ids": [[int(g), 5] for g in groups], "group_id": groups})
+    found = {}
+    for worker in workers:
+        samples, rows = worker.draw(batch, sampling)
+        tokens = [row.tolist() for row in samples["response_ids"].rows()]
+        found |= {int(row): token for row, (token,) in zip(rows, tokens, strict=True)}
+    return [found[row] for row in range(ROWS)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_noise_depends_on_the_step_and_the_sample_and_on_no_rank(kind, monkeypatch):
+    monkeypatch.setattr(generator, "report_samples", lambda *_: None)
+    alone, two = [KINDS[kind](0, 1)], [KINDS[kind](rank, 2) for rank in range(2)]
+    steps = [drawn(alone) for _ in range(3)]
+    assert [drawn(two) for _ in range(3)] == steps
+    assert len({seed for step in steps for seed in step}) == 3 * ROWS, "no two are alike"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_has_a_series_of_its_own_changes_nothing_for_the_others(kind):
+    plain, looked_at = [KINDS[kind](0, 1)], [KINDS[kind](0, 1)]
+    named = [Sampling(4, series=f"evaluation held_out {step}") for step in range(2)]
+    first, second = (drawn(looked_at, one) for one in named)
+    assert drawn(looked_at) == drawn(plain) and drawn(looked_at, named[0]) == first
+    assert drawn(looked_at) == drawn(plain)
+    assert len({*first, *second, *drawn(plain)}) == 3 * ROWS
+
+
+def test_jobs_of_other_seeds_draw_other_samples(tmp_path):
+    seeds = SampleSeeds(1)
+    seeds.next(range(2), None)
+    seeds.save(tmp_path)
+    resumed, other = SampleSeeds(1), SampleSeeds(2)
+    resumed.load(tmp_path)
+    assert seeds.next(range(2), None) == resumed.next(range(2), None)
+    assert not {*SampleSeeds(1).next(range(9), None)} & {*other.next(range(9), None)}
