@@ -23,10 +23,19 @@ class PromptLoader(Iterator[Batch]):
     Each epoch deals every prompt once, in an order drawn from `(seed, epoch)`. A step that reaches
     the end of an epoch goes on into the next one, so no prompt is ever left out and every step has
     the same size; a step may be larger than the data set.
+
+    Args:
+        name: Of what it deals from, where several loaders share a seed; each name has an order of
+            its own.
     """
 
     def __init__(
-        self, prompts: Batch, prompts_per_step: int, seed: int, shuffle: bool = True
+        self,
+        prompts: Batch,
+        prompts_per_step: int,
+        seed: int,
+        shuffle: bool = True,
+        name: str = "",
     ) -> None:
         if len(prompts) == 0:
             raise DataError("There is no prompt to train on: the data set has no rows.")
@@ -37,6 +46,7 @@ class PromptLoader(Iterator[Batch]):
         self._prompts = prompts
         self._prompts_per_step = prompts_per_step
         self._seed = seed
+        self._name = [zlib.crc32(name.encode())] if name else []
         self._shuffle = shuffle
         self._position = 0  # rows dealt so far, over all epochs
         self._order_of_epoch: tuple[int, npt.NDArray[np.int64]] | None = None
@@ -108,7 +118,7 @@ class PromptLoader(Iterator[Batch]):
         if self._order_of_epoch is None or self._order_of_epoch[0] != epoch:
             rows = len(self._prompts)
             if self._shuffle:
-                order = np.random.default_rng([self._seed, epoch]).permutation(rows)
+                order = np.random.default_rng([self._seed, epoch, *self._name]).permutation(rows)
             else:
                 order = np.arange(rows)
             self._order_of_epoch = epoch, order

@@ -32,6 +32,7 @@ from hybridrl.engine.token_columns import token_columns, token_places
 from hybridrl.engine.update_metrics import UpdateMetrics
 from hybridrl.errors import TrainingError
 from hybridrl.models import PackedModel, PackedSamples, Rows
+from hybridrl.models.int8_rounding import seed_rounding
 from hybridrl.models.routing import Routing, balance_of, figures
 from hybridrl.parallel.fsdp import unit_parameters
 from hybridrl.parallel.mesh import ParallelMesh
@@ -62,6 +63,8 @@ class TrainEngine(ShardedModel):
     Attributes:
         skipped_in_a_row: Updates whose gradients were not finite, since the last one that was.
         fault: Where the last of these had the first such number, as this rank saw it.
+        rounding_seed: Of the stochastic rounding of a model that learns in 8 bits; each update
+            draws anew from it, whatever was drawn before. None: nothing is rounded so.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class TrainEngine(ShardedModel):
         self._routing = Routing.of(model.inner)
         super().__init__(model, mesh, device, dtype, config, files)
         self.fault: Fault | None = None
+        self.rounding_seed: int | None = None
         self._sequence = SequenceParallel.of(mesh)
         self._gradients = self._watch_gradients()
         moves = not config.offload_parameters and device.type != "cpu"
@@ -180,6 +184,9 @@ class TrainEngine(ShardedModel):
             TrainingError: after `MOST_SKIPPED` such steps in a row.
         """
         self.model.train()
+        if self.rounding_seed is not None:
+            drawn = hash((self.rounding_seed, self.schedule.last_epoch)) % 2**62
+            seed_rounding(self.device, drawn)
         gathered = UpdateMetrics()
         parts = [batch.take(rows) for rows in self._micro_batches(batch, rows_together)]
         samples = [self._pack(part) for part in parts]

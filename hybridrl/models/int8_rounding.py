@@ -11,6 +11,7 @@ from hybridrl.models.rounded_rows import INT8, LARGEST, SMALLEST_SCALE, Rows
 
 PASSES = 4
 """Over the values, with something in memory after each."""
+_generators: dict[torch.device, torch.Generator] = {}
 
 
 @torch.no_grad()
@@ -25,7 +26,7 @@ def round_rows(x: Tensor, *, stochastic: bool = False) -> Rows:
     """
     values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scales = torch.empty(len(x), 1, device=x.device)
-    chances = torch.rand(x.shape[1], device=x.device) if stochastic else None
+    chances = _chances(x) if stochastic else None
     largest = LARGEST[INT8] - 1 if stochastic else LARGEST[INT8]  # which may be rounded up
     some, memory = _memory(x)
     for into, part, its_scales in zip(
@@ -58,6 +59,15 @@ def round_columns(x: Tensor, weights: Tensor | None = None) -> Rows:
             part = torch.mul(part, factor, out=memory[: len(part)])
         _round(part, inverse, None, into, memory[: len(part)])
     return Rows(values, scales)
+
+
+def seed_rounding(device: torch.device, seed: int) -> None:
+    """Has stochastic rounding on this device draw from this seed from now on."""
+    _generators[device] = torch.Generator(device).manual_seed(seed)
+
+
+def _chances(x: Tensor) -> Tensor:
+    return torch.rand(x.shape[1], device=x.device, generator=_generators.get(x.device))
 
 
 def _round(

@@ -148,6 +148,7 @@ class _Feed:
 
     data: Any = None
     tokenizer: Any = None
+    numbered = 0
 
     def __init__(self, kind: str, sizes: Sizes) -> None:
         self._kind, self._sizes = kind, sizes

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from hybridrl.config.schema import Config, is_served
 from hybridrl.controller import BatchRef, Handle, WorkerGroup
 from hybridrl.core.batch import Batch
@@ -19,7 +21,7 @@ from hybridrl.trainers.objectives import policy_objective
 from hybridrl.trainers.precision import precision_notices
 from hybridrl.trainers.role_spec import ACTOR, RoleSpec, checked_roles
 from hybridrl.trainers.shaping import loss_weights
-from hybridrl.trainers.unfold import parts_of_episodes
+from hybridrl.trainers.unfold import parts_of_groups
 
 SAMPLE = ("prompt_ids", "response_ids")
 """What a model needs to score a sample."""
@@ -64,6 +66,7 @@ class Trainer(ABC):
         self.scored: list[BatchRef] = []
         self.beside: dict[str, BatchRef] = {}
         self.drawn: dict[str, list[Drawn]] = {}
+        self._dealt, self._passes = -1, 0
         self.prepare()
 
     @staticmethod
@@ -146,15 +149,20 @@ class Trainer(ABC):
 
     def mini_batches(self, batch: BatchRef) -> Iterator[BatchRef]:
         """The batch in `actor.updates_per_step` parts, each token with its weight in the loss of
-        its part. No part has a part of an episode."""
+        its part. Parts are whole: all samples of a prompt, all rows of an episode, both of a pair;
+        where there are fewer prompts than parts, samples. Their order is drawn from `run.seed` and
+        the step, and drawn again for each pass over a step's batch."""
         config = self.config
         sampled = self.DATA == "prompts"
         longest = config.rollout.max_tokens if sampled else config.data.max_response_tokens
         weigh = partial(loss_weights, mode=config.algorithm.aggregation, longest=longest)
         parts, episode = config.actor.updates_per_step, []
         if is_served(config.rollout, config.environment) and batch.columns.may_have("episode"):
-            cut, episode = parts_of_episodes(batch, parts), ["episode"]
-        else:
-            cut = batch.split(parts)
+            episode = ["episode"]
+        dealt = self.feed.numbered
+        self._passes = self._passes + 1 if dealt == self._dealt else 0
+        self._dealt = dealt
+        order = np.random.default_rng([config.run.seed, 4, dealt, self._passes])
+        cut = [batch] if parts == 1 else parts_of_groups(batch, parts, order, self.DATA == "pairs")
         for part in cut:
             yield part | part.apply(weigh, ["response_mask", *episode], makes=["loss_weights"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,16 +34,20 @@ def deck_of(config: Config, rows: Batch) -> Deck | MixedDeck:
 class Deck:
     """Deals out the rows of one source.
 
+    Args:
+        source: Its name in a mixture, which has its order and its sampler draw by themselves.
+
     Attributes:
         loader: Gives each row once in an epoch; unless there is a sampler.
         sampler: See `hybridrl.data.samplers`; None without one.
     """
 
-    def __init__(self, config: Config, rows: Batch) -> None:
+    def __init__(self, config: Config, rows: Batch, source: str = "") -> None:
         self._config, self._number = config, len(rows)
-        data = config.data
-        self.loader = PromptLoader(rows, data.prompts_per_step, config.run.seed, data.shuffle)
-        self.sampler = make_sampler(config, rows)
+        data, seed = config.data, config.run.seed
+        self.loader = PromptLoader(rows, data.prompts_per_step, seed, data.shuffle, source)
+        own = zlib.crc32(f"{seed} {source}".encode()) if source else seed
+        self.sampler = make_sampler(config, rows, own)
 
     def deal(self, number: int) -> Rows:
         """The numbers of so many rows."""
@@ -86,7 +91,7 @@ class MixedDeck:
             mine = np.flatnonzero(pc.equal(of_rows, source.name).to_numpy())
             if not len(mine):
                 raise DataError(f"data.sources.{source.name} has no rows to learn from.")
-            self._decks[source.name] = Deck(config, rows.take(mine))
+            self._decks[source.name] = Deck(config, rows.take(mine), source.name)
             self._rows.append(mine)
             self._place[mine] = np.arange(len(mine))
         self._proportions = Proportions([source.weight for source in sources])

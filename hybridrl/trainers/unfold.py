@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -85,10 +86,28 @@ def own_branches(batch: Batch) -> Batch:
     return Batch.from_columns(found)
 
 
-def parts_of_episodes(batch: BatchRef, parts: int) -> list[BatchRef]:
-    """As `BatchRef.split`, with all rows of an episode in the same part."""
-    numbers = batch.collect(["episode"])["episode"].numpy()
-    return [batch.take(rows) for rows in blocks_of_runs(numbers, parts)]
+def parts_of_groups(
+    batch: BatchRef, parts: int, order: np.random.Generator, pairs: bool = False
+) -> list[BatchRef]:
+    """As `BatchRef.split`, in an order that is drawn, with all samples of a prompt in the same part
+    (`group_id`); where prompts are fewer than parts, with all rows of an episode, or each row by
+    itself.
+
+    Args:
+        pairs: Neighbouring rows are pairs, and stay together.
+    """
+    names = [name for name in ("group_id", "episode") if batch.columns.may_have(name)]
+    known = batch.collect(names, partial=True) if names else Batch(pa.table({}))
+    units = [known[name].numpy() for name in names if name in known.columns]
+    units.append(np.arange(len(batch)) // (2 if pairs else 1))
+    for unit in units:
+        numbers, of_rows = np.unique(unit, return_inverse=True)
+        if len(numbers) >= parts:
+            break
+    place = order.permutation(len(numbers))[of_rows]
+    rows = np.argsort(place, kind="stable")
+    blocks = blocks_of_runs(place[rows].tolist(), parts)
+    return [batch.take(rows[block.start : block.stop]) for block in blocks]
 
 
 def _ragged(rows: list[Tensor], like: Tensor) -> Ragged:

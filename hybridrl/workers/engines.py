@@ -148,4 +148,6 @@ def _engine(
             config = replace(config, compile="false")
     engine = TrainEngine(model, mesh, device, source.dtype, config, files)
     engine.scoring = scoring
+    if trains and source.precision is not None:
+        engine.rounding_seed = hash((source.seed, context.rank))
     return engine

@@ -6,7 +6,7 @@ from test_low_bit_linear import tiny_model
 from torch import nn
 
 from hybridrl.models import int8_products
-from hybridrl.models.int8_rounding import round_columns, round_rows
+from hybridrl.models.int8_rounding import round_columns, round_rows, seed_rounding
 from hybridrl.models.low_bit_training import Int8Linear, learn_in
 
 
@@ -79,3 +79,15 @@ def test_what_is_not_finite_is_seen_in_gradients():
     Int8Linear.apply(x, weight).backward(gradient)
     assert not x.grad[1].isfinite().any() and not weight.grad.isfinite().all()
     assert isinstance(nn.Linear(1, 1), nn.Linear)
+
+
+def test_stochastic_rounding_draws_from_its_seed_alone():
+    """Not from the process's generator, which no checkpoint keeps."""
+    x, cpu, found = torch.randn(9, 40), torch.device("cpu"), []
+    for seed, further in ((3, 0), (3, 1), (4, 1)):
+        torch.manual_seed(further)
+        seed_rounding(cpu, seed)
+        found.append([round_rows(x, stochastic=True).values for _ in range(2)])
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert not torch.equal(found[0][0], found[0][1])
+    assert not torch.equal(found[1][0], found[2][0])

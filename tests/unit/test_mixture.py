@@ -161,3 +161,12 @@ def test_figures_of_sources():
         "source/a/response/length_mean": 4.0,
     }
     assert not SourceFigures(configured([]), rows())
+
+
+def test_sources_of_as_many_rows_are_dealt_in_orders_of_their_own():
+    mixed = deck("data.shuffle=true", of=rows(8, 8))
+    of_a, of_b = (one.deal(8).tolist() for one in mixed._decks.values())
+    assert sorted(of_a) == sorted(of_b) == list(range(8)) and of_a != of_b
+    drawn = deck("data.sampler=pass_rate", of=rows(8, 8))
+    of_a, of_b = (one.deal(8).tolist() for one in drawn._decks.values())
+    assert of_a != of_b

@@ -19,7 +19,7 @@ def made(*overrides, rows=None):
     config = configured(overrides)
     check_sampler(config)
     rows = Batch.from_columns({"difficulty_n": LEVELS}) if rows is None else rows
-    return make_sampler(config, rows)
+    return make_sampler(config, rows, config.run.seed)
 
 
 def learned(sampler, rates, steps, number=16, seed=0):

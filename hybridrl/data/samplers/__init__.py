@@ -57,7 +57,7 @@ def check_sampler(config: Config) -> None:
             )
 
 
-def make_sampler(config: Config, rows: Batch) -> Any:
+def make_sampler(config: Config, rows: Batch, seed: int) -> Any:
     """The sampler of these rows; None where each row comes once in an epoch.
 
     Raises:
@@ -67,7 +67,7 @@ def make_sampler(config: Config, rows: Batch) -> Any:
     if spec is None:
         return None
     made = user_code.named(SETTING, spec, BUILT_IN)
-    offered = {"rows": rows, "seed": config.run.seed, "config": config}
+    offered = {"rows": rows, "seed": seed, "config": config}
     named = inspect.signature(made).parameters
     given = {name: value for name, value in offered.items() if name in named}
     try:
