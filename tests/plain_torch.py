@@ -407,8 +407,19 @@ class Job:
 
     def parts(self, rows):
         """The rows of each mini-batch: whole groups, in an order drawn from seed and step."""
-        edges = [len(rows) * part // self.splits for part in range(self.splits + 1)]
-        return [rows[start:stop] for start, stop in pairwise(edges)]
+        if self.splits == 1:
+            return [rows]
+        number = self.config["data"]["prompts_per_step"]
+        groups = [row["group_id"] for row in rows]
+        dealt = max(self.number, max(groups) // number + 1) * number
+        if self.program == "expert_iteration" or len(set(groups)) < self.splits:
+            groups = list(range(len(rows)))
+        different = sorted(set(groups))
+        order = np.random.default_rng([self.config["run"]["seed"], 4, dealt, 0])
+        place = dict(zip(different, order.permutation(len(different)).tolist(), strict=True))
+        edges = [len(different) * part // self.splits for part in range(self.splits + 1)]
+        placed = [(place[group], row) for group, row in zip(groups, rows, strict=True)]
+        return [[row for at, row in placed if a <= at < b] for a, b in pairwise(edges)]
 
     # What programs learn with.
 
