@@ -36,7 +36,7 @@ JOB = [
 ]
 SMALL = ["model.tiny.hidden_size=128", "model.tiny.layers=4", "model.tiny.heads=4"]
 LARGE = ["model.tiny.hidden_size=320", "model.tiny.layers=6", "model.tiny.heads=5"]
-EQUAL = ["rollout.max_tokens=40", "rollout.min_tokens=40"]
+EQUAL = ["rollout.max_tokens=40", "rollout.min_tokens=40", "guard.most_mismatch=10"]
 SPREAD = ["rollout.max_tokens=80", "rollout.temperature=1.2"]
 BEHIND = ["placement.staleness=1", "algorithm.correction=truncate"]
 

@@ -38,6 +38,7 @@ MODEL = ["model.tiny.hidden_size=512", "model.tiny.layers=6", "model.tiny.heads=
 JOB = [*MODEL, "num_devices=2", "warmup.steps=0", "eval.prompts=8", "eval.every=0"]
 STEP = [
     *("rollout=transformers", "rollout.max_tokens=24", "rollout.min_tokens=24"),
+    "guard.most_mismatch=10",
     *("data.prompts_per_step=4", "rollout.samples_per_prompt=4", "reward.function=length"),
     *("reward.options.length.limit=8", "reward.options.length.ramp=8"),
     *("observe.samples_every=0", "observe.show_every=0", "observe.timeline_every=4"),
@@ -65,6 +66,7 @@ TOGETHER = ["placement.roles.reference.devices=[0]", "placement.roles.reward.dev
 SCORED = [
     *("algorithm=ppo", "algorithm.kl_coefficient=0.1", "reward.function=[]"),
     *("rollout=transformers", "rollout.max_tokens=24", "rollout.min_tokens=24"),
+    "guard.most_mismatch=10",
     *("data.prompts_per_step=4", "rollout.samples_per_prompt=2"),
 ]
 

@@ -54,6 +54,7 @@ def shaped(prompts: int, samples: int, tokens: int, budget: int) -> list[str]:
         f"rollout.samples_per_prompt={samples}",
         f"rollout.max_tokens={tokens}",
         f"rollout.min_tokens={tokens}",
+        "guard.most_mismatch=10",
         f"actor.tokens_per_microbatch={budget}",
     ]
 

@@ -40,6 +40,7 @@ STEP = [
     *("rollout.max_tokens=12", "rollout.min_tokens=12", "data.prompts_per_step=4"),
     *("rollout.samples_per_prompt=4", "reward.function=length", "reward.options.length.limit=8"),
     *("reward.options.length.ramp=8", "observe.samples_every=0", "observe.show_every=0"),
+    "guard.most_mismatch=10",
 ]
 LEARN = [
     *("num_devices=4", "placement=explicit", "placement.roles.actor.devices=[0,2]"),

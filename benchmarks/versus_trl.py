@@ -99,6 +99,7 @@ def compare(size: str, dtype: str, python: Path, folder: Path, rounds: int) -> N
         "rollout.samples_per_prompt=8",
         f"rollout.max_tokens={MAX_TOKENS}",
         "rollout.min_tokens=16",
+        "guard.most_mismatch=10",
         "actor.optimizer.learning_rate=1e-7",
         "actor.tokens_per_microbatch=4096",
         "rollout.kv_cache_gib=1",

@@ -36,6 +36,7 @@ JOB = [
     *("warmup.steps=0", "eval.prompts=4", "eval.every=0", "actor.optimizer.learning_rate=1e-6"),
     *("data.prompts_per_step=8", "rollout.samples_per_prompt=4"),
     *("rollout.max_tokens=48", "rollout.min_tokens=48", "model.tiny.context=256"),
+    "guard.most_mismatch=10",
     *("actor.tokens_per_microbatch=512", "observe.samples_every=0", "observe.show_every=0"),
 ]
 EXPLICIT = [

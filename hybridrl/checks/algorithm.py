@@ -321,6 +321,13 @@ def _check_samples(config: Config) -> None:
                 "learned are the probabilities among all tokens: the two would not fit. Set "
                 f"rollout.{name}={whole} for training; rollout.temperature fits."
             )
+    if rollout.min_tokens and config.guard.most_mismatch is None:
+        raise ConfigError(
+            f"rollout.min_tokens={rollout.min_tokens} takes the end of a response out when samples "
+            "are drawn, and what is learned are the probabilities among all tokens: the two would "
+            "not fit. Set rollout.min_tokens=0 for training, and let the reward say that responses "
+            "are too short; or, to measure speed, guard.most_mismatch to what may not fit."
+        )
     from hybridrl.trainers.objectives import correction_of, is_off_policy
 
     if not is_off_policy(config) or correction_of(config) != "none":

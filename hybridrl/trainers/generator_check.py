@@ -34,7 +34,8 @@ def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
         TrainingError: if the generator is another model.
     """
     rollout = config.rollout
-    if rollout.min_tokens or rollout.top_p != 1 or rollout.top_k:
+    unlimited = config.guard.most_mismatch is None
+    if (rollout.min_tokens and unlimited) or rollout.top_p != 1 or rollout.top_k:
         return  # tokens were left out when samples were drawn, which the trainer counts
     is_rough = syncs_roughly(config)
     if is_rough and config.guard.most_mismatch is None:

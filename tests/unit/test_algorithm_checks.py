@@ -206,6 +206,7 @@ WRONG = [
         "placement.in_flight=True",
         "algorithm.policy_loss=ppo_clip",
     ),
+    (["rollout.min_tokens=4"], "rollout.min_tokens=4", "Set rollout.min_tokens=0"),
     (
         ["algorithm=rloo", "placement=separation", "rollout.weight_sync=int8"],
         "rollout.weight_sync=int8",
@@ -221,7 +222,8 @@ WRONG = [
 RIGHT = [
     ["algorithm.kl_in_reward=true", "algorithm.kl_coefficient=0.1"],
     ["algorithm=rloo", "algorithm.kl_in_reward=true", "algorithm.kl_coefficient=0.1"],
-    ["rollout.min_tokens=4"],
+    ["algorithm=evaluate", "rollout.min_tokens=4"],
+    ["rollout.min_tokens=4", "guard.most_mismatch=1"],
     ["algorithm=rloo", "rollout.weight_sync=int8"],  # nothing travels
     ["rollout.verify_weights=true", "rollout.weight_sync=int4_delta"],
     ["algorithm=evaluate", "rollout.top_p=0.9"],
