@@ -218,9 +218,11 @@ def estimated(rewards, values, mask, gamma, lam):
 
 
 def divergence(x, kind):
-    """Of log-probabilities that are further than a reference's by x."""
+    """Of log-probabilities that are further than a reference's by x; of a token 10 at most."""
+    x = x.clamp(-20, 20)
     k2, name = x.square() / 2, kind.removesuffix("+")
     value = {"k1": x, "k2": k2, "k3": torch.exp(-x) + x - 1, "abs": x.abs()}[name]
+    value = value.clamp(-10, 10)
     return value if name == kind else value.detach() + k2 - k2.detach()
 
 
