@@ -46,19 +46,19 @@ class Frame:
     def __init__(self) -> None:
         self.containers: dict[int, Any] = {}
         self.numbers: dict[int, int] = {}
+        self._highest = 0
 
     def number_of(self, container: Any) -> int:
         """The container's number, a new one if it has none."""
-        number = self.numbers.get(id(container))
-        if number is None:
-            number = max(self.containers, default=0) + 1
-            self.enter(number, container)
-        return number
+        if id(container) not in self.numbers:
+            self.enter(self._highest + 1, container)
+        return self.numbers[id(container)]
 
     def enter(self, number: int, container: Any) -> None:
         """Gives the container a number, and keeps it alive as long as the frame."""
         self.containers[number] = container
         self.numbers[id(container)] = number
+        self._highest = max(self._highest, number)
 
 
 class DataCodec:

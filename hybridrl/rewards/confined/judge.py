@@ -15,7 +15,7 @@ import os
 import sys
 
 from .object_exchange import ObjectExchange, ProgramFailedError, encode_message
-from .proxies import ARITHMETIC, COMPARISONS, RemoteData, handle_of, is_same
+from .proxies import ARITHMETIC, COMPARISONS, RemoteClass, RemoteData, handle_of, is_same
 from .runners import run_tests
 from .vacuous import CheckCounter
 
@@ -123,6 +123,7 @@ class TestNames(dict):  # type: ignore[type-arg]
         super().__init__(__name__=TESTS, __builtins__=judge.checks.builtins())
         self._judge, self._of_program = judge, of_program
         self._takes_builtins = False
+        self._functions: dict[str, Any] = {}  # and classes: no test sees a program rename them
 
     def begin(self, used: Iterable[str]) -> None:
         """Prepares for the names in a test."""
@@ -138,12 +139,16 @@ class TestNames(dict):  # type: ignore[type-arg]
     def of_program(self, name: str) -> Any:
         """What the program has under the name, as it is now; a module that it imports is the
         judge's own."""
+        if name in self._functions:
+            return self._functions[name]
         if name not in self._of_program:
             raise self._judge.fail(f"the program has no `{name}`")
         found, is_module = self._judge.ask("name", [name], {})
         if name == "isclose":
             return math.isclose
         if not is_module:
+            if type(found).__name__ == "function" or isinstance(found, RemoteClass):
+                self._functions[name] = found
             return found
         if found == "numpy":
             return self._judge.import_numpy()
