@@ -55,7 +55,7 @@ BASE = [
     *("rollout.max_tokens=6", "eval.prompts=1", "eval.every=0"),
     *("observe.samples_every=1", "observe.show_every=0", "metrics=null"),
     # Where a gradient is as small as its rounding, Adam moves by as much as elsewhere: a low rate.
-    "actor.optimizer={learning_rate: 1e-3, warmup_steps: 1, schedule: cosine, min_ratio: 0.2}",
+    "actor.optimizer={learning_rate: 3e-4, warmup_steps: 1, schedule: cosine, min_ratio: 0.2}",
     "actor.optimizer.weight_decay=0.1",
     "actor.tokens_per_microbatch=40",
 ]
@@ -78,11 +78,11 @@ SAME = {  # other names for programs with other settings
     "ipo": ("dpo", "preference.loss=ipo", "preference.length_normalised=true"),
     "offline_reverse": ("offline_distillation", "distillation.loss=reverse"),
 }
-CLIPPED = ("algorithm.clip_low=0.02", "algorithm.clip_high=0.03")
+CLIPPED = ("algorithm.clip_low=0.003", "algorithm.clip_high=0.005")
 """Close enough for some tokens of a second update to be clipped."""
 OWN = {
     **dict.fromkeys(("grpo", "dr_grpo", "cispo", "gmpo", "pass_at_k", *PLUS_PLUS), CLIPPED),
-    "gspo": ("algorithm.clip_low=0.01", "algorithm.clip_high=0.02", "actor.updates_per_step=1"),
+    "gspo": ("algorithm.clip_low=0.001", "algorithm.clip_high=0.002", "actor.updates_per_step=1"),
     "dapo": ("algorithm.max_refills=1", *CLIPPED),
     "ppo": (*CLIPPED, "algorithm.gamma=0.9", "algorithm.lam=0.8"),
     "safe_rlhf": (
@@ -120,16 +120,12 @@ OPTIONS = {
     "dropped samples": ("reward.function={program}:holes", "reward.on_error=drop"),
 }
 REFUSED = {
-    "supervised": tuple(name for name in PROGRAMS if name not in ("ppo", "safe_rlhf")),
     "two updates": ("online_dpo", "dpo", "ipo", "reward_model"),
-    **dict.fromkeys(
-        ("staleness", "tool tokens", "dropped samples"),
-        GIVEN,
-    ),
+    "supervised": ("expert_iteration", "best_of_n", "online_dpo", *TAUGHT[:2], *GIVEN),
+    **dict.fromkeys(("staleness", "tool tokens", "dropped samples"), GIVEN),
 }
-"""By option, the programs that cannot have it: the library says so, or it is of samples."""
-WITHOUT = ("expert_iteration", "best_of_n", "online_dpo", "distillation", "forward", *GIVEN)
-"""Programs whose loss has no KL, no entropy and no correction: these settings do nothing there."""
+"""By option, the programs that cannot have it: the library refuses it, or says that it does nothing
+there."""
 
 
 class Folders(NamedTuple):
@@ -214,8 +210,10 @@ def settings_of(program, options, folders):
         found.append(f"models.teacher.path={folders.teacher}")
     if name == "safe_rlhf":
         found.append(f"cost.function={folders.program}:cost")
-    if name in ("ppo", "safe_rlhf") and not lora:
-        found.append(f"models.critic.path={folders.scalar}")
+    for critic in {"ppo": ["critic"], "safe_rlhf": ["critic", "cost_critic"]}.get(name, []):
+        found.append(f"models.{critic}.optimizer.learning_rate=1e-4")
+        if critic == "critic" and not lora:
+            found.append(f"models.critic.path={folders.scalar}")
     if name == "remax":
         found.append("rollout.samples_per_prompt=4")
     found += [s.format(**folders._asdict()) for s in wanted if not s.startswith("placement=")]

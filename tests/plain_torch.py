@@ -332,9 +332,10 @@ class Job:
         self.critics = {}
         prefixes = {"ppo": [""], "safe_rlhf": ["", "cost_"]}.get(self.program, [])
         for prefix in prefixes:
-            own = (self.config["models"].get(f"{prefix}critic") or {}).get("path")
-            model = Model(own or path, scalar=True, adapters=None if own else adapters)
-            self.critics[prefix] = Learner(model, optimizer, steps * self.splits)
+            own = self.config["models"].get(f"{prefix}critic") or {}
+            start, of = own.get("path"), optimizer | own.get("optimizer", {})
+            model = Model(start or path, scalar=True, adapters=None if start else adapters)
+            self.critics[prefix] = Learner(model, of, steps * self.splits)
         if "distillation" in self.program:
             self.teacher = Model(self.config["models"]["teacher"]["path"]).frozen()
         self.pool, self.costs = [], []
@@ -571,8 +572,7 @@ class Job:
                 found = whitened(found, masks)
                 found = [a * (n not in alone) for n, a in enumerate(found)]
         self.credit(rows, found)
-        for part in self.parts(rows):
-            self.reinforce(part, old=self.splits > 1 or kl)
+        self.learn(rows, old=self.splits > 1 or kl)
 
     def credit(self, rows, advantages):
         for row, found in zip(rows, advantages, strict=True):
@@ -587,7 +587,7 @@ class Job:
                     row[f"{prefix}own_values"] = learner.model.values(row)
                 if not prefix:
                     at, given = row["mask"], torch.tensor(row["values"])
-                    self.compare("values", given[at], row["own_values"][at])
+                    self.compare("values", given[at], row["own_values"][at], floor=1.0)
 
     def step_of_ppo(self, rows):
         settings = self.algorithm
@@ -602,32 +602,35 @@ class Job:
             )
             advantages.append(found)
             at = row["mask"]
-            self.compare("returns", torch.tensor(row["returns"])[at], row["own_returns"][at])
+            given = torch.tensor(row["returns"])
+            self.compare("returns", given[at], row["own_returns"][at], floor=1.0)
         self.credit(rows, whitened(advantages, masks))
         self.learn(rows)
 
-    def learn(self, rows):
+    def learn(self, rows, **options):
         """Updates of critics and policy, and one of given answers."""
         for part in self.parts(rows):
             for prefix in self.critics:
                 self.learn_values(part, prefix)
-            self.reinforce(part)
+            self.reinforce(part, **options)
         if scale := self.algorithm["ptx_coefficient"]:
-            self.imitate(self.examples(rows), "token-mean", scale)
+            self.imitate(self.examples(), "token-mean", scale)
 
-    def examples(self, rows):
-        """Each prompt of the step with its answer: all that the task has."""
-        found = {row["prompt"]: row for row in rows}.values()
-        assert len(found) == self.config["data"]["prompts_per_step"]
+    def examples(self):
+        """Each prompt of the data with its answer: a step has them all."""
+        files = (self.folder / "samples").glob("step-*.parquet")
+        texts = {
+            (r["prompt"], r["answer"]) for file in files for r in pq.read_table(file).to_pylist()
+        }
+        assert len(texts) == self.config["data"]["prompts_per_step"]
         ids = self.tokenizer
-        made = [[*ids(row["answer"]).input_ids, ids.eos_token_id] for row in found]
         return [
             {
-                "prompt_ids": row["prompt_ids"],
-                "response_ids": response,
-                "mask": torch.ones(len(response)).bool(),
+                "prompt_ids": ids(prompt).input_ids,
+                "response_ids": (made := [*ids(answer).input_ids, ids.eos_token_id]),
+                "mask": torch.ones(len(made)).bool(),
             }
-            for row, response in zip(found, made, strict=True)
+            for prompt, answer in sorted(texts)
         ]
 
     def adapt(self):
@@ -666,8 +669,7 @@ class Job:
             baseline = greedy[row["group_id"]] or 0.0
             found.append(to_go(rewards, row["mask"], 1.0) - baseline)
         self.credit(rows, found)
-        for part in self.parts(rows):
-            self.reinforce(part)
+        self.learn(rows)
 
     def step_of_safe_rlhf(self, rows):
         settings, cost = self.algorithm, self.config["cost"]
@@ -767,11 +769,10 @@ class Job:
         if sampled:
             gains = [row["teacher"] - row["rollout"] for row in rows]
             self.credit(rows, whitened(gains, [row["mask"] for row in rows]))
+            self.learn(rows, old=self.splits > 1, towards="teacher")
+            return
         for part in self.parts(rows):
-            if sampled:
-                self.reinforce(part, old=self.splits > 1, towards="teacher")
-            else:
-                self.taught(part)
+            self.taught(part)
 
     def step_of_offline_distillation(self, rows):
         with torch.no_grad():

@@ -58,20 +58,23 @@ def test_a_job_on_ranks_is_what_plain_torch_makes_of_it(worked_out, program, opt
     assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=CLOSE)
 
 
+def cases_of(program):
+    """Devices and options: each option alone on one, several at the same time on two and four."""
+    cases = [(1, (option,)) for option in OPTIONS if option != "staleness"]
+    for devices, options in [*cases, *((n, options) for n in (2, 4) for options in TOGETHER)]:
+        left = tuple(option for option in options if exists(program, option))
+        if left and ("staleness" in left or "staleness" not in options):
+            yield devices, left
+
+
 @pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_program_with_everything_on_one_two_and_four_ranks(worked_out, program, tmp_path):
-    cases = [(1, (option,)) for option in OPTIONS if option != "staleness"]
-    cases += [(devices, options) for devices in (2, 4) for options in TOGETHER]
     found = {}
-    for number, (devices, options) in enumerate(cases):
-        options = tuple(option for option in options if exists(program, option))
-        if not options or ("staleness" not in options and options in TOGETHER[2:]):
-            continue
-        found[f"{devices}: {', '.join(options)}"] = worked_out(
-            program, options, devices, f"run-{number}"
-        )
+    for number, (devices, options) in enumerate(cases_of(program)):
+        name = f"{devices}: {', '.join(options)}"
+        found[name] = worked_out(program, options, devices, f"run-{number}")
     (tmp_path / "differences.json").write_text(json.dumps(found, indent=1))
     off = {
         f"{case}: {name}": far
