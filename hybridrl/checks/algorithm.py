@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridrl.config.schema import Config, CriticConfig, is_served
+from hybridrl.config.schema import Config, CostConfig, CriticConfig, is_served
 from hybridrl.errors import ConfigError, check_all, nearest
 
 OF_TASKS = "hybridrl.data.tasks."
@@ -100,6 +100,8 @@ def _check_cost(config: Config) -> None:
             "Name a cost of yours: cost.function=path/to/file.py:name, or cost.function=null "
             "cost.model=<folder or hub name>."
         )
+    if cost.correct_at != CostConfig().correct_at:
+        raise ConfigError(f"cost.correct_at={cost.correct_at}: no cost is right. Leave it out.")
     if cost.multiplier_max < cost.multiplier:
         raise ConfigError(
             f"cost.multiplier_max={cost.multiplier_max}: must be at least "

@@ -44,6 +44,11 @@ WRONG = [
         "cost.model",
     ),
     (
+        ["algorithm=safe_rlhf", "cost.correct_at=0.5"],
+        "cost.correct_at=0.5: no cost is right",
+        "Leave it out",
+    ),
+    (
         ["algorithm=dpo", "trainer.name=grpo"],
         "trainer.name=grpo with preference=...",
         "algorithm=dpo",
