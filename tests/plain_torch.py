@@ -25,6 +25,9 @@ FLOOR = 0.1
 """Differences are relative to the expected number, or to this if it is smaller: sums of terms of
 size 1 that cancel have the rounding of their terms."""
 
+VAGUE = 1e-5
+"""Of the largest gradient: smaller ones are mostly rounding."""
+
 
 class Model:
     """A language model, or one with a scalar head, with adapters or without. `trained` are the
@@ -108,6 +111,7 @@ class Learner:
 
     def __init__(self, model, settings, updates):
         self.model, self.settings, self.updates, self.done = model, settings, updates, 0
+        self.vague = {k: torch.zeros_like(v, dtype=bool) for k, v in model.trained.items()}
         matrices = [p for p in model.trained.values() if p.ndim >= 2]
         vectors = [p for p in model.trained.values() if p.ndim < 2]
         self.adam = torch.optim.AdamW(
@@ -135,6 +139,10 @@ class Learner:
         zero = sum(0.0 * tensor.sum() for tensor in tensors)
         gradients = torch.autograd.grad(loss + zero, tensors)
         norm = float(torch.stack([g.norm() for g in gradients]).norm())
+        # Adam moves by as much where a gradient is no larger than its rounding.
+        least = VAGUE * max(float(g.abs().max()) for g in gradients)
+        for name, gradient in zip(self.model.trained, gradients, strict=True):
+            self.vague[name] |= (gradient != 0) & (gradient.abs() < least)
         most = self.settings["max_grad_norm"]
         for tensor, gradient in zip(tensors, gradients, strict=True):
             tensor.grad = gradient * (most / norm) if 0 < most < norm else gradient
@@ -817,10 +825,13 @@ class Job:
             }
             mine = {name: tensor.detach() for name, tensor in learner.model.trained.items()}
             assert mine.keys() <= final.keys(), f"{folder}/: {final.keys()}"
+            gaps = [(final[k] - mine[k])[~learner.vague[k]] for k in mine]
             off, size = (
                 math.sqrt(sum(float(x.square().sum()) for x in tensors))
-                for tensors in ([final[k] - mine[k] for k in mine], mine.values())
+                for tensors in (gaps, mine.values())
             )
+            left, whole = (sum(map(torch.numel, x)) for x in (gaps, mine.values()))
+            assert left > 0.9 * whole, f"{folder}/: {left} of {whole} weights can be compared"
             name = "weights" if folder == "model" else f"{folder}/weights"
             self.differences[name] = off / size
 
