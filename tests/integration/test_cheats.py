@@ -32,20 +32,27 @@ def test_an_honest_program_passes(name):
 @pytest.mark.long
 def test_no_cheat_scores_at_any_level(caller):
     scores = {name: caller.score(program, tests) for name, (program, tests) in CHEATS.items()}
-    assert {name: found for name, found in scores.items() if found.get("score") != 0.0} == {}
+    wrong = {name: found for name, found in scores.items() if found.get("score") != 0.0}
+    assert wrong.keys() <= without(caller, CHEATS), wrong
 
 
 @pytest.mark.long
 def test_honest_programs_pass_at_every_level(caller):
     scores = {name: caller.score(program, tests) for name, (program, tests) in HONEST.items()}
     wrong = {name: found for name, found in scores.items() if found.get("score") != 1.0}
-    expected = set()
+    expected = without(caller, HONEST)
     if caller.level == "none" and caller.user is not None:
         # For an ordinary user, whose processes the kernel counts together, there may be no threads.
         expected.add("threads and asyncio")
-    if caller.ask("import numpy")["ended"] != "ok":  # not every interpreter here has it
-        expected |= {name for name, example in HONEST.items() if "numpy" in str(example)}
-    assert set(wrong) <= expected, wrong
+    assert wrong.keys() <= expected, wrong
+
+
+def without(caller, examples):
+    """The names of those that need a package that the caller's interpreter does not have."""
+    missing = [
+        name for name in ("numpy", "pytest") if caller.ask(f"import {name}")["ended"] != "ok"
+    ]
+    return {n for n, example in examples.items() if any(m in str(example) for m in missing)}
 
 
 @pytest.mark.parametrize("name", SLOW)

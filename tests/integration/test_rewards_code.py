@@ -41,6 +41,11 @@ def test_a_block_may_be_indented_cut_off_or_have_fences_inside_a_line():
     assert extract_program("1. so\n   ```python\n   x = 1\n   ```\n") == "   x = 1\n"
 
 
+def test_a_fence_followed_by_spaces_takes_no_time():
+    response = "```python" + " " * 1_000_000
+    assert extract_program(response) == response
+
+
 @pytest.mark.parametrize(
     ("tests", "complaint"),
     [
