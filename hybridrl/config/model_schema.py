@@ -62,7 +62,7 @@ class ModelConfig:
 
     path: Name | None = None
     """Folder or hub name; null makes a tiny model and a character tokenizer."""
-    tokenizer: Annotated[Name | None, With("model.path")] = None
+    tokenizer: Name | None = None
     """Where the tokenizer lies, if not with the model."""
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
     """Precision of computation: `bfloat16`, `float32`, or `auto`: bfloat16 on GPUs, and on
