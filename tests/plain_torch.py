@@ -26,7 +26,7 @@ FLOOR = 0.1
 size 1 that cancel have the rounding of their terms."""
 
 VAGUE = 1e-5
-"""Of the largest gradient: smaller ones are mostly rounding."""
+"""Of a tensor's largest gradient: smaller ones are mostly rounding."""
 
 
 class Model:
@@ -140,9 +140,9 @@ class Learner:
         gradients = torch.autograd.grad(loss + zero, tensors)
         norm = float(torch.stack([g.norm() for g in gradients]).norm())
         # Adam moves by as much where a gradient is no larger than its rounding.
-        least = VAGUE * max(float(g.abs().max()) for g in gradients)
         for name, gradient in zip(self.model.trained, gradients, strict=True):
-            self.vague[name] |= (gradient != 0) & (gradient.abs() < least)
+            size = gradient.abs()
+            self.vague[name] |= (size > 0) & (size < VAGUE * size.max())
         most = self.settings["max_grad_norm"]
         for tensor, gradient in zip(tensors, gradients, strict=True):
             tensor.grad = gradient * (most / norm) if 0 < most < norm else gradient
