@@ -217,6 +217,8 @@ def settings_of(program, options, folders):
     if name == "remax":
         found.append("rollout.samples_per_prompt=4")
     found += [s.format(**folders._asdict()) for s in wanted if not s.startswith("placement=")]
+    if "staleness" in options and name in ("rloo", "opo", "remax"):
+        found.append("algorithm.correction=truncate")  # their loss has no ratio
     return found
 
 

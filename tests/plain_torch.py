@@ -674,7 +674,7 @@ class Job:
         for row in rows:
             score = 0.0 if math.isnan(row["scores"]) else row["scores"]
             rewards = self.token_rewards(row, score, self.coefficient)
-            baseline = greedy[row["group_id"]] or 0.0
+            baseline = greedy.get(row["group_id"]) or 0.0
             found.append(to_go(rewards, row["mask"], 1.0) - baseline)
         self.credit(rows, found)
         self.learn(rows)
