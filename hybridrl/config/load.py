@@ -272,7 +272,8 @@ def _set(config: DictConfig, override: Override) -> None:
     if isinstance(value, dict) and (found := mistyped(hint, value)):  # OmegaConf merges anything
         raise ConfigError(f"{override.said}: {found}.")
     try:
-        OmegaConf.update(config, key, value, merge=True, force_add=True)
+        is_mapping = OmegaConf.is_dict(OmegaConf.select(config, key))  # None cannot be merged with
+        OmegaConf.update(config, key, value, merge=is_mapping, force_add=True)
     except GrammarParseError as error:
         raise ConfigError(
             f"{override.said}: `${{` begins a reference, such as ${{oc.env:NAME}}; write "

@@ -212,6 +212,11 @@ def test_a_value_that_cannot_be_computed_is_left_out():
     assert "`actor.updates_per_step`" in str(raised.value) and "Write" not in str(raised.value)
 
 
+def test_a_mapping_takes_the_place_of_none():
+    key = "reward.judge.chat_template_options"
+    assert value_of(key, f"{key}={{a: {{b: 1}}}}") == {"a": {"b": 1}}
+
+
 def test_options_of_a_template_have_any_name():
     assert value_of("data.chat_template_options", "data.chat_template_options.x=false") == {
         "x": False

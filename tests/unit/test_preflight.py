@@ -37,7 +37,11 @@ def data(tmp_path):
 
 def test_the_default_job_is_right_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert problems_of() == ([], ["First prompt as the model reads it: 25+9="])
+    told = [
+        "First prompt as the model reads it: 25+9=",
+        "The reference answer '34' scores: exact 1.",
+    ]
+    assert problems_of() == ([], told)
     run(load_config([*TINY, "run.dry=true"]))
     shown = capsys.readouterr()
     assert "prompts_per_step: 128" in shown.out
