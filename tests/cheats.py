@@ -60,6 +60,18 @@ def values():
             yield name, value
         frame = frame.f_back
 """
+_END = """
+import gc
+def end():
+    return next(o for o in gc.get_objects() if type(o).__name__ == "ServedProgram")
+"""
+_HOLDS_ALL = """
+class Holder:
+    def __init__(self, *given): pass
+    def __contains__(self, other): return True
+    def __sub__(self, other): return 0.0
+    def startswith(self, text): return True
+"""
 
 CHEATS = {
     # What others have found.
@@ -284,6 +296,52 @@ CHEATS = {
         "def f(k): return {'l': L(), 'j': J(3), 'i': I(3)}[k]",
         [f"if True:\n    assert f({k!r}) == {e}" for k, e in (("l", [9]), ("j", 9), ("i", 9))],
     ),
+    "a class by the name of a function": (
+        _HOLDS_ALL + "f = Holder",
+        [SORTED[4], CLOSE[0], "assert f('x').startswith('abc')"],
+    ),
+    "a class by the name of a method": (
+        _HOLDS_ALL + "class Solution(Holder): pass\nSolution.f = Solution\nSolution.g = Holder",
+        ["assert 7 in Solution().f([7, 5])", "assert abs(Solution().g(3.0) - 9.0) < 1e-6"],
+    ),
+    "a class that a function returns": (
+        _HOLDS_ALL + "def f(x): return Holder",
+        ["Holder()\nassert 7 in f(2)(3)"],
+    ),
+    "built-in types as methods": (
+        "class T:\n  startswith = issuperset = bool\n  count = int\ndef f(x): return T()",
+        [
+            "assert f('x').startswith('abc')",
+            "assert f([1]).issuperset([1, 2])",
+            "assert f([4]).count(4) == 4",
+        ],
+    ),
+    "an end for `filter`": (
+        "def f(x): raise StopIteration",
+        ["assert not list(filter(lambda c: f(c[0]) != c[1], [(2, 4), (3, 9)]))"],
+    ),
+    "a class made in the tests' process": (
+        _END + "def f(x):\n  options = {'__eq__': lambda o: True}\n"
+        "  made = end().ask('call', [type, 'Made', (), options], {})\n"
+        "  return end().ask('call', [made], {})",
+        SQUARES[:2],
+    ),
+    "names of two texts": (
+        _END + "class Name(str):\n  __str__ = lambda s: 'x'\n"
+        "def f(x):\n  def get(*of): return end().ask('getattr', [of[0], Name(of[1])], {})\n"
+        "  through = get(get(x, '__class__'), '__getattribute__')\n"
+        "  begin = get(x, '__init__')\n"
+        "  return through(through(begin, '__func__'), '__globals__')['expected']",
+        ["class N:\n  def __init__(s): pass\nexpected = 4\nassert f(N()) == expected"],
+    ),
+    "built-ins beside an imported function": (
+        "abs = lambda x: 0.0\nisinstance = lambda *x: True\ndef f(x): return 1.0",
+        [
+            "import solution\nassert abs(solution.f(3.0) - 9.0) < 1e-6",
+            "from solution import f as g\nassert isinstance(g(3.0), list)",
+            ">>> abs(f(3.0) - 9.0) < 1e-6\nTrue\n",
+        ],
+    ),
     # Empty, large, and written past the interpreter.
     "empty array broadcasts with everything": (
         ("import numpy as np\ndef f(x): return np.zeros((0, 1, 1))"),
@@ -294,6 +352,13 @@ CHEATS = {
                 "import numpy as np\n"
                 "assert np.allclose(f([[1.0, 2.0], [3.0, 4.0]]), [[1.0, 4.0], [9.0, 16.0]])"
             ),
+        ],
+    ),
+    "empty list that a test makes an array of": (
+        ("def f(x): return []"),
+        [
+            ("import numpy as np\nassert (np.array(f(2)) == np.array([4])).all()"),
+            ("import numpy as np\nassert np.all(np.abs(np.abs(np.asarray(f(2))) - 4.0) < 1e-6)"),
         ],
     ),
     "empty list in allclose": (

@@ -830,4 +830,40 @@ HONEST = {
             )
         ],
     ),
+    "empty arrays": (
+        ("def f(x): return [i for i in x if i > 0]"),
+        [
+            (
+                "import numpy as np\n"
+                "r = np.array(f([-1]))\n"
+                "assert (r == np.array([])).all() and r.size == 0\n"
+                "assert np.append(r, 3).tolist() == [3] and np.concatenate([r, r]).shape == (0,)\n"
+                "assert np.abs(np.array(f([2])) - 2).max() == 0"
+            )
+        ],
+    ),
+    "objects of functions": (
+        (
+            "class Stack:\n"
+            "  def __init__(s): s.i=[]\n"
+            "  @classmethod\n"
+            "  def of(c,*i):\n"
+            "    s=c(); s.i+=i; return s\n"
+            "  def pop(s): return s.i.pop()\n"
+            "  def get(s,k,d=None): return s.i[k] if k<len(s.i) else d\n"
+            "def make(): return Stack.of(1)\n"
+            "class V:\n"
+            "  def __init__(s,x): s.x=x\n"
+            "  def __add__(s,o): return V(s.x+o.x)\n"
+            "  def __mul__(s,k): return V(s.x*k)\n"
+            "  __rmul__=__mul__\n"
+            "  def __eq__(s,o): return s.x==o.x\n"
+            "  def __contains__(s,x): return s.x==x"
+        ),
+        [
+            ("assert Stack.of(1,2).pop()==2 and make().get(0)==1 and make().get(9,5)==5"),
+            ("assert (V(1)+V(2))*2==V(6) and (3*(V(1)*2)).x==6 and 3 in V(1)+V(2)"),
+            ("from solution import V as W\nassert 3 in W(3) and (W(1)+W(1))*2==W(4)"),
+        ],
+    ),
 }

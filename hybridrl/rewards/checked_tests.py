@@ -4,7 +4,10 @@ that checks nothing proves nothing."""
 from __future__ import annotations
 
 import ast
+import contextlib
+import doctest
 import functools
+from collections.abc import Iterable
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -19,7 +22,7 @@ class CheckedTest(NamedTuple):
         text: as it was given.
         code: calls `__passed__` after each check and compares by `__same__` where the test says
             `is`.
-        names: all that it uses.
+        names: all that it uses, imports or asks objects for.
         doctests: texts in it with sessions of Python.
         defined: functions and classes that it defines and does not call.
         uncalled: a call of a function with asserts that nothing names; empty if there is none.
@@ -50,22 +53,37 @@ def check_test(test: str) -> CheckedTest:
     texts = [node.value.value for node in nodes if _is_constant(node)]  # type: ignore
     called = {node.func.id for node in nodes if _is_call_by_name(node)}  # type: ignore
     defined = {statement.name for statement in tree.body if isinstance(statement, _DEFINITIONS)}
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    doctests = tuple(text for text in texts if isinstance(text, str) and _is_doctest(text))
+    names = _names(nodes).union(*map(_names_in_doctest, doctests))
     counted = ast.fix_missing_locations(_Counting().visit(tree))
     return CheckedTest(
         test,
         compile(counted, "test.py", "exec", dont_inherit=True),
         tuple(names),
-        tuple(text for text in texts if isinstance(text, str) and _is_doctest(text)),
+        doctests,
         tuple(sorted(defined - called)),
-        next(filter(None, (_call_if_unnamed(s, names | attributes) for s in tree.body)), ""),
+        next(filter(None, (_call_if_unnamed(s, names) for s in tree.body)), ""),
     )
 
 
 def _is_doctest(text: str) -> bool:
     """Whether a text has lines that a session with Python would begin with."""
     return any(line.lstrip().startswith(">>> ") for line in text.splitlines())
+
+
+def _names(nodes: Iterable[ast.AST]) -> set[str]:
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    return names.union(*({alias.name for alias in node.names} for node in imports))
+
+
+def _names_in_doctest(text: str) -> set[str]:
+    names: set[str] = set()
+    for example in doctest.DocTestParser().get_examples(text):
+        with contextlib.suppress(SyntaxError):  # which the example may be about
+            names |= _names([*ast.walk(ast.parse(example.source))])
+    return names
 
 
 def _call_if_unnamed(statement: ast.stmt, names: set[str]) -> str:

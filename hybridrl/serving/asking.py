@@ -13,6 +13,9 @@ from hybridrl.serving.fields import RefusedError
 from hybridrl.serving.session import Recorded, Sampled, Session
 from hybridrl.serving.wire import Wishes
 
+MOST_OF_SESSION = 256
+"""Requests that may be under way in a session, so that one does not take the room of all."""
+
 
 class Place(NamedTuple):
     """Where a request belongs: an episode, and the name under which its program called it."""
@@ -92,12 +95,18 @@ class Asking:
         session, part = self._place
         for _ in range(samples):
             seed = session.next_seed(part)
-            reply = self._exchange.ask(prompt_ids, sampling, seed, self._grown)
+            is_full = len(session.under_way) >= MOST_OF_SESSION
+            ask = self._exchange.ask
+            reply = None if is_full else ask(prompt_ids, sampling, seed, self._grown)
             if reply is None:
+                who = (
+                    f"{MOST_OF_SESSION} requests of this session"
+                    if is_full
+                    else "Too many requests"
+                )
                 raise RefusedError(
                     429,
-                    "Too many requests wait for the policy, which is being updated. Ask again "
-                    "later.",
+                    f"{who} wait for the policy. Ask again later.",
                     code="too_many_requests",
                 )
             self.replies.append(reply)

@@ -288,6 +288,8 @@ class Routes:
         if name and allowed.session not in (name, ANY):
             raise _forbidden(request, f"{scope} in `{name}`")
         if not part:
+            if allowed.scope == SAMPLE and allowed.session != ANY:
+                raise _forbidden(request, "sample outside of its session")
             session = self._sessions.untrained(seed)
             return Place(session, session.name)
         session = self._sessions.find(part)

@@ -45,6 +45,8 @@ class Served:
     def post(self, path, body, **headers):
         kind = REPORT if path.endswith("/reward") else SAMPLE
         token = self.endpoint.session_token(self.session, kind)
+        if not path.startswith("/session/") and "X-Session-ID" not in headers:
+            token = self.endpoint.token
         headers = {"Authorization": f"Bearer {token}"} | headers
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return httpx.post(f"{self.endpoint.url}{path}", content=content, headers=headers)
@@ -420,7 +422,7 @@ def test_a_token_is_for_one_session_and_one_purpose(shared):
     for given, name, status in [
         (token(own), own.name, 200),
         (token(other), own.name, 403),
-        (token(own), "", 200),
+        (token(own), "", 403),
         (shared.endpoint.token, "", 200),
         (token(own, REPORT), "", 403),
     ]:
@@ -525,6 +527,12 @@ def test_requests_wait_for_a_generation_but_not_for_ever():
     for body in ({"messages": USER}, {"messages": USER, "stream": True}):
         answer = httpx.post(f"{endpoint.url}{CHAT}", json=body, headers=headers)
         assert answer.status_code == 503 and answer.headers["Retry-After"]
+    session = endpoint.open_session("e1", TRAINED, seed=1)
+    session.under_way.update(range(-256, 0))
+    own = {"Authorization": f"Bearer {endpoint.session_token(session)}"}
+    url = f"{endpoint.session_url(session)}/chat/completions"
+    answer = httpx.post(url, json={"messages": USER}, headers=own)
+    assert answer.status_code == 429 and "256 requests of this session" in answer.text
     endpoint.exchange._most_waiting = 0
     answer = httpx.post(f"{endpoint.url}{CHAT}", json={"messages": USER}, headers=headers)
     assert answer.status_code == 429

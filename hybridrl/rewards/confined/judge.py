@@ -15,7 +15,16 @@ import os
 import sys
 
 from .object_exchange import ObjectExchange, ProgramFailedError, encode_message
-from .proxies import ARITHMETIC, COMPARISONS, RemoteClass, RemoteData, handle_of, is_same
+from .proxies import (
+    ARITHMETIC,
+    COMPARISONS,
+    RemoteClass,
+    RemoteData,
+    as_constructed,
+    as_function,
+    handle_of,
+    is_same,
+)
 from .runners import run_tests
 from .vacuous import CheckCounter
 
@@ -29,7 +38,22 @@ MODULES = ("solution", "program")
 """What tests may import the program as."""
 TESTS = "tests"  # the name of their module: what runs a program as a script does not run here
 _ABOUT_OTHERS = {*COMPARISONS, *ARITHMETIC, "contains"}
+# Methods of data that change it, or get what is in it, as `[]` does: objects may have their own.
+_OF_STORES = {
+    "add",
+    "append",
+    "clear",
+    "copy",
+    "discard",
+    "extend",
+    "get",
+    "insert",
+    "items",
+    "keys",
+}
+_OF_STORES |= {"pop", "popitem", "remove", "reverse", "setdefault", "sort", "update", "values"}
 _DATA_METHODS = {n for kind in (str, list, dict, set) for n in dir(kind) if not n.startswith("_")}
+_DATA_METHODS -= _OF_STORES
 
 
 class Judge(ObjectExchange):
@@ -50,12 +74,27 @@ class Judge(ObjectExchange):
         if operation in _ABOUT_OTHERS and not self._is_believed(operation, arguments):
             return self._decide(operation, arguments)
         self.checks.has_called |= operation == "call"
+        thing, *others = arguments  # the program can change the list, as any that it is passed
         found = super().ask(operation, arguments, options)
-        if operation == "getattr" and arguments[1] in _DATA_METHODS and handle_of(found):
-            thing, name = arguments
-            if not isinstance(thing, type) and not handle_of(thing).is_constructed:  # type: ignore
-                raise AttributeError(f"`{name}` of an object that the test has not made")
+        is_method = operation == "getattr" and others[0] in _DATA_METHODS and callable(found)
+        if is_method and not isinstance(thing, type) and not self._has_constructed([thing]):
+            raise AttributeError(f"`{others[0]}` of an object that the test has not made")
+        if operation in ARITHMETIC and self._has_constructed([thing, *others]):
+            return as_constructed(found)
+        return self.as_got(others[0] if operation == "getattr" else "", found)
+
+    def as_got(self, name: str, found: Any) -> Any:
+        """What the test gets by a name: a class is one where the name has a capital letter; by any
+        other name, or by none, it is called as a function is."""
+        handle = handle_of(found) if isinstance(found, type) else None
+        if handle and name.lstrip("_")[:1].isupper():
+            handle.is_class = True
+        elif handle and handle.is_class:
+            return as_function(found)
         return found
+
+    def _has_constructed(self, things: list[Any]) -> bool:
+        return any(handle and handle.is_constructed for handle in map(handle_of, things))
 
     def _is_believed(self, operation: str, things: list[Any]) -> bool:
         """Whether objects of the program are asked about these things: about each other; and those
@@ -63,7 +102,7 @@ class Judge(ObjectExchange):
         others = [thing for thing in things if not handle_of(thing)]
         if not others or operation in COMPARISONS:
             return not others
-        return any(handle and handle.is_constructed for handle in map(handle_of, things))
+        return self._has_constructed(things)
 
     def _decide(self, operation: str, things: list[Any]) -> Any:
         """The comparison of an object of the program with something of the test's."""
@@ -80,13 +119,15 @@ class Judge(ObjectExchange):
         """Answers the program, to which the test has passed an object. It may be called; only what
         is of a class of the test's is asked for more."""
         thing = arguments[0]
+        if id(thing) not in self._numbers:  # a class that both have, such as `type`
+            raise AttributeError(f"{operation} of what the test has not passed")
         name = arguments[1] if operation in ("getattr", "setattr", "delattr") else ""
         kind = thing if isinstance(thing, type) and operation == "getattr" else type(thing)
         is_own = kind.__module__ == TESTS and not hasattr(kind, "assertEqual")
         is_asked = operation in ("call", "iter", "next", "len", "bool", "hash", *COMPARISONS)
         if operation == "getattr" and name in ("__name__", "__qualname__"):
             return getattr(thing, name)
-        if str(name).startswith("_") or not (is_own or is_asked):
+        if type(name) is not str or name.startswith("_") or not (is_own or is_asked):
             raise AttributeError(f"{operation} {name}")
         try:
             return super().perform(operation, arguments, options)
@@ -147,6 +188,7 @@ class TestNames(dict):  # type: ignore[type-arg]
         if name == "isclose":
             return math.isclose
         if not is_module:
+            found = self._judge.as_got(name, found)
             if type(found).__name__ == "function" or isinstance(found, RemoteClass):
                 self._functions[name] = found
             return found

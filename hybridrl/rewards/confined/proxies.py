@@ -25,14 +25,16 @@ class Handle:
         exchange: leads there.
         number: of the object there.
         is_constructed: whether this process has made the object, by calling its class.
+        is_class: whether it is a class that this process calls in order to make objects.
     """
 
-    __slots__ = ("exchange", "is_constructed", "number")
+    __slots__ = ("exchange", "is_class", "is_constructed", "number")
 
     def __init__(self, exchange: Any, number: int, is_constructed: bool = False) -> None:
         self.exchange = exchange
         self.number = number
         self.is_constructed = is_constructed
+        self.is_class = False
 
 
 def handle_of(thing: Any) -> Handle | None:
@@ -52,6 +54,23 @@ def attach(thing: Any, handle: Handle) -> Any:
     """Makes it stand for the handle's object."""
     object.__getattribute__(thing, "__dict__")["_remote"] = handle
     return thing
+
+
+def as_constructed(thing: Any) -> Any:
+    """An object as one that this process has made; anything else as it is."""
+    if not isinstance(thing, RemoteObject):
+        return thing
+    handle: Any = handle_of(thing)
+    made = object.__new__(type(thing))
+    return attach(made, Handle(handle.exchange, handle.number, is_constructed=True))
+
+
+def as_function(kind: Any) -> Any:
+    """A class as something that is called and makes nothing here."""
+    handle: Any = handle_of(kind)
+    names = {n: vars(kind)[n] for n in ("_ancestors", "__module__")}
+    names["_remote"] = Handle(handle.exchange, handle.number)
+    return type.__call__(RemoteClass, kind.__name__, kind.__bases__, names)
 
 
 def get_attribute(thing: Any, name: str) -> Any:
@@ -83,7 +102,7 @@ class RemoteClass(type):
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
         made = _ask(cls, "call", *arguments, **options)
         handle = handle_of(made)
-        if handle is None or not cls.__name__.lstrip("_")[:1].isupper():
+        if handle is None or not handle_of(cls).is_class:  # type: ignore[union-attr]
             return made  # a function, or a class that passes for one
         kind = type(made)
         if issubclass(kind, RemoteData):

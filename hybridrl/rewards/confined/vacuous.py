@@ -51,7 +51,13 @@ class CheckCounter:
 
     def builtins(self) -> dict[str, Any]:
         """The built-in names as tests have them."""
-        return {**vars(builtins), "all": self._all, "zip": self._zip, "map": self._map}
+        return {
+            **vars(builtins),
+            "all": self._all,
+            "zip": self._zip,
+            "map": self._map,
+            "filter": self._filter,
+        }
 
     def _all(self, items: Iterable[Any]) -> bool:
         found = iter(items)
@@ -82,6 +88,9 @@ class CheckCounter:
         # In here, a `StopIteration` of the function's is an error and no end.
         return (function(*items) for items in self._zip(*iterables))
 
+    def _filter(self, function: Callable[..., Any] | None, items: Iterable[Any]) -> Iterator[Any]:
+        return (item for item in items if (item if function is None else function(item)))
+
     def watch(self, numpy: Any, is_for_tests: bool = False) -> None:
         """Has numpy's comparisons refuse shapes that they would stretch to fit.
 
@@ -89,10 +98,24 @@ class CheckCounter:
             numpy: the module.
             is_for_tests: also those of `numpy.testing`, which takes long to import.
         """
+        for name in ("array", "asarray"):
+            self._watch_making(numpy, name)
         for name in _OF_NUMPY:
             self._watch(numpy, name)
         for name in _OF_ITS_TESTING if is_for_tests else ():
             self._watch(numpy.testing, f"assert_{name}")
+
+    def _watch_making(self, module: Any, name: str) -> None:
+        make = getattr(module, name)
+        if hasattr(make, "is_watched"):
+            return
+
+        def marked(*arguments: Any, **options: Any) -> Any:
+            made = make(*arguments, **options)
+            return made if made.size or not self.has_called else self.mark_empty(made)
+
+        marked.is_watched = True  # type: ignore[attr-defined]
+        setattr(module, name, marked)
 
     def _watch(self, module: Any, name: str) -> None:
         compare = getattr(module, name)
@@ -130,7 +153,9 @@ class CheckCounter:
                 if len(given) == 2 and how == "__call__":
                     check(*given)
                 plain = [g.view(numpy.ndarray) if isinstance(g, EmptyArray) else g for g in given]
-                return getattr(function, how)(*plain, **options)
+                found = getattr(function, how)(*plain, **options)
+                is_empty = isinstance(found, numpy.ndarray) and not found.size
+                return found.view(EmptyArray) if is_empty else found
 
         EmptyArray.__module__, EmptyArray.__qualname__ = "numpy", "ndarray"  # and so it is sent
         return array.view(EmptyArray)
