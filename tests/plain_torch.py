@@ -420,9 +420,8 @@ class Job:
         """The rows of each mini-batch: whole groups, in an order drawn from seed and step."""
         if self.splits == 1:
             return [rows]
-        number = self.config["data"]["prompts_per_step"]
         groups = [row["group_id"] for row in rows]
-        dealt = max(self.number, max(groups) // number + 1) * number
+        dealt = max(groups) + 1
         if self.program == "expert_iteration" or len(set(groups)) < self.splits:
             groups = list(range(len(rows)))
         different = sorted(set(groups))

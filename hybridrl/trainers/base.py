@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 
 from hybridrl.config.schema import Config, is_served
 from hybridrl.controller import BatchRef, Handle, WorkerGroup
@@ -162,7 +161,9 @@ class Trainer(ABC):
         dealt = self.feed.numbered
         self._passes = self._passes + 1 if dealt == self._dealt else 0
         self._dealt = dealt
-        order = np.random.default_rng([config.run.seed, 4, dealt, self._passes])
-        cut = [batch] if parts == 1 else parts_of_groups(batch, parts, order, self.DATA == "pairs")
+        cut = [batch]
+        if parts > 1:
+            drawn = config.run.seed, dealt, self._passes
+            cut = parts_of_groups(batch, parts, *drawn, pairs=self.DATA == "pairs")
         for part in cut:
             yield part | part.apply(weigh, ["response_mask", *episode], makes=["loss_weights"])

@@ -87,18 +87,23 @@ def own_branches(batch: Batch) -> Batch:
 
 
 def parts_of_groups(
-    batch: BatchRef, parts: int, order: np.random.Generator, pairs: bool = False
+    batch: BatchRef, parts: int, seed: int, dealt: int, passes: int, pairs: bool = False
 ) -> list[BatchRef]:
     """As `BatchRef.split`, in an order that is drawn, with all samples of a prompt in the same part
     (`group_id`); where prompts are fewer than parts, with all rows of an episode, or each row by
     itself.
 
     Args:
+        seed, passes: What the order depends on, beside the newest prompt.
+        dealt: Prompts dealt out so far, in place of that where rows do not say their prompt.
         pairs: Neighbouring rows are pairs, and stay together.
     """
     names = [name for name in ("group_id", "episode") if batch.columns.may_have(name)]
     known = batch.collect(names, partial=True) if names else Batch(pa.table({}))
     units = [known[name].numpy() for name in names if name in known.columns]
+    if "group_id" in known.columns and len(batch):  # whatever has been dealt out ahead
+        dealt = int(known["group_id"].max()) + 1
+    order = np.random.default_rng([seed, 4, dealt, passes])
     units.append(np.arange(len(batch)) // (2 if pairs else 1))
     for unit in units:
         numbers, of_rows = np.unique(unit, return_inverse=True)

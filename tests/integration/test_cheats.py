@@ -67,7 +67,7 @@ def test_a_verdict_that_takes_long_ends_no_round_of_scoring():
         {"prompt": "", "response": program, "answer": "", "tests": ["assert set(f(2)) == {4}"]}
         for program in ("def f(x): return {4}", FLOOD, "def f(x): return {4}")
     ]
-    options = {"passes_tests": {"cpu_s": 1}}
+    options = {"passes_tests": {"cpu_s": 4}}  # enough for the program, whatever else goes on
     with RewardPool(["hybridrl.rewards.code:passes_tests"], options=options) as pool:
         result = pool.score(rows)
     assert result.scores == [1.0, 0.0, 1.0] and result.failures == 0

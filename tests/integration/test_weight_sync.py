@@ -98,6 +98,7 @@ def train_and_sync(executor, folder, architecture, tied, parallel, rollout_tp):
         objective=PolicyObjective(),
         updates=3,
         seed=0,
+        temperature=1.0,
         job=JOB,
     )
     prompts = Batch.from_columns({"prompt_ids": PROMPTS * 2})
@@ -180,6 +181,7 @@ def actors_with_adapters(executor, path):
             objective=PolicyObjective(),
             updates=9,
             seed=0,
+            temperature=1.0,
             job=JOB,
             generates=generates,
         )
