@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-
 from hybridrl.config.schema import Config, is_served
 from hybridrl.controller import BatchRef, Handle, WorkerGroup
 from hybridrl.core.batch import Batch
