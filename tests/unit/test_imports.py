@@ -216,3 +216,9 @@ def test_the_driver_side_needs_neither_ray_nor_vllm_nor_transformers():
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT.parent
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_files_of_tests_have_names_of_their_own():
+    """Of two files of one name, pytest refuses to collect both, as `make test-long` does."""
+    names = [path.name for path in (ROOT.parent / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
