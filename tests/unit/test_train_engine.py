@@ -138,6 +138,18 @@ def test_what_stands_off_the_mask_does_not_matter(engine, plain):
     assert_same_metrics(metrics, expected)
 
 
+def test_each_update_rounds_from_a_seed_of_its_own(mesh, monkeypatch):
+    """Of the engine's seed and the number of the update, which checkpoints keep."""
+    seen = []
+    monkeypatch.setattr("hybridrl.engine.train.seed_rounding", lambda _, seed: seen.append(seed))
+    for seed in (3, 3, 4):
+        engine = make_engine(mesh)
+        engine.rounding_seed = seed
+        for _ in range(2):
+            engine.update(make_batch(), CLIPPED, temperature=TEMPERATURE)
+    assert seen[:2] == seen[2:4] and len(set(seen)) == 4
+
+
 def test_a_sample_longer_than_the_budget_is_named(engine):
     engine.config.tokens_per_microbatch = LONGEST - 1
     with pytest.raises(ConfigError, match=r"`actor\.tokens_per_microbatch` = 30"):
