@@ -173,7 +173,7 @@ class Victim:
         needle, found = f"{MARK}={self.mark}\0".encode(), []
         for pid in psutil.pids():
             with contextlib.suppress(OSError, psutil.Error):
-                if needle not in Path(f"/proc/{pid}/environ").read_bytes():
+                if needle not in environment_of(pid):
                     continue
                 process = psutil.Process(pid)
                 command = " ".join(process.cmdline())
@@ -197,6 +197,27 @@ class Victim:
         while (left := self.processes()) and time.monotonic() < until:
             time.sleep(0.2)
         return [" ".join(process.cmdline())[:100] for process in left]
+
+
+def environment_of(pid: int) -> bytes:
+    """Return the variables with which a process was started, separated by NUL.
+
+    They appear empty until the kernel has finished starting its program, so this waits for its
+    command line, which is written just before them. Kernel threads and zombies have no program.
+
+    Raises:
+        OSError: There is no such process, or it belongs to somebody else.
+    """
+    process, until = Path(f"/proc/{pid}"), time.monotonic() + 10
+    while not (command := (process / "cmdline").read_bytes()) and time.monotonic() < until:
+        (process / "exe").readlink()
+        time.sleep(0.001)
+    until = time.monotonic() + 0.2  # a program may well have none
+    while not (variables := (process / "environ").read_bytes()) and command:
+        if time.monotonic() > until:
+            break
+        time.sleep(0.001)
+    return variables
 
 
 def shared_memory() -> set[str]:
