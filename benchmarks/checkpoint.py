@@ -30,19 +30,19 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.algorithms import Segments, negative_log_likelihood, token_weights
-from hybridrl.checkpoint import reading
-from hybridrl.checkpoint.file_plan import MODEL
+from hybridrl.batch.batch import Batch, Ragged
+from hybridrl.checkpoint.engine_state.state_files import MOMENTS, MOMENTS_STEM
+from hybridrl.checkpoint.engine_state.state_saver import StateSaver
+from hybridrl.checkpoint.engine_state.training_state import load_training_state
+from hybridrl.checkpoint.tensors import tensor_reader as reading
+from hybridrl.checkpoint.tensors.file_plan import MODEL
 from hybridrl.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from hybridrl.controller.worker import Context, Rendezvous
-from hybridrl.core.batch import Batch, Ragged
-from hybridrl.core.training_mesh import training_mesh
-from hybridrl.engine.state_files import MOMENTS, MOMENTS_STEM
-from hybridrl.engine.state_saver import StateSaver
-from hybridrl.engine.train import TrainEngine
-from hybridrl.engine.training_state import load_training_state
+from hybridrl.engine.train_engine import TrainEngine
+from hybridrl.layout.training_mesh import training_mesh
 from hybridrl.models import CausalPolicy
-from hybridrl.models.attention import NAME
-from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.models.packed_attention import NAME
+from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.parallel.process_group import join
 
 RANKS = 4

@@ -18,7 +18,7 @@ import torch
 from figures import interleave, report
 
 from hybridrl.compress import Codec, GroupedFloat8, GroupedIntegers, TopK
-from hybridrl.core.device import synchronize
+from hybridrl.system.device_traits import synchronize
 
 CODECS: dict[str, Codec] = {
     "int8, group 2048": GroupedIntegers(8, 2048),

@@ -18,9 +18,9 @@ import numpy as np
 import psutil
 from figures import interleave, report
 
+from hybridrl.batch.batch import Batch, Ragged
 from hybridrl.controller import DP, ONE_TO_ALL, Worker, WorkerGroup, transfer
-from hybridrl.core.batch import Batch, Ragged
-from hybridrl.ray_backend.executor import RayExecutor, ray
+from hybridrl.ray_backend.ray_executor import RayExecutor, ray
 
 MIB = 1 << 20
 ROWS, CALLS, ROUNDS = 4096, 50, 9

@@ -34,19 +34,19 @@ import psutil
 import torch
 from figures import interleave, report
 
+from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import EnvironmentConfig, RolloutConfig
 from hybridrl.controller import Context
-from hybridrl.core.batch import Batch
-from hybridrl.core.shared_memory import remove_shared_memory
-from hybridrl.data.tasks.character_tokenizer import TEXT, build_tokenizer
-from hybridrl.environments.play import Play, Played
+from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.environments.episode_runner import Play, Played
 from hybridrl.models import make_tiny_model
 from hybridrl.parallel.process_group import join
 from hybridrl.rollout import Sampling
 from hybridrl.rollout.vllm import VLLMRollout
-from hybridrl.serving.agents import AgentRollout
+from hybridrl.serving.agent_rollout import AgentRollout
 from hybridrl.serving.endpoint import Endpoint
 from hybridrl.serving.template_chat import TemplateChat
+from hybridrl.system.shared_memory import remove_shared_memory
 
 CPU = torch.device("cpu")
 CONTEXT = 1024

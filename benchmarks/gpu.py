@@ -29,12 +29,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl import Job, load_config
-from hybridrl.core.batch import Batch, Ragged
-from hybridrl.core.device import synchronize
+from hybridrl.batch.batch import Batch, Ragged
 from hybridrl.models.log_probs import token_log_probs
-from hybridrl.planner.dataflow import Lengths
-from hybridrl.planner.devices import ACCELERATORS, present
-from hybridrl.planner.plan import make_plan
+from hybridrl.planner.job_plan import make_plan
+from hybridrl.planner.machine.device_catalog import ACCELERATORS, present
+from hybridrl.planner.step.step_calls import Lengths
+from hybridrl.system.device_traits import synchronize
 
 SIZES: dict[str, dict[str, Any]] = {
     "full": {  # Qwen2.5-1.5B
@@ -88,8 +88,8 @@ def main() -> None:
 
 def open_job(folder: str, size: dict[str, Any], chosen: argparse.Namespace) -> Job:
     """A GRPO job whose model has random weights and the letters of the built-in task."""
+    from hybridrl.data.character_tokenizer import build_tokenizer
     from hybridrl.data.tasks import load_task
-    from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 
     rows, prompt, response = size["samples"]
     tokenizer = build_tokenizer(load_task(load_config([]).data.task).CHARACTERS)

@@ -44,15 +44,15 @@ from choice_cases import least, random_case, way
 from netlab import Host, network
 
 from hybridrl.compress import ErrorFeedback, TopK
-from hybridrl.compress.gradient_choice import FULL, IN_ORDER, ON_A_STREAM, Bucket, choose
-from hybridrl.compress.gradients import INT4, INT8, CompressedReduceScatter, Hop
 from hybridrl.controller import Context
 from hybridrl.controller.worker import Rendezvous
-from hybridrl.parallel.gradients import make_reduce_scatter
-from hybridrl.parallel.measured_sums import MeasuredSums, UnitSum
-from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.parallel.compressed_collectives import INT4, INT8, CompressedReduceScatter, Hop
+from hybridrl.parallel.gradient_reduction import make_reduce_scatter
+from hybridrl.parallel.measured_reduction import MeasuredSums, UnitSum
+from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.parallel.process_group import join
-from hybridrl.parallel.sum_times import HopWay
+from hybridrl.parallel.reduction_choice import FULL, IN_ORDER, ON_A_STREAM, Bucket, choose
+from hybridrl.parallel.reduction_timing import HopWay
 
 CPU = torch.device("cpu")
 PORT = 29641

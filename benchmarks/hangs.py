@@ -26,8 +26,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=10)
     rounds = parser.parse_args().rounds
-    from hybridrl.ray_backend.cluster import start
-    from hybridrl.ray_backend.executor import RayExecutor
+    from hybridrl.ray_backend.connection import start
+    from hybridrl.ray_backend.ray_executor import RayExecutor
 
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # for the hosts
     start(RANKS)

@@ -26,17 +26,17 @@ from figures import report
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.algorithms import negative_log_likelihood
-from hybridrl.checkpoint.writing import write_tensors
+from hybridrl.checkpoint.tensors.tensor_writer import write_tensors
 from hybridrl.config.schema import ActorConfig, LoraSettings, ParallelConfig, RolloutConfig
 from hybridrl.controller.worker import Context, Rendezvous
-from hybridrl.core.boxes import whole
-from hybridrl.core.layout import Layout
-from hybridrl.core.pieces import local_pieces
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.layout.boxes import whole
+from hybridrl.layout.tensor_layout import Layout
+from hybridrl.layout.tensor_pieces import local_pieces
 from hybridrl.parallel.process_group import join
-from hybridrl.workers.actor import ActorWorker
-from hybridrl.workers.engines import ModelSource
-from hybridrl.workers.reference import ReferenceWorker
+from hybridrl.workers.actor_worker import ActorWorker
+from hybridrl.workers.reference_worker import ReferenceWorker
+from hybridrl.workers.training_engines import ModelSource
 
 RANKS = 4
 ALLOWED_BYTES = 500_000_000
@@ -188,7 +188,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=21, help="35 million parameters each")
     arguments = parser.parse_args()
-    multiprocessing.set_forkserver_preload(["hybridrl.workers.actor"])
+    multiprocessing.set_forkserver_preload(["hybridrl.workers.actor_worker"])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         size = make_model(folder / "model", arguments.layers)

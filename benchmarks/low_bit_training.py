@@ -36,8 +36,8 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl.compress.codec import Codec
-from hybridrl.compress.gradients import INT4, INT8
-from hybridrl.compress.weights import DIFFERENCES, add_difference
+from hybridrl.parallel.compressed_collectives import INT4, INT8
+from hybridrl.parallel.weight_gathers import DIFFERENCES, add_difference
 
 RANKS, NODES = 4, ((0, 1), (2, 3))
 ROWS, LENGTH = 3, 96
@@ -205,7 +205,7 @@ def exact(given: Tensor) -> Tensor:
 
 
 def hop(given: dict[int, Tensor], ranks: Sequence[int], codec: Codec) -> dict[int, Tensor]:
-    """What `hybridrl.compress.gradients.Hop` gives each of these ranks."""
+    """What `hybridrl.parallel.compressed_collectives.Hop` gives each of these ranks."""
     parts = {rank: given[rank].view(len(ranks), -1) for rank in ranks}
     found = {}
     for place, rank in enumerate(ranks):

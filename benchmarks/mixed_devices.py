@@ -33,21 +33,21 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from netlab import Host, network
 
 from hybridrl.algorithms import TokenLoss
+from hybridrl.batch.batch import Batch
 from hybridrl.commands.plan_precision import make_plan
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.controller.worker import Context, Rendezvous
-from hybridrl.core.batch import Batch
-from hybridrl.core.mesh import Mesh
-from hybridrl.core.precision_plan import TRAINING, PrecisionPlan
-from hybridrl.engine.train import TrainEngine
+from hybridrl.engine.train_engine import TrainEngine
+from hybridrl.layout.rank_mesh import Mesh
 from hybridrl.models import CausalPolicy, load_model, tiny_config
-from hybridrl.models.calibration import indicator, token_kl
-from hybridrl.models.low_bit_linear import decoder_layers, linears
-from hybridrl.models.low_bit_training import learn_in
-from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.parallel.process_group import join
-from hybridrl.planner.bit_allocation import UnequalDevice
-from hybridrl.planner.dataflow import Sizes
+from hybridrl.planner.step.step_calls import Sizes
+from hybridrl.systems.low_bits.bit_allocation import UnequalDevice
+from hybridrl.systems.low_bits.layer_sensitivity import indicator, token_kl
+from hybridrl.systems.low_bits.low_bit_linear import decoder_layers, linears
+from hybridrl.systems.low_bits.low_bit_training import learn_in
+from hybridrl.systems.low_bits.precision_plan import TRAINING, PrecisionPlan
 
 CPU = torch.device("cpu")
 VOCABULARY, LENGTH, SHARE = 512, 128, 0.5

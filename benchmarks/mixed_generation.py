@@ -32,18 +32,24 @@ from figures import report
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from netlab import Host, network
 
+from hybridrl.batch.batch import Batch
 from hybridrl.commands.plan_generation import calibrated, choice, measured_plan
 from hybridrl.controller import Context
 from hybridrl.controller.worker import Rendezvous
-from hybridrl.core.batch import Batch
-from hybridrl.core.generation_plan import WHOLE, GenerationPlan, Stage, equal_plan
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.models import load_config, load_model, make_tiny_model
-from hybridrl.models.calibration import token_kl
-from hybridrl.models.decoder_stage import set_attention
 from hybridrl.parallel.process_group import join
-from hybridrl.planner.generation_probe import probe_costs, slowed, with_sizes
-from hybridrl.planner.generation_problem import (
+from hybridrl.rollout.rollout_engine import Sampling
+from hybridrl.systems.low_bits.layer_sensitivity import token_kl
+from hybridrl.systems.unequal_generation.cost_probe import probe_costs, slowed, with_sizes
+from hybridrl.systems.unequal_generation.decoder_stage import set_attention
+from hybridrl.systems.unequal_generation.generation_plan import (
+    WHOLE,
+    GenerationPlan,
+    Stage,
+    equal_plan,
+)
+from hybridrl.systems.unequal_generation.generation_problem import (
     Costs,
     GenerationDevice,
     GenerationProblem,
@@ -51,9 +57,8 @@ from hybridrl.planner.generation_problem import (
     kl_of,
     seconds_of,
 )
-from hybridrl.planner.stage_assignment import plan_generation
-from hybridrl.rollout.base import Sampling
-from hybridrl.rollout.pipeline import PipelineRollout
+from hybridrl.systems.unequal_generation.pipeline_engine import PipelineRollout
+from hybridrl.systems.unequal_generation.plan_search import plan_generation
 
 CPU = torch.device("cpu")
 SHARES = (1.0, 0.5)

@@ -28,8 +28,8 @@ from pathlib import Path
 import numpy as np
 from figures import report
 
-from hybridrl.planner.operator_cost import OperatorCosts
-from hybridrl.planner.work import OPS, Device, Table, Work, chosen, roofline
+from hybridrl.planner.step.operator_work import OPS, Device, Table, Work, chosen, roofline
+from hybridrl.systems.operator_costs.cost_model import OperatorCosts
 
 FEW = 50
 DEVICES = {
@@ -43,8 +43,8 @@ DEVICES = {
 }
 MEASURE = """
 import json, sys
-from hybridrl.core.cluster import Cluster
-from hybridrl.planner.calibration import FAMILIES, calibrate
+from hybridrl.system.cluster_spec import Cluster
+from hybridrl.systems.operator_costs.calibration import FAMILIES, calibrate
 one = Cluster.of_one_node("cpu", 1)
 found = {f: calibrate(one, "float32", [f], json.loads(sys.argv[1])).to_data() for f in FAMILIES}
 print(json.dumps(found))

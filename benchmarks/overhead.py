@@ -22,7 +22,7 @@ import torch
 from figures import interleave, report
 
 from hybridrl import Job, load_config
-from hybridrl.trainers.warmup import warm_up
+from hybridrl.run.warmup import warm_up
 
 ROUNDS = 15
 

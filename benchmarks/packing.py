@@ -15,9 +15,9 @@ import torch
 from figures import interleave, report
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from hybridrl.core.batch import Batch
+from hybridrl.batch.batch import Batch
 from hybridrl.models import CausalPolicy, PackedSamples
-from hybridrl.models.attention import NAME
+from hybridrl.models.packed_attention import NAME
 
 SAMPLES, LONGEST, PROMPT, ROUNDS = 32, 256, 8, 7
 

@@ -17,13 +17,13 @@ import time
 from figures import SMOKE, report
 
 from hybridrl.config.load import load_config
-from hybridrl.planner.dataflow import Lengths
-from hybridrl.planner.described import with_described_models
-from hybridrl.planner.devices import named
-from hybridrl.planner.rates import Rates
-from hybridrl.planner.search import search
-from hybridrl.planner.search_costs import PlannedCosts
-from hybridrl.planner.search_space import Shape
+from hybridrl.planner.machine.device_catalog import named
+from hybridrl.planner.machine.device_rates import Rates
+from hybridrl.planner.named_models import with_described_models
+from hybridrl.planner.search.placement_search import search
+from hybridrl.planner.search.placement_space import Shape
+from hybridrl.planner.search.planned_costs import PlannedCosts
+from hybridrl.planner.step.step_calls import Lengths
 
 DEVICES = (16, 32, 64, 96, 128)
 PLACEMENTS = {

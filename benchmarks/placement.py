@@ -119,8 +119,8 @@ def main() -> None:
 
 def make_model(folder: Path) -> Path:
     """The model of the scoring arm, which every host can read."""
+    from hybridrl.data.character_tokenizer import build_tokenizer
     from hybridrl.data.tasks.arithmetic import CHARACTERS
-    from hybridrl.data.tasks.character_tokenizer import build_tokenizer
     from hybridrl.models import make_tiny_model
 
     # Larger than what FSDP gathers whole, and keeps (`hybridrl.parallel.fsdp`), as real models are.
@@ -190,8 +190,8 @@ def make_scorers_slow(algorithm: str) -> None:
     the hosts by value."""
     import cloudpickle
 
-    from hybridrl import roles
     from hybridrl.controller import Worker
+    from hybridrl.job import worker_groups as roles
 
     def slow(worker: type[Worker], name: str, seconds: float) -> type[Worker]:
         method = getattr(worker, name)

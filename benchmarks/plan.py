@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridrl.planner.dataflow import Lengths
+    from hybridrl.planner.step.step_calls import Lengths
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -127,7 +127,7 @@ def run(name: str, mode: str) -> dict[str, tuple[float, float]]:
 def child(mode: str, name: str) -> None:
     """Runs a setting and prints what was predicted and what was measured."""
     from hybridrl import Job, load_config
-    from hybridrl.planner.dataflow import Lengths
+    from hybridrl.planner.step.step_calls import Lengths
 
     model, overrides = SETTINGS.get(name, ({}, []))
     with tempfile.TemporaryDirectory() as folder:
@@ -162,8 +162,8 @@ def make_model(folder: Path, vocabulary: int, **shape: int) -> Path:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from hybridrl.data.character_tokenizer import build_tokenizer
     from hybridrl.data.tasks.arithmetic import CHARACTERS
-    from hybridrl.data.tasks.character_tokenizer import build_tokenizer
     from hybridrl.models import tiny_config
 
     tokenizer = build_tokenizer(CHARACTERS)
@@ -246,8 +246,8 @@ def predict(job: Any, lengths: Lengths, mode: str) -> dict[str, float]:
     """Bytes of the fullest device by role and phase; of tensors alone without the process."""
     from dataclasses import replace
 
-    from hybridrl.planner.devices import present
-    from hybridrl.planner.plan import make_plan
+    from hybridrl.planner.job_plan import make_plan
+    from hybridrl.planner.machine.device_catalog import present
 
     config = replace(job.config, model=replace(job.config.model, path=job.model_path))
     plan = make_plan(config, present(job.executor.cluster), job.placement, lengths)
@@ -266,9 +266,9 @@ def times(job: Any, lengths: Lengths, seconds: list[float], records: Any) -> dic
     """Seconds of a step and of each role's phases, predicted and measured (the median)."""
     from dataclasses import replace
 
-    from hybridrl.planner.devices import present
-    from hybridrl.planner.plan import make_plan
-    from hybridrl.planner.probe import probe
+    from hybridrl.planner.job_plan import make_plan
+    from hybridrl.planner.machine.device_catalog import present
+    from hybridrl.planner.machine.layer_probe import probe
 
     config = replace(job.config, model=replace(job.config.model, path=job.model_path))
     cluster = present(job.executor.cluster)

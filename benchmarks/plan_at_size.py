@@ -18,15 +18,15 @@ from typing import NamedTuple
 import torch
 from figures import SMOKE, report
 
-from hybridrl.core.boxes import extent, shard_box, whole
-from hybridrl.core.device import message_bytes
-from hybridrl.core.footprint import peak, redundant
-from hybridrl.core.layout import Layout
-from hybridrl.core.pieces import OfRank, Piece, local_pieces
-from hybridrl.core.plan import plan
-from hybridrl.core.transition import Parameter
-from hybridrl.parallel.layout import Said, layout_of
-from hybridrl.reshard.rounds import Load, loads_of, parts_of, room_of, schedule, streams_of
+from hybridrl.layout.boxes import extent, shard_box, whole
+from hybridrl.layout.footprint import peak, redundant
+from hybridrl.layout.tensor_layout import Layout
+from hybridrl.layout.tensor_pieces import OfRank, Piece, local_pieces
+from hybridrl.layout.transfer_planner import plan
+from hybridrl.layout.transition import Parameter
+from hybridrl.parallel.parameter_layout import Said, layout_of
+from hybridrl.system.device_traits import message_bytes
+from hybridrl.weights.transfer_rounds import Load, loads_of, parts_of, room_of, schedule, streams_of
 
 ALLOWED_BYTES = 200_000_000
 HEAD_DIM = 128

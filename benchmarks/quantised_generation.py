@@ -27,13 +27,13 @@ from figures import report
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl.algorithms.corrections import mismatch
+from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.controller.worker import Context
-from hybridrl.core.batch import Batch
-from hybridrl.core.shared_memory import remove_shared_memory
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.parallel.process_group import join
 from hybridrl.rollout import Sampling
+from hybridrl.system.shared_memory import remove_shared_memory
 
 CONFIG = Qwen2Config(
     vocab_size=4096,

@@ -28,20 +28,20 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from hybridrl.config.schema import ActorConfig, ParallelConfig, RolloutConfig
 from hybridrl.config.schema import RolloutParallelConfig as RolloutParallel
 from hybridrl.controller.worker import Context, Rendezvous
-from hybridrl.core.boxes import extent
-from hybridrl.core.hybrid_mesh import HybridMesh, VanillaMesh
-from hybridrl.core.layout import Layout
-from hybridrl.core.shared_memory import remove_shared_memory
-from hybridrl.core.training_mesh import training_mesh
-from hybridrl.core.transition import Parameter, Transition, gather_all, nested, vanilla
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
-from hybridrl.engine.train import TrainEngine
-from hybridrl.engine.weight_sync import WeightSync
+from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.engine.train_engine import TrainEngine
+from hybridrl.layout.boxes import extent
+from hybridrl.layout.hybrid_mesh import HybridMesh, VanillaMesh
+from hybridrl.layout.tensor_layout import Layout
+from hybridrl.layout.training_mesh import training_mesh
+from hybridrl.layout.transition import Parameter, Transition, gather_all, nested, vanilla
 from hybridrl.models import CausalPolicy, load_model
-from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.parallel.process_group import join
-from hybridrl.reshard.collectives import Reshard
-from hybridrl.reshard.parcels import into
+from hybridrl.system.shared_memory import remove_shared_memory
+from hybridrl.weights.collective_reshard import Reshard
+from hybridrl.weights.weight_sync import WeightSync
+from hybridrl.weights.weight_transport import into
 
 RANKS, TRAIN_TP, ROLLOUT_TP = 4, 4, 2
 CPU = torch.device("cpu")

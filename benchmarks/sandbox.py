@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from figures import interleave, report
 
-from hybridrl.rewards.sandbox import confinement, run_python
+from hybridrl.sandbox.python_runner import confinement, run_python
 
 PROGRAM = "print(1 + 1)"
 WORKERS, PROGRAMS, ROUNDS = 4, 80, 5

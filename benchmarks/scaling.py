@@ -21,10 +21,10 @@ import psutil
 import torch
 from figures import SMOKE, report
 
+from hybridrl.batch.batch import Batch, Ragged
 from hybridrl.controller import DP, ONE_TO_ALL, UPDATE, BatchRef, Worker, WorkerGroup, transfer
-from hybridrl.core.batch import Batch, Ragged
-from hybridrl.ray_backend.executor import RayExecutor
-from hybridrl.ray_backend.library import ray
+from hybridrl.ray_backend.ray_executor import RayExecutor
+from hybridrl.ray_backend.ray_import import ray
 
 PER_PROMPT, PROMPT, RESPONSE = 8, 16, 64
 STEPS, ROUNDS, CALLS = 10, 15, 20

@@ -86,8 +86,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=3)
     os.environ["RAY_AUTH_MODE"] = "disabled"  # or the jobs would need a token
-    from hybridrl.ray_backend.cluster import start
-    from hybridrl.ray_backend.library import ray
+    from hybridrl.ray_backend.connection import start
+    from hybridrl.ray_backend.ray_import import ray
 
     start(WORKERS)  # more slots than there may be cores
     address = ray.get_runtime_context().gcs_address

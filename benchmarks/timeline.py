@@ -21,12 +21,12 @@ from figures import report
 from rich.console import Console
 
 from hybridrl.config.load import load_config
-from hybridrl.job import Job
-from hybridrl.observe.line_console import LineConsole
-from hybridrl.planner.recorded_graph import DRIVER, OTHER
-from hybridrl.report.spans import IDLE, device_spans
-from hybridrl.trainers.loop import Loop
-from hybridrl.trainers.steps import Steps
+from hybridrl.console.line_console import LineConsole
+from hybridrl.job.job import Job
+from hybridrl.planner.what_if.recorded_graph import DRIVER, OTHER
+from hybridrl.report.device_spans import IDLE, device_spans
+from hybridrl.run.loop import Loop
+from hybridrl.run.step_runner import Steps
 
 JOB = ["rollout=transformers", "warmup.steps=5", "eval.every=0", "observe.samples_every=0"]
 WARM = 2

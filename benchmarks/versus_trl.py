@@ -23,7 +23,7 @@ from figures import SMOKE, interleave, report
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl import Job, load_config
-from hybridrl.data.tasks.character_tokenizer import CHARACTERS, build_tokenizer
+from hybridrl.data.character_tokenizer import CHARACTERS, build_tokenizer
 
 VOCABULARY = 128
 SIZES = {

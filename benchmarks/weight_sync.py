@@ -33,21 +33,21 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from netlab import Host, network
 
 from hybridrl.algorithms import PolicyObjective, group_relative
+from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import ActorConfig, Config, OptimizerConfig, RolloutConfig
 from hybridrl.controller import Context
 from hybridrl.controller.worker import Rendezvous
-from hybridrl.core.batch import Batch
-from hybridrl.core.cluster import Device
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
-from hybridrl.engine.train import TrainEngine
-from hybridrl.engine.weight_channel import WeightChannel
-from hybridrl.engine.weight_sync import WeightSync
+from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.models import CausalPolicy, load_model, make_tiny_model
-from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.parallel.process_group import join, join_world
 from hybridrl.placement.separation import way_of_weights
 from hybridrl.rollout import Sampling
-from hybridrl.rollout.transformers import TransformersRollout
+from hybridrl.rollout.transformers_engine import TransformersRollout
+from hybridrl.system.cluster_spec import Device
+from hybridrl.weights.weight_channel import WeightChannel
+from hybridrl.weights.weight_sync import WeightSync
 
 CPU = torch.device("cpu")
 METHODS = ("full", "delta", "int8", "int4_delta", "auto")

@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 from figures import report
 
-from hybridrl.planner.recorded_run import RecordedRun
-from hybridrl.planner.run_questions import Question, predict
+from hybridrl.planner.what_if.questions import Question, predict
+from hybridrl.planner.what_if.recorded_run import RecordedRun
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from netlab import RAY_ENVIRONMENT, network, ray_nodes

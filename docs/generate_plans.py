@@ -11,9 +11,9 @@ from pathlib import Path
 from rich.console import Console
 
 from hybridrl.config.load import load_config
-from hybridrl.planner.devices import named
-from hybridrl.planner.plan import make_plan
-from hybridrl.planner.table import memory_table, roles_table, sizes_lines
+from hybridrl.planner.job_plan import make_plan
+from hybridrl.planner.machine.device_catalog import named
+from hybridrl.planner.plan_tables import memory_table, roles_table, sizes_lines
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*/model/config.json"))
 BEGIN = "<!-- Written by docs/generate_plans.py. -->"

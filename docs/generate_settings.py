@@ -18,9 +18,16 @@ import yaml
 from generate_migration import PAGES, table_row
 
 from hybridrl.config.aliases import foreign_settings
-from hybridrl.config.names import leaves
 from hybridrl.config.schema import Config, EvalSetConfig
-from hybridrl.config.values import conditions, default_of, described, hints, is_optional, plain
+from hybridrl.config.setting_names import leaves
+from hybridrl.config.setting_types import (
+    conditions,
+    default_of,
+    described,
+    hints,
+    is_optional,
+    plain,
+)
 
 PAGE = Path(__file__).parent / "settings.md"
 BEGIN = "<!-- Written by docs/generate_settings.py from the schema. -->"

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridrl.algorithms import DirectPreference, PolicyObjective
+from hybridrl.batch.batch import LIBRARY_COLUMNS
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.controller import Worker
-from hybridrl.controller.protocol import Transfer
-from hybridrl.core.batch import LIBRARY_COLUMNS
-from hybridrl.trainers.policy import PolicyTrainer
-from hybridrl.workers.actor import ActorWorker
-from hybridrl.workers.critic import CriticWorker
-from hybridrl.workers.reference import ReferenceWorker
-from hybridrl.workers.reward import RewardWorker
-from hybridrl.workers.reward_model import RewardModelWorker
+from hybridrl.controller.transfer_protocol import Transfer
+from hybridrl.trainers.policy_trainer import PolicyTrainer
+from hybridrl.workers.actor_worker import ActorWorker
+from hybridrl.workers.critic_worker import CriticWorker
+from hybridrl.workers.reference_worker import ReferenceWorker
+from hybridrl.workers.reward_model_worker import RewardModelWorker
+from hybridrl.workers.reward_worker import RewardWorker
 
 PAGE = Path(__file__).parent / "drivers.md"
 BEGIN = "<!-- Written by docs/generate_tables.py from the workers' own @transfer. -->"

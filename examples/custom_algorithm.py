@@ -17,8 +17,8 @@ from torch import Tensor
 from hybridrl.algorithms import TokenLoss
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Handle
-from hybridrl.trainers.base import LEARNED_FROM, Trainer
-from hybridrl.trainers.shaping import loss_weights
+from hybridrl.trainers.trainer import LEARNED_FROM, Trainer
+from hybridrl.trainers.update_columns import loss_weights
 
 
 def against_median(scores: Tensor, groups: Tensor) -> Tensor:

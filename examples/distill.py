@@ -15,9 +15,9 @@ from hybridrl import Batch
 from hybridrl.algorithms import whiten
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Handle
-from hybridrl.trainers.base import SAMPLE
-from hybridrl.trainers.policy import PolicyTrainer
+from hybridrl.trainers.policy_trainer import PolicyTrainer
 from hybridrl.trainers.role_spec import RoleSpec, standard
+from hybridrl.trainers.trainer import SAMPLE
 
 READ = ["ref_log_probs", "rollout_log_probs", "response_mask"]
 

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from hybridrl import load_config
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.main import run
 from hybridrl.models import make_tiny_model
 

@@ -4,7 +4,7 @@ import sys
 
 from hybridrl import Batch, Job, load_config
 from hybridrl.algorithms import gae, shape_rewards, token_weights, whiten
-from hybridrl.trainers.warmup import warm_up
+from hybridrl.run.warmup import warm_up
 
 SETTINGS = ["algorithm=ppo", "algorithm.kl_coefficient=0.001", "run.name=ppo-driver"]
 SHAPED = ["scores", "response_mask", "values", "log_probs", "ref_log_probs"]

@@ -4,7 +4,7 @@ import sys
 
 from hybridrl import Batch, Job, load_config
 from hybridrl.algorithms import token_weights
-from hybridrl.trainers.warmup import warm_up
+from hybridrl.run.warmup import warm_up
 
 
 def baseline(batch: Batch) -> Batch:

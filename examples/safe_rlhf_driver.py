@@ -8,7 +8,7 @@ from functools import partial
 
 from hybridrl import Batch, Job, load_config
 from hybridrl.algorithms import LagrangeMultiplier, divide_by_std, gae, shape_rewards, token_weights
-from hybridrl.trainers.warmup import warm_up
+from hybridrl.run.warmup import warm_up
 
 SHAPED = ["scores", "costs", "response_mask", "values", "cost_values"]
 

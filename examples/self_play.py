@@ -10,9 +10,9 @@ The asker sees a prompt `17+38=` and writes a number for the second one; the sol
 from functools import partial
 
 from hybridrl import Batch
-from hybridrl.trainers.policy import PolicyTrainer
+from hybridrl.trainers.policy_trainer import PolicyTrainer
 from hybridrl.trainers.role_spec import RoleSpec, standard
-from hybridrl.trainers.shaping import GROUP_COLUMNS, group_advantages
+from hybridrl.trainers.update_columns import GROUP_COLUMNS, group_advantages
 
 
 class SelfPlay(PolicyTrainer):

@@ -8,19 +8,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hybridrl.batch.batch import Batch
+    from hybridrl.batch.turn import Episode, Turn
     from hybridrl.config.load import load_config
-    from hybridrl.core.batch import Batch
-    from hybridrl.core.turn import Episode, Turn
-    from hybridrl.job import Job
+    from hybridrl.job.job import Job
 
 __version__ = "0.1.0"
 __all__ = ["Batch", "Episode", "Job", "Turn", "load_config"]
 
 _HOMES = {
-    "Batch": "hybridrl.core.batch",
-    "Episode": "hybridrl.core.turn",
-    "Job": "hybridrl.job",
-    "Turn": "hybridrl.core.turn",
+    "Batch": "hybridrl.batch.batch",
+    "Episode": "hybridrl.batch.turn",
+    "Job": "hybridrl.job.job",
+    "Turn": "hybridrl.batch.turn",
     "load_config": "hybridrl.config.load",
 }
 

@@ -14,36 +14,42 @@ from typing import NoReturn
 from rich.console import Console
 
 from hybridrl import __version__
-from hybridrl.core.redaction import redact_output, register_secrets
 from hybridrl.errors import HybridRLError, nearest
+from hybridrl.system.redaction import redact_output, register_secrets
 
 COMMANDS = {
-    "new": ("new", "makes a project: a reward, settings, a Makefile, and a test that passes"),
+    "new": (
+        "new_command",
+        "makes a project: a reward, settings, a Makefile, and a test that passes",
+    ),
     "doctor": (
-        "doctor",
+        "doctor_command",
         "looks whether this machine and its packages are fit for jobs, and says what to do",
     ),
-    "plan": ("plan", "what a job will do and take, before it starts"),
-    "checkpoint": ("checkpoint", "lists, verifies, compares, exports and removes checkpoints"),
-    "cluster": ("cluster", "measures devices and links, for plans"),
+    "plan": ("plan_command", "what a job will do and take, before it starts"),
+    "checkpoint": (
+        "checkpoint_command",
+        "lists, verifies, compares, exports and removes checkpoints",
+    ),
+    "cluster": ("cluster_command", "measures devices and links, for plans"),
     "calibrate": ("calibrate", "measures what pieces of work take on this machine, for plans"),
     "report": (
-        "report",
+        "report_command",
         "what a run has learned, where its time went, what it said: one page for a browser",
     ),
     "watch": (
-        "watch",
+        "watch_command",
         "the report of a run as it grows, or the runs of a folder side by side, in a browser",
     ),
     "top": (
-        "top",
+        "top_command",
         "a run on this screen: what it learns, what its devices do, what to change",
     ),
     "timeline": (
-        "timeline",
+        "timeline_command",
         "what each device of a run did and waited for, and a trace of it for ui.perfetto.dev",
     ),
-    "whatif": ("what_if", "how long a step of a run would take if something were different"),
+    "whatif": ("whatif_command", "how long a step of a run would take if something were different"),
     "completion": (
         "completion",
         "prints a script that completes commands, options, runs and settings in a shell",

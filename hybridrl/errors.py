@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
-from hybridrl.core.redaction import redact
+from hybridrl.system.redaction import redact
 
 OPTIONAL_PACKAGES = (
     "ray[default]>=2.50,<3",

@@ -23,11 +23,10 @@ from rich.console import Console
 
 from hybridrl import __version__
 from hybridrl.cli import COMMANDS
+from hybridrl.config.effective_settings import idle
 from hybridrl.config.load import load_config, shown
 from hybridrl.config.schema import Config
-from hybridrl.config.shown import idle
 from hybridrl.config.sweep import jobs
-from hybridrl.core.redaction import redact_output, register_secrets
 from hybridrl.errors import (
     ConfigError,
     DataError,
@@ -36,12 +35,13 @@ from hybridrl.errors import (
     Preempted,
     Problems,
 )
-from hybridrl.interrupts import Interrupts, leave
+from hybridrl.run.signals import Interrupts, leave
+from hybridrl.system.redaction import redact_output, register_secrets
 
 if TYPE_CHECKING:
-    from hybridrl.job import Function
-    from hybridrl.observe.step_view import StepView
-    from hybridrl.trainers.base import Trainer
+    from hybridrl.console.run_view import StepView
+    from hybridrl.job.job import Function
+    from hybridrl.trainers.trainer import Trainer
 
 WRONG_SETTING, FAILED, INTERRUPTED = 2, 1, Interrupts.INTERRUPTED
 """Exit codes."""
@@ -95,20 +95,20 @@ def run(
         KeyboardInterrupt: after Ctrl-C, when what there was has been saved.
         Preempted: after SIGTERM, when the run can go on from a checkpoint.
     """
-    from hybridrl.inputs import with_objects, with_rows
+    from hybridrl.job.job_inputs import with_objects, with_rows
 
     config = with_objects(config, reward, data, trainer)
     if config.run.dry:
         with TemporaryDirectory() as folder:
             _look(config if data is None else with_rows(config, data, Path(folder)))
         return {}
-    from hybridrl.checks.training import idle_encodings
-    from hybridrl.job import Job
-    from hybridrl.observe.console import make_console
-    from hybridrl.observe.overview import overview
-    from hybridrl.observe.summary import accuracy_name, final_sentence
+    from hybridrl.checks.settings.training_checks import idle_encodings
+    from hybridrl.console.overview import overview
+    from hybridrl.console.run_console import make_console
+    from hybridrl.job.job import Job
+    from hybridrl.run.loop import Loop
+    from hybridrl.run_files.summary import accuracy_name, final_sentence
     from hybridrl.trainers import load_trainer
-    from hybridrl.trainers.loop import Loop
     from hybridrl.trainers.objectives import correction_notice
 
     def end_now(signal: str) -> None:
@@ -129,7 +129,7 @@ def run(
             _told_before_closing(view, interrupts),
         ):
             # It brings in the libraries of the models, which the job imports while Ray starts.
-            from hybridrl.planner.table import short
+            from hybridrl.planner.plan_tables import short
 
             view.message(overview(job, short(job.plan) if job.plan else []))
             choices = (
@@ -172,7 +172,7 @@ def _told_before_closing(view: StepView, interrupts: Interrupts) -> Iterator[Non
 
 def _look(config: Config) -> None:
     """Checks everything and prints the settings; starts nothing."""
-    from hybridrl.preflight import preflight
+    from hybridrl.job.preflight import preflight
 
     problems = Problems()
     unseen = preflight(config, problems, places=True)

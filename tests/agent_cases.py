@@ -11,9 +11,9 @@ import time
 import traceback
 from collections.abc import Callable
 
-from hybridrl.data.tasks.character_tokenizer import TEXT
-from hybridrl.environments.play import Played
-from hybridrl.rollout.base import Finished, RolloutEngine, Sampling
+from hybridrl.data.character_tokenizer import TEXT
+from hybridrl.environments.episode_runner import Played
+from hybridrl.rollout.rollout_engine import Finished, RolloutEngine, Sampling
 from hybridrl.serving.endpoint import Endpoint
 from hybridrl.serving.template_chat import TemplateChat
 
@@ -238,7 +238,7 @@ class Pump:
         self.thread.start()
 
     def _run(self):
-        from hybridrl.serving.exchange import Answer
+        from hybridrl.serving.request_exchange import Answer
 
         exchange, running = self.endpoint.exchange, set()
         while not self.stopping:

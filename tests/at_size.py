@@ -136,13 +136,13 @@ def _rehearse(job: Job, folder: str, overrides: list[str], spy: tuple[str, int] 
     from transformers import AutoModelForCausalLM
 
     from hybridrl.algorithms import PolicyObjective
-    from hybridrl.core.training_mesh import training_mesh
-    from hybridrl.engine.state_saver import StateSaver
-    from hybridrl.engine.train import TrainEngine
-    from hybridrl.engine.weight_sync import WeightSync
+    from hybridrl.checkpoint.engine_state.state_saver import StateSaver
+    from hybridrl.engine.train_engine import TrainEngine
+    from hybridrl.layout.training_mesh import training_mesh
     from hybridrl.models import CausalPolicy, load_config
-    from hybridrl.models.attention import NAME
-    from hybridrl.parallel.mesh import ParallelMesh
+    from hybridrl.models.packed_attention import NAME
+    from hybridrl.parallel.parallel_mesh import ParallelMesh
+    from hybridrl.weights.weight_sync import WeightSync
 
     config = configured(overrides)
     planned, synced, rows = _planned(config, job.devices)
@@ -226,11 +226,11 @@ def _rehearse(job: Job, folder: str, overrides: list[str], spy: tuple[str, int] 
 def _planned(config, devices):
     """Bytes of the actor on its first device, by phase, as the planner has it; and rows of a rank
     in an update."""
-    from hybridrl.checks.placement import check_placement, wanted_roles
-    from hybridrl.planner.dataflow import sizes_of
-    from hybridrl.planner.device_memory import _generating
-    from hybridrl.planner.devices import named
-    from hybridrl.planner.planner import Planner
+    from hybridrl.checks.machine.placement_checks import check_placement, wanted_roles
+    from hybridrl.planner.job_roles import Planner
+    from hybridrl.planner.machine.device_catalog import named
+    from hybridrl.planner.memory.device_memory import _generating
+    from hybridrl.planner.step.step_calls import sizes_of
 
     cluster = named(f"{devices}xH100")
     memory = cluster.memory_of(0)
@@ -252,7 +252,7 @@ def _planned(config, devices):
 def _batch(rows: int):
     import torch
 
-    from hybridrl.core.batch import Batch, Ragged
+    from hybridrl.batch.batch import Batch, Ragged
 
     prompt, response = LENGTHS
     bounds = torch.arange(rows + 1) * response

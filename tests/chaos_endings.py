@@ -27,7 +27,7 @@ from chaos import _left_in_shared_memory
 from safetensors import safe_open
 from victims import PATTERNS, Victim, shared_memory
 
-from hybridrl.observe.run_state import state_of
+from hybridrl.run_files.run_status import state_of
 
 DEADLINE, TO_KILLED, TO_STOPPED, TO_END = 10, 30.0, 15.0, 240.0
 """Seconds: of a call; from a kill to the end; beyond the deadline after a stop; of a whole job."""
@@ -39,7 +39,7 @@ JOB = [
     *(f"controller.timeout_s={DEADLINE}", "controller.heartbeat_s=3"),
 ]
 REWARD = """
-from hybridrl.rewards.sandbox import run_python
+from hybridrl.sandbox.python_runner import run_python
 
 def runs(prompt, response, **row):
     return float(run_python("print(1)").stdout == "1\\n")

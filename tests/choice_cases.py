@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from hybridrl.compress.gradient_choice import (
+from hybridrl.parallel.reduction_choice import (
     FULL,
     IN_ORDER,
     NOTHING,

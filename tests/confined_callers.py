@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 import hybridrl
-from hybridrl.rewards.confined import landlock
-from hybridrl.rewards.sandbox import Limits, Outcome
+from hybridrl.sandbox.confined import landlock
+from hybridrl.sandbox.python_runner import Limits, Outcome
 
 NOBODY = 65534
 SECRET = "a-secret-of-the-caller"
@@ -29,7 +29,7 @@ FILES = ("errors.py", "rewards", "core/__init__.py", "core/memory_group.py", "co
 
 CALLER = """
 import dataclasses, json, sys
-from hybridrl.rewards import sandbox
+from hybridrl.sandbox import python_runner as sandbox
 from hybridrl.rewards.code import passes_tests
 
 level = sys.argv[1]

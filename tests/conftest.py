@@ -42,7 +42,7 @@ def unit_tests_need_no_ray_and_no_vllm(request):
 @pytest.fixture(autouse=True)
 def no_secrets_of_other_tests():
     """Forgets the secrets that a test has had settings with: they may be words of the next one."""
-    from hybridrl.core import redaction
+    from hybridrl.system import redaction
 
     yield
     redaction._secrets.clear()
@@ -68,7 +68,7 @@ def mesh(process_group):
     import torch
 
     from hybridrl.controller import Context
-    from hybridrl.parallel.mesh import ParallelMesh
+    from hybridrl.parallel.parallel_mesh import ParallelMesh
     from hybridrl.parallel.process_group import join
 
     join(Context("actor", 0, 1))

@@ -8,11 +8,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.algorithms import PolicyObjective, Segments, token_weights
+from hybridrl.batch.batch import Batch, Ragged
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
-from hybridrl.core.batch import Batch, Ragged
-from hybridrl.engine.train import TrainEngine, token_columns
+from hybridrl.engine.train_engine import TrainEngine, token_columns
 from hybridrl.models import CausalPolicy, PackedSamples
-from hybridrl.models.attention import NAME
+from hybridrl.models.packed_attention import NAME
 
 CPU = torch.device("cpu")
 WORLD = 4

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, get_origin
 
-from hybridrl.config.bounds import OneOf, Range
+from hybridrl.config.constraints import OneOf, Range
 from hybridrl.config.schema import Config
-from hybridrl.config.values import bounds, default_of, hints, plain
+from hybridrl.config.setting_types import bounds, default_of, hints, plain
 
 
 def another_value(name: str, hint: Any, default: Any) -> Any:

@@ -5,9 +5,9 @@ import math
 import torch
 from hypothesis import strategies as st
 
-from hybridrl.core.boxes import extent, subtract_all, volume, whole
-from hybridrl.core.layout import Layout
-from hybridrl.core.pieces import Piece
+from hybridrl.layout.boxes import extent, subtract_all, volume, whole
+from hybridrl.layout.tensor_layout import Layout
+from hybridrl.layout.tensor_pieces import Piece
 
 NOTHING = -1.0
 

@@ -6,11 +6,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hybridrl.core.boxes import extent, shard_box, whole
-from hybridrl.core.layout import Layout
-from hybridrl.core.pieces import Piece
-from hybridrl.core.training_mesh import DATA
-from hybridrl.parallel.layout import Said, layout_of, pieces_of, whole_shape
+from hybridrl.layout.boxes import extent, shard_box, whole
+from hybridrl.layout.tensor_layout import Layout
+from hybridrl.layout.tensor_pieces import Piece
+from hybridrl.layout.training_mesh import DATA
+from hybridrl.parallel.parameter_layout import Said, layout_of, pieces_of, whole_shape
 
 CUT = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0),

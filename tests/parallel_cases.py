@@ -14,10 +14,10 @@ from transformers import (
 )
 
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
-from hybridrl.engine.train import TrainEngine
+from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.models import CausalPolicy
-from hybridrl.models.attention import NAME
-from hybridrl.parallel.layout import pieces_of, whole_shape
+from hybridrl.models.packed_attention import NAME
+from hybridrl.parallel.parameter_layout import pieces_of, whole_shape
 
 ARCHITECTURES = {
     "qwen2": Qwen2Config,

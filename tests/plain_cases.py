@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.models import make_tiny_model
 
 PROGRAM = '''

@@ -19,7 +19,7 @@ from pathlib import Path
 from scripted_endpoint import ScriptedEndpoint
 
 from hybridrl import load_config
-from hybridrl.data.tasks.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
 from hybridrl.environments.pool import EnvironmentPool, Play
 from hybridrl.models import make_tiny_model
 

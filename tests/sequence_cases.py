@@ -12,13 +12,13 @@ from transformers import (
     Qwen2Config,
 )
 
+from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import ParallelConfig
-from hybridrl.core.batch import Batch
-from hybridrl.core.training_mesh import training_mesh
+from hybridrl.layout.training_mesh import training_mesh
 from hybridrl.models import CausalPolicy, PackedSamples, ScalarModel
-from hybridrl.models.attention import NAME
-from hybridrl.parallel.mesh import ParallelMesh
-from hybridrl.parallel.sequence import SequenceParallel
+from hybridrl.models.packed_attention import NAME
+from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.sequence_parallel import SequenceParallel
 
 CPU = torch.device("cpu")
 VOCABULARY = 31

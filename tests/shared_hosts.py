@@ -14,14 +14,14 @@ import psutil
 from hybridrl.config.schema import Config
 from hybridrl.controller import Worker, WorkerGroup
 from hybridrl.controller.executor import Executor
-from hybridrl.core.cluster import DEFAULT_CPU_SLOTS, Cluster
-from hybridrl.job import Job
-from hybridrl.ray_backend.executor import RayExecutor
-from hybridrl.ray_backend.library import ray
-from hybridrl.ray_backend.transport import DirectTransport
+from hybridrl.job.job import Job
+from hybridrl.ray_backend.call_transport import DirectTransport
+from hybridrl.ray_backend.ray_executor import RayExecutor
+from hybridrl.ray_backend.ray_import import ray
+from hybridrl.system.cluster_spec import DEFAULT_CPU_SLOTS, Cluster
 
 NUMBER = 4
-PRELOAD = ["hybridrl.workers.actor", "hybridrl.rollout.vllm"]
+PRELOAD = ["hybridrl.workers.actor_worker", "hybridrl.rollout.vllm"]
 CLOSE_SECONDS = 60.0
 
 _pids: set[int] = set()

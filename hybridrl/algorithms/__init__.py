@@ -14,7 +14,7 @@ from hybridrl.algorithms.advantages import (
 )
 from hybridrl.algorithms.corrections import importance_weights, mismatch
 from hybridrl.algorithms.credit import least_of, part_advantages, part_numbers, rewards_at
-from hybridrl.algorithms.distillation import Distillation
+from hybridrl.algorithms.distillation_loss import Distillation
 from hybridrl.algorithms.group_advantages import (
     group_relative,
     keep_informative,
@@ -25,16 +25,16 @@ from hybridrl.algorithms.group_advantages import (
 )
 from hybridrl.algorithms.kl import AdaptiveKL, FixedKL, kl
 from hybridrl.algorithms.lagrange import LagrangeMultiplier
-from hybridrl.algorithms.objective import PolicyObjective
+from hybridrl.algorithms.loss_weights import token_weights
+from hybridrl.algorithms.masked_statistics import divide_by_std, masked_mean, masked_var, whiten
+from hybridrl.algorithms.packed_turns import Turns
 from hybridrl.algorithms.policy_losses import cispo, ppo_clip, reinforce, sapo
-from hybridrl.algorithms.preferences import BradleyTerry, DirectPreference
-from hybridrl.algorithms.rewards import overlong_penalty, shape_rewards, shorter_reward
-from hybridrl.algorithms.sample_losses import gmpo, gspo
+from hybridrl.algorithms.policy_objective import PolicyObjective
+from hybridrl.algorithms.preference_losses import BradleyTerry, DirectPreference
+from hybridrl.algorithms.reward_terms import overlong_penalty, shape_rewards, shorter_reward
 from hybridrl.algorithms.segments import Segments
-from hybridrl.algorithms.statistics import divide_by_std, masked_mean, masked_var, whiten
+from hybridrl.algorithms.sequence_losses import gmpo, gspo
 from hybridrl.algorithms.token_loss import TokenLoss, negative_log_likelihood, value_loss
-from hybridrl.algorithms.turns import Turns
-from hybridrl.algorithms.weights import token_weights
 
 __all__ = [
     "AdaptiveKL",

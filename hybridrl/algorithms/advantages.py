@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.masked_statistics import whiten
 from hybridrl.algorithms.masking import as_float, on_mask
 from hybridrl.algorithms.segments import Segments, samples_of
-from hybridrl.algorithms.statistics import whiten
 
 
 @torch.no_grad()

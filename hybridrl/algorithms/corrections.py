@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.kl import kl
+from hybridrl.algorithms.masked_statistics import masked_mean
 from hybridrl.algorithms.masking import as_bool, as_float, on_mask, require_known
 from hybridrl.algorithms.segments import Segments, samples_of
-from hybridrl.algorithms.statistics import masked_mean
 from hybridrl.errors import ConfigError
 
 

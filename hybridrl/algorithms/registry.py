@@ -21,10 +21,10 @@ from hybridrl.algorithms.group_advantages import (
     reinforce_plus_plus_baseline,
 )
 from hybridrl.algorithms.policy_losses import cispo, ppo_clip, reinforce, sapo
-from hybridrl.algorithms.sample_losses import gmpo, gspo
 from hybridrl.algorithms.segments import Segments
-from hybridrl.core import user_code
+from hybridrl.algorithms.sequence_losses import gmpo, gspo
 from hybridrl.errors import ConfigError
+from hybridrl.system import user_code
 
 Function = Callable[..., Any]
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from hybridrl.commands.steps import show, show_json
-from hybridrl.planner.recorded_run import RecordedRun
+from hybridrl.planner.what_if.recorded_run import RecordedRun
 
 if TYPE_CHECKING:
-    from hybridrl.planner.backtest import Tested
+    from hybridrl.planner.what_if.backtest import Tested
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -24,7 +24,7 @@ def run(chosen: argparse.Namespace) -> int:
     """
     runs = [RecordedRun.at(Path(folder)) for folder in chosen.backtest]
     # It brings torch, which takes seconds; a wrong folder is refused without it.
-    from hybridrl.planner.backtest import backtest, keep
+    from hybridrl.planner.what_if.backtest import backtest, keep
 
     found = backtest(runs)
     keep(found)
@@ -44,7 +44,7 @@ def _table(found: list[Tested]) -> Table:
 
 
 def _summary(found: list[Tested]) -> list[str]:
-    from hybridrl.planner.backtest import ASKED, PLAN, REPLAY
+    from hybridrl.planner.what_if.backtest import ASKED, PLAN, REPLAY
 
     lines = []
     for kind in (PLAN, REPLAY, ASKED):

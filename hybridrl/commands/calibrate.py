@@ -6,9 +6,9 @@ import argparse
 import sys
 
 from hybridrl.commands.steps import show
-from hybridrl.core.cluster import Cluster, choose_devices
-from hybridrl.core.cores import usable_cores
 from hybridrl.errors import ConfigError, HybridRLError
+from hybridrl.system.cluster_spec import Cluster, choose_devices
+from hybridrl.system.cpu_cores import usable_cores
 
 FEW, MANY = 50, 160
 """Samples of a device where tables of others are there, and where there are none."""
@@ -54,11 +54,11 @@ def run(chosen: argparse.Namespace) -> int:
     import numpy as np
     import torch
 
-    from hybridrl.planner.calibration import calibrate
-    from hybridrl.planner.devices import present
-    from hybridrl.planner.kept_costs import keep_table, other_tables
-    from hybridrl.planner.operator_cost import OperatorCosts
-    from hybridrl.planner.work import Table
+    from hybridrl.planner.machine.device_catalog import present
+    from hybridrl.planner.step.operator_work import Table
+    from hybridrl.systems.operator_costs.calibration import calibrate
+    from hybridrl.systems.operator_costs.cost_model import OperatorCosts
+    from hybridrl.systems.operator_costs.cost_store import keep_table, other_tables
 
     if chosen.devices not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--devices {chosen.devices}: must be auto, cpu or cuda.")

@@ -137,8 +137,8 @@ def words(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str
 
 def settings() -> list[str]:
     """Of a job, each with its sign."""
-    from hybridrl.config.names import leaves
     from hybridrl.config.presets import CHOSEN
+    from hybridrl.config.setting_names import leaves
 
     return sorted({f"{name}=" for name in (*leaves(), *CHOSEN, "recipe")})
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.table import Table
 
+from hybridrl.checkpoint.tensors.rank_manifest import read_lists
 from hybridrl.commands.steps import one_step, show, show_json
-from hybridrl.core.locations import Location
-from hybridrl.core.readable import readable_bytes
-from hybridrl.core.written import read_lists
 from hybridrl.errors import ConfigError
+from hybridrl.system.formatting import readable_bytes
+from hybridrl.system.locations import Location
 
 
 def inspect(chosen: argparse.Namespace) -> int:

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.checkpoint.apart import TensorsApart, open_lists, open_tensors
-from hybridrl.checkpoint.file_plan import MODEL
-from hybridrl.checkpoint.reading import TensorFiles
-from hybridrl.checkpoint.writing import write_tensors
+from hybridrl.checkpoint.tensors.file_plan import MODEL
+from hybridrl.checkpoint.tensors.rank_manifest import CARRIED
+from hybridrl.checkpoint.tensors.remote_files import TensorsApart, open_lists, open_tensors
+from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
+from hybridrl.checkpoint.tensors.tensor_writer import write_tensors
 from hybridrl.commands.steps import one_step, settings_of, show, show_json
-from hybridrl.core.boxes import whole
-from hybridrl.core.dtypes import DTYPES, with_dtype
-from hybridrl.core.layout import Layout
-from hybridrl.core.locations import Location, write_whole
-from hybridrl.core.pieces import local_pieces
-from hybridrl.core.readable import readable_bytes
-from hybridrl.core.written import CARRIED
 from hybridrl.errors import ConfigError
-from hybridrl.observe.storage import explain_write_errors
+from hybridrl.layout.boxes import whole
+from hybridrl.layout.tensor_layout import Layout
+from hybridrl.layout.tensor_pieces import local_pieces
+from hybridrl.system.dtypes import DTYPES, with_dtype
+from hybridrl.system.formatting import readable_bytes
+from hybridrl.system.locations import Location, write_whole
+from hybridrl.system.storage import explain_write_errors
 
 ADAPTER = "adapter_model"
 NUMBERS = "training.json"

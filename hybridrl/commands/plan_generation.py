@@ -14,17 +14,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from hybridrl.core.generation_plan import BITS, WHOLE, GenerationPlan, to_json
-from hybridrl.core.readable import readable_bytes, readable_seconds
 from hybridrl.errors import ConfigError
-from hybridrl.observe.storage import explain_write_errors
+from hybridrl.system.formatting import readable_bytes, readable_seconds
+from hybridrl.system.storage import explain_write_errors
+from hybridrl.systems.unequal_generation.generation_plan import BITS, WHOLE, GenerationPlan, to_json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
     from hybridrl.config.schema import Config
-    from hybridrl.planner.generation_problem import Costs, GenerationDevice, GenerationProblem
+    from hybridrl.systems.unequal_generation.generation_problem import (
+        Costs,
+        GenerationDevice,
+        GenerationProblem,
+    )
 
 SAMPLES, SAMPLE_TOKENS = 16, 96
 """With so many samples of the model's own, so long at most, bits are judged."""
@@ -58,8 +62,8 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     from hybridrl.config.load import load_config
     from hybridrl.models import load_config as load_model_config
     from hybridrl.models import load_model, load_tokenizer
-    from hybridrl.models.decoder_stage import check_stages, set_attention
-    from hybridrl.planner.precision import kind_here, with_dtype
+    from hybridrl.planner.computation_dtype import kind_here, with_dtype
+    from hybridrl.systems.unequal_generation.decoder_stage import check_stages, set_attention
 
     config = load_config(overrides)
     path = config.model.path
@@ -102,8 +106,16 @@ def make_problem(
     """What is known of devices and model, without indicators: each kind of device is measured."""
     import torch
 
-    from hybridrl.planner.generation_probe import copy_link, probe_costs, slowed, with_sizes
-    from hybridrl.planner.generation_problem import GenerationDevice, GenerationProblem
+    from hybridrl.systems.unequal_generation.cost_probe import (
+        copy_link,
+        probe_costs,
+        slowed,
+        with_sizes,
+    )
+    from hybridrl.systems.unequal_generation.generation_problem import (
+        GenerationDevice,
+        GenerationProblem,
+    )
 
     samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
     samples = min(samples, config.rollout.max_sequences)
@@ -140,9 +152,9 @@ def choice(head: nn.Module, states: Tensor) -> Callable[[], object]:
     """What the last stage does with its states: tokens are chosen and told."""
     import torch
 
-    from hybridrl.rollout.base import Sampling
-    from hybridrl.rollout.choosing import Chooser
-    from hybridrl.rollout.pipeline_group import Group, marked
+    from hybridrl.rollout.rollout_engine import Sampling
+    from hybridrl.rollout.token_sampler import Chooser
+    from hybridrl.systems.unequal_generation.decode_micro_batch import Group, marked
 
     rows, device, endless = len(states), states.device, 1 << 40
     chooser = Chooser(Sampling(endless), torch.zeros(1, dtype=torch.int64, device=device), None)
@@ -160,7 +172,7 @@ def choice(head: nn.Module, states: Tensor) -> Callable[[], object]:
 def calibrated(model: PreTrainedModel, answers: Sequence[Tensor]) -> tuple[dict[int, float], ...]:
     """Indicators of each layer, by bits, so that those of every other layer sum up to the KL that
     was measured with these in so few bits."""
-    from hybridrl.models.calibration import indicator, token_kl
+    from hybridrl.systems.low_bits.layer_sensitivity import indicator, token_kl
 
     found = indicator(model, answers, LOW)
     scales = {}
@@ -182,8 +194,8 @@ def measured_plan(
     Raises:
         ConfigError: if none of `TRIES` is.
     """
-    from hybridrl.models.calibration import token_kl
-    from hybridrl.planner.stage_assignment import plan_generation
+    from hybridrl.systems.low_bits.layer_sensitivity import token_kl
+    from hybridrl.systems.unequal_generation.plan_search import plan_generation
 
     budget, kl = problem.max_kl, math.inf
     for _ in range(TRIES):
@@ -218,8 +230,8 @@ def read_devices(path: str) -> list[dict[str, Any]]:
 
 
 def _described(config: Config, path: str | None, kind: str) -> list[Described]:
-    from hybridrl.checks.settings import devices_here
-    from hybridrl.planner.devices import present
+    from hybridrl.checks.settings.job_checks import devices_here
+    from hybridrl.planner.machine.device_catalog import present
 
     cluster = devices_here(config)
     memory = present(cluster).memory / 2**30
@@ -261,7 +273,7 @@ def _lengths(
 
 def _samples(config: Config, tokenizer: Any) -> list[Tensor]:
     """Prompts of the job."""
-    from hybridrl.inputs import load_rows
+    from hybridrl.job.job_inputs import load_rows
 
     rows = load_rows(config, "prompts", tokenizer).training["prompt_ids"].rows()
     if not rows:
@@ -288,7 +300,7 @@ def _answers(model: PreTrainedModel, prompts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _table(plan: GenerationPlan, problem: GenerationProblem) -> Table:
-    from hybridrl.planner.generation_problem import memory_of
+    from hybridrl.systems.unequal_generation.generation_problem import memory_of
 
     table = Table(title="generation")
     for name in ("stage", "device", "layers", *(f"in {bits} bits" for bits in BITS), "memory"):

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from hybridrl.config.schema import Config
-    from hybridrl.core.cluster import Cluster
-    from hybridrl.planner.dataflow import Lengths
+    from hybridrl.planner.step.step_calls import Lengths
+    from hybridrl.system.cluster_spec import Cluster
 
 
 def planned(settings: Sequence[str]) -> tuple[Config, str]:
@@ -43,11 +43,11 @@ def planned(settings: Sequence[str]) -> tuple[Config, str]:
 
 def cluster_of(config: Config, text: str | None) -> Cluster:
     """What `--devices` names, or the devices that the job gets of this machine."""
-    from hybridrl.planner import devices
+    from hybridrl.planner.machine import device_catalog as devices
 
     if text is not None:
         return devices.named(text)
-    from hybridrl.checks.settings import devices_here
+    from hybridrl.checks.settings.job_checks import devices_here
 
     return devices.present(devices_here(config))
 
@@ -58,7 +58,7 @@ def tiny_of(config: Config) -> PretrainedConfig | None:
         return None
     from dataclasses import asdict
 
-    from hybridrl.inputs import tiny_tokenizer
+    from hybridrl.job.job_inputs import tiny_tokenizer
     from hybridrl.models import tiny_config
 
     found = tiny_config(**asdict(config.model.tiny))
@@ -79,6 +79,6 @@ def lengths_of(text: str | None) -> Lengths | None:
     """
     if text is None:
         return None
-    from hybridrl.planner.lengths import read_lengths
+    from hybridrl.planner.sample_lengths import read_lengths
 
     return read_lengths(text, "--lengths")

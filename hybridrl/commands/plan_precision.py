@@ -18,31 +18,31 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hybridrl.checks.precision import check_role
-from hybridrl.checks.settings import check, devices_here
+from hybridrl.checks.settings.job_checks import check, devices_here
+from hybridrl.checks.settings.precision_checks import check_role
 from hybridrl.config.load import load_config
 from hybridrl.config.schema import Config
-from hybridrl.core.cores import usable_cores
-from hybridrl.core.precision_plan import (
+from hybridrl.errors import ConfigError
+from hybridrl.job.job_inputs import load_rows, model_folder
+from hybridrl.models import load_config as load_model_config
+from hybridrl.models import load_model, load_tokenizer
+from hybridrl.planner.computation_dtype import with_dtype
+from hybridrl.planner.step.step_calls import Sizes, sizes_of
+from hybridrl.system.cpu_cores import usable_cores
+from hybridrl.system.formatting import readable_seconds
+from hybridrl.system.storage import explain_write_errors
+from hybridrl.systems.low_bits.bit_allocation import LayerCost, UnequalDevice, Work, allocate
+from hybridrl.systems.low_bits.layer_sensitivity import indicator, token_kl
+from hybridrl.systems.low_bits.layer_timings import LayerSeconds, layer_seconds
+from hybridrl.systems.low_bits.low_bit_linear import decoder_layers
+from hybridrl.systems.low_bits.precision_plan import (
     SCORING,
     TRAINING,
     WHOLE,
     PrecisionPlan,
     RankPrecision,
 )
-from hybridrl.core.readable import readable_seconds
-from hybridrl.errors import ConfigError
-from hybridrl.inputs import load_rows, model_folder
-from hybridrl.models import load_config as load_model_config
-from hybridrl.models import load_model, load_tokenizer
-from hybridrl.models.calibration import indicator, token_kl
-from hybridrl.models.low_bit_linear import decoder_layers
-from hybridrl.observe.storage import explain_write_errors
-from hybridrl.planner.bit_allocation import LayerCost, UnequalDevice, Work, allocate
-from hybridrl.planner.dataflow import Sizes, sizes_of
-from hybridrl.planner.layer_costs import LayerSeconds, layer_seconds
-from hybridrl.planner.precision import with_dtype
-from hybridrl.planner.unequal_devices import load_devices
+from hybridrl.systems.unequal_devices import load_devices
 from hybridrl.trainers import load_trainer
 from hybridrl.trainers.role_spec import ACTOR
 

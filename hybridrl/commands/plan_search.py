@@ -14,10 +14,14 @@ from rich.console import Console
 
 from hybridrl.commands.plan_options import cluster_of, lengths_of, planned, tiny_of
 from hybridrl.config.changed import Setting, changed
-from hybridrl.core.cluster import Cluster
-from hybridrl.core.readable import readable_seconds
 from hybridrl.errors import ConfigError, Problems
-from hybridrl.planner.auto import (
+from hybridrl.job.preflight import preflight
+from hybridrl.planner.automatic_settings import choose_settings
+from hybridrl.planner.computation_dtype import with_dtype
+from hybridrl.planner.machine.cluster_probe import with_rates
+from hybridrl.planner.named_models import with_described_models
+from hybridrl.planner.sample_lengths import read_lengths
+from hybridrl.planner.search.proposals import (
     Proposal,
     Proposals,
     fewest_devices,
@@ -25,15 +29,11 @@ from hybridrl.planner.auto import (
     prices_of,
     propose,
 )
-from hybridrl.planner.chosen_settings import choose_settings
-from hybridrl.planner.cluster_probe import with_rates
-from hybridrl.planner.described import with_described_models
-from hybridrl.planner.kept_costs import rates_of
-from hybridrl.planner.lengths import read_lengths
-from hybridrl.planner.precision import with_dtype
-from hybridrl.planner.search_table import reasons, settings_lines, side_by_side, words
-from hybridrl.planner.search_terms import Objective
-from hybridrl.preflight import preflight
+from hybridrl.planner.search.search_tables import reasons, settings_lines, side_by_side, words
+from hybridrl.planner.search.search_terms import Objective
+from hybridrl.system.cluster_spec import Cluster
+from hybridrl.system.formatting import readable_seconds
+from hybridrl.systems.operator_costs.cost_store import rates_of
 
 DEADLINE_S = 60.0
 

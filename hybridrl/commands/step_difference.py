@@ -9,13 +9,13 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from hybridrl.checkpoint.apart import TensorsApart, open_lists, open_tensors
-from hybridrl.checkpoint.reading import TensorFiles
+from hybridrl.checkpoint.tensors.remote_files import TensorsApart, open_lists, open_tensors
+from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
 from hybridrl.commands.steps import one_step, settings_of, show, show_json
 from hybridrl.config.resume import Source
 from hybridrl.config.resumed_settings import differences
-from hybridrl.core.boxes import extent, whole, windows
-from hybridrl.core.locations import Location
+from hybridrl.layout.boxes import extent, whole, windows
+from hybridrl.system.locations import Location
 
 WINDOW_ELEMENTS = 4 << 20
 """What is compared at once."""

@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from hybridrl.checkpoint.store import StepFolders
 from hybridrl.config.resume import COMPLETE, Source, named_source
 from hybridrl.errors import ConfigError
-from hybridrl.observe.step_folders import StepFolders
 
 _CURE = "Bring it back from a copy, or from the folder of a step."
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from hybridrl.compress.groups import GroupCodec
+from hybridrl.compress.group_codec import GroupCodec
 
 
 @dataclass(frozen=True)

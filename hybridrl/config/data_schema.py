@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from hybridrl.config.bounds import IsoDate, Name, OneOf, PositiveInt, Share, With
+from hybridrl.config.constraints import IsoDate, Name, OneOf, PositiveInt, Share, With
 
 SUPERVISED = With("trainer.name=sft", "trainer.name=offline_distillation")
 RESPONSES = With(

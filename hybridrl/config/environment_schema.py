@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
-from hybridrl.config.bounds import Name, OneOf, PositiveFloat, PositiveInt, Seconds, With
+from hybridrl.config.constraints import Name, OneOf, PositiveFloat, PositiveInt, Seconds, With
 
 if TYPE_CHECKING:
     from hybridrl.config.model_schema import RolloutConfig

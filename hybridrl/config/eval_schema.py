@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from hybridrl.config.bounds import (
+from hybridrl.config.constraints import (
     Name,
     NonNegativeFloat,
     NonNegativeInt,

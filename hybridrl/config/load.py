@@ -16,8 +16,8 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from hybridrl.config import secrets
 from hybridrl.config.adapter_start import with_adapters
+from hybridrl.config.effective_settings import that_count
 from hybridrl.config.model_start import with_model_folders
-from hybridrl.config.names import check_name, leaves
 from hybridrl.config.objective_schema import RewardConfig
 from hybridrl.config.overrides import (
     Override,
@@ -37,9 +37,16 @@ from hybridrl.config.presets import (
 from hybridrl.config.presets import leaves as leaves_of_preset
 from hybridrl.config.resumed_settings import with_settings_of_run
 from hybridrl.config.schema import Config, is_served
-from hybridrl.config.shown import that_count
+from hybridrl.config.setting_names import check_name, leaves
+from hybridrl.config.setting_types import (
+    is_optional,
+    kind_of,
+    mistyped,
+    plain,
+    sentence,
+    wrong_values,
+)
 from hybridrl.config.task_settings import said_by_task, with_task_noted
-from hybridrl.config.values import is_optional, kind_of, mistyped, plain, sentence, wrong_values
 from hybridrl.errors import ConfigError, Problems, nearest
 
 _PLACE_OF_ROWS = re.compile(r"data(\.(task|path|sources)(\..*)?)?")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from hybridrl.config.bounds import (
+from hybridrl.config.constraints import (
     Length,
     Name,
     NonNegativeFloat,
@@ -103,7 +103,7 @@ class OptimizerConfig:
 
 @dataclass
 class LoraSettings:
-    """Low-rank adapters instead of the whole model; see `hybridrl.models.adapters`."""
+    """Low-rank adapters instead of the whole model; see `hybridrl.models.lora`."""
 
     rank: PositiveInt | None = None
     """null trains the whole model."""
@@ -172,7 +172,7 @@ class ActorConfig:
     """Optimizer updates on the samples of one step, each on its own part of them."""
     router_loss_weight: NonNegativeFloat = 0.0
     """Of the auxiliary loss that keeps a mixture of experts in balance, see
-    `hybridrl.models.routing`; with it an update forwards its samples once more. 0: none."""
+    `hybridrl.models.expert_routing`; with it an update forwards its samples once more. 0: none."""
     gradient_checkpointing: Annotated[str, OneOf(*CHECKPOINTING)] = "none"
     """What a layer does not keep of its forward is computed again in its backward. `none`: it keeps
     all; `selective`: results of matrix products and attention; `full` (or `true`): its input only;

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hybridrl.config.bounds import NotLonger
+from hybridrl.config.constraints import NotLonger
 from hybridrl.config.resume import LATEST
 from hybridrl.config.schema import Config, RewardConfig
 from hybridrl.errors import ConfigError

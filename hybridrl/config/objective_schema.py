@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from hybridrl.config.bounds import (
+from hybridrl.config.constraints import (
     Name,
     NonNegativeFloat,
     NonNegativeInt,
@@ -202,7 +202,7 @@ class AlgorithmConfig:
         ),
         MINI_BATCHES,
     ] = "token-mean"
-    """How the losses of a step's tokens become one; see `hybridrl.algorithms.weights`."""
+    """How the losses of a step's tokens become one; see `hybridrl.algorithms.loss_weights`."""
     kl_coefficient: Annotated[NonNegativeFloat, REINFORCED] = 0.0
     """Weight of the KL to the reference; 0 needs no reference model."""
     kl_estimator: Annotated[

@@ -18,12 +18,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from hybridrl.config import recipe
-from hybridrl.config.names import check_name, is_open, leaves
 from hybridrl.config.presets import CHOSEN
 from hybridrl.config.schema import Config
-from hybridrl.config.values import hints, is_optional, kind_of, plain
-from hybridrl.core.redaction import register_secrets
+from hybridrl.config.setting_names import check_name, is_open, leaves
+from hybridrl.config.setting_types import hints, is_optional, kind_of, plain
 from hybridrl.errors import ConfigError, Problems
+from hybridrl.system.redaction import register_secrets
 
 _PARSER = OverridesParser.create()
 

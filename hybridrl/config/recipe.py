@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from hybridrl.core.redaction import register_secrets
 from hybridrl.errors import ConfigError
+from hybridrl.system.redaction import register_secrets
 
 KEY = "recipe"
 """`recipe=<file>` stands for the settings in the file; what follows it wins."""

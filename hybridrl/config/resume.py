@@ -12,8 +12,8 @@ import yaml
 
 from hybridrl.config.schema import Config
 from hybridrl.config.secrets import hides_password
-from hybridrl.core.locations import Location, location_of
 from hybridrl.errors import ConfigError
+from hybridrl.system.locations import Location, location_of
 
 AUTO = "auto"
 CHECKPOINTS = "checkpoints"

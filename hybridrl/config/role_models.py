@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.schema import Config, OptimizerConfig, ParallelConfig
-from hybridrl.config.values import hints, kind_of, wrong_values
+from hybridrl.config.setting_types import hints, kind_of, wrong_values
 from hybridrl.errors import ConfigError, nearest
 
 Settings = TypeVar("Settings")

@@ -18,7 +18,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.config.schema import Config
-from hybridrl.core.redaction import (
+from hybridrl.errors import ConfigError
+from hybridrl.system.redaction import (
     ENTRY,
     HIDDEN,
     REFERENCE,
@@ -28,7 +29,6 @@ from hybridrl.core.redaction import (
     url_secrets,
     without_url_secrets,
 )
-from hybridrl.errors import ConfigError
 
 _FREE = re.compile(
     r"(?:(?:eval\.sets\.[\w-]+\.)?reward\.options|cost\.options|rollout\.engine_options"

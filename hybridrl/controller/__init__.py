@@ -1,11 +1,10 @@
 """The single controller: groups of workers, called like objects; handles instead of data."""
 
 from hybridrl.controller.batch_ref import BatchRef
-from hybridrl.controller.columns import any_column
 from hybridrl.controller.executor import Executor
-from hybridrl.controller.group import Handle, WorkerGroup
-from hybridrl.controller.inline import InlineExecutor
-from hybridrl.controller.protocol import (
+from hybridrl.controller.expected_columns import any_column
+from hybridrl.controller.inline_executor import InlineExecutor
+from hybridrl.controller.transfer_protocol import (
     DP,
     FIRST,
     ONE_TO_ALL,
@@ -19,6 +18,7 @@ from hybridrl.controller.protocol import (
     transfer,
 )
 from hybridrl.controller.worker import Context, Worker
+from hybridrl.controller.worker_group import Handle, WorkerGroup
 
 __all__ = [
     "DP",

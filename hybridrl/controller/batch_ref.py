@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from hybridrl.controller.choices import Part, Repeat, Take
-from hybridrl.controller.columns import Columns, Wanted
+from hybridrl.batch.batch import Batch, row_numbers
+from hybridrl.controller.expected_columns import Columns, Wanted
 from hybridrl.controller.kept import choose, concat, join
+from hybridrl.controller.row_selection import Part, Repeat, Take
 from hybridrl.controller.shards import Rows
-from hybridrl.controller.table import Choose, Node, Table
-from hybridrl.core.batch import Batch, row_numbers
+from hybridrl.controller.table_expression import Choose, Node, Table
 from hybridrl.errors import DataError, nearest
 
 if TYPE_CHECKING:
     from hybridrl.controller.executor import Executor
-    from hybridrl.controller.group import WorkerGroup
+    from hybridrl.controller.worker_group import WorkerGroup
 
 
 @dataclass(frozen=True, eq=False)

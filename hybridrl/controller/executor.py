@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 
+from hybridrl.batch.batch import Batch
+from hybridrl.batch.call_record import Record
 from hybridrl.controller.batch_ref import BatchRef, name_of
-from hybridrl.controller.call import Apply, Build, Call, Invoke, RankPart, Request, Result
-from hybridrl.controller.columns import UNKNOWN, Columns
+from hybridrl.controller.expected_columns import UNKNOWN, Columns
+from hybridrl.controller.group_call import Apply, Build, Call, Invoke, RankPart, Request, Result
 from hybridrl.controller.shards import ShardInfo
-from hybridrl.controller.table import Table
+from hybridrl.controller.table_expression import Table
 from hybridrl.controller.worker import Context
-from hybridrl.core.batch import Batch
-from hybridrl.core.cluster import Cluster
-from hybridrl.core.record import Record
 from hybridrl.errors import ConfigError, DataError, WorkerError
+from hybridrl.system.cluster_spec import Cluster
 
 MOST_RECORDS = 50_000
 """Records are kept until they are taken, but no more than the newest so many."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridrl.controller.call import Call, Failure
+from hybridrl.controller.group_call import Call, Failure
 from hybridrl.errors import LostError, WorkerError
 
 LOG_LINES = 15

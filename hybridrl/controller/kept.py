@@ -11,9 +11,9 @@ from functools import reduce
 
 import numpy as np
 
-from hybridrl.controller.choices import Part, Repeat, Take
+from hybridrl.controller.row_selection import Part, Repeat, Take
 from hybridrl.controller.shards import Rows
-from hybridrl.controller.table import Choose, Concat, Join, Node
+from hybridrl.controller.table_expression import Choose, Concat, Join, Node
 
 
 def join(left: Node, right: Node) -> Node:

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hybridrl.controller.columns import Columns
-from hybridrl.core.batch import Batch
+from hybridrl.batch.batch import Batch
+from hybridrl.controller.expected_columns import Columns
 
 COUNTED = ("prompt_ids", "response_ids")
 """The columns whose tokens are balanced over the ranks."""

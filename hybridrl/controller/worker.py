@@ -12,11 +12,11 @@ from socket import socket
 import numpy as np
 import numpy.typing as npt
 
-from hybridrl.core.figures import number_of
-from hybridrl.core.mesh import Coordinate
-from hybridrl.core.record import Record, Span
-from hybridrl.core.waits import seconds_waited
-from hybridrl.observe.memory import PeakMemory
+from hybridrl.batch.call_record import Record, Span
+from hybridrl.batch.figures import number_of
+from hybridrl.layout.rank_mesh import Coordinate
+from hybridrl.system.collective_waits import seconds_waited
+from hybridrl.system.peak_memory import PeakMemory
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from hybridrl.data.columns import column_of
 from hybridrl.data.encoding import shortened
 from hybridrl.data.refused_rows import RefusedRows
+from hybridrl.data.table_columns import column_of
 from hybridrl.errors import RowError
 
 _log = logging.getLogger(__name__)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import DataConfig, EnvironmentConfig
 from hybridrl.conversations.rendering import TemplateContext
-from hybridrl.core.batch import Batch
-from hybridrl.data.columns import table_of
+from hybridrl.data.datasets import Prompts
 from hybridrl.data.prompts import tokenize_prompts
-from hybridrl.data.sources import Prompts
+from hybridrl.data.table_columns import table_of
 from hybridrl.environments.rows import load_rows
 from hybridrl.errors import ConfigError
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from hybridrl.core.batch import Batch
-from hybridrl.data.supervised import CONVERSATION
+from hybridrl.batch.batch import Batch
+from hybridrl.data.supervised_examples import CONVERSATION
 
 LARGEST_SHARE = 0.2
 """Of the rows, held out of data that has no others to evaluate on."""

@@ -14,9 +14,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from hybridrl.data.columns import arrow_column, as_shown, cells_of, check_columns
 from hybridrl.data.encoding import shortened
 from hybridrl.data.refused_rows import RefusedRows
+from hybridrl.data.table_columns import arrow_column, as_shown, cells_of, check_columns
 from hybridrl.errors import DataError, RowError
 
 Location = tuple[Path, int]

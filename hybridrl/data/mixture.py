@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from hybridrl.batch.batch import Batch
 from hybridrl.config.role_models import check_names, typed
 from hybridrl.config.schema import DataConfig
-from hybridrl.core.batch import Batch
 from hybridrl.data.tasks import load_task
 from hybridrl.errors import ConfigError, DataError
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
+from hybridrl.batch.arrow_columns import python_values
+from hybridrl.batch.batch import Batch, is_of_data
 from hybridrl.conversations.messages import Message
 from hybridrl.conversations.rendering import TemplateContext
-from hybridrl.core.batch import Batch, is_of_data
-from hybridrl.core.columns import python_values
 from hybridrl.data.chat import (
     check_cell,
     check_chat,
@@ -24,10 +24,10 @@ from hybridrl.data.chat import (
     question_of,
 )
 from hybridrl.data.chat_renderer import ChatRenderer
-from hybridrl.data.columns import TOOLS, column_of, tools_cells
 from hybridrl.data.encoding import TokenIds, encode_prompts, shortened
 from hybridrl.data.lengths import TooLong, rows_within
 from hybridrl.data.refused_rows import RefusedRows
+from hybridrl.data.table_columns import TOOLS, column_of, tools_cells
 from hybridrl.errors import DataError, RowError
 
 if TYPE_CHECKING:

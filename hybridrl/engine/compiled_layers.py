@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from hybridrl.core.device import compiles
-from hybridrl.core.dtypes import AUTO
 from hybridrl.models import PackedModel
-from hybridrl.models.attention import NAME, packed_attention
+from hybridrl.models.packed_attention import NAME, packed_attention
+from hybridrl.system.device_traits import compiles
+from hybridrl.system.dtypes import AUTO
 
 _log = logging.getLogger(__name__)
 

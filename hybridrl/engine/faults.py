@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hybridrl.core.batch import Batch
-from hybridrl.core.columns import Ragged
-from hybridrl.core.record import COLUMN, GRADIENT, LOSS, WEIGHT, Fault
+from hybridrl.batch.arrow_columns import Ragged
+from hybridrl.batch.batch import Batch
+from hybridrl.batch.call_record import COLUMN, GRADIENT, LOSS, WEIGHT, Fault
 
 
 def fault_of_batch(batch: Batch, loss: float) -> Fault | None:

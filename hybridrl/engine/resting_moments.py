@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hybridrl.core.device import SideStream
+from hybridrl.system.device_traits import SideStream
 
 
 class RestingMoments:

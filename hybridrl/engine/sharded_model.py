@@ -10,26 +10,26 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hybridrl.checkpoint.agreement import agreed, explained
-from hybridrl.checkpoint.file_plan import FILE_BYTES
-from hybridrl.checkpoint.reading import TensorFiles
+from hybridrl.checkpoint.engine_state.model_folder import fill, is_unread, load_weights, save_model
+from hybridrl.checkpoint.tensors.file_plan import FILE_BYTES
+from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
+from hybridrl.checkpoint.tensors.write_errors import agreed, explained
 from hybridrl.config.schema import ActorConfig
-from hybridrl.core.dtypes import DTYPES
-from hybridrl.core.layout import Layout
 from hybridrl.engine.compiled_layers import compile_layers
-from hybridrl.engine.model_folder import fill, is_unread, load_weights, save_model
 from hybridrl.engine.whole_parameters import whole_parameters
+from hybridrl.layout.tensor_layout import Layout
 from hybridrl.models import PackedModel
-from hybridrl.models.adapters import adapter_names, has_adapters, merged
-from hybridrl.models.checkpointing import set_checkpointing
-from hybridrl.models.low_bit_scoring import LowBitScoring
-from hybridrl.models.stored_names import StoredForm, stored_form
-from hybridrl.parallel import tensor as tensor_parallel
+from hybridrl.models.activation_checkpointing import set_checkpointing
+from hybridrl.models.lora import adapter_names, has_adapters, merged
+from hybridrl.models.stored_tensors import StoredForm, stored_form
+from hybridrl.parallel import tensor_parallel
 from hybridrl.parallel.fsdp import gather_differences, is_small, shard, units
-from hybridrl.parallel.layout import training_layout
-from hybridrl.parallel.measured_sums import MeasuredSums
-from hybridrl.parallel.mesh import ParallelMesh
-from hybridrl.parallel.pipeline import Pipeline
+from hybridrl.parallel.measured_reduction import MeasuredSums
+from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.parameter_layout import training_layout
+from hybridrl.parallel.training_pipeline import Pipeline
+from hybridrl.system.dtypes import DTYPES
+from hybridrl.systems.low_bits.low_bit_scoring import LowBitScoring
 
 
 class ShardedModel:

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from hybridrl.core.boxes import whole
-from hybridrl.core.layout import Layout
-from hybridrl.core.pieces import local_pieces
-from hybridrl.core.plan import plan
-from hybridrl.parallel.mesh import ParallelMesh
-from hybridrl.reshard.collectives import reshard
-from hybridrl.reshard.parcels import into
+from hybridrl.layout.boxes import whole
+from hybridrl.layout.tensor_layout import Layout
+from hybridrl.layout.tensor_pieces import local_pieces
+from hybridrl.layout.transfer_planner import plan
+from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.weights.collective_reshard import reshard
+from hybridrl.weights.weight_transport import into
 
 
 def whole_parameters(

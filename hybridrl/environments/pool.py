@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.schema import EnvironmentConfig
-from hybridrl.core.secret_variables import passing_hint, without_secrets
-from hybridrl.environments.names import adapter_of, interpreter
-from hybridrl.environments.play import Play, Played
+from hybridrl.environments.adapter_registry import adapter_of, interpreter
+from hybridrl.environments.episode_runner import Play, Played
 from hybridrl.environments.process import EnvironmentProcess
 from hybridrl.errors import ConfigError
+from hybridrl.system.secret_variables import passing_hint, without_secrets
 
 __all__ = ["EnvironmentPool", "Play", "Played"]
 

@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridrl.core.memory_group import memory_group
 from hybridrl.environments.shim import LOOPBACK, MARK, end_all, with_direct_access
+from hybridrl.system.memory_cgroup import memory_group
 
 _LAST_WORDS_S = 5.0
 """How long to read what an ended process wrote."""

@@ -1,8 +1,8 @@
 """Building and loading transformers models, and their forward over packed samples."""
 
-from hybridrl.models.admission import admit
-from hybridrl.models.complete import check_complete, check_files
-from hybridrl.models.loading import (
+from hybridrl.models.folder_checks import check_complete, check_files
+from hybridrl.models.log_probs import token_log_probs
+from hybridrl.models.model_loading import (
     check_labels,
     load_config,
     load_model,
@@ -14,9 +14,9 @@ from hybridrl.models.loading import (
     unread_model,
     unread_scalar_model,
 )
-from hybridrl.models.log_probs import token_log_probs
 from hybridrl.models.packed_models import CausalPolicy, PackedModel, ScalarModel
 from hybridrl.models.packing import PackedSamples, Packing, Rows
+from hybridrl.models.packing_trial import admit
 from hybridrl.models.trained_parts import trained_parts
 
 __all__ = [

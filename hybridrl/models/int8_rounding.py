@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.core.device import values_at_a_time
-from hybridrl.models.rounded_rows import INT8, LARGEST, SMALLEST_SCALE, Rows
+from hybridrl.models.row_quantization import INT8, LARGEST, SMALLEST_SCALE, Rows
+from hybridrl.system.device_traits import values_at_a_time
 
 PASSES = 4
 """Over the values, with something in memory after each."""

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from hybridrl.errors import ConfigError
 from hybridrl.models.language_model import build_language_model, decoder_of
-from hybridrl.models.shrunk import shrunk
+from hybridrl.models.shrunk_config import shrunk
 
 LATENT = "kv_lora_rank"
 """What configurations have whose attention keeps latent states, and multiplies its linear layers'

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from hybridrl.core.device import logits_at_a_time, multiplies_into_float32
+from hybridrl.system.device_traits import logits_at_a_time, multiplies_into_float32
 
 
 class Vocabulary(NamedTuple):

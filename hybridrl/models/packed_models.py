@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hybridrl.models.divergence import divergence, likeliest
 from hybridrl.models.language_model import decoder_of
 from hybridrl.models.log_probs import Vocabulary, soft_cap_of, token_log_probs
 from hybridrl.models.packing import PackedSamples, Rows
+from hybridrl.models.teacher_kl import divergence, likeliest
 
 TOP_IDS, TOP_LOG_PROBS = "top_ids", "top_log_probs"
 
@@ -99,7 +99,7 @@ class CausalPolicy(PackedModel):
             top_k: With a number, so many `top_ids` and `top_log_probs` besides, of the likeliest
                 tokens in the place of each.
             kind: Where the samples have `candidates`, of the `divergence` that is given besides:
-                see `hybridrl.models.divergence`.
+                see `hybridrl.models.teacher_kl`.
         """
         hidden = self.hidden(samples).index_select(0, samples.predictors)
         (width,) = self.shapes(top_k).get(TOP_IDS, (0,))

@@ -8,16 +8,16 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from hybridrl.core.batch import ROUTES, TEACHER_IDS, TEACHER_LOG_PROBS, Batch, Ragged
+from hybridrl.batch.batch import ROUTES, TEACHER_IDS, TEACHER_LOG_PROBS, Batch, Ragged
 from hybridrl.errors import DataError
-from hybridrl.models.divergence import Candidates
+from hybridrl.models.teacher_kl import Candidates
 
 WASTE = 1.25
 """Samples share an attention bucket while padded tokens stay within this multiple of real ones."""
 
 
 class Rows(enum.Enum):
-    """How samples are laid out for a model; see `hybridrl.models.admission`."""
+    """How samples are laid out for a model; see `hybridrl.models.packing_trial`."""
 
     PACKED = "packed"
     """One after the other in one row, nothing padded."""
@@ -53,7 +53,7 @@ class SplitRow(Protocol):
         scale: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """As `hybridrl.models.attention.causal_attention`, for this rank's tokens. Collective."""
+        """As `models.packed_attention.causal_attention`, for this rank's tokens. Collective."""
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from hybridrl.checkpoint.reading import TensorFiles
+from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
 from hybridrl.models.language_model import build_language_model
-from hybridrl.models.stored_names import as_read, stored_form
+from hybridrl.models.stored_tensors import as_read, stored_form
 
 COMPUTED = "rotary_emb.inv_freq"
 """What old files have besides, and no model reads."""

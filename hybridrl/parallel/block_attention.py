@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrl.core.zigzag import RingRow, ranges
-from hybridrl.parallel.rectangles import Rectangle, rectangles
+from hybridrl.parallel.padded_attention import Rectangle, rectangles
+from hybridrl.parallel.zigzag import RingRow, ranges
 
 
 @dataclass(frozen=True, eq=False)

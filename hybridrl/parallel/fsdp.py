@@ -18,11 +18,11 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from hybridrl.compress.weights import DifferenceAllGather
-from hybridrl.core.device import SMALL_MODEL_BYTES
 from hybridrl.models import PackedModel
-from hybridrl.parallel.gradients import GradientSums
-from hybridrl.parallel.measured_sums import MeasuredSums
+from hybridrl.parallel.gradient_reduction import GradientSums
+from hybridrl.parallel.measured_reduction import MeasuredSums
+from hybridrl.parallel.weight_gathers import DifferenceAllGather
+from hybridrl.system.device_traits import SMALL_MODEL_BYTES
 
 
 def is_small(model: nn.Module) -> bool:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.models import PackedSamples
-from hybridrl.parallel.schedule import Action, Kind
+from hybridrl.parallel.pipeline_schedule import Action, Kind
 from hybridrl.parallel.staged_model import StagedModel
 
 

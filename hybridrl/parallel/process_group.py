@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hybridrl.controller.worker import Context, Rendezvous
-from hybridrl.core.device import COLLECTIVES, make_current
-from hybridrl.core.waits import time_waits
+from hybridrl.system.collective_waits import time_waits
+from hybridrl.system.device_traits import COLLECTIVES, make_current
 
 COLLECTIVE_TIMEOUT = timedelta(days=365)
 """Longer than any call's deadline (`controller.timeout_s`), which reports who hangs and where."""

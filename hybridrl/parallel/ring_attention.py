@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.core.zigzag import RingRow
 from hybridrl.parallel.block_attention import Block, block_backward, block_forward, correction
+from hybridrl.parallel.zigzag import RingRow
 
 
 @dataclass(frozen=True, eq=False)

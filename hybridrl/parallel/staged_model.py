@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from hybridrl.errors import ConfigError
 from hybridrl.models import PackedModel, PackedSamples
-from hybridrl.models.adapters import has_adapters
 from hybridrl.models.language_model import decoder_of
+from hybridrl.models.lora import has_adapters
 from hybridrl.parallel.stages import check_stages, split_layers
 
 PARTS = ("embed_tokens", "layers", "norm")

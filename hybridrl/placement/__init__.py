@@ -10,12 +10,12 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from hybridrl.config.schema import PlacementConfig
-from hybridrl.core import user_code
-from hybridrl.core.cluster import Cluster
 from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.placement import explicit, flattening, interleaving, separation
 from hybridrl.placement.placement import ACTOR, GENERATOR, Placement, Role, RolePlace
 from hybridrl.placement.role_settings import RoleSettings, settings_of
+from hybridrl.system import user_code
+from hybridrl.system.cluster_spec import Cluster
 
 __all__ = [
     "ACTOR",
@@ -41,7 +41,7 @@ STRATEGIES: dict[str, Strategy] = {
     "auto": flattening.place,
 }
 """By the name that `placement=` takes. `auto` is flattening until devices and models are known and
-the planner has chosen (`hybridrl.planner.auto`)."""
+the planner has chosen (`hybridrl.planner.search.proposals`)."""
 
 
 def place(

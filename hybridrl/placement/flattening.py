@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridrl.config.schema import PlacementConfig
-from hybridrl.core.cluster import Cluster
 from hybridrl.placement.placement import Placement, Role, RolePlace
+from hybridrl.system.cluster_spec import Cluster
 
 
 def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) -> Placement:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridrl.config.schema import PlacementConfig
-from hybridrl.core.cluster import Cluster
-from hybridrl.core.training_mesh import devices_of
+from hybridrl.layout.training_mesh import devices_of
 from hybridrl.placement.placement import Placement, Role, RolePlace
 from hybridrl.placement.role_settings import settings_of
+from hybridrl.system.cluster_spec import Cluster
 
 
 def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) -> Placement:

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hybridrl.config.schema import Config, PlacementConfig
-from hybridrl.core.cluster import Cluster, Device
-from hybridrl.core.training_mesh import devices_of
 from hybridrl.errors import ConfigError
+from hybridrl.layout.training_mesh import devices_of
 from hybridrl.placement.placement import ACTOR, GENERATOR, Placement, Role, RolePlace
+from hybridrl.system.cluster_spec import Cluster, Device
 
 
 def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) -> Placement:

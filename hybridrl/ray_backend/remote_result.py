@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hybridrl.controller.call import UpstreamError
-from hybridrl.controller.columns import Columns
+from hybridrl.batch.batch import Batch
+from hybridrl.controller.expected_columns import Columns
+from hybridrl.controller.group_call import UpstreamError
 from hybridrl.controller.shards import Rows, ShardInfo, Shards
-from hybridrl.core.batch import Batch
-from hybridrl.ray_backend.library import ray
-from hybridrl.ray_backend.message import unseal
+from hybridrl.ray_backend.call_messages import unseal
+from hybridrl.ray_backend.ray_import import ray
 
 
 class Refs(NamedTuple):

@@ -1,35 +1,39 @@
-"""What is to be said of a run, from its folder alone: what was learned, and what to change."""
+"""What a run could do better, ranked, each with the numbers behind it and the setting to change."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from hybridrl.report.advice_devices import DEVICES
-from hybridrl.report.advice_learning import LEARNING
-from hybridrl.report.advice_piece import TIP, WARNING, Advice
-from hybridrl.report.advice_time import TIME
-from hybridrl.report.evidence import Evidence
-from hybridrl.report.learned import learned
-
-__all__ = ["TIP", "WARNING", "Advice", "advise", "advise_of", "what_was_learned"]
-
-LOOKS: tuple[Callable[[Evidence], Iterator[Advice]], ...] = (*LEARNING, *TIME, *DEVICES)
-"""Everything that is looked for."""
+WARNING, TIP = "warning", "tip"
+"""Something is wrong; or something could be quicker, or might be better."""
+_TIP_SHARE = 0.5
 
 
-def advise(run_folder: Path) -> list[Advice]:
-    """All that there is to say of a run, what matters most first; nothing of a run that is well and
-    has no time to win, nor of one that has not done a step."""
-    return advise_of(Evidence(run_folder))
+class Advice(NamedTuple):
+    """One piece.
+
+    Attributes:
+        title: What was seen, a sentence with its numbers.
+        numbers: The same for programs, by name.
+        action: What to change, with the setting's name; a sentence.
+        weight: 0 to 1: how much it matters. Every warning has more than every tip.
+        kind: `WARNING` or `TIP`.
+    """
+
+    title: str
+    numbers: Mapping[str, float]
+    action: str
+    weight: float
+    kind: str
 
 
-def advise_of(seen: Evidence) -> list[Advice]:
-    """See `advise`."""
-    found = [advice for look in LOOKS for advice in look(seen)]
-    return sorted(found, key=lambda advice: -advice.weight)
+def warning(title: str, numbers: Mapping[str, float], action: str, severity: float) -> Advice:
+    """Something is wrong, so much of 1."""
+    weight = _TIP_SHARE + (1 - _TIP_SHARE) * min(1.0, max(0.0, severity))
+    return Advice(title, numbers, action, weight, WARNING)
 
 
-def what_was_learned(run_folder: Path) -> list[str]:
-    """Sentences: what the run learned, how sure that is, and where its time went."""
-    return learned(Evidence(run_folder))
+def tip(title: str, numbers: Mapping[str, float], action: str, gain: float) -> Advice:
+    """Something could be better, by so much of 1."""
+    return Advice(title, numbers, action, _TIP_SHARE * min(1.0, max(0.0, gain)), TIP)

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from hybridrl.observe.evaluations import newest_of_sets
-from hybridrl.report.advice import advise_of
-from hybridrl.report.evidence import Evidence
-from hybridrl.report.learned import learned
-from hybridrl.report.run_folder import RunFolder
+from hybridrl.report.run_advice import advise_of
+from hybridrl.report.run_evidence import Evidence
+from hybridrl.report.run_summary import learned
+from hybridrl.run_files.evaluation_log import newest_of_sets
+from hybridrl.run_files.run_reader import RunFolder
 
 BETTER_BY = {"accuracy": 1, "pair_accuracy": 1, "loss": -1}
 """Metrics that say which of two models is better, and the sign of a gain."""

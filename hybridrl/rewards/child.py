@@ -24,13 +24,13 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from hybridrl.core.redaction import redact, redact_output
 from hybridrl.errors import HybridRLError, MachineError, RewardError
-from hybridrl.rewards.answers import read_answer, read_answers
 from hybridrl.rewards.loading import ByValue, RewardFunction, load_function, short_names
 from hybridrl.rewards.options import check_options, parameters_of
+from hybridrl.rewards.returned_scores import read_answer, read_answers
 from hybridrl.rewards.signature import arguments_of, asked_of, called_for, check_signature
 from hybridrl.rewards.wire import Unpacker, pack
+from hybridrl.system.redaction import redact, redact_output
 
 _READ_SIZE = 1 << 16
 _PR_SET_PDEATHSIG = 1

@@ -14,11 +14,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybridrl.core import user_code
 from hybridrl.errors import ConfigError, RewardError, nearest
+from hybridrl.rewards.format_rewards import check_pattern
 from hybridrl.rewards.options import check_options, options_of, parameters_of
-from hybridrl.rewards.shape import check_pattern
 from hybridrl.rewards.signature import called_for, check_columns, check_signature
+from hybridrl.system import user_code
 
 SETTING = "reward.function"
 _FIRST = ["prompt", "response"]  # parameters, by which a reward function is told from its helpers
@@ -72,7 +72,7 @@ def name_of(function: RewardFunction) -> str:
 
 def builtin_names() -> list[str]:
     """The names of the built-in reward functions, sorted."""
-    from hybridrl.rewards import builtin
+    from hybridrl.rewards import builtin_rewards as builtin
 
     return sorted(
         name
@@ -92,7 +92,7 @@ def load_function(spec: str | ByValue) -> RewardFunction:
         return pickle.loads(spec.pickle)  # type: ignore[no-any-return]
     place, name = _parse(spec)
     if not place:
-        from hybridrl.rewards import builtin
+        from hybridrl.rewards import builtin_rewards as builtin
 
         return getattr(builtin, name)  # type: ignore[no-any-return]
     function = user_code.load(SETTING, spec)
@@ -116,11 +116,11 @@ def check_function(spec: str) -> None:
     if place:
         user_code.check(SETTING, spec)
     elif name == "math":
-        from hybridrl.rewards.mathematics import check_installed
+        from hybridrl.rewards.math_reward import check_installed
 
         check_installed()
     elif name == "reasoning_gym":
-        from hybridrl.rewards import procedural
+        from hybridrl.rewards import reasoning_gym_reward as procedural
 
         procedural.check_installed()
 

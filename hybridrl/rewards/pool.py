@@ -14,12 +14,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from hybridrl.core.secret_variables import passing_hint, without_secrets
 from hybridrl.errors import ConfigError, MachineError, RewardError
 from hybridrl.rewards.loading import ByValue, RewardFunction, check_functions, short_names
 from hybridrl.rewards.options import options_of
 from hybridrl.rewards.process import ChildProcess
-from hybridrl.rewards.round import RewardResult, Round
+from hybridrl.rewards.scoring_round import RewardResult, Round
+from hybridrl.system.secret_variables import passing_hint, without_secrets
 
 __all__ = ["RewardPool", "RewardResult"]
 

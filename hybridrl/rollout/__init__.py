@@ -1,6 +1,6 @@
 """Generation: one interface, vLLM or transformers behind it; episodes of several turns around
 either."""
 
-from hybridrl.rollout.base import RolloutEngine, Sampling
+from hybridrl.rollout.rollout_engine import RolloutEngine, Sampling
 
 __all__ = ["RolloutEngine", "Sampling"]

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from hybridrl.core.batch import Batch
-from hybridrl.rollout.base import Finished, Request, RolloutEngine, Sampling
-from hybridrl.rollout.weights import Pieces, WeightWriter
+from hybridrl.batch.batch import Batch
+from hybridrl.rollout.rollout_engine import Finished, Request, RolloutEngine, Sampling
+from hybridrl.rollout.weight_writer import Pieces, WeightWriter
 
 
 class AroundEngine(RolloutEngine):

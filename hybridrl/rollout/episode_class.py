@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
-from hybridrl.core import user_code
-from hybridrl.core.turn import Episode
+from hybridrl.batch.turn import Episode
 from hybridrl.errors import ConfigError
+from hybridrl.system import user_code
 
 SETTING = "rollout.episode"
 

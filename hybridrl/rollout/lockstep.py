@@ -16,11 +16,11 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from hybridrl.core.batch import Batch
+from hybridrl.batch.batch import Batch
 from hybridrl.rollout.around import AroundEngine
-from hybridrl.rollout.base import Finished, Request, RolloutEngine, Sampling
-from hybridrl.rollout.episode_columns import NOTHING, episode_batch
+from hybridrl.rollout.episode_batch import NOTHING, episode_batch
 from hybridrl.rollout.playing import Playing, PlaysEpisodes
+from hybridrl.rollout.rollout_engine import Finished, Request, RolloutEngine, Sampling
 
 Refresh = Callable[[], int]
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from hybridrl.core.batch import Batch
+from hybridrl.batch.batch import Batch
 from hybridrl.rollout.around import AroundEngine
-from hybridrl.rollout.base import Sampling, row_seeds
+from hybridrl.rollout.rollout_engine import Sampling, row_seeds
 
 
 class Playing(ABC):

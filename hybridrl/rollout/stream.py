@@ -15,8 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hybridrl.core.batch import Batch
-from hybridrl.rollout.base import Finished, Request, RolloutEngine, Sampling, ragged, responses
+from hybridrl.batch.batch import Batch
+from hybridrl.rollout.rollout_engine import (
+    Finished,
+    Request,
+    RolloutEngine,
+    Sampling,
+    ragged,
+    responses,
+)
 from hybridrl.rollout.token_versions import TokenVersions
 
 

@@ -23,11 +23,13 @@ from hybridrl.rollout.vllm_engine import start_engine
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import LoraSettings, RolloutConfig
-from hybridrl.core.batch import Batch
 from hybridrl.errors import HybridRLError, RolloutError
-from hybridrl.rollout import vllm_routes, vllm_weights
-from hybridrl.rollout.base import (
+from hybridrl.rollout import vllm_expert_routes as vllm_routes
+from hybridrl.rollout import vllm_weights
+from hybridrl.rollout.loader_probe import NotProbedError
+from hybridrl.rollout.rollout_engine import (
     Finished,
     Request,
     RolloutEngine,
@@ -35,11 +37,10 @@ from hybridrl.rollout.base import (
     responses,
     row_seeds,
 )
-from hybridrl.rollout.vllm_adapters import Adapters
 from hybridrl.rollout.vllm_groups import EngineGroups
-from hybridrl.rollout.vllm_layout import NotProbedError
+from hybridrl.rollout.vllm_lora import Adapters
 from hybridrl.rollout.vllm_options import SPECULATIVE
-from hybridrl.rollout.weights import Pieces, WeightWriter, differences
+from hybridrl.rollout.weight_writer import Pieces, WeightWriter, differences
 
 DRAFTS = {
     "vllm:spec_decode_num_draft_tokens": "drafted_tokens",

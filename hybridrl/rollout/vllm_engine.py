@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.core.shared_memory import hold_shared_memory
 from hybridrl.errors import ConfigError, MissingPackageError, pip_install
 from hybridrl.models import load_config
-from hybridrl.models.rounded_rows import NONE
+from hybridrl.models.row_quantization import NONE
 from hybridrl.rollout.vllm_options import SPECULATIVE
+from hybridrl.system.shared_memory import hold_shared_memory
 
 # Read by vLLM when it is imported.
 os.environ.update(

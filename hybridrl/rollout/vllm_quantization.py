@@ -35,10 +35,10 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.platforms import current_platform
 
-from hybridrl.core.device import packs_int8
-from hybridrl.models.int8_products import Int8Weight
-from hybridrl.models.rounded_rows import FP8, INT8, TYPES, Rows, quantise
-from hybridrl.rollout.vllm_layout import zero_twin
+from hybridrl.models.int8_matmul import Int8Weight
+from hybridrl.models.row_quantization import FP8, INT8, TYPES, Rows, quantise
+from hybridrl.rollout.loader_probe import zero_twin
+from hybridrl.system.device_traits import packs_int8
 
 PREFIX = "hybridrl_"
 """Before `int8` and `fp8`: what vLLM knows them by."""

@@ -38,12 +38,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from hybridrl.core.pieces import Piece
-from hybridrl.models.rounded_rows import dequantise, quantise
+from hybridrl.layout.tensor_pieces import Piece
+from hybridrl.models.row_quantization import dequantise, quantise
 from hybridrl.rollout import vllm_quantization
-from hybridrl.rollout.vllm_layout import NotProbedError, probe, remember_parameters, zero_twin
+from hybridrl.rollout.loader_probe import NotProbedError, probe, remember_parameters, zero_twin
 from hybridrl.rollout.vllm_quantization import QuantisedLinearMethod
-from hybridrl.rollout.weights import Form, Pieces, WeightWriter
+from hybridrl.rollout.weight_writer import Form, Pieces, WeightWriter
 
 LOAD_FORMAT = "hybridrl"
 COMING = "coming"

@@ -14,8 +14,8 @@ from typing import Any
 
 from hybridrl.conversations.messages import Message, Tool
 from hybridrl.errors import HybridRLError
+from hybridrl.serving.agent_session import Known
 from hybridrl.serving.messages import Said
-from hybridrl.serving.session import Known
 
 
 class ChatError(HybridRLError):

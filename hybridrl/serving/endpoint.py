@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from hybridrl.errors import ConfigError
-from hybridrl.rollout.base import Sampling
+from hybridrl.rollout.rollout_engine import Sampling
+from hybridrl.serving.agent_session import Session
 from hybridrl.serving.chat import Chat
 from hybridrl.serving.connections import Connection, Connections, most_open
-from hybridrl.serving.exchange import Exchange
 from hybridrl.serving.fields import RefusedError
 from hybridrl.serving.outside import OutsidePrograms
+from hybridrl.serving.request_exchange import Exchange
 from hybridrl.serving.routes import PERMISSION, Routes
-from hybridrl.serving.session import Session
 from hybridrl.serving.sessions import ANY, ROWS, SAMPLE, Sessions
 
 if TYPE_CHECKING:

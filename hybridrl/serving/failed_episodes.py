@@ -12,9 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.core.redaction import redact
-from hybridrl.environments.play import Play, Played
+from hybridrl.environments.episode_runner import Play, Played
 from hybridrl.rollout.transcript import Transcript
+from hybridrl.system.redaction import redact
 
 MOST_KEPT = 20
 """Files of each kind of failure that a replica keeps in a run."""

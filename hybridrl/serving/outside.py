@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from hybridrl.environments.play import Play, Played
+from hybridrl.environments.episode_runner import Play, Played
 
 _log = logging.getLogger(__name__)
 

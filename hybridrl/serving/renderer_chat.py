@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.conversations.messages import Message, Tool, read_messages
 from hybridrl.conversations.rendering import TemplateContext
+from hybridrl.serving.agent_session import Known
 from hybridrl.serving.chat import Chat, ChatError
 from hybridrl.serving.messages import Call, Said, as_json
-from hybridrl.serving.session import Known
 from hybridrl.serving.template_chat import TemplateChat
 
 if TYPE_CHECKING:

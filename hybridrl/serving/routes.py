@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from hybridrl.serving.asking import Asking, Place, sampling_of
+from hybridrl.serving.agent_session import Report
 from hybridrl.serving.chat import Chat, ChatError
-from hybridrl.serving.exchange import Exchange, Growth
 from hybridrl.serving.fields import RefusedError, json_object, wrong
 from hybridrl.serving.messages import call_ids, prefix_keys
 from hybridrl.serving.outside import OutsidePrograms
-from hybridrl.serving.session import Report
+from hybridrl.serving.pending_samples import Asking, Place, sampling_of
+from hybridrl.serving.reply_builders import ChatShape, CompletionShape, GenerateShape, Shape
+from hybridrl.serving.reply_stream import EventStream, Stream, refused
+from hybridrl.serving.request_exchange import Exchange, Growth
 from hybridrl.serving.sessions import ANY, REPORT, ROWS, SAMPLE, Permission, Sessions
-from hybridrl.serving.shapes import ChatShape, CompletionShape, GenerateShape, Shape
-from hybridrl.serving.streaming import EventStream, Stream, refused
 from hybridrl.serving.wire import (
     ChatRequest,
     chat_request,

@@ -7,8 +7,8 @@ import secrets
 import threading
 from typing import NamedTuple
 
-from hybridrl.rollout.base import Sampling
-from hybridrl.serving.session import Session
+from hybridrl.rollout.rollout_engine import Sampling
+from hybridrl.serving.agent_session import Session
 
 OWN = "own"
 """The name of a session that a request gets which names none."""

@@ -16,9 +16,9 @@ from hybridrl.conversations.rendering import (
     special_tokens,
 )
 from hybridrl.errors import ConfigError
+from hybridrl.serving.agent_session import Known
 from hybridrl.serving.chat import Chat, ChatError
 from hybridrl.serving.messages import Call, Said, as_json
-from hybridrl.serving.session import Known
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.conversations.messages import Message, Tool
-from hybridrl.environments.adapters.episode import fault_of
+from hybridrl.environments.adapters.environment_adapter import fault_of
 from hybridrl.serving.fields import RefusedError, are_tokens, is_number, is_token, read, wrong
 
 ROLES = {"system", "developer", "user", "assistant", "tool"}

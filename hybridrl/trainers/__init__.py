@@ -12,8 +12,8 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.core import user_code
 from hybridrl.errors import ConfigError
+from hybridrl.system import user_code
 
 if TYPE_CHECKING:
     from hybridrl.config.schema import Config
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PROGRAMS = [
     path.stem
     for path in sorted(Path(__file__).parent.glob("*.py"))
-    if "\nclass Trainer(" in path.read_text(encoding="utf-8") and path.stem != "base"
+    if "\nclass Trainer(" in path.read_text(encoding="utf-8") and path.stem != "trainer"
 ]
 """The driver programs here; other modules are what they are made of."""
 _given: dict[str, Any] = {}
@@ -68,11 +68,11 @@ def load_roles(config: Config) -> dict[str, RoleSpec]:
 
 
 def _checked(name: str, found: Any) -> Any:
-    from hybridrl.trainers.base import Trainer
+    from hybridrl.trainers.trainer import Trainer
 
     if not (inspect.isclass(found) and issubclass(found, Trainer)):
         raise ConfigError(
-            f"trainer.name={name} is no subclass of hybridrl.trainers.base.Trainer, which says "
+            f"trainer.name={name} is no subclass of hybridrl.trainers.trainer.Trainer, which says "
             "what a driver program has."
         )
     return found

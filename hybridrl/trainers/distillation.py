@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 
 from hybridrl.algorithms import Distillation, PolicyObjective, whiten
+from hybridrl.batch.batch import TEACHER_IDS, TEACHER_LOG_PROBS, Batch
 from hybridrl.config.schema import Config, DistillationConfig
 from hybridrl.controller import BatchRef, Handle
-from hybridrl.core.batch import TEACHER_IDS, TEACHER_LOG_PROBS, Batch
 from hybridrl.errors import ConfigError
-from hybridrl.trainers.base import LEARNED_FROM, SAMPLE, SAMPLED
 from hybridrl.trainers.objectives import policy_objective
-from hybridrl.trainers.policy import PolicyTrainer, joined
+from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
 from hybridrl.trainers.role_spec import RoleSpec, standard
 from hybridrl.trainers.teacher_prompt import TeacherPrompt
+from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, SAMPLED
 
 TEACHER = "teacher"
 WEIGHTS = "teacher_weights"

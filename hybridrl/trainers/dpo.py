@@ -11,12 +11,12 @@ from functools import partial
 from hybridrl.algorithms import DirectPreference
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Handle
-from hybridrl.trainers import base
-from hybridrl.trainers.base import LEARNED_FROM, SAMPLE
-from hybridrl.trainers.evaluation import pair_figures, row_sums
+from hybridrl.evaluation.held_out_metrics import pair_figures, row_sums
+from hybridrl.trainers import trainer as base
 from hybridrl.trainers.objectives import preference_objective
 from hybridrl.trainers.role_spec import LEARNER, RoleSpec, standard
-from hybridrl.trainers.shaping import loss_weights
+from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE
+from hybridrl.trainers.update_columns import loss_weights
 
 
 class Trainer(base.Trainer):

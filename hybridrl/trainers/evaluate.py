@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Handle
-from hybridrl.trainers import base
+from hybridrl.trainers import trainer as base
 from hybridrl.trainers.role_spec import STANDARD, RoleSpec, standard
 
 

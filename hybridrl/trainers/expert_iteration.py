@@ -15,13 +15,13 @@ from typing import Any
 
 import pyarrow as pa
 
+from hybridrl.batch.batch import Batch
+from hybridrl.batch.outcomes import OUTCOMES, is_right, outcomes_of
 from hybridrl.config.schema import Config, ExpertConfig
 from hybridrl.controller import BatchRef, Handle
-from hybridrl.core.batch import Batch
-from hybridrl.core.outcomes import OUTCOMES, is_right, outcomes_of
-from hybridrl.trainers.base import LEARNED_FROM, SAMPLE
-from hybridrl.trainers.policy import PolicyTrainer, joined
+from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
 from hybridrl.trainers.role_spec import RoleSpec, standard
+from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE
 
 KEPT = (*SAMPLE, "response_mask")
 

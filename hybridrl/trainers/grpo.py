@@ -9,10 +9,10 @@ from __future__ import annotations
 from functools import partial
 
 from hybridrl.controller import BatchRef, Handle
-from hybridrl.trainers.policy import PolicyTrainer, joined
-from hybridrl.trainers.replay import Replay, informative_rows
-from hybridrl.trainers.reward_shaping import SHAPED, learned_scores
-from hybridrl.trainers.shaping import (
+from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
+from hybridrl.trainers.replay_buffer import Replay, informative_rows
+from hybridrl.trainers.reward_shaper import SHAPED, learned_scores
+from hybridrl.trainers.update_columns import (
     ADVANTAGES,
     GROUP_COLUMNS,
     group_advantages,

@@ -9,8 +9,8 @@ from typing import Any
 from hybridrl.algorithms import DirectPreference, PolicyObjective
 from hybridrl.algorithms.registry import options_of, policy_loss
 from hybridrl.config.schema import LOSSY_SYNC, AlgorithmConfig, Config, PreferenceConfig
-from hybridrl.core.generation_plan import read_plan
-from hybridrl.trainers.precision import plan_setting
+from hybridrl.systems.low_bits.role_plans import plan_setting
+from hybridrl.systems.unequal_generation.generation_plan import read_plan
 from hybridrl.trainers.role_spec import ACTOR
 
 

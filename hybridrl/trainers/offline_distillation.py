@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hybridrl.algorithms import Distillation
+from hybridrl.batch.batch import TEACHER_IDS, TEACHER_LOG_PROBS
 from hybridrl.config.schema import Config, DistillationConfig
 from hybridrl.controller import BatchRef, Handle
-from hybridrl.core.batch import TEACHER_IDS, TEACHER_LOG_PROBS
 from hybridrl.errors import ConfigError
-from hybridrl.trainers import base, sft
-from hybridrl.trainers.base import LEARNED_FROM, SAMPLE
+from hybridrl.trainers import sft
+from hybridrl.trainers import trainer as base
 from hybridrl.trainers.distillation import TEACHER
 from hybridrl.trainers.role_spec import LEARNER, RoleSpec
+from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE
 
 
 class Trainer(base.Trainer):

@@ -17,12 +17,12 @@ from torch import Tensor
 from hybridrl.algorithms import DirectPreference
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Handle
-from hybridrl.trainers.base import LEARNED_FROM, SAMPLE
 from hybridrl.trainers.objectives import preference_objective
-from hybridrl.trainers.policy import PolicyTrainer, joined
-from hybridrl.trainers.reward_shaping import SHAPED, learned_scores
+from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
+from hybridrl.trainers.reward_shaper import SHAPED, learned_scores
 from hybridrl.trainers.role_spec import RoleSpec, standard
-from hybridrl.trainers.shaping import loss_weights
+from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE
+from hybridrl.trainers.update_columns import loss_weights
 
 
 class Trainer(PolicyTrainer):

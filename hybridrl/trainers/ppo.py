@@ -9,8 +9,8 @@ from functools import partial
 from typing import ClassVar
 
 from hybridrl.controller import BatchRef, Handle
-from hybridrl.trainers.policy import PolicyTrainer, joined
-from hybridrl.trainers.shaping import (
+from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
+from hybridrl.trainers.update_columns import (
     ADVANTAGES,
     TOKEN_COLUMNS,
     critic_advantages,

@@ -8,8 +8,13 @@ from __future__ import annotations
 from functools import partial
 
 from hybridrl.controller import BatchRef, Handle
-from hybridrl.trainers.policy import PolicyTrainer, joined
-from hybridrl.trainers.shaping import ADVANTAGES, TOKEN_COLUMNS, as_baseline, greedy_advantages
+from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
+from hybridrl.trainers.update_columns import (
+    ADVANTAGES,
+    TOKEN_COLUMNS,
+    as_baseline,
+    greedy_advantages,
+)
 
 
 class Trainer(PolicyTrainer):

@@ -11,11 +11,11 @@ from functools import partial
 
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Handle
-from hybridrl.trainers import base
-from hybridrl.trainers.base import LEARNED_FROM, SAMPLE
-from hybridrl.trainers.evaluation import pair_figures
+from hybridrl.evaluation.held_out_metrics import pair_figures
+from hybridrl.trainers import trainer as base
 from hybridrl.trainers.role_spec import RoleSpec, standard
-from hybridrl.trainers.shaping import loss_weights
+from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE
+from hybridrl.trainers.update_columns import loss_weights
 
 
 class Trainer(base.Trainer):

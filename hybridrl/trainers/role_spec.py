@@ -60,7 +60,8 @@ class RoleSpec:
         worker: A built-in kind (`actor`, `critic`, `reference`, `reward`, `cost`, `reward_model`),
             or a subclass of `hybridrl.controller.Worker`.
         keywords: Arguments of the worker beyond the usual ones, or instead of them. A class of the
-            user's gets those of the usual ones that its `__init__` names; see `hybridrl.roles`.
+            user's gets those of the usual ones that its `__init__` names; see
+            `hybridrl.job.worker_groups`.
         trains: Whether its model is trained; others only score.
         generates: Whether it samples responses and so needs a rollout engine.
         scalar: Whether its model ends in one number, not in a distribution over tokens.

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from hybridrl.algorithms import LagrangeMultiplier
 from hybridrl.controller import BatchRef, Handle
-from hybridrl.trainers.policy import PolicyTrainer, joined
-from hybridrl.trainers.shaping import ADVANTAGES, TOKEN_COLUMNS, constrained_advantages
+from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
+from hybridrl.trainers.update_columns import ADVANTAGES, TOKEN_COLUMNS, constrained_advantages
 
 SHAPED = (*TOKEN_COLUMNS, "costs", "values", "cost_values", "log_probs")
 

@@ -7,10 +7,10 @@ from functools import partial
 
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Handle
-from hybridrl.trainers import base
-from hybridrl.trainers.base import LEARNED_FROM, SAMPLE
-from hybridrl.trainers.evaluation import row_sums
+from hybridrl.evaluation.held_out_metrics import row_sums
+from hybridrl.trainers import trainer as base
 from hybridrl.trainers.role_spec import LEARNER, RoleSpec
+from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE
 
 
 class Trainer(base.Trainer):

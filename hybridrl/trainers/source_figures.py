@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import Config
-from hybridrl.core.batch import Batch
 from hybridrl.data.mixture import COLUMN, source_names
 
 PREFIX = "source/"

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybridrl.compress.weight_message import METHODS
+from hybridrl.batch.batch import ROUTES, Batch, is_of_data, sampled_tokens
+from hybridrl.batch.row_balancing import blocks_of_runs
+from hybridrl.batch.turn import FAILURES
+from hybridrl.checkpoint.engine_state.training_state import read_numbers, write_numbers
 from hybridrl.config.schema import is_served
 from hybridrl.controller import Worker
-from hybridrl.core.balance import blocks_of_runs
-from hybridrl.core.batch import ROUTES, Batch, is_of_data, sampled_tokens
-from hybridrl.core.locations import Location
-from hybridrl.core.turn import FAILURES
-from hybridrl.engine.training_state import read_numbers, write_numbers
-from hybridrl.engine.weight_sync import SyncCost
 from hybridrl.rollout.playing import PlaysEpisodes
+from hybridrl.system.locations import Location
+from hybridrl.weights.weight_message import METHODS
+from hybridrl.weights.weight_sync import SyncCost
 
 if TYPE_CHECKING:
     from hybridrl.rollout import RolloutEngine

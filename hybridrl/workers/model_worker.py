@@ -9,8 +9,8 @@ from hybridrl.controller import Worker
 from hybridrl.parallel import process_group
 
 if TYPE_CHECKING:
-    from hybridrl.core.mesh import Coordinate
-    from hybridrl.engine.train import TrainEngine
+    from hybridrl.engine.train_engine import TrainEngine
+    from hybridrl.layout.rank_mesh import Coordinate
 
 
 class ModelWorker(Worker):

@@ -9,18 +9,22 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hybridrl.checkpoint.reading import TensorFiles
+from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
 from hybridrl.config.schema import EnvironmentConfig, RolloutConfig, is_served
 from hybridrl.controller import Context
-from hybridrl.core.generation_plan import GenerationPlan, equal_plan, read_plan
-from hybridrl.engine.train import TrainEngine
+from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.models import load_config, load_tokenizer
-from hybridrl.models.decoder_stage import check_stages
 from hybridrl.rollout import RolloutEngine
-from hybridrl.workers.engines import ModelSource
+from hybridrl.systems.unequal_generation.decoder_stage import check_stages
+from hybridrl.systems.unequal_generation.generation_plan import (
+    GenerationPlan,
+    equal_plan,
+    read_plan,
+)
+from hybridrl.workers.training_engines import ModelSource
 
 if TYPE_CHECKING:
-    from hybridrl.core.turn import Episode
+    from hybridrl.batch.turn import Episode
     from hybridrl.rollout.playing import PlaysEpisodes
 
 
@@ -84,7 +88,7 @@ def _player(
     """What plays episodes around an engine: of this class, or with None those of an environment."""
     tokenizer = load_tokenizer(source.tokenizer)
     if episode is None:
-        from hybridrl.serving.agents import agent_rollout
+        from hybridrl.serving.agent_rollout import agent_rollout
 
         replica = context.rank // config.parallel.ranks
         folder = Path(context.run_directory) if context.run_directory else None
@@ -101,7 +105,7 @@ def _player(
             announced_at=folder / f"endpoint-{replica}.json" if folder and config.serve else None,
             failed_at=folder and folder / "failed",
         )
-    from hybridrl.rollout.episodes import EpisodeRollout
+    from hybridrl.rollout.episode_generator import EpisodeRollout
 
     return EpisodeRollout(
         engine,
@@ -124,7 +128,7 @@ def build_generator(
 ) -> RolloutEngine:
     """vLLM, transformers or a pipeline alone; see `build_rollout`."""
     if config.engine == "pipeline":
-        from hybridrl.rollout.pipeline import PipelineRollout
+        from hybridrl.systems.unequal_generation.pipeline_engine import PipelineRollout
 
         return PipelineRollout(
             source.path,
@@ -136,7 +140,7 @@ def build_generator(
             device=device,
         )
     if config.engine == "transformers":
-        from hybridrl.rollout.transformers import TransformersRollout
+        from hybridrl.rollout.transformers_engine import TransformersRollout
 
         return TransformersRollout(
             source.path,

@@ -7,18 +7,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.checkpoint.engine_state.state_saver import StateSaver
+from hybridrl.checkpoint.engine_state.training_state import load_training_state
+from hybridrl.checkpoint.tensors.rank_manifest import Saved
 from hybridrl.controller import ONE_TO_ALL, Context, transfer
-from hybridrl.core.dtypes import DTYPES
-from hybridrl.core.locations import location_of
-from hybridrl.core.written import Saved
-from hybridrl.engine.state_saver import StateSaver
-from hybridrl.engine.training_state import load_training_state
 from hybridrl.models import load_tokenizer, stored_dtype
-from hybridrl.workers.engines import ModelSource
+from hybridrl.system.dtypes import DTYPES
+from hybridrl.system.locations import location_of
 from hybridrl.workers.model_worker import ModelWorker
+from hybridrl.workers.training_engines import ModelSource
 
 if TYPE_CHECKING:
-    from hybridrl.engine.train import TrainEngine
+    from hybridrl.engine.train_engine import TrainEngine
 
 
 class TrainedModelWorker(ModelWorker):

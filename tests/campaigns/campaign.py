@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from hybridrl.checks.settings import check
+from hybridrl.checks.settings.job_checks import check
 from hybridrl.config.load import load_config
 from hybridrl.errors import HybridRLError, Problems
-from hybridrl.preflight import load_inputs, preflight
+from hybridrl.job.preflight import load_inputs, preflight
 from hybridrl.trainers import load_roles
 
 NAMES = ("settings", "data", "models", "rewards")

@@ -18,7 +18,7 @@ from campaigns.campaign import WORKS, Case
 from published_models import PUBLISHED, publish
 from safetensors.torch import load_file, save_file
 
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.models import make_tiny_model
 
 JOB = ["executor=inline", "rollout=transformers", "trainer.steps=1", "eval.prompts=4"]

@@ -9,9 +9,9 @@ from typing import Any, get_origin
 
 from campaigns.campaign import Case
 
-from hybridrl.config.bounds import ListOf, NotEmpty, OneOf, Range, Regex, TextOrTexts
-from hybridrl.config.names import OPEN, leaves
-from hybridrl.config.values import bounds, is_optional, plain
+from hybridrl.config.constraints import ListOf, NotEmpty, OneOf, Range, Regex, TextOrTexts
+from hybridrl.config.setting_names import OPEN, leaves
+from hybridrl.config.setting_types import bounds, is_optional, plain
 
 HERE = ["executor=inline", "rollout=transformers"]
 PRESETS = {"preference": ["algorithm=dpo"], "cost": ["algorithm=safe_rlhf"]}

@@ -21,8 +21,8 @@ from victims import in_shared_memory_of
 @pytest.fixture(scope="session")
 def ray():
     """One Ray for all tests: executors join it and leave it running. Hosts can import the tests."""
-    from hybridrl.ray_backend.cluster import start
-    from hybridrl.ray_backend.library import ray
+    from hybridrl.ray_backend.connection import start
+    from hybridrl.ray_backend.ray_import import ray
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
@@ -54,7 +54,7 @@ def run(hosts, tmp_path, monkeypatch):
         signal.signal(signal.SIGTERM, before)
         return Path(config.run.directory)
 
-    monkeypatch.setattr("hybridrl.job.Job", hosts.job)
+    monkeypatch.setattr("hybridrl.job.job.Job", hosts.job)
     return finish
 
 

@@ -6,7 +6,7 @@ from ranks import run_ranks
 
 from hybridrl.config.schema import ActorConfig, LoraSettings, ParallelConfig
 from hybridrl.controller import Context
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.models import make_tiny_model
 
 pytest.importorskip("peft", reason="adapters need peft: pip install peft")
@@ -19,7 +19,7 @@ CUTS = {
 
 
 def program(rank, world, folder):
-    from hybridrl.workers.engines import ModelSource, policy_engine, scalar_engine
+    from hybridrl.workers.training_engines import ModelSource, policy_engine, scalar_engine
 
     found = []
     for cut in CUTS[world]:

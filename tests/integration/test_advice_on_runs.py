@@ -4,10 +4,10 @@ import pytest
 from settings import TINY
 
 from hybridrl.config.load import load_config
-from hybridrl.engine.hybrid import HybridEngine
+from hybridrl.engine.hybrid_engine import HybridEngine
 from hybridrl.main import run as run_job
-from hybridrl.report.advice import WARNING, advise
-from hybridrl.report.spans import device_spans
+from hybridrl.report.device_spans import device_spans
+from hybridrl.report.run_advice import WARNING, advise
 
 JOB = [
     *(*TINY, "executor=inline", "rollout=transformers", "trainer.steps=6", "warmup.steps=60"),

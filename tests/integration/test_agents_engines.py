@@ -14,7 +14,7 @@ SAMPLING = {"max_tokens": 24, "temperature": 0.8}
 
 
 def write_model(folder):
-    from hybridrl.data.tasks.character_tokenizer import TEXT, build_tokenizer
+    from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
     from hybridrl.models import make_tiny_model
 
     tokenizer = build_tokenizer(TEXT, chat=True)
@@ -26,10 +26,10 @@ def play(engine, tokenizer, episodes):
     """Episodes of programs with all quirks, and what the engine gave meanwhile."""
     import httpx
 
+    from hybridrl.batch.batch import Batch
     from hybridrl.config.schema import EnvironmentConfig
-    from hybridrl.core.batch import Batch
     from hybridrl.rollout import Sampling
-    from hybridrl.serving.agents import AgentRollout
+    from hybridrl.serving.agent_rollout import AgentRollout
     from hybridrl.serving.endpoint import Endpoint
     from hybridrl.serving.renderer_chat import chat_of
 
@@ -83,7 +83,7 @@ def check(folder, turns, sampled):
 
 
 def test_with_transformers(tmp_path):
-    from hybridrl.rollout.transformers import TransformersRollout
+    from hybridrl.rollout.transformers_engine import TransformersRollout
 
     tokenizer = write_model(tmp_path)
     engine = TransformersRollout(
@@ -106,8 +106,8 @@ def test_with_vllm(tmp_path):
 
 def play_with_vllm(rank, tmp_path):
     from hybridrl.config.schema import RolloutConfig
-    from hybridrl.core.shared_memory import remove_shared_memory
     from hybridrl.rollout.vllm import VLLMRollout
+    from hybridrl.system.shared_memory import remove_shared_memory
 
     job, folder = f"hybridrl-{os.getpid()}-1", tmp_path / "model"
     tokenizer = write_model(folder)

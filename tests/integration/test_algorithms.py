@@ -8,8 +8,8 @@ import pytest
 from safetensors.torch import load_file
 from settings import SHORT
 
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.models import make_tiny_model
 
 
@@ -108,9 +108,9 @@ def test_a_trained_reward_model_rewards_and_is_not_changed(run, model, tmp_path)
 MINE = """
 from functools import partial
 from hybridrl.algorithms import TokenLoss
-from hybridrl.core.batch import Batch
-from hybridrl.trainers.base import LEARNED_FROM, Trainer
-from hybridrl.trainers.shaping import loss_weights
+from hybridrl.batch.batch import Batch
+from hybridrl.trainers.trainer import LEARNED_FROM, Trainer
+from hybridrl.trainers.update_columns import loss_weights
 
 HALF = 0.5
 

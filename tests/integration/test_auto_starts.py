@@ -9,8 +9,8 @@ from settings import TINY
 
 from hybridrl import load_config
 from hybridrl.placement import GENERATOR
-from hybridrl.planner import at_start
-from hybridrl.planner.rates import Rates
+from hybridrl.planner import job_start as at_start
+from hybridrl.planner.machine.device_rates import Rates
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
 SETTINGS = 20

@@ -7,10 +7,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from hybridrl.config.load import load_config
+from hybridrl.console.run_console import make_console
 from hybridrl.errors import ConfigError, TrainingError
-from hybridrl.job import Job
-from hybridrl.observe.console import make_console
-from hybridrl.trainers import grpo, loop
+from hybridrl.job.job import Job
+from hybridrl.run import loop
+from hybridrl.trainers import grpo
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

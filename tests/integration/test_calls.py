@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from hybridrl.batch.batch import Batch
 from hybridrl.controller import DP, ONE_TO_ALL, UPDATE, Worker, WorkerGroup, transfer
 from hybridrl.controller.batch_ref import BatchRef
-from hybridrl.core.batch import Batch
 from hybridrl.errors import CallTimeoutError, ConfigError, DataError, WorkerError
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
@@ -93,7 +93,7 @@ def _until(condition, seconds=60):
 @pytest.fixture
 def start(ray):
     """Starts executors of two hosts."""
-    from hybridrl.ray_backend.executor import RayExecutor
+    from hybridrl.ray_backend.ray_executor import RayExecutor
 
     started = []
 
@@ -121,7 +121,7 @@ def numbers(count):
 def test_calls_over_hosts(start, tmp_path, monkeypatch, way):
     """One executor for all that leaves it in order: starting one takes seconds."""
     if way == "relayed":
-        monkeypatch.setattr("hybridrl.ray_backend.executor.DIRECT_HOSTS", 0)
+        monkeypatch.setattr("hybridrl.ray_backend.ray_executor.DIRECT_HOSTS", 0)
     executor = start()
     both, first, second = (
         group(executor),
@@ -325,7 +325,7 @@ def test_a_reply_that_is_lost_is_noticed(start):
 
 
 def test_a_start_that_fails_gives_back_what_it_reserved(ray, monkeypatch):
-    from hybridrl.ray_backend.executor import RayExecutor
+    from hybridrl.ray_backend.ray_executor import RayExecutor
 
     def fail(*_, **__):
         raise ConfigError("no")
@@ -337,8 +337,8 @@ def test_a_start_that_fails_gives_back_what_it_reserved(ray, monkeypatch):
 
 
 def test_hosts_that_do_not_start_in_time_are_a_sentence(ray, monkeypatch):
-    from hybridrl.ray_backend import cluster
-    from hybridrl.ray_backend.executor import RayExecutor
+    from hybridrl.ray_backend import connection as cluster
+    from hybridrl.ray_backend.ray_executor import RayExecutor
 
     reserve = cluster.reserve
     monkeypatch.setattr(cluster, "reserve", lambda *arguments: reserve(*arguments[:3], 60.0))
@@ -348,12 +348,12 @@ def test_hosts_that_do_not_start_in_time_are_a_sentence(ray, monkeypatch):
 
 def test_a_rank_of_many_fetches_little(monkeypatch):
     """What an update of a GRPO step fetches on one rank of 256: not the replies of all ranks."""
-    from hybridrl.controller.call import Reply
-    from hybridrl.controller.choices import Part
-    from hybridrl.controller.columns import Columns
+    from hybridrl.batch.call_record import Record
+    from hybridrl.controller.expected_columns import Columns
+    from hybridrl.controller.group_call import Reply
+    from hybridrl.controller.row_selection import Part
     from hybridrl.controller.shards import ShardInfo
-    from hybridrl.controller.table import Table
-    from hybridrl.core.record import Record
+    from hybridrl.controller.table_expression import Table
     from hybridrl.ray_backend import remote_result
     from hybridrl.ray_backend.remote_result import Neighbourhood, Refs, RemoteResult
 
@@ -404,10 +404,10 @@ def test_a_rank_of_many_fetches_little(monkeypatch):
 
 def test_from_another_node_come_only_the_wanted_rows(monkeypatch):
     """Unless the hosts of this node would together fetch more than the shard."""
-    from hybridrl.controller.call import Reply
-    from hybridrl.controller.columns import UNKNOWN
+    from hybridrl.batch.call_record import Record
+    from hybridrl.controller.expected_columns import UNKNOWN
+    from hybridrl.controller.group_call import Reply
     from hybridrl.controller.shards import ShardInfo
-    from hybridrl.core.record import Record
     from hybridrl.ray_backend import remote_result
     from hybridrl.ray_backend.remote_result import Neighbourhood, Refs, RemoteResult
 

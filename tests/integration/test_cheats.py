@@ -9,7 +9,7 @@ from honest_programs import HONEST
 
 from hybridrl.rewards import RewardPool
 from hybridrl.rewards.code import passes_tests
-from hybridrl.rewards.verdicts import judge_program
+from hybridrl.sandbox.verdicts import judge_program
 
 
 def score(program, tests):

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hybridrl.checkpoint.store import StepFolders
 from hybridrl.config.load import load_config
-from hybridrl.core.locations import location_of, sizes_below
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.console.run_console import make_console
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError, DataError, StorageError
-from hybridrl.job import Job
-from hybridrl.observe.console import make_console
-from hybridrl.observe.step_folders import StepFolders
-from hybridrl.trainers import loop
+from hybridrl.job.job import Job
+from hybridrl.run import loop
+from hybridrl.system.locations import location_of, sizes_below
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -9,11 +9,14 @@ from engine_cases import CPU, DEALS, deal, make_batch, make_engine, update
 from ranks import run_ranks
 from settings import SHORT
 
-from hybridrl.compress.gradient_choice import FULL, NOTHING, Curve, Part
 from hybridrl.config.schema import ParallelConfig
-from hybridrl.core.mesh import Mesh
-from hybridrl.parallel import fsdp, gradients, measured_sums, sum_times
-from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.layout.rank_mesh import Mesh
+from hybridrl.parallel import fsdp
+from hybridrl.parallel import gradient_reduction as gradients
+from hybridrl.parallel import measured_reduction as measured_sums
+from hybridrl.parallel import reduction_timing as sum_times
+from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.reduction_choice import FULL, NOTHING, Curve, Part
 
 WORLD = 4
 # Name: ranks, the node of each, and the ways that there are beside `full` with the error of each.

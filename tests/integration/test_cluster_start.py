@@ -18,9 +18,9 @@ import test_s3
 from netlab import RAY_ENVIRONMENT, ray_nodes
 from settings import SHORT
 
-from hybridrl.core.cores import usable_cores
 from hybridrl.errors import ConfigError
-from hybridrl.ray_backend.cluster import connect
+from hybridrl.ray_backend.connection import connect
+from hybridrl.system.cpu_cores import usable_cores
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 QUIET = {"capture_output": True, "text": True, "timeout": 240, "check": False}
@@ -48,7 +48,7 @@ def run(
 
 JOIN = """
 import json, sys
-from hybridrl.ray_backend.executor import RayExecutor
+from hybridrl.ray_backend.ray_executor import RayExecutor
 with RayExecutor("cpu", 4, address=sys.argv[1], cpus_per_host=1) as first:
     print(json.dumps([device.node for device in first.cluster.devices]))
     try:
@@ -97,8 +97,8 @@ def test_a_bucket_that_workers_have_no_credentials_for(nodes, s3_server, tmp_pat
 
 
 OWN = """
-from hybridrl.ray_backend.cluster import connect, end
-from hybridrl.ray_backend.library import ray
+from hybridrl.ray_backend.connection import connect, end
+from hybridrl.ray_backend.ray_import import ray
 node = connect(None)
 print("cpus", ray.cluster_resources()["CPU"], "at", node.logs)
 end(node)

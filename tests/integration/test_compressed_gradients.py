@@ -8,11 +8,12 @@ import torch.distributed as dist
 from engine_cases import CPU, DEALS, LEARNING, deal, make_batch, make_engine, parameters, update
 from ranks import run_ranks
 
-from hybridrl.compress.gradients import INT4, INT8
 from hybridrl.config.schema import ParallelConfig
-from hybridrl.core.mesh import Mesh
-from hybridrl.parallel import fsdp, gradients
-from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.layout.rank_mesh import Mesh
+from hybridrl.parallel import fsdp
+from hybridrl.parallel import gradient_reduction as gradients
+from hybridrl.parallel.compressed_collectives import INT4, INT8
+from hybridrl.parallel.parallel_mesh import ParallelMesh
 
 WORLD = 4
 # Name: setting, the node of each rank, and the relative error of a gradient that is expected.

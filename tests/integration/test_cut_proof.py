@@ -7,13 +7,13 @@ from ranks import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybridrl.config.schema import ActorConfig, ParallelConfig
-from hybridrl.core.training_mesh import training_mesh
-from hybridrl.engine import cut_proof
+from hybridrl.engine import parallel_trial as cut_proof
 from hybridrl.errors import ConfigError
+from hybridrl.layout.training_mesh import training_mesh
 from hybridrl.models import CausalPolicy, ScalarModel
-from hybridrl.models.attention import NAME
-from hybridrl.parallel import tensor
-from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.models.packed_attention import NAME
+from hybridrl.parallel import tensor_parallel as tensor
+from hybridrl.parallel.parallel_mesh import ParallelMesh
 
 CUTS = {
     "tp2": (2, {"tp": 2}),

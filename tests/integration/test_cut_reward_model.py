@@ -6,6 +6,7 @@ import torch
 from ranks import run_ranks
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
+from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import (
     ActorConfig,
     JudgeConfig,
@@ -14,12 +15,11 @@ from hybridrl.config.schema import (
     RolloutConfig,
 )
 from hybridrl.controller.worker import Context
-from hybridrl.core.batch import Batch
-from hybridrl.core.training_mesh import training_mesh
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.layout.training_mesh import training_mesh
 from hybridrl.models import make_tiny_model
-from hybridrl.workers.engines import ModelSource
-from hybridrl.workers.reward import RewardWorker
+from hybridrl.workers.reward_worker import RewardWorker
+from hybridrl.workers.training_engines import ModelSource
 
 ROWS = 8
 COUNTS = (8, 3, 1, 0)

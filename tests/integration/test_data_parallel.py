@@ -28,10 +28,10 @@ from engine_cases import (
 )
 from ranks import run_ranks
 
-from hybridrl.algorithms.weights import MODES
+from hybridrl.algorithms.loss_weights import MODES
 from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.parallel import fsdp
-from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.parallel.parallel_mesh import ParallelMesh
 
 
 def cases():

@@ -11,10 +11,10 @@ from ranks import run_ranks
 from settings import LEARNS, SHORT
 
 from hybridrl.algorithms import Distillation
+from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import ParallelConfig
-from hybridrl.core.batch import Batch
-from hybridrl.core.training_mesh import training_mesh
-from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.layout.training_mesh import training_mesh
+from hybridrl.parallel.parallel_mesh import ParallelMesh
 
 WORLD, TOP_K = 4, 5
 CUTS = {

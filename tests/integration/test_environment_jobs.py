@@ -11,12 +11,12 @@ import torch
 from pyarrow import parquet
 
 from hybridrl.config.load import load_config
-from hybridrl.data.tasks.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
 from hybridrl.errors import ConfigError, RewardError
-from hybridrl.job import Job
+from hybridrl.job.job import Job
 from hybridrl.models import make_tiny_model
-from hybridrl.trainers.step_metrics import step_metrics
-from hybridrl.trainers.unscored import Unscored
+from hybridrl.run.step_metrics import step_metrics
+from hybridrl.run.watchers.unscored_samples import Unscored
 
 pytestmark = pytest.mark.usefixtures("process_group")
 PROMPTS, SAMPLES = 3, 4
@@ -241,7 +241,7 @@ def test_ranks_play_environments(run, place, ranks):
 
 
 def test_wrong_settings_are_sentences(place):
-    from hybridrl.checks.settings import check
+    from hybridrl.checks.settings.job_checks import check
 
     for overrides, words in [
         (["algorithm=remax", "algorithm.turn_credit=turn"], "the greedy response of ReMax"),

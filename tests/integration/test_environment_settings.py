@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from hybridrl import load_config
+from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
 from hybridrl.data.environment_tasks import ENVIRONMENT
-from hybridrl.data.tasks.character_tokenizer import TEXT, build_tokenizer
-from hybridrl.inputs import load_rows
+from hybridrl.job.job_inputs import load_rows
 from hybridrl.models import make_tiny_model
 
 INLINE = ("executor=inline", "rollout=transformers", "devices=cpu")

@@ -12,16 +12,16 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from hybridrl import Turn
-from hybridrl.checks.settings import check
+from hybridrl.batch.batch import Batch
+from hybridrl.checks.settings.job_checks import check
 from hybridrl.config.load import load_config
-from hybridrl.core.batch import Batch
-from hybridrl.data.sources import load_prompts
+from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.datasets import load_prompts
 from hybridrl.data.tasks import calculator
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError, RolloutError
-from hybridrl.rollout.base import Finished, RolloutEngine, Sampling, responses
 from hybridrl.rollout.episode_class import load_episode
-from hybridrl.rollout.episodes import EpisodeRollout
+from hybridrl.rollout.episode_generator import EpisodeRollout
+from hybridrl.rollout.rollout_engine import Finished, RolloutEngine, Sampling, responses
 from hybridrl.rollout.transcript import Transcript
 
 TOKENIZER = build_tokenizer()

@@ -31,7 +31,7 @@ COPIES = 40
 
 
 def write_model(folder):
-    from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+    from hybridrl.data.character_tokenizer import build_tokenizer
     from hybridrl.models import make_tiny_model
 
     tokenizer = build_tokenizer()
@@ -65,13 +65,13 @@ def test_vllm_plays_episodes(tmp_path):
 
 
 def play_with_vllm(rank, tmp_path):
+    from hybridrl.batch.batch import Batch
     from hybridrl.config.schema import RolloutConfig
-    from hybridrl.core.batch import Batch
-    from hybridrl.core.shared_memory import remove_shared_memory
     from hybridrl.rollout import Sampling
     from hybridrl.rollout.episode_class import load_episode
-    from hybridrl.rollout.episodes import EpisodeRollout
+    from hybridrl.rollout.episode_generator import EpisodeRollout
     from hybridrl.rollout.vllm import VLLMRollout
+    from hybridrl.system.shared_memory import remove_shared_memory
 
     job = f"hybridrl-{os.getpid()}-1"
     folder = tmp_path / "model"

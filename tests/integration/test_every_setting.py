@@ -17,9 +17,9 @@ from flips import another_value
 
 from hybridrl import main
 from hybridrl.cli import main as command_line
+from hybridrl.config.effective_settings import idle
 from hybridrl.config.load import load_config
-from hybridrl.config.names import leaves
-from hybridrl.config.shown import idle
+from hybridrl.config.setting_names import leaves
 from hybridrl.errors import HybridRLError
 
 pytestmark = pytest.mark.long

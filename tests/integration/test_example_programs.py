@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from hybridrl import Job, load_config
+from hybridrl.console.run_console import make_console
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.models import make_tiny_model
-from hybridrl.observe.console import make_console
-from hybridrl.trainers import loop
+from hybridrl.run import loop
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

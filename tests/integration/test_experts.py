@@ -11,16 +11,16 @@ from ranks import run_ranks
 from settings import LEARNS, SHORT
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from hybridrl.batch.batch import ROUTES, Batch
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.core.batch import ROUTES, Batch
-from hybridrl.core.shared_memory import remove_shared_memory
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
-from hybridrl.models.attention import NAME
+from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.models.expert_routing import Routing, find_routers
+from hybridrl.models.packed_attention import NAME
 from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.models.packing import PackedSamples
-from hybridrl.models.routing import Routing, find_routers
-from hybridrl.rollout.base import Request, Sampling
+from hybridrl.rollout.rollout_engine import Request, Sampling
 from hybridrl.rollout.stream import SampleStream, Share
+from hybridrl.system.shared_memory import remove_shared_memory
 
 pytestmark = pytest.mark.vllm
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from hybridrl.config.load import load_config
+from hybridrl.console.run_console import make_console
 from hybridrl.errors import RewardError
-from hybridrl.job import Job
-from hybridrl.observe.console import make_console
-from hybridrl.trainers import loop
+from hybridrl.job.job import Job
+from hybridrl.run import loop
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hybridrl.checkpoint.store import StepFolders
 from hybridrl.config.load import load_config
+from hybridrl.console.run_console import make_console
 from hybridrl.errors import StorageError
-from hybridrl.job import Job
-from hybridrl.observe.console import make_console
-from hybridrl.observe.step_folders import StepFolders
-from hybridrl.trainers import loop
+from hybridrl.job.job import Job
+from hybridrl.run import loop
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -15,7 +15,7 @@ RANKS, MISSING, LIMIT = 3, 1, 8.0
 def meet(ray, tmp_path):
     """Has ranks meet in a way; the error, the words that name the missing one, and what the driver
     was told before."""
-    from hybridrl.ray_backend.executor import RayExecutor
+    from hybridrl.ray_backend.ray_executor import RayExecutor
 
     said: list[str] = []
 

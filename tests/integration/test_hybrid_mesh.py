@@ -5,10 +5,10 @@ from fractions import Fraction
 
 import pytest
 
-from hybridrl.core.boxes import intersection, subtract_all, volume
-from hybridrl.core.hybrid_mesh import HybridMesh, VanillaMesh
-from hybridrl.core.transition import Parameter, gather_all, nested, vanilla
 from hybridrl.errors import ConfigError
+from hybridrl.layout.boxes import intersection, subtract_all, volume
+from hybridrl.layout.hybrid_mesh import HybridMesh, VanillaMesh
+from hybridrl.layout.transition import Parameter, gather_all, nested, vanilla
 
 RANKS = 64
 

@@ -10,8 +10,8 @@ import torch
 from settings import LEARNS, SHORT
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.tasks import load_task
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.errors import TrainingError
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]

@@ -12,7 +12,7 @@ import torch
 from settings import SHORT
 from transformers import AutoModelForCausalLM
 
-from hybridrl.data.tasks.character_tokenizer import CHARACTERS, build_tokenizer
+from hybridrl.data.character_tokenizer import CHARACTERS, build_tokenizer
 from hybridrl.models import make_tiny_model
 
 TEMPLATE = "{prompt}{response},{answer}"

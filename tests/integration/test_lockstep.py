@@ -6,11 +6,11 @@ import numpy as np
 import torch.distributed as dist
 from ranks import run_ranks
 
-from hybridrl.core.batch import Batch
-from hybridrl.rollout.base import Finished, Request, RolloutEngine, Sampling
-from hybridrl.rollout.episode_columns import EpisodeSample, episode_batch
+from hybridrl.batch.batch import Batch
+from hybridrl.rollout.episode_batch import EpisodeSample, episode_batch
 from hybridrl.rollout.lockstep import FollowingRollout, LeadingEngine, LeadingRollout
 from hybridrl.rollout.playing import Playing, PlaysEpisodes
+from hybridrl.rollout.rollout_engine import Finished, Request, RolloutEngine, Sampling
 from hybridrl.rollout.transcript import Transcript
 
 

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from hybridrl.core import memory_group
-from hybridrl.rewards.sandbox import Limits, confinement, run_python
+from hybridrl.sandbox.python_runner import Limits, confinement, run_python
+from hybridrl.system import memory_cgroup as memory_group
 
 
 @pytest.fixture

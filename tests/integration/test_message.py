@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from hybridrl.batch.batch import Batch
+from hybridrl.batch.call_record import Record
 from hybridrl.controller.batch_ref import BatchRef
-from hybridrl.controller.call import Failure, Reply
+from hybridrl.controller.group_call import Failure, Reply
 from hybridrl.controller.shards import ShardInfo
-from hybridrl.controller.table import Table
-from hybridrl.core.batch import Batch
-from hybridrl.core.record import Record
-from hybridrl.ray_backend.message import seal, unseal
+from hybridrl.controller.table_expression import Table
+from hybridrl.ray_backend.call_messages import seal, unseal
 
 PLAIN = [
     None,

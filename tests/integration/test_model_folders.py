@@ -15,15 +15,15 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from hybridrl.checkpoint import writing
+from hybridrl.checkpoint.tensors import tensor_writer as writing
 from hybridrl.config.schema import ActorConfig, LoraSettings, ParallelConfig
-from hybridrl.core.training_mesh import training_mesh
-from hybridrl.engine.train import TrainEngine
+from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import HybridRLError
+from hybridrl.layout.training_mesh import training_mesh
 from hybridrl.models import CausalPolicy, ScalarModel, stored_dtype
-from hybridrl.models.adapters import add_adapters
-from hybridrl.models.attention import NAME
-from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.models.lora import add_adapters
+from hybridrl.models.packed_attention import NAME
+from hybridrl.parallel.parallel_mesh import ParallelMesh
 
 WORLD = 4
 ONE = "one rank"

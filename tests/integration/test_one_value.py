@@ -18,16 +18,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from hybridrl.config.load import load_config
 from hybridrl.config.presets import names
+from hybridrl.console.run_console import make_console
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
-from hybridrl.job import Job
+from hybridrl.job.job import Job
 from hybridrl.models import make_tiny_model
-from hybridrl.observe.console import make_console
-from hybridrl.observe.metrics_history import read_metrics
-from hybridrl.report.content import Content
-from hybridrl.report.prometheus import exposition
-from hybridrl.report.run_folder import RunFolder
-from hybridrl.trainers import loop
+from hybridrl.report.prometheus_metrics import exposition
+from hybridrl.report.report_content import Content
+from hybridrl.run import loop
+from hybridrl.run_files.metric_reader import read_metrics
+from hybridrl.run_files.run_reader import RunFolder
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

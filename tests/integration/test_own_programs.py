@@ -10,17 +10,18 @@ import torch
 
 from hybridrl import main
 from hybridrl.algorithms import DirectPreference
+from hybridrl.batch.batch import Batch
 from hybridrl.config.load import load_config
-from hybridrl.core.batch import Batch
+from hybridrl.console.run_console import make_console
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError
-from hybridrl.job import Job
+from hybridrl.job.job import Job
 from hybridrl.models import make_tiny_model
-from hybridrl.observe.console import make_console
-from hybridrl.trainers import grpo, loop
+from hybridrl.run import loop
+from hybridrl.run.warmup import warm_up
+from hybridrl.trainers import grpo
 from hybridrl.trainers.role_spec import RoleSpec, standard
-from hybridrl.trainers.warmup import warm_up
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -38,12 +39,12 @@ from functools import partial
 
 import numpy as np
 
-from hybridrl.core.batch import Batch
+from hybridrl.batch.batch import Batch
 from hybridrl.trainers import grpo
-from hybridrl.trainers.base import LEARNED_FROM, SAMPLE, Trainer
+from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, Trainer
 from hybridrl.trainers.objectives import preference_objective
 from hybridrl.trainers.role_spec import RoleSpec, standard
-from hybridrl.trainers.shaping import loss_weights
+from hybridrl.trainers.update_columns import loss_weights
 
 def towards(batch):
     """The teacher's log-probability of each token is its advantage."""
@@ -414,7 +415,7 @@ def test_a_job_closes_what_it_opened(tmp_path, monkeypatch):
         def close(self, state):
             closed.append(state)
 
-    monkeypatch.setattr("hybridrl.job.open_writers", lambda *_: [Writer(), Writer()])
+    monkeypatch.setattr("hybridrl.job.job.open_writers", lambda *_: [Writer(), Writer()])
 
     def fails(self):
         raise RuntimeError("no executor")

@@ -19,7 +19,7 @@ KEPT = """
 from pathlib import Path
 
 from hybridrl.controller import ONE_TO_ALL, transfer
-from hybridrl.workers.reference import ReferenceWorker
+from hybridrl.workers.reference_worker import ReferenceWorker
 
 
 class Teacher(ReferenceWorker):

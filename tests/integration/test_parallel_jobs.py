@@ -8,10 +8,10 @@ import torch
 from settings import SHORT
 
 from hybridrl import load_config
+from hybridrl.batch.batch import Ragged
 from hybridrl.config.schema import ParallelConfig
 from hybridrl.controller import WorkerGroup
-from hybridrl.core.batch import Ragged
-from hybridrl.roles import worker_of
+from hybridrl.job.worker_groups import worker_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 CUTS = ("dp", "tp", "pp", "ring", "ulysses")

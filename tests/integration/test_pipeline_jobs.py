@@ -5,7 +5,7 @@ import json
 import pytest
 from settings import LEARNS, SHORT
 
-from hybridrl.core.generation_plan import GenerationPlan, Stage, to_json
+from hybridrl.systems.unequal_generation.generation_plan import GenerationPlan, Stage, to_json
 
 PLAN = GenerationPlan((Stage(1, (8,)), Stage(0, (16,))), 3, 2, kl=0.005)
 USES = ["rollout=pipeline", "rollout.parallel.pp=2", "rollout.verify_weights=true"]

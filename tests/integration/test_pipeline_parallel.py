@@ -29,14 +29,14 @@ from transformers import (
 )
 
 from hybridrl.algorithms import TokenLoss, value_loss
+from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
-from hybridrl.core.batch import Batch
-from hybridrl.core.training_mesh import training_mesh
-from hybridrl.engine.train import TrainEngine
+from hybridrl.engine.train_engine import TrainEngine
+from hybridrl.layout.training_mesh import training_mesh
 from hybridrl.models import CausalPolicy, ScalarModel
-from hybridrl.models.attention import NAME
+from hybridrl.models.packed_attention import NAME
 from hybridrl.parallel import fsdp
-from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.parallel.parallel_mesh import ParallelMesh
 
 LAYERS = 5
 STEPS = 8

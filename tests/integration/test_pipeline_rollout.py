@@ -6,12 +6,12 @@ from engine_cases import CPU
 from ranks import run_ranks
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from hybridrl.core.batch import Batch
-from hybridrl.core.generation_plan import GenerationPlan, Stage, equal_plan
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
-from hybridrl.rollout.base import Sampling
-from hybridrl.rollout.pipeline import PipelineRollout
-from hybridrl.rollout.transformers import TransformersRollout
+from hybridrl.batch.batch import Batch
+from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.rollout.rollout_engine import Sampling
+from hybridrl.rollout.transformers_engine import TransformersRollout
+from hybridrl.systems.unequal_generation.generation_plan import GenerationPlan, Stage, equal_plan
+from hybridrl.systems.unequal_generation.pipeline_engine import PipelineRollout
 
 WORLD, LAYERS, EOS = 4, 5, 1
 LOW = (16, 8, 4, 8, 16)

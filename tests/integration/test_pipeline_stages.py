@@ -17,12 +17,12 @@ from transformers import (
     Qwen3Config,
 )
 
+from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import LoraSettings
-from hybridrl.core.batch import Batch
 from hybridrl.errors import ConfigError
 from hybridrl.models import CausalPolicy, PackedSamples, ScalarModel
-from hybridrl.models.adapters import add_adapters
-from hybridrl.models.attention import NAME
+from hybridrl.models.lora import add_adapters
+from hybridrl.models.packed_attention import NAME
 from hybridrl.parallel.staged_model import StagedModel
 from hybridrl.parallel.stages import check_stages, split_layers
 

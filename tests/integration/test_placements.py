@@ -9,8 +9,8 @@ import pytest
 from settings import TINY
 
 from hybridrl import load_config
-from hybridrl.planner.recorded_graph import graph_of
-from hybridrl.planner.replay import replay
+from hybridrl.planner.step.graph_replay import replay
+from hybridrl.planner.what_if.recorded_graph import graph_of
 from hybridrl.trainers import ppo
 from hybridrl.trainers.objectives import policy_objective
 

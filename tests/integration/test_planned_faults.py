@@ -9,7 +9,7 @@ import pytest
 from settings import SHORT
 from victims import Victim
 
-from hybridrl.observe.run_state import state_of
+from hybridrl.run_files.run_status import state_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 LIMIT = 8

@@ -7,17 +7,17 @@ import torch
 from engine_cases import CPU, DEALS, LEARNING, deal, make_batch, make_engine, parameters, update
 from ranks import run_ranks
 
-from hybridrl.checks.settings import check
+from hybridrl.checks.settings.job_checks import check
 from hybridrl.config.load import load_config
-from hybridrl.core.mesh import Mesh
-from hybridrl.core.precision_plan import PrecisionPlan, RankPrecision
+from hybridrl.console.run_console import make_console
 from hybridrl.errors import ConfigError
-from hybridrl.job import Job
-from hybridrl.models.low_bit_scoring import LowBitScoring
-from hybridrl.models.low_bit_training import learn_in
-from hybridrl.observe.console import make_console
-from hybridrl.parallel.mesh import ParallelMesh
-from hybridrl.trainers import loop
+from hybridrl.job.job import Job
+from hybridrl.layout.rank_mesh import Mesh
+from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.run import loop
+from hybridrl.systems.low_bits.low_bit_scoring import LowBitScoring
+from hybridrl.systems.low_bits.low_bit_training import learn_in
+from hybridrl.systems.low_bits.precision_plan import PrecisionPlan, RankPrecision
 
 SMALL = [
     *("executor=inline", "rollout=transformers", "devices=cpu", "model.dtype=float32"),

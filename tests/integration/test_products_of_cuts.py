@@ -7,9 +7,9 @@ from parallel_cases import assemble, assert_close, learn, make_engine, make_mode
 from ranks import run_ranks
 
 from hybridrl.config.schema import ParallelConfig
-from hybridrl.core.training_mesh import training_mesh
+from hybridrl.layout.training_mesh import training_mesh
 from hybridrl.parallel import fsdp
-from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.parallel.parallel_mesh import ParallelMesh
 
 WORLD = 4
 # Ranks, how they are cut, ranks that share a copy while generating.

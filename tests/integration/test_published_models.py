@@ -13,11 +13,11 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from hybridrl import cli, load_config, main
-from hybridrl.checks.model_folder import check_model
+from hybridrl.checks.models.model_folder_checks import check_model
 from hybridrl.config.schema import ActorConfig, LoraSettings, ParallelConfig
 from hybridrl.controller.worker import Context
 from hybridrl.errors import ConfigError, HybridRLError
-from hybridrl.workers.engines import ModelSource, policy_engine
+from hybridrl.workers.training_engines import ModelSource, policy_engine
 
 WORLD = 2
 EVERYWHERE = ("gemma3", "qwen3_5", "mistral3", "deepseek_v3")

@@ -8,7 +8,7 @@ import torch
 from settings import SHORT
 from torch import nn
 
-from hybridrl.models.rounded_rows import quantise
+from hybridrl.models.row_quantization import quantise
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 PLACES = [

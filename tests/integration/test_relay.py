@@ -12,8 +12,8 @@ import numpy as np
 import psutil
 import pytest
 
+from hybridrl.batch.batch import Batch
 from hybridrl.controller import DP, FIRST, ONE_TO_ALL, Worker, WorkerGroup, transfer
-from hybridrl.core.batch import Batch
 from hybridrl.errors import CallTimeoutError, WorkerError
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(200)]
@@ -79,7 +79,7 @@ def numbers(rows: int = ROWS) -> Batch:
 
 @pytest.fixture(scope="module")
 def many(ray):
-    from hybridrl.ray_backend.executor import RayExecutor
+    from hybridrl.ray_backend.ray_executor import RayExecutor
 
     with RayExecutor("cpu", MANY, cpus_per_host=CPUS, timeout_s=100) as executor:
         yield executor
@@ -98,9 +98,9 @@ def groups(many):
 @pytest.fixture
 def few(ray, monkeypatch):
     """Starts executors of few hosts that use the relay nevertheless, with one group each."""
-    from hybridrl.ray_backend.executor import RayExecutor
+    from hybridrl.ray_backend.ray_executor import RayExecutor
 
-    monkeypatch.setattr("hybridrl.ray_backend.executor.DIRECT_HOSTS", 0)
+    monkeypatch.setattr("hybridrl.ray_backend.ray_executor.DIRECT_HOSTS", 0)
     started = []
 
     def start(timeout_s: float = 100.0) -> WorkerGroup:

@@ -9,10 +9,10 @@ import pytest
 from browser import browser, open_page
 from run_folders import HOSTILE, metrics_row, run_folder
 
-from hybridrl.report.content import Content
-from hybridrl.report.page import page as page_of
-from hybridrl.report.run_folder import RunFolder
-from hybridrl.report.server import Server, Site
+from hybridrl.report.html_page import page as page_of
+from hybridrl.report.report_content import Content
+from hybridrl.report.report_server import Server, Site
+from hybridrl.run_files.run_reader import RunFolder
 
 pytestmark = pytest.mark.skipif(browser() is None, reason="no Chromium is installed here")
 # Its last part is there, and the browser has told the charts how wide they are, which draws them.

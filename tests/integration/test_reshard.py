@@ -8,12 +8,12 @@ import torch.distributed as dist
 from layout_cases import cut, empty_tensors, local, numbered
 from ranks import run_ranks
 
-from hybridrl.core.hybrid_mesh import HybridMesh, VanillaMesh
-from hybridrl.core.pieces import Piece
-from hybridrl.core.transition import Parameter, gather_all, nested, vanilla
-from hybridrl.reshard.collectives import Reshard, reshard
-from hybridrl.reshard.parcels import Traffic, into
-from hybridrl.reshard.rounds import count
+from hybridrl.layout.hybrid_mesh import HybridMesh, VanillaMesh
+from hybridrl.layout.tensor_pieces import Piece
+from hybridrl.layout.transition import Parameter, gather_all, nested, vanilla
+from hybridrl.weights.collective_reshard import Reshard, reshard
+from hybridrl.weights.transfer_rounds import count
+from hybridrl.weights.weight_transport import Traffic, into
 
 WORLD = 8
 ARMS = {

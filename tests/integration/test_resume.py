@@ -12,17 +12,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from hybridrl.checkpoint.store import StepFolders
 from hybridrl.config.load import load_config, read_settings
+from hybridrl.console.run_console import make_console
+from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
-from hybridrl.data.tasks.character_tokenizer import TEXT, build_tokenizer
 from hybridrl.errors import ConfigError, DataError, StorageError
-from hybridrl.inputs import with_date
-from hybridrl.job import Job
+from hybridrl.job.job import Job
+from hybridrl.job.job_inputs import with_date
 from hybridrl.models import make_tiny_model
-from hybridrl.models.adapters import add_adapters
-from hybridrl.observe.console import make_console
-from hybridrl.observe.step_folders import StepFolders
-from hybridrl.trainers import grpo, loop
+from hybridrl.models.lora import add_adapters
+from hybridrl.run import loop
+from hybridrl.trainers import grpo
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -105,7 +106,7 @@ def run(tmp_path, own, model, monkeypatch):
         add_adapters(model, settings, seed + len(resumed))
 
     resumed = []
-    monkeypatch.setattr("hybridrl.workers.engines.add_adapters", adapt)
+    monkeypatch.setattr("hybridrl.workers.training_engines.add_adapters", adapt)
 
     def finish(name, *overrides, **objects):
         given = [f"run.directory={tmp_path / name}", f"reward.function={own}:odd"]
@@ -309,7 +310,7 @@ def test_a_run_keeps_the_date_of_its_first_start(run, tmp_path, monkeypatch):
     def move_clock(day):
         now = datetime.datetime(2024, 3, day)
         clock = SimpleNamespace(date=SimpleNamespace(today=now.date), now=lambda: now)
-        monkeypatch.setattr("hybridrl.inputs.datetime", clock)
+        monkeypatch.setattr("hybridrl.job.job_inputs.datetime", clock)
         monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
 
     tokenizer = build_tokenizer(TEXT, chat=True)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from settings import LEARNS, SHORT
 from test_resume import rows_of
 
-from hybridrl.trainers.loop import Loop
+from hybridrl.run.loop import Loop
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 SLOW_REWARD = """

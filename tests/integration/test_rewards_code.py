@@ -4,10 +4,10 @@ import sys
 import pytest
 
 from hybridrl.errors import RewardError
-from hybridrl.rewards import sandbox as sandbox_module
 from hybridrl.rewards.code import extract_program, passes_tests
-from hybridrl.rewards.confined import landlock, seccomp
-from hybridrl.rewards.sandbox import confinement
+from hybridrl.sandbox import python_runner as sandbox_module
+from hybridrl.sandbox.confined import landlock, seccomp
+from hybridrl.sandbox.python_runner import confinement
 
 SQUARES = ["assert square(2) == 4", "assert square(3) == 9", "assert 0 <= square(0) < 1, 'zero'"]
 

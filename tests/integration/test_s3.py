@@ -8,14 +8,14 @@ import socket
 import pytest
 from test_resume_ray import SLOW_REWARD
 
+from hybridrl.checkpoint.store import StepFolders
 from hybridrl.cli import main
 from hybridrl.config.load import load_config
-from hybridrl.core.locations import location_of, sizes_below
+from hybridrl.console.run_console import make_console
 from hybridrl.errors import StorageError
-from hybridrl.job import Job
-from hybridrl.observe.console import make_console
-from hybridrl.observe.step_folders import StepFolders
-from hybridrl.trainers import loop
+from hybridrl.job.job import Job
+from hybridrl.run import loop
+from hybridrl.system.locations import location_of, sizes_below
 
 pytestmark = [
     pytest.mark.usefixtures("process_group"),

@@ -33,7 +33,7 @@ from confined_callers import (
 
 from hybridrl.errors import ConfigError
 from hybridrl.rewards import RewardPool
-from hybridrl.rewards.sandbox import Limits
+from hybridrl.sandbox.python_runner import Limits
 
 # What it may be installed in and started from.
 

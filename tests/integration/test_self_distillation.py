@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from hybridrl import Batch, Job, load_config
+from hybridrl.console.run_console import make_console
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError
 from hybridrl.models import make_tiny_model
-from hybridrl.observe.console import make_console
-from hybridrl.trainers import loop
+from hybridrl.run import loop
 from hybridrl.trainers.teacher_prompt import TeacherPrompt
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -38,7 +38,7 @@ from sequence_cases import (
 from hybridrl.errors import ConfigError
 from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.parallel import fsdp
-from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.parallel.parallel_mesh import ParallelMesh
 
 FOUR = ["ulysses2 x ring2", "ring4", "ulysses4"]
 DEALS = {1: [(11,)], 2: [(6, 5), (0, 11)]}

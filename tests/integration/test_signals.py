@@ -10,7 +10,7 @@ import pytest
 from settings import SHORT
 from victims import Victim
 
-from hybridrl.observe.run_state import state_of
+from hybridrl.run_files.run_status import state_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(200)]
 JOB = [*SHORT, "rollout=transformers", "devices=cpu", "num_devices=2", "recover.grace_s=120"]

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from settings import SHORT
 
-from hybridrl.observe.step_folders import StepFolders
+from hybridrl.checkpoint.store import StepFolders
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(not shutil.which("bash"), reason="bash")]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hybridrl import trainers
+from hybridrl.batch.batch import Batch
 from hybridrl.config.load import load_config
 from hybridrl.config.schema import Config
 from hybridrl.controller import (
@@ -22,15 +23,14 @@ from hybridrl.controller import (
     WorkerGroup,
     transfer,
 )
-from hybridrl.core.batch import Batch
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
-from hybridrl.job import Job
+from hybridrl.evaluation.held_out_metrics import evaluate_answers
+from hybridrl.job.job import Job
 from hybridrl.models import make_tiny_model
 from hybridrl.rollout import Sampling
-from hybridrl.trainers.evaluation import evaluate_answers
-from hybridrl.trainers.step_metrics import step_metrics
-from hybridrl.trainers.steps import Step
+from hybridrl.run.step_metrics import step_metrics
+from hybridrl.run.step_runner import Step
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

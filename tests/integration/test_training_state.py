@@ -14,16 +14,16 @@ from test_model_folders import critic
 from transformers import AutoModelForCausalLM
 
 from hybridrl.algorithms import TokenLoss
+from hybridrl.checkpoint.engine_state.state_saver import StateSaver
+from hybridrl.checkpoint.engine_state.training_state import load_training_state, save_training_state
 from hybridrl.config.schema import ActorConfig, LoraSettings, OptimizerConfig, ParallelConfig
-from hybridrl.core.boxes import volume
-from hybridrl.core.training_mesh import training_mesh
-from hybridrl.engine.state_saver import StateSaver
-from hybridrl.engine.train import TrainEngine
-from hybridrl.engine.training_state import load_training_state, save_training_state
+from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError
+from hybridrl.layout.boxes import volume
+from hybridrl.layout.training_mesh import training_mesh
 from hybridrl.models import CausalPolicy, ScalarModel
-from hybridrl.models.adapters import add_adapters
-from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.models.lora import add_adapters
+from hybridrl.parallel.parallel_mesh import ParallelMesh
 
 WORLD = 4
 CUTS = {

@@ -16,9 +16,9 @@ import pytest
 from netlab import RAY_ENVIRONMENT, network, ray_nodes
 from settings import LEARNS, SHORT
 
-from hybridrl.observe.recorded_steps import read_steps
-from hybridrl.planner.recorded_run import RecordedRun
-from hybridrl.planner.replay import replay
+from hybridrl.planner.step.graph_replay import replay
+from hybridrl.planner.what_if.recorded_run import RecordedRun
+from hybridrl.run_files.recorded_steps import read_steps
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 LEARNING = [*SHORT, *LEARNS, "warmup.steps=0", "trainer.steps=8", "num_devices=2"]

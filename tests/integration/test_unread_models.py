@@ -8,16 +8,16 @@ from ranks import run_ranks
 from safetensors.torch import save_file
 from test_model_folders import critic, experts
 
-from hybridrl.checkpoint import reading
+from hybridrl.checkpoint.tensors import tensor_reader as reading
 from hybridrl.config.schema import ActorConfig, LoraSettings, OptimizerConfig, ParallelConfig
 from hybridrl.controller.worker import Context
-from hybridrl.core.training_mesh import training_mesh
-from hybridrl.engine.train import TrainEngine
+from hybridrl.engine.train_engine import TrainEngine
+from hybridrl.layout.training_mesh import training_mesh
 from hybridrl.models import CausalPolicy, ScalarModel, load_model, load_scalar_model
-from hybridrl.models.adapters import add_adapters
+from hybridrl.models.lora import add_adapters
 from hybridrl.parallel import fsdp
-from hybridrl.parallel.mesh import ParallelMesh
-from hybridrl.workers.engines import ModelSource, policy_engine, scalar_engine
+from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.workers.training_engines import ModelSource, policy_engine, scalar_engine
 
 WORLD = 4
 CUTS = {

@@ -10,7 +10,7 @@ import pytest
 from scripted_endpoint import ScriptedEndpoint
 
 from hybridrl.config.schema import EnvironmentConfig
-from hybridrl.data.tasks.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
 from hybridrl.environments.pool import EnvironmentPool, Play
 
 ROOT = Path(__file__).parents[2]

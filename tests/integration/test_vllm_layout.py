@@ -13,12 +13,12 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import RolloutConfig, RolloutParallelConfig
-from hybridrl.core.batch import Batch
-from hybridrl.core.boxes import volume
-from hybridrl.core.shared_memory import remove_shared_memory
+from hybridrl.layout.boxes import volume
 from hybridrl.rollout import Sampling
-from hybridrl.rollout.weights import by_tensor, inside
+from hybridrl.rollout.weight_writer import by_tensor, inside
+from hybridrl.system.shared_memory import remove_shared_memory
 
 pytestmark = pytest.mark.vllm
 PROMPTS = [[5, 6, 14, 7, 8, 17], [9, 10], [11, 12, 13, 20]]

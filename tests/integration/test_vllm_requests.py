@@ -17,11 +17,11 @@ def test_requests_are_dropped_seen_and_ended(tmp_path):
 
 def make_requests(rank, tmp_path):
     from hybridrl.config.schema import RolloutConfig
-    from hybridrl.core.shared_memory import remove_shared_memory
-    from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+    from hybridrl.data.character_tokenizer import build_tokenizer
     from hybridrl.models import make_tiny_model
-    from hybridrl.rollout.base import Request, Sampling
+    from hybridrl.rollout.rollout_engine import Request, Sampling
     from hybridrl.rollout.vllm import VLLMRollout
+    from hybridrl.system.shared_memory import remove_shared_memory
 
     job, folder = f"hybridrl-{os.getpid()}-1", tmp_path / "model"
     tokenizer = build_tokenizer()

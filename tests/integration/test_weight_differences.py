@@ -8,14 +8,14 @@ from layout_cases import cut
 from ranks import run_ranks
 from test_weights_as_parcels import Part
 
-from hybridrl.compress.weight_message import checksum
 from hybridrl.config.schema import ActorConfig
-from hybridrl.core.boxes import extent, volume
-from hybridrl.engine.train import TrainEngine
-from hybridrl.engine.weight_channel import WeightChannel
+from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import RolloutError
+from hybridrl.layout.boxes import extent, volume
 from hybridrl.models import CausalPolicy
-from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.weights.weight_channel import WeightChannel
+from hybridrl.weights.weight_message import checksum
 
 TRAINERS, GENERATORS = 2, 3
 SYNCS = 4

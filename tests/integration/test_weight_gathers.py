@@ -18,12 +18,12 @@ from engine_cases import (
 )
 from ranks import run_ranks
 
-from hybridrl.compress.weights import DIFFERENCES, DifferenceAllGather, add_difference
+from hybridrl.checkpoint.engine_state.training_state import load_training_state, save_training_state
 from hybridrl.config.schema import ParallelConfig
-from hybridrl.core.mesh import Mesh
-from hybridrl.engine.training_state import load_training_state, save_training_state
+from hybridrl.layout.rank_mesh import Mesh
 from hybridrl.parallel import fsdp
-from hybridrl.parallel.mesh import ParallelMesh
+from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.weight_gathers import DIFFERENCES, DifferenceAllGather, add_difference
 
 WORLD, UPDATES, SAVED = 4, 4, 1
 # Name: ranks, `parallel.shards`, precision of computation, and whether the model is one unit.

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hybridrl.algorithms import PolicyObjective, token_weights
+from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import (
     ActorConfig,
     LoraSettings,
@@ -18,11 +19,10 @@ from hybridrl.config.schema import (
     RolloutParallelConfig,
 )
 from hybridrl.controller import WorkerGroup
-from hybridrl.core.batch import Batch
-from hybridrl.core.shared_memory import remove_shared_memory
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
-from hybridrl.placement.separated_actor import SeparatedActor
+from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.placement.disaggregated_actor import SeparatedActor
 from hybridrl.rollout import Sampling
+from hybridrl.system.shared_memory import remove_shared_memory
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 CASES = [
@@ -79,8 +79,8 @@ def supervised_batch() -> Batch:
 def train_and_sync(executor, folder, architecture, tied, parallel, rollout_tp):
     """Samples before and after three updates, and the bytes that each rank received in the sync;
     the trained model is in the folder."""
-    from hybridrl.workers.actor import ActorWorker
-    from hybridrl.workers.engines import ModelSource
+    from hybridrl.workers.actor_worker import ActorWorker
+    from hybridrl.workers.training_engines import ModelSource
 
     path = str(folder / "model")
     make_model(folder / "model", architecture, tied)
@@ -160,9 +160,9 @@ def test_greedy_tokens_agree_after_training(case, hosts, tmp_path):
 def actors_with_adapters(executor, path):
     """Three that learn alike: adapters multiplied into the weights, beside them, and beside them on
     another device."""
-    from hybridrl.workers.actor import ActorWorker
-    from hybridrl.workers.engines import ModelSource
-    from hybridrl.workers.generator import GeneratorWorker
+    from hybridrl.workers.actor_worker import ActorWorker
+    from hybridrl.workers.generator_worker import GeneratorWorker
+    from hybridrl.workers.training_engines import ModelSource
 
     lora = LoraSettings(rank=4, targets=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
     merged = ModelSource(path, path, "float32", 64, (1,))

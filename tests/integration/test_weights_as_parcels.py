@@ -9,17 +9,17 @@ from layout_cases import cut
 from ranks import run_ranks
 
 from hybridrl.config.schema import ActorConfig
-from hybridrl.controller.columns import UNKNOWN
+from hybridrl.controller.expected_columns import UNKNOWN
 from hybridrl.controller.shards import ShardInfo, Shards
-from hybridrl.controller.table import Table
-from hybridrl.core.boxes import even_range, extent, whole
-from hybridrl.core.pieces import Piece
-from hybridrl.engine.train import TrainEngine
-from hybridrl.engine.weight_channel import WeightChannel
+from hybridrl.controller.table_expression import Table
+from hybridrl.engine.train_engine import TrainEngine
+from hybridrl.layout.boxes import even_range, extent, whole
+from hybridrl.layout.tensor_pieces import Piece
 from hybridrl.models import CausalPolicy
-from hybridrl.parallel.mesh import ParallelMesh
-from hybridrl.rollout.base import RolloutEngine
-from hybridrl.rollout.weights import WeightWriter
+from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.rollout.rollout_engine import RolloutEngine
+from hybridrl.rollout.weight_writer import WeightWriter
+from hybridrl.weights.weight_channel import WeightChannel
 
 TRAINERS, GENERATORS = 4, 4
 

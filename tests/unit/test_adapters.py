@@ -18,10 +18,10 @@ from transformers import (
 )
 
 from hybridrl.algorithms import BradleyTerry, Segments, negative_log_likelihood, token_weights
+from hybridrl.batch.batch import Batch, Ragged
 from hybridrl.config.load import load_config
 from hybridrl.config.schema import ActorConfig, LoraSettings, OptimizerConfig
-from hybridrl.core.batch import Batch, Ragged
-from hybridrl.engine.train import TrainEngine
+from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError
 from hybridrl.models import (
     CausalPolicy,
@@ -32,10 +32,10 @@ from hybridrl.models import (
     unread_model,
     unread_scalar_model,
 )
-from hybridrl.models.adapters import ALL, add_adapters, check_targets, has_adapters, load_adapters
-from hybridrl.models.attention import NAME
-from hybridrl.models.shrunk import shrunk
-from hybridrl.workers.reward_model import sample_scores
+from hybridrl.models.lora import ALL, add_adapters, check_targets, has_adapters, load_adapters
+from hybridrl.models.packed_attention import NAME
+from hybridrl.models.shrunk_config import shrunk
+from hybridrl.workers.reward_model_worker import sample_scores
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install peft")
 

@@ -5,11 +5,11 @@ import torch
 from test_models import UNEVEN, assert_packed_equals_alone, make_batch
 from transformers import AutoConfig
 
-from hybridrl.core.batch import Batch
+from hybridrl.batch.batch import Batch
 from hybridrl.errors import ConfigError
 from hybridrl.models import PackedSamples, Rows, admit
-from hybridrl.models.shrunk import shrunk
-from hybridrl.parallel.sequence import check_rows
+from hybridrl.models.shrunk_config import shrunk
+from hybridrl.parallel.sequence_parallel import check_rows
 
 FACTORS = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096}
@@ -80,7 +80,7 @@ def test_a_model_of_one_layer():
 
 
 def test_a_trial_draws_no_random_numbers_of_the_job(monkeypatch):
-    monkeypatch.setattr("hybridrl.models.admission._admitted", {})
+    monkeypatch.setattr("hybridrl.models.packing_trial._admitted", {})
     before = torch.get_rng_state()
     admit(AutoConfig.for_model("qwen2"), "mine")
     assert torch.equal(torch.get_rng_state(), before)

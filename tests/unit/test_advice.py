@@ -9,14 +9,14 @@ from pyarrow import parquet
 from settings import configured
 
 from hybridrl import cli
+from hybridrl.batch.call_record import Record, Span
 from hybridrl.config.load import to_yaml
-from hybridrl.core.cluster import Cluster
-from hybridrl.core.record import Record, Span
-from hybridrl.observe.recorded_steps import RecordedStep, RecordedSteps
-from hybridrl.planner.devices import present
-from hybridrl.report.advice import TIP, WARNING, advise, what_was_learned
-from hybridrl.report.run_folder import RunFolder
+from hybridrl.planner.machine.device_catalog import present
+from hybridrl.report.run_advice import TIP, WARNING, advise, what_was_learned
 from hybridrl.report.words import words
+from hybridrl.run_files.recorded_steps import RecordedStep, RecordedSteps
+from hybridrl.run_files.run_reader import RunFolder
+from hybridrl.system.cluster_spec import Cluster
 
 BEGIN = 1_700_000_000.0
 STEPS = 12

@@ -23,12 +23,12 @@ from agent_cases import (
 )
 from agent_programs import Conversation, turns_of
 
+from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import EnvironmentConfig, RolloutConfig
-from hybridrl.core.batch import Batch
-from hybridrl.environments.play import Played
+from hybridrl.environments.episode_runner import Played
 from hybridrl.errors import RolloutError
-from hybridrl.report.run_folder import RunFolder
-from hybridrl.serving.agents import AgentRollout, agent_rollout
+from hybridrl.run_files.run_reader import RunFolder
+from hybridrl.serving.agent_rollout import AgentRollout, agent_rollout
 from hybridrl.serving.failed_episodes import FailedEpisodes
 
 

@@ -5,11 +5,11 @@ import re
 import pytest
 from settings import configured
 
-from hybridrl.checks.algorithm import check_algorithm
-from hybridrl.checks.settings import check
+from hybridrl.checks.settings.algorithm_checks import check_algorithm
+from hybridrl.checks.settings.job_checks import check
 from hybridrl.config.load import load_config
-from hybridrl.config.names import leaves
 from hybridrl.config.presets import FOLDER
+from hybridrl.config.setting_names import leaves
 from hybridrl.errors import ConfigError
 from hybridrl.trainers import load_trainer
 from hybridrl.trainers.objectives import correction_notice

@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from layout_cases import full_tensors, layout_pairs, numbered
 from safetensors.torch import load
 
-from hybridrl.checkpoint.apart import open_tensors, write_apart
-from hybridrl.checkpoint.file_plan import plan_files, share
-from hybridrl.checkpoint.writing import headers_of, values_of
-from hybridrl.core.boxes import extent, whole
-from hybridrl.core.layout import Layout
-from hybridrl.core.locations import location_of, sizes_below, write_whole
-from hybridrl.core.pieces import local_pieces
-from hybridrl.core.written import Written, damage, lacking, list_of, read_lists
+from hybridrl.checkpoint.tensors.file_plan import plan_files, share
+from hybridrl.checkpoint.tensors.rank_manifest import Written, damage, lacking, list_of, read_lists
+from hybridrl.checkpoint.tensors.remote_files import open_tensors, write_apart
+from hybridrl.checkpoint.tensors.tensor_writer import headers_of, values_of
 from hybridrl.errors import ConfigError
+from hybridrl.layout.boxes import extent, whole
+from hybridrl.layout.tensor_layout import Layout
+from hybridrl.layout.tensor_pieces import local_pieces
+from hybridrl.system.locations import location_of, sizes_below, write_whole
 
 
 def new_folder():

@@ -6,15 +6,15 @@ import pytest
 from settings import configured
 from transformers import LlamaConfig
 
-from hybridrl.checks.placement import check_placement
+from hybridrl.checks.machine.placement_checks import check_placement
 from hybridrl.cli import main
 from hybridrl.config.load import load_config
 from hybridrl.errors import ConfigError
 from hybridrl.placement import Placement
-from hybridrl.planner.auto import fewest_devices, per_dollar, prices_of, propose
-from hybridrl.planner.devices import named
-from hybridrl.planner.plan import make_plan
-from hybridrl.planner.rates import Rates
+from hybridrl.planner.job_plan import make_plan
+from hybridrl.planner.machine.device_catalog import named
+from hybridrl.planner.machine.device_rates import Rates
+from hybridrl.planner.search.proposals import fewest_devices, per_dollar, prices_of, propose
 
 PPO = [
     *("algorithm=ppo", "algorithm.kl_coefficient=0.1", "model.dtype=bfloat16", "placement=auto"),

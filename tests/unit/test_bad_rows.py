@@ -7,16 +7,16 @@ import pytest
 
 from hybridrl.config.load import load_config
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.refused_rows import collected
-from hybridrl.data.sources import (
+from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.datasets import (
     load_examples,
     load_pairs,
     load_prompts,
     load_prompts_to_evaluate,
 )
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.data.refused_rows import collected
 from hybridrl.errors import DataError
-from hybridrl.inputs import load_rows
+from hybridrl.job.job_inputs import load_rows
 
 GOOD = [{"prompt": f"{n}+1=", "answer": str(n + 1), "kind": n} for n in range(20)]
 

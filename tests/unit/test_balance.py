@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.core.balance import pack, partition, partition_nearby, sample_cost
+from hybridrl.batch.row_balancing import pack, partition, partition_nearby, sample_cost
 from hybridrl.errors import ConfigError
 
 costs = st.lists(st.integers(0, 1000), max_size=40)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.core.batch import Batch, Ragged, row_numbers
+from hybridrl.batch.batch import Batch, Ragged, row_numbers
 from hybridrl.errors import DataError
 
 TOKENS = st.lists(st.integers(-5, 5), max_size=4)

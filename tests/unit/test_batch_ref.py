@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridrl.batch.batch import Batch, Ragged
 from hybridrl.controller import BatchRef, InlineExecutor
-from hybridrl.controller.choices import Part
-from hybridrl.controller.columns import UNKNOWN, Columns, Wanted
+from hybridrl.controller.expected_columns import UNKNOWN, Columns, Wanted
+from hybridrl.controller.row_selection import Part
 from hybridrl.controller.shards import ShardInfo, Shards
-from hybridrl.controller.table import Table
-from hybridrl.core.batch import Batch, Ragged
+from hybridrl.controller.table_expression import Table
 from hybridrl.errors import DataError
 
 WHOLE = Part(0, 1)

@@ -7,11 +7,11 @@ import random
 import pytest
 from settings import configured
 
-from hybridrl.core.precision_plan import PrecisionPlan, RankPrecision
 from hybridrl.errors import ConfigError
-from hybridrl.planner.bit_allocation import LayerCost, UnequalDevice, Work, allocate
-from hybridrl.planner.unequal_devices import load_devices
-from hybridrl.trainers.precision import precision_notices
+from hybridrl.systems.low_bits.bit_allocation import LayerCost, UnequalDevice, Work, allocate
+from hybridrl.systems.low_bits.precision_plan import PrecisionPlan, RankPrecision
+from hybridrl.systems.low_bits.role_plans import precision_notices
+from hybridrl.systems.unequal_devices import load_devices
 
 
 def even_work(layers=8, whole=1.0, low=0.2, ends=0.5, fixed=0.0):

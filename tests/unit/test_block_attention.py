@@ -8,12 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.core.zigzag import ring_rows
 from hybridrl.errors import ConfigError
-from hybridrl.parallel import block_attention, rectangles
+from hybridrl.parallel import block_attention
+from hybridrl.parallel import padded_attention as rectangles
 from hybridrl.parallel.block_attention import Block, block_backward, block_forward, correction
-from hybridrl.parallel.sequence import check_window
+from hybridrl.parallel.sequence_parallel import check_window
 from hybridrl.parallel.ulysses import check_heads
+from hybridrl.parallel.zigzag import ring_rows
 
 CPU = torch.device("cpu")
 SCALE = 0.4

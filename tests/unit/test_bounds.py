@@ -9,17 +9,17 @@ from settings import configured
 
 from hybridrl.algorithms.group_advantages import SCALES
 from hybridrl.algorithms.kl import ESTIMATORS
-from hybridrl.algorithms.objective import CORRECTIONS
-from hybridrl.algorithms.preferences import PREFERENCE_LOSSES
-from hybridrl.algorithms.weights import MODES
-from hybridrl.checks.settings import check
-from hybridrl.config.bounds import OneOf, Range
+from hybridrl.algorithms.loss_weights import MODES
+from hybridrl.algorithms.policy_objective import CORRECTIONS
+from hybridrl.algorithms.preference_losses import PREFERENCE_LOSSES
+from hybridrl.checks.settings.job_checks import check
+from hybridrl.config.constraints import OneOf, Range
 from hybridrl.config.schema import Config, TrainerConfig
-from hybridrl.config.values import bounds, hints, plain, with_defaults, wrong_values
-from hybridrl.core.dtypes import AUTO, DTYPES
+from hybridrl.config.setting_types import bounds, hints, plain, with_defaults, wrong_values
 from hybridrl.engine.optimizer import SCHEDULES
-from hybridrl.engine.train import MOST_SKIPPED
+from hybridrl.engine.train_engine import MOST_SKIPPED
 from hybridrl.errors import ConfigError
+from hybridrl.system.dtypes import AUTO, DTYPES
 
 ANY_NUMBER = {
     *("algorithm.entropy_coefficient", "reward.error_value", "reward.correct_at", "reward.weights"),

@@ -7,10 +7,10 @@ from agent_cases import TEMPLATES, WEATHER, letters, merging_tokenizer
 
 from hybridrl.conversations.messages import read_messages
 from hybridrl.conversations.rendering import TemplateContext
+from hybridrl.serving.agent_session import Known
 from hybridrl.serving.chat import ChatError
 from hybridrl.serving.messages import Said, prefix_keys
 from hybridrl.serving.renderer_chat import RendererChat, chat_of
-from hybridrl.serving.session import Known
 from hybridrl.serving.template_chat import TemplateChat
 
 CALL = '<tool_call>{"name": "weather",\n "arguments": {"place": "there"}}</tool_call>'

@@ -7,16 +7,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridrl.checkpoint.apart import write_apart
-from hybridrl.checkpoint.file_plan import plan_files, share
-from hybridrl.checkpoint.writing import headers_of, write_headers, write_parts, written_box
+from hybridrl.checkpoint.store import StepFolders
+from hybridrl.checkpoint.tensors.file_plan import plan_files, share
+from hybridrl.checkpoint.tensors.rank_manifest import Written, list_of
+from hybridrl.checkpoint.tensors.remote_files import write_apart
+from hybridrl.checkpoint.tensors.tensor_writer import (
+    headers_of,
+    write_headers,
+    write_parts,
+    written_box,
+)
 from hybridrl.cli import main
-from hybridrl.core.boxes import whole
-from hybridrl.core.layout import Layout
-from hybridrl.core.locations import location_of, write_whole
-from hybridrl.core.pieces import local_pieces
-from hybridrl.core.written import Written, list_of
-from hybridrl.observe.step_folders import StepFolders
+from hybridrl.layout.boxes import whole
+from hybridrl.layout.tensor_layout import Layout
+from hybridrl.layout.tensor_pieces import local_pieces
+from hybridrl.system.locations import location_of, write_whole
 
 SETTINGS = "checkpoint: {every: 10, keep_last: 1, best: accuracy}\nactor: {parallel: {tp: 1}}\n"
 

@@ -6,7 +6,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.config.schema import CHECKPOINTING, ActorConfig
-from hybridrl.models import CausalPolicy, PackedSamples, checkpointing
+from hybridrl.models import CausalPolicy, PackedSamples
+from hybridrl.models import activation_checkpointing as checkpointing
 
 
 class Counted(TorchDispatchMode):

@@ -5,17 +5,17 @@ import math
 import pytest
 from scipy.optimize import minimize_scalar
 
+from hybridrl.checkpoint import save_schedule as when_to_save
+from hybridrl.checkpoint.save_schedule import WhenToSave, best_interval
 from hybridrl.config.changed import changed
 from hybridrl.config.load import load_config
 from hybridrl.config.schema import CheckpointConfig
-from hybridrl.planner import chosen_settings
-from hybridrl.planner.chosen_settings import choose_settings
-from hybridrl.planner.dataflow import Lengths
-from hybridrl.planner.described import with_described_models
-from hybridrl.planner.devices import named
-from hybridrl.planner.plan import make_plan
-from hybridrl.trainers import when_to_save
-from hybridrl.trainers.when_to_save import WhenToSave, best_interval
+from hybridrl.planner import automatic_settings as chosen_settings
+from hybridrl.planner.automatic_settings import choose_settings
+from hybridrl.planner.job_plan import make_plan
+from hybridrl.planner.machine.device_catalog import named
+from hybridrl.planner.named_models import with_described_models
+from hybridrl.planner.step.step_calls import Lengths
 
 
 @pytest.mark.parametrize("cost", [0.1, 5.0, 60.0, 600.0])

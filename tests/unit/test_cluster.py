@@ -7,13 +7,15 @@ import pytest
 from settings import configured
 
 from hybridrl.cli import main
-from hybridrl.core.cluster import Cluster, Device, DeviceModel, choose_devices
 from hybridrl.errors import ConfigError
-from hybridrl.planner import cluster_probe, devices, probe
-from hybridrl.planner.described import with_described_models
-from hybridrl.planner.devices import GIB, named
-from hybridrl.planner.plan import make_plan
-from hybridrl.planner.rates import Rates
+from hybridrl.planner.job_plan import make_plan
+from hybridrl.planner.machine import cluster_probe
+from hybridrl.planner.machine import device_catalog as devices
+from hybridrl.planner.machine import layer_probe as probe
+from hybridrl.planner.machine.device_catalog import GIB, named
+from hybridrl.planner.machine.device_rates import Rates
+from hybridrl.planner.named_models import with_described_models
+from hybridrl.system.cluster_spec import Cluster, Device, DeviceModel, choose_devices
 
 
 def test_several_kinds_and_their_network():

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.compress import Codec, ErrorFeedback, GroupedFloat8, GroupedIntegers, TopK
+from hybridrl.compress.grouped_integers import pack_halves, unpack_halves
 from hybridrl.compress.hadamard import mix, unmix
-from hybridrl.compress.integers import pack_halves, unpack_halves
-from hybridrl.core import device
 from hybridrl.errors import CodecError, ConfigError
+from hybridrl.system import device_traits as device
 
 CODECS = [
     GroupedIntegers(8, 2048),

@@ -18,10 +18,10 @@ from engine_cases import (
 from torch._dynamo.exc import TorchDynamoException
 from transformers import AttentionInterface
 
-from hybridrl.algorithms.weights import MODES
+from hybridrl.algorithms.loss_weights import MODES
 from hybridrl.engine.compiled_layers import compile_layers
 from hybridrl.models import CausalPolicy
-from hybridrl.models.attention import NAME, packed_attention
+from hybridrl.models.packed_attention import NAME, packed_attention
 from hybridrl.parallel import fsdp
 
 

@@ -4,7 +4,7 @@ import math
 
 from rich.cells import cell_len
 
-from hybridrl.observe.completions import Completion, how_many, table_lines
+from hybridrl.console.sample_table_text import Completion, how_many, table_lines
 
 SAMPLES = [
     Completion("wrong", 0.0, {"exact": 0.0, "length": 0.0}, -0.5),

@@ -11,10 +11,10 @@ from agent_cases import WEATHER, merging_tokenizer
 from hybridrl.config.schema import DataConfig
 from hybridrl.conversations.messages import read_messages, read_tools
 from hybridrl.conversations.rendering import TemplateContext, render_chat
-from hybridrl.data.preferences import tokenize_pairs
+from hybridrl.data.datasets import load_examples, load_prompts
+from hybridrl.data.preference_pairs import tokenize_pairs
 from hybridrl.data.prompts import tokenize_prompts
-from hybridrl.data.sources import load_examples, load_prompts
-from hybridrl.data.supervised import tokenize_conversations
+from hybridrl.data.supervised_examples import tokenize_conversations
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.serving.template_chat import TemplateChat
 

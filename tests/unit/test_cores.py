@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from hybridrl.core import cores
+from hybridrl.system import cpu_cores as cores
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention.varlen import varlen_attn
 
-from hybridrl.core.device import COLLECTIVES
-from hybridrl.core.zigzag import ring_rows
-from hybridrl.models.attention import _variable_length
+from hybridrl.models.packed_attention import _variable_length
 from hybridrl.models.packing import Packing
 from hybridrl.parallel.block_attention import Block, _flash_backward, _flash_forward
+from hybridrl.parallel.zigzag import ring_rows
+from hybridrl.system.device_traits import COLLECTIVES
 
 ROOT = Path(__file__).parents[2] / "hybridrl"
 META = torch.device("meta")

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.sources import load_examples, load_pairs, load_prompts
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.datasets import load_examples, load_pairs, load_prompts
 from hybridrl.errors import HybridRLError
 
 MINUTES = float(os.environ.get("HYBRIDRL_FUZZ_MINUTES", 0))

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.core.batch import Batch
-from hybridrl.data.loader import PromptLoader
+from hybridrl.batch.batch import Batch
+from hybridrl.data.prompt_loader import PromptLoader
 from hybridrl.errors import ConfigError, DataError
 
 

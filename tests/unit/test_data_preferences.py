@@ -4,8 +4,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from hybridrl.data.preferences import samples_of_pairs, tokenize_pairs
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.preference_pairs import samples_of_pairs, tokenize_pairs
 from hybridrl.errors import ConfigError, DataError
 
 TEMPLATE = (

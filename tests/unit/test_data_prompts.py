@@ -3,8 +3,8 @@ import logging
 import pyarrow as pa
 import pytest
 
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.prompts import tokenize_prompts
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError, DataError
 
 TEMPLATE = (

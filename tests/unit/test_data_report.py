@@ -1,8 +1,8 @@
 """What the data repeats, told before a start."""
 
-from hybridrl.core.batch import Batch
-from hybridrl.data import report
-from hybridrl.data.report import report_on
+from hybridrl.batch.batch import Batch
+from hybridrl.data import duplicates as report
+from hybridrl.data.duplicates import report_on
 
 TEXTS = [
     "A farmer has chickens and cows, 12 heads and 34 legs: how many cows are there in all?",

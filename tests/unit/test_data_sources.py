@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.report import report_on
-from hybridrl.data.sources import check_apart, load_examples, load_pairs, load_prompts
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.datasets import check_apart, load_examples, load_pairs, load_prompts
+from hybridrl.data.duplicates import report_on
 from hybridrl.errors import ConfigError, DataError
 
 TASK = DataConfig(task="arithmetic")

@@ -3,8 +3,8 @@ import json
 import pyarrow as pa
 import pytest
 
-from hybridrl.data.supervised import tokenize_conversations, tokenize_examples
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.supervised_examples import tokenize_conversations, tokenize_examples
 from hybridrl.errors import ConfigError, DataError
 
 # A template that closes a turn with the end token and a space, as ChatML does with a line break.

@@ -1,8 +1,8 @@
 import pytest
 from transformers import AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
 
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.tasks import load_task, task_names
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError, DataError
 
 

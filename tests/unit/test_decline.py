@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.config.schema import Config
-from hybridrl.trainers.decline import Decline
+from hybridrl.run.watchers.accuracy_decline import Decline
 
 
 def test_chance_is_not_told():

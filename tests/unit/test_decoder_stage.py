@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from hybridrl.errors import ConfigError
-from hybridrl.models.decoder_stage import check_stages
-from hybridrl.models.growing_cache import GrowingCache, positions_of
+from hybridrl.systems.unequal_generation.decoder_stage import check_stages
+from hybridrl.systems.unequal_generation.growing_cache import GrowingCache, positions_of
 
 SHAPE = {
     "hidden_size": 64,

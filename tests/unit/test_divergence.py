@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.models import log_probs
-from hybridrl.models.divergence import DIVERGENCES, Candidates, divergence, likeliest
+from hybridrl.models.teacher_kl import DIVERGENCES, Candidates, divergence, likeliest
 
 HIDDEN, VOCABULARY, TOKENS = 6, 11, 5
 

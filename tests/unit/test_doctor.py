@@ -11,11 +11,18 @@ import time
 import pytest
 
 from hybridrl import cli
-from hybridrl.commands import doctor
-from hybridrl.core import cores, shared_memory
-from hybridrl.doctor import disk, hub, libraries, machine, network, packages, processes
-from hybridrl.doctor.examination import FAMILIES, examine, families
+from hybridrl.commands import doctor_command as doctor
+from hybridrl.doctor import disk_check as disk
+from hybridrl.doctor import hub_check as hub
+from hybridrl.doctor import library_check as libraries
+from hybridrl.doctor import machine_check as machine
+from hybridrl.doctor import network_check as network
+from hybridrl.doctor import package_check as packages
+from hybridrl.doctor import ray_check as processes
+from hybridrl.doctor.check_runner import FAMILIES, examine, families
 from hybridrl.doctor.finding import State, note, ok, problem
+from hybridrl.system import cpu_cores as cores
+from hybridrl.system import shared_memory
 
 
 def said(findings, state=State.PROBLEM):
@@ -182,7 +189,7 @@ def test_what_dead_jobs_left_in_shared_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
     for job in ("hybridrl-1-2", "hybridrl-3-4"):
         (tmp_path / f"{job}-segment").write_bytes(bytes(1024))
-    holds = f"import hybridrl.core.shared_memory as m, pathlib, time; m.FOLDER = pathlib.Path({str(tmp_path)!r}); m.hold_shared_memory('hybridrl-3-4'); print('held', flush=True); time.sleep(60)"  # noqa: E501
+    holds = f"import hybridrl.system.shared_memory as m, pathlib, time; m.FOLDER = pathlib.Path({str(tmp_path)!r}); m.hold_shared_memory('hybridrl-3-4'); print('held', flush=True); time.sleep(60)"  # noqa: E501
     with subprocess.Popen([sys.executable, "-c", holds], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         assert "1 KiB left by dead jobs: hybridrl-1-2 ->" in said(machine.shared(), State.NOTE)
@@ -329,7 +336,7 @@ def test_every_family_is_there_and_none_needs_what_may_be_broken():
         "import importlib, sys\n"
         f"for name in {FAMILIES}:\n"
         "    assert importlib.import_module(f'hybridrl.doctor.{name}').check\n"
-        "import hybridrl.commands.doctor\n"
+        "import hybridrl.commands.doctor_command\n"
         "assert not {'torch', 'transformers', 'ray', 'vllm'} & sys.modules.keys()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

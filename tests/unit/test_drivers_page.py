@@ -34,7 +34,7 @@ def test_columns_follow_what_workers_were_built_with():
 
 
 def test_every_worker_that_a_role_may_have_is_on_the_page():
-    from hybridrl.roles import KINDS
+    from hybridrl.job.worker_groups import KINDS
 
     assert {group.worker for group in tables.GROUPS} == {worker for worker, _ in KINDS.values()}
 

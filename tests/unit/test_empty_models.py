@@ -16,8 +16,8 @@ from transformers import (
 
 from hybridrl.errors import ConfigError
 from hybridrl.models import load_model, unread_model, unread_scalar_model
-from hybridrl.models.shrunk import shrunk
-from hybridrl.models.stored_names import parts_in_files
+from hybridrl.models.shrunk_config import shrunk
+from hybridrl.models.stored_tensors import parts_in_files
 
 
 @pytest.fixture

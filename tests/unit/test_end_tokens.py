@@ -5,7 +5,7 @@ import json
 import pytest
 from published_models import CHATML, PUBLISHED, byte_tokenizer
 
-from hybridrl.checks.tokenizer import end_tokens, remark_on_ends
+from hybridrl.checks.models.tokenizer_checks import end_tokens, remark_on_ends
 from hybridrl.conversations.turn_ends import closing_token
 
 PLAIN = (

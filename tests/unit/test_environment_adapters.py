@@ -15,7 +15,7 @@ from aiohttp import WSMsgType, web
 from scripted_endpoint import ScriptedEndpoint
 
 from hybridrl.config.schema import EnvironmentConfig
-from hybridrl.environments.adapters.episode import EpisodeError, Score, scored
+from hybridrl.environments.adapters.environment_adapter import EpisodeError, Score, scored
 from hybridrl.environments.pool import EnvironmentPool, Play
 from hybridrl.environments.rows import load_rows
 from hybridrl.environments.shim import with_direct_access

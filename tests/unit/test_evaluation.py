@@ -12,23 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from settings import configured
 
-from hybridrl.checks.evaluation import check_evaluation
+from hybridrl.batch.batch import Batch
+from hybridrl.checks.settings.evaluation_checks import check_evaluation
 from hybridrl.config.eval_sets import Metric, eval_sets
 from hybridrl.config.schema import EvalStopConfig
-from hybridrl.core.batch import Batch
+from hybridrl.console.evaluation_table import evaluation_table, table_text
 from hybridrl.errors import ConfigError
-from hybridrl.evaluation import own
-from hybridrl.evaluation.answers import keys_of
-from hybridrl.evaluation.certainty import estimate, mcnemar, paired, unpaired
-from hybridrl.evaluation.extraction import extraction
-from hybridrl.evaluation.figures import Baseline, doubts, estimates
-from hybridrl.evaluation.measures import majority_at_k, measure, pass_at_k
-from hybridrl.evaluation.samples import Samples
-from hybridrl.evaluation.sets import sampling_of
-from hybridrl.observe.evaluation_table import evaluation_table, table_text
-from hybridrl.observe.evaluations import EvaluationsFile, named_evaluations, newest_of_sets
+from hybridrl.evaluation import evaluation_function as own
+from hybridrl.evaluation.answer_extraction import extraction
+from hybridrl.evaluation.baseline import Baseline, doubts, estimates
+from hybridrl.evaluation.confidence import estimate, mcnemar, paired, unpaired
+from hybridrl.evaluation.eval_metrics import majority_at_k, measure, pass_at_k
+from hybridrl.evaluation.loaded_sets import sampling_of
+from hybridrl.evaluation.sample_table import Samples
+from hybridrl.evaluation.scored_samples import keys_of
 from hybridrl.rollout import Sampling
-from hybridrl.trainers.early_stop import EarlyStop
+from hybridrl.run.watchers.early_stop import EarlyStop
+from hybridrl.run_files.evaluation_log import EvaluationsFile, named_evaluations, newest_of_sets
 
 SET = "eval.sets.math.data.path=math.jsonl"
 

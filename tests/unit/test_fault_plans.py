@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from hybridrl.batch.call_record import Record
 from hybridrl.controller import ONE_TO_ALL, transfer
-from hybridrl.controller.planned_faults import PlannedFaults
-from hybridrl.core.record import Record
+from hybridrl.controller.fault_injection import PlannedFaults
 from hybridrl.errors import ConfigError
 
 
@@ -63,7 +63,7 @@ def test_what_no_call_would_meet_is_refused(text, words):
 
 def test_a_full_disk_takes_no_new_file(tmp_path):
     script = (
-        "import sys; from hybridrl.controller.planned_faults import KINDS\n"
+        "import sys; from hybridrl.controller.fault_injection import KINDS\n"
         "KINDS['enospc']()\n"
         "open(sys.argv[1]).read()\n"
         "try: open(sys.argv[1], 'a')\n"

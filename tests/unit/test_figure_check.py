@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from hybridrl.core.figures import FigureCheck, fault_of_name, number_of
+from hybridrl.batch.figures import FigureCheck, fault_of_name, number_of
 from hybridrl.errors import ConfigError
-from hybridrl.rewards.answers import read_answer
+from hybridrl.rewards.returned_scores import read_answer
 
 GARBAGE = {
     "text": ("abc", r"which is not a number \(str\)"),

@@ -5,8 +5,8 @@ import json
 import pytest
 from conversation_cases import tokenizer_of
 
-from hybridrl.core.batch import Batch
-from hybridrl.observe.first_row import show_first_row
+from hybridrl.batch.batch import Batch
+from hybridrl.run_files.first_row import show_first_row
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import uuid
 
 import pytest
 
-from hybridrl.core.locations import location_of, sizes_below, write_whole
+from hybridrl.checkpoint.ownership import OWNER, FolderOwner
 from hybridrl.errors import ConfigError, StorageError
-from hybridrl.observe.folder_owner import OWNER, FolderOwner
+from hybridrl.system.locations import location_of, sizes_below, write_whole
 
 
 @pytest.fixture(params=["disk", "memory://"])

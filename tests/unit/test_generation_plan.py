@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from hybridrl.core.generation_plan import (
+from hybridrl.errors import ConfigError
+from hybridrl.systems.unequal_generation.generation_plan import (
     GenerationPlan,
     Stage,
     equal_plan,
     read_plan,
     to_json,
 )
-from hybridrl.errors import ConfigError
-from hybridrl.planner.generation_problem import (
+from hybridrl.systems.unequal_generation.generation_problem import (
     Costs,
     GenerationDevice,
     GenerationProblem,
@@ -25,7 +25,7 @@ from hybridrl.planner.generation_problem import (
     memory_of,
     seconds_of,
 )
-from hybridrl.planner.stage_assignment import plan_generation
+from hybridrl.systems.unequal_generation.plan_search import plan_generation
 
 MICRO_BATCHES, PIECES = (1, 2), (1, 2)
 
@@ -123,7 +123,7 @@ def simulated(stage_seconds, micro_batches, tokens):
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5])
 def test_seconds_of_decode_are_those_of_a_pipeline_event_by_event(micro_batches):
-    from hybridrl.planner.generation_problem import decode_seconds
+    from hybridrl.systems.unequal_generation.generation_problem import decode_seconds
 
     for stages in ([3.0], [1.0, 4.0, 2.0], [5.0, 1.0], [2.0, 2.0, 2.0]):
         for tokens in (1, 2, 9):

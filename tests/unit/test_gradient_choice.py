@@ -7,7 +7,8 @@ from dataclasses import asdict
 import pytest
 from choice_cases import least, random_case, way
 
-from hybridrl.compress.gradient_choice import (
+from hybridrl.errors import ConfigError
+from hybridrl.parallel.reduction_choice import (
     FULL,
     IN_ORDER,
     ON_A_STREAM,
@@ -19,7 +20,6 @@ from hybridrl.compress.gradient_choice import (
     choose,
     seconds_of,
 )
-from hybridrl.errors import ConfigError
 
 WAYS = [way(FULL), way("int8", 0.3, 4e6), way("int4", 0.5, 7.5e6)]
 

@@ -7,12 +7,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from hybridrl.batch.batch import Batch
+from hybridrl.batch.call_record import COLUMN, WEIGHT, Fault, Record
 from hybridrl.config.schema import GuardConfig
-from hybridrl.core.batch import Batch
-from hybridrl.core.record import COLUMN, WEIGHT, Fault, Record
 from hybridrl.errors import TrainingError
-from hybridrl.observe.run_directory import RunDirectory
-from hybridrl.trainers.guard import Guard, Rewind, first_not_finite
+from hybridrl.run.watchers.nan_guard import Guard, Rewind, first_not_finite
+from hybridrl.run_files.run_directory import RunDirectory
 
 GOOD, SKIPPED = {"loss": 0.5, "skipped_updates": 0.0}, {"loss": math.nan, "skipped_updates": 1.0}
 METRICS = {"policy/loss": 0.5, "policy/grad_norm": 1.0, "reward/mean": 0.1, "response/length": 2.0}

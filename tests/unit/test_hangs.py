@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from hybridrl.controller.call import Call
 from hybridrl.controller.failures import Hosts, Identity
-from hybridrl.controller.hangs import Hang
-from hybridrl.controller.health import Snapshot, Status, take_snapshot
-from hybridrl.core import waits
-from hybridrl.core.waits import Waiting
+from hybridrl.controller.group_call import Call
+from hybridrl.controller.hang_report import Hang
+from hybridrl.controller.host_health import Snapshot, Status, take_snapshot
+from hybridrl.system import collective_waits as waits
+from hybridrl.system.collective_waits import Waiting
 
 RANKS = (0, 1, 2)
 HOSTS = Hosts(

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybridrl.core.batch import Batch
-from hybridrl.engine.hybrid import HybridEngine
-from hybridrl.rollout.base import RolloutEngine, Sampling, responses
+from hybridrl.batch.batch import Batch
+from hybridrl.engine.hybrid_engine import HybridEngine
+from hybridrl.rollout.rollout_engine import RolloutEngine, Sampling, responses
 
 PROMPTS = Batch.from_columns({"prompt_ids": [[1], [2]]})
 

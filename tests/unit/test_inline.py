@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from hybridrl.batch.batch import Batch
 from hybridrl.controller import (
     DP,
     ONE_TO_ALL,
@@ -20,9 +21,8 @@ from hybridrl.controller import (
     WorkerGroup,
     transfer,
 )
-from hybridrl.core.batch import Batch
-from hybridrl.core.mesh import Coordinate, Mesh
 from hybridrl.errors import ConfigError, DataError
+from hybridrl.layout.rank_mesh import Coordinate, Mesh
 
 
 class BrokenError(Exception):

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from settings import configured
 
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError, StorageError
-from hybridrl.inputs import (
+from hybridrl.job.job_inputs import (
     Rows,
     check_by_column,
     check_lengths,

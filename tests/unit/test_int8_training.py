@@ -5,9 +5,9 @@ import torch
 from test_low_bit_linear import tiny_model
 from torch import nn
 
-from hybridrl.models import int8_products
+from hybridrl.models import int8_matmul as int8_products
 from hybridrl.models.int8_rounding import round_columns, round_rows, seed_rounding
-from hybridrl.models.low_bit_training import Int8Linear, learn_in
+from hybridrl.systems.low_bits.low_bit_training import Int8Linear, learn_in
 
 
 @pytest.mark.parametrize("shape", [(50, 64, 128), (3, 33, 7), (1, 1, 1), (0, 8, 8), (400, 96, 700)])

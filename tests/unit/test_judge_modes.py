@@ -7,11 +7,11 @@ import re
 import pytest
 import torch
 
+from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import JudgeConfig, RolloutConfig
-from hybridrl.core.batch import Batch
-from hybridrl.workers import judge as judging
-from hybridrl.workers.engines import ModelSource
-from hybridrl.workers.judge import Judge
+from hybridrl.workers import llm_judge as judging
+from hybridrl.workers.llm_judge import Judge
+from hybridrl.workers.training_engines import ModelSource
 
 
 class Characters:

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hybridrl.conversations.rendering import TemplateContext
-from hybridrl.workers.judge import TEMPLATE, encode_request
+from hybridrl.workers.llm_judge import TEMPLATE, encode_request
 
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from layout_cases import full_tensors, layout_pairs, numbered
 
-from hybridrl.checkpoint.apart import open_tensors, write_apart
-from hybridrl.checkpoint.file_plan import plan_files, share
-from hybridrl.checkpoint.writing import headers_of, values_of
-from hybridrl.core.boxes import extent
-from hybridrl.core.locations import location_of, sizes_below, write_whole
-from hybridrl.core.written import Written, damage, lacking, list_of, read_lists
-from hybridrl.observe.step_folders import StepFolders
-from hybridrl.ray_backend.kept_files import SCHEME, Keeper, KeptFiles
+from hybridrl.checkpoint.copies.memory_files import SCHEME, Keeper, KeptFiles
+from hybridrl.checkpoint.store import StepFolders
+from hybridrl.checkpoint.tensors.file_plan import plan_files, share
+from hybridrl.checkpoint.tensors.rank_manifest import Written, damage, lacking, list_of, read_lists
+from hybridrl.checkpoint.tensors.remote_files import open_tensors, write_apart
+from hybridrl.checkpoint.tensors.tensor_writer import headers_of, values_of
+from hybridrl.layout.boxes import extent
+from hybridrl.system.locations import location_of, sizes_below, write_whole
 
 NODES = 3
 

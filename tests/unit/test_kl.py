@@ -11,10 +11,10 @@ from settings import configured
 
 from hybridrl.algorithms import AdaptiveKL, FixedKL, kl
 from hybridrl.algorithms.kl import IN_REWARD
-from hybridrl.config.values import wrong_values
+from hybridrl.config.setting_types import wrong_values
 from hybridrl.errors import ConfigError
 from hybridrl.trainers import load_trainer
-from hybridrl.trainers.adaptive_kl import KLCoefficient
+from hybridrl.trainers.kl_coefficient import KLCoefficient
 
 FORMULAS = {
     "k1": lambda x: x,

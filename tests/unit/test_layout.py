@@ -20,12 +20,12 @@ from layout_cases import (
     shapes,
 )
 
-from hybridrl.core import boxes
-from hybridrl.core.footprint import peak, redundant
-from hybridrl.core.layout import Layout, Plan, join
-from hybridrl.core.pieces import Part, Piece, PieceTable, Place, flat_pieces, local_pieces
-from hybridrl.core.plan import plan
 from hybridrl.errors import ConfigError, LayoutError
+from hybridrl.layout import boxes
+from hybridrl.layout.footprint import peak, redundant
+from hybridrl.layout.tensor_layout import Layout, Plan, join
+from hybridrl.layout.tensor_pieces import Part, Piece, PieceTable, Place, flat_pieces, local_pieces
+from hybridrl.layout.transfer_planner import plan
 
 
 def points(box):

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from settings import configured
 
 from hybridrl.errors import ConfigError
-from hybridrl.planner.call_clock import HALVING, CallClock
-from hybridrl.planner.dataflow import Lengths
-from hybridrl.planner.described import with_described_models
-from hybridrl.planner.devices import named
-from hybridrl.planner.lengths import read_lengths
-from hybridrl.planner.plan import make_plan
-from hybridrl.planner.rates import Rates
+from hybridrl.planner.job_plan import make_plan
+from hybridrl.planner.machine.device_catalog import named
+from hybridrl.planner.machine.device_rates import Rates
+from hybridrl.planner.named_models import with_described_models
+from hybridrl.planner.sample_lengths import read_lengths
+from hybridrl.planner.step.call_time import HALVING, CallClock
+from hybridrl.planner.step.step_calls import Lengths
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hybridrl.core.boxes import volume
-from hybridrl.rollout.vllm_layout import NotProbedError, probe, remember_parameters
-from hybridrl.rollout.weights import inside
+from hybridrl.layout.boxes import volume
+from hybridrl.rollout.loader_probe import NotProbedError, probe, remember_parameters
+from hybridrl.rollout.weight_writer import inside
 
 
 class Model(nn.Module):

@@ -5,7 +5,9 @@ import itertools
 import pytest
 import torch
 
-from hybridrl.compress.gradient_choice import (
+from hybridrl.parallel import measured_reduction as measured_sums
+from hybridrl.parallel.measured_reduction import CALM, IN_A_ROW, SETTLING, MeasuredSums
+from hybridrl.parallel.reduction_choice import (
     FULL,
     NOTHING,
     ON_A_STREAM,
@@ -15,8 +17,6 @@ from hybridrl.compress.gradient_choice import (
     Way,
     choose,
 )
-from hybridrl.parallel import measured_sums
-from hybridrl.parallel.measured_sums import CALM, IN_A_ROW, SETTLING, MeasuredSums
 
 
 class At:

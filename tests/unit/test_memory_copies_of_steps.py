@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybridrl.core.locations import location_of, sizes_below, write_whole
-from hybridrl.core.written import Written, WrittenHeader, list_of
-from hybridrl.observe.step_folders import StepFolders
-from hybridrl.trainers.memory_copies import MemoryCopies
+from hybridrl.checkpoint.copies.memory_copies import MemoryCopies
+from hybridrl.checkpoint.store import StepFolders
+from hybridrl.checkpoint.tensors.rank_manifest import Written, WrittenHeader, list_of
+from hybridrl.system.locations import location_of, sizes_below, write_whole
 
 HEADER = WrittenHeader(4, 0, 4)
 

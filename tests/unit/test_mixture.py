@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from settings import configured
 
-from hybridrl.core.batch import Batch
+from hybridrl.batch.batch import Batch
+from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.data.datasets import load_prompts
 from hybridrl.data.mixture import Proportions, load_sources, rewards_of, source_names, sources_of
-from hybridrl.data.sources import load_prompts
-from hybridrl.data.tasks.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.data.row_schedule import MixedDeck
 from hybridrl.errors import ConfigError, DataError, RewardError
-from hybridrl.rewards.by_source import SourcePools, settings_by_source
-from hybridrl.trainers.dealing import MixedDeck
+from hybridrl.rewards.source_rewards import SourcePools, settings_by_source
 from hybridrl.trainers.source_figures import SourceFigures, scored_figures
 
 MIXED = ("data=mixture", "data.sources.a.path=a.jsonl", "data.sources.a.weight=3")

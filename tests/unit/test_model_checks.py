@@ -9,10 +9,10 @@ from campaigns.models import settings as described
 from campaigns.models import tensors as stored
 from settings import configured
 
-from hybridrl.checks.hub import check_reachable
-from hybridrl.checks.model_folder import check_model
-from hybridrl.checks.tokenizer import check_tokenizer
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.checks.models.hub_checks import check_reachable
+from hybridrl.checks.models.model_folder_checks import check_model
+from hybridrl.checks.models.tokenizer_checks import check_tokenizer
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError
 from hybridrl.models import load_config, load_model, load_scalar_model
 
@@ -100,7 +100,7 @@ def test_a_name_that_the_hub_cannot_be_asked_for(monkeypatch):
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch):
-    from hybridrl.core import hub
+    from hybridrl.system import hub_access as hub
 
     monkeypatch.setattr(hub, "LONGEST_S", 0.05)
     monkeypatch.setattr(
@@ -111,7 +111,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch):
 
 
 def test_the_checks_of_a_start_look_at_the_folders(tmp_path):
-    from hybridrl.checks.settings import check as check_settings
+    from hybridrl.checks.settings.job_checks import check as check_settings
 
     with pytest.raises(ConfigError, match="damaged"):
         check_settings(configured(changed(cut(0.9))(tmp_path)))

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from hybridrl.core.batch import Batch
-from hybridrl.core.device import logits_at_a_time
+from hybridrl.batch.batch import Batch
 from hybridrl.models import (
     CausalPolicy,
     PackedSamples,
@@ -19,9 +18,10 @@ from hybridrl.models import (
     log_probs,
     token_log_probs,
 )
-from hybridrl.models.attention import NAME
-from hybridrl.models.loading import tiny_config
+from hybridrl.models.model_loading import tiny_config
+from hybridrl.models.packed_attention import NAME
 from hybridrl.models.packing import WASTE
+from hybridrl.system.device_traits import logits_at_a_time
 
 CPU = torch.device("cpu")
 VOCABULARY = 29

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl import cli
-from hybridrl.commands.new import TEMPLATES
+from hybridrl.commands.new_command import TEMPLATES
 from hybridrl.config.load import load_config
 
 

@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from hybridrl.checks.shared_paths import folders_of_workers, paths_of_workers
+from hybridrl.checks.machine.shared_paths import folders_of_workers, paths_of_workers
 from hybridrl.config.load import load_config
-from hybridrl.controller.call import Call, Failure
 from hybridrl.controller.failures import Death, Hosts, Identity, explain
-from hybridrl.controller.hangs import Hang
-from hybridrl.core.locations import access_errors, location_of
+from hybridrl.controller.group_call import Call, Failure
+from hybridrl.controller.hang_report import Hang
 from hybridrl.errors import ConfigError
 from hybridrl.ray_backend import node_probe
-from hybridrl.ray_backend.nodes import (
+from hybridrl.ray_backend.cluster_nodes import (
     Node,
     NodeReport,
     by_address,
@@ -23,6 +22,7 @@ from hybridrl.ray_backend.nodes import (
     check_room,
 )
 from hybridrl.ray_backend.own_node import cure_of
+from hybridrl.system.locations import access_errors, location_of
 
 SMALL = Node("a", "10.0.0.10", cpus=8, gpus=3, free_cpus=8, free_gpus=1)
 LARGE = Node("b", "10.0.0.9", cpus=8, gpus=5, free_cpus=2, free_gpus=5)

@@ -2,9 +2,9 @@
 
 import torch
 
-from hybridrl.rollout.base import Sampling
-from hybridrl.rollout.choosing import Chooser
 from hybridrl.rollout.noise import gumbel, uniform
+from hybridrl.rollout.rollout_engine import Sampling
+from hybridrl.rollout.token_sampler import Chooser
 
 QWEN = 151_936
 """The size of a large vocabulary."""

@@ -8,13 +8,13 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from hybridrl.observe.completions import Completion
-from hybridrl.observe.console import make_console, progress_lines
-from hybridrl.observe.dashboard import split_cells
-from hybridrl.observe.line_console import LineConsole, step_line
-from hybridrl.observe.live_console import LiveConsole
-from hybridrl.observe.readings import Readings, clock_time, sparkline
-from hybridrl.observe.safe_text import encodable, one_line, plain_lines
+from hybridrl.console.dashboard import split_cells
+from hybridrl.console.line_console import LineConsole, step_line
+from hybridrl.console.live_console import LiveConsole
+from hybridrl.console.run_console import make_console, progress_lines
+from hybridrl.console.run_readings import Readings, clock_time, sparkline
+from hybridrl.console.safe_text import encodable, one_line, plain_lines
+from hybridrl.console.sample_table_text import Completion
 
 STEP = {
     "reward/mean": 0.613,

@@ -3,10 +3,10 @@
 import pytest
 from matplotlib.image import imread
 
+from hybridrl.console.curves import draw_curves
+from hybridrl.console.phase_colors import PHASES
 from hybridrl.errors import StorageError
-from hybridrl.observe.curves import draw_curves
-from hybridrl.observe.metrics import JsonLines
-from hybridrl.observe.step_clock import PHASES
+from hybridrl.run_files.metric_writers import JsonLines
 
 
 def step_metrics(step):

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hybridrl.errors import ConfigError, MissingPackageError, StorageError
-from hybridrl.observe.metrics import JsonLines, TensorBoard, open_writers
-from hybridrl.observe.metrics_history import GrowingMetrics, read_metrics, series
-from hybridrl.observe.run_directory import RunDirectory
+from hybridrl.run_files.metric_reader import GrowingMetrics, read_metrics, series
+from hybridrl.run_files.metric_writers import JsonLines, TensorBoard, open_writers
+from hybridrl.run_files.run_directory import RunDirectory
 
 
 def lines_of(path):

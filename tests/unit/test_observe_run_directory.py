@@ -12,9 +12,9 @@ import pytest
 from pyarrow import parquet
 
 from hybridrl.errors import ConfigError, HybridRLError, StorageError
-from hybridrl.observe import run_directory as module
-from hybridrl.observe.run_directory import RunDirectory
-from hybridrl.observe.storage import explain_write_errors, write_error_sentence
+from hybridrl.run_files import run_directory as module
+from hybridrl.run_files.run_directory import RunDirectory
+from hybridrl.system.storage import explain_write_errors, write_error_sentence
 
 
 class FrozenClock:
@@ -170,15 +170,15 @@ def test_each_refusal_is_a_sentence(tmp_path, code, words):
 
 
 def test_a_really_full_disk_does_not_speak_of_quotas(tmp_path, monkeypatch):
-    monkeypatch.setattr("hybridrl.observe.storage.free_bytes", lambda path: 4096)
+    monkeypatch.setattr("hybridrl.system.storage.free_bytes", lambda path: 4096)
     sentence = write_error_sentence(tmp_path, OSError(errno.ENOSPC, ""))
     assert "the disk is full (4 KiB free there)" in sentence
 
 
 def test_importing_the_run_directory_brings_nothing_heavy():
     code = (
-        "import sys, hybridrl.observe.run_directory, hybridrl.observe.metrics,"
-        "hybridrl.observe.curves, hybridrl.observe.step_clock, hybridrl.observe.summary\n"
+        "import sys, hybridrl.run_files.run_directory, hybridrl.run_files.metric_writers,"
+        "hybridrl.console.curves, hybridrl.console.phase_colors, hybridrl.run_files.summary\n"
         "heavy = {'torch', 'ray', 'matplotlib', 'pandas', 'tensorboard', 'rich', 'pyarrow'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.batch.call_record import Record
 from hybridrl.config.schema import JudgeConfig, RewardConfig
-from hybridrl.core.record import Record
-from hybridrl.observe.step_clock import phase_shares
-from hybridrl.observe.summary import accuracy_name, final_sentence, interrupted_sentence
+from hybridrl.console.phase_colors import phase_shares
+from hybridrl.run_files.summary import accuracy_name, final_sentence, interrupted_sentence
 
 
 def call(role, rank, phases, method="run", start=0.0, end=1.0):

@@ -9,11 +9,11 @@ from engine_cases import LEARNING, make_batch, make_engine, parameters
 from settings import configured
 
 from hybridrl.algorithms import negative_log_likelihood
-from hybridrl.checks.settings import check
+from hybridrl.batch.batch import Batch
+from hybridrl.checkpoint.engine_state.state_saver import StateSaver
+from hybridrl.checkpoint.engine_state.training_state import load_training_state
+from hybridrl.checks.settings.job_checks import check
 from hybridrl.controller import DP, InlineExecutor, Worker, WorkerGroup, transfer
-from hybridrl.core.batch import Batch
-from hybridrl.engine.state_saver import StateSaver
-from hybridrl.engine.training_state import load_training_state
 from hybridrl.errors import ConfigError
 from hybridrl.parallel import fsdp
 from hybridrl.parallel.fsdp import unit_parameters

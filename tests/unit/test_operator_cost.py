@@ -8,15 +8,12 @@ import numpy as np
 import pytest
 from settings import configured
 
-from hybridrl.core.cluster import Cluster, DeviceModel, Host, Link
-from hybridrl.data.tasks.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
 from hybridrl.models import make_tiny_model
-from hybridrl.planner import calibration, devices
-from hybridrl.planner.kept_costs import keep_table, other_tables, rates_of
-from hybridrl.planner.operator_cost import DeviceCosts, OperatorCosts
-from hybridrl.planner.plan import make_plan
-from hybridrl.planner.rates import Rates
-from hybridrl.planner.work import (
+from hybridrl.planner.job_plan import make_plan
+from hybridrl.planner.machine import device_catalog as devices
+from hybridrl.planner.machine.device_rates import Rates
+from hybridrl.planner.step.operator_work import (
     DECODE,
     FORWARD,
     GATHER,
@@ -30,6 +27,10 @@ from hybridrl.planner.work import (
     chosen,
     roofline,
 )
+from hybridrl.system.cluster_spec import Cluster, DeviceModel, Host, Link
+from hybridrl.systems.operator_costs import calibration
+from hybridrl.systems.operator_costs.cost_model import DeviceCosts, OperatorCosts
+from hybridrl.systems.operator_costs.cost_store import keep_table, other_tables, rates_of
 
 SLOW = Device(1e10, 2e9, 5e9, 1e9, 2e-6)
 FAST = Device(1e12, 1e11, 1e11, 1e10, 1e-6)

@@ -8,15 +8,15 @@ import pytest
 import torch
 from settings import configured
 
+from hybridrl.batch.batch import Batch
+from hybridrl.batch.call_record import Record
+from hybridrl.batch.outcomes import is_right, outcomes_of
 from hybridrl.config.schema import RewardConfig
-from hybridrl.core.batch import Batch
-from hybridrl.core.outcomes import is_right, outcomes_of
-from hybridrl.core.record import Record
-from hybridrl.data.samplers.difficulty import Difficulty
-from hybridrl.data.samplers.pass_rate import PassRate
-from hybridrl.evaluation.answers import Drawn, table_of
-from hybridrl.trainers.feed import Feed
-from hybridrl.workers.reward import RewardWorker, add_up
+from hybridrl.data.samplers.difficulty_sampler import Difficulty
+from hybridrl.data.samplers.pass_rate_sampler import PassRate
+from hybridrl.evaluation.scored_samples import Drawn, table_of
+from hybridrl.trainers.data_feed import Feed
+from hybridrl.workers.reward_worker import RewardWorker, add_up
 
 NAN = math.nan
 # Of three samples: right; wrong, with well-rewarded steps; dropped.

@@ -15,10 +15,10 @@ import yaml
 from pages import INLINE, PAGES, ROOT, anchors, blocks, commands, links
 
 from hybridrl import cli, main
-from hybridrl.commands import plan
+from hybridrl.commands import plan_command as plan
 from hybridrl.config.aliases import meant
 from hybridrl.config.load import load_config
-from hybridrl.config.names import leaves
+from hybridrl.config.setting_names import leaves
 from hybridrl.config.sweep import jobs
 from hybridrl.errors import ConfigError
 

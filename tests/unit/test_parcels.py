@@ -11,15 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layout_cases import empty_tensors, full_tensors, layout_pairs, numbered
 
-from hybridrl.core.boxes import extent, volume
-from hybridrl.core.layout import Layout, Move
-from hybridrl.core.pieces import Place, local_pieces
-from hybridrl.core.plan import plan
 from hybridrl.errors import ConfigError, LayoutError
-from hybridrl.reshard.between_groups import Receiver, Sender
-from hybridrl.reshard.in_process import reshard_in_process
-from hybridrl.reshard.parcels import Traffic, into, view
-from hybridrl.reshard.rounds import (
+from hybridrl.layout.boxes import extent, volume
+from hybridrl.layout.tensor_layout import Layout, Move
+from hybridrl.layout.tensor_pieces import Place, local_pieces
+from hybridrl.layout.transfer_planner import plan
+from hybridrl.weights.in_process import reshard_in_process
+from hybridrl.weights.parcel_transfer import Receiver, Sender
+from hybridrl.weights.transfer_rounds import (
     Schedule,
     busiest,
     count,
@@ -28,6 +27,7 @@ from hybridrl.reshard.rounds import (
     schedule,
     streams_of,
 )
+from hybridrl.weights.weight_transport import Traffic, into, view
 
 FLOAT = torch.float32
 

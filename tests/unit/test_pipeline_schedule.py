@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.parallel.schedule import TICKS, Action, Kind, computations, schedule, timeline
+from hybridrl.parallel.pipeline_schedule import (
+    TICKS,
+    Action,
+    Kind,
+    computations,
+    schedule,
+    timeline,
+)
 
 SHAPES = st.tuples(st.integers(2, 6), st.integers(1, 3), st.integers(1, 14))
 """Ranks, chunks, micro-batches."""

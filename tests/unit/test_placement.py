@@ -10,12 +10,12 @@ import pytest
 from settings import configured
 
 import hybridrl
-from hybridrl.checks.placement import check_placement
+from hybridrl.checks.machine.placement_checks import check_placement
 from hybridrl.config.load import load_config, to_yaml
-from hybridrl.core.cluster import Cluster
 from hybridrl.errors import ConfigError
 from hybridrl.placement import Placement
-from hybridrl.placement.separated_actor import SeparatedActor
+from hybridrl.placement.disaggregated_actor import SeparatedActor
+from hybridrl.system.cluster_spec import Cluster
 
 PPO = ["algorithm=ppo", "algorithm.kl_coefficient=0.1"]
 

@@ -4,10 +4,10 @@ import pytest
 from settings import configured
 from transformers import Qwen2Config
 
-from hybridrl.checks.placement import check_placement, wanted_roles
-from hybridrl.checks.training import idle_encodings
-from hybridrl.core.cluster import Cluster
+from hybridrl.checks.machine.placement_checks import check_placement, wanted_roles
+from hybridrl.checks.settings.training_checks import idle_encodings
 from hybridrl.errors import ConfigError
+from hybridrl.system.cluster_spec import Cluster
 
 
 @pytest.mark.parametrize(

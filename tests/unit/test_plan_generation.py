@@ -9,14 +9,15 @@ from engine_cases import CPU
 
 from hybridrl import cli
 from hybridrl.commands import plan_generation
-from hybridrl.core.generation_plan import BITS, read_plan
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError
-from hybridrl.models import calibration, load_config, load_model, make_tiny_model
-from hybridrl.models.decoder_stage import set_attention
-from hybridrl.planner import generation_probe
-from hybridrl.planner.generation_problem import check_problem
-from hybridrl.planner.stage_assignment import plan_generation as best_plan
+from hybridrl.models import load_config, load_model, make_tiny_model
+from hybridrl.systems.low_bits import layer_sensitivity as calibration
+from hybridrl.systems.unequal_generation import cost_probe as generation_probe
+from hybridrl.systems.unequal_generation.decoder_stage import set_attention
+from hybridrl.systems.unequal_generation.generation_plan import BITS, read_plan
+from hybridrl.systems.unequal_generation.generation_problem import check_problem
+from hybridrl.systems.unequal_generation.plan_search import plan_generation as best_plan
 
 LAYERS = 3
 

@@ -3,13 +3,13 @@
 import pytest
 from settings import configured
 
-from hybridrl.checks.placement import check_placement
-from hybridrl.core.cluster import Cluster
-from hybridrl.planner.dataflow import Call, sizes_of
-from hybridrl.planner.described import with_described_models
-from hybridrl.planner.devices import named
-from hybridrl.planner.plan import make_plan
-from hybridrl.planner.recording import recorded_calls
+from hybridrl.checks.machine.placement_checks import check_placement
+from hybridrl.planner.job_plan import make_plan
+from hybridrl.planner.machine.device_catalog import named
+from hybridrl.planner.named_models import with_described_models
+from hybridrl.planner.step.call_recorder import recorded_calls
+from hybridrl.planner.step.step_calls import Call, sizes_of
+from hybridrl.system.cluster_spec import Cluster
 from hybridrl.trainers import load_roles
 
 SIZES = ["data.prompts_per_step=4", "rollout.samples_per_prompt=2"]
@@ -75,9 +75,9 @@ def test_a_plan_counts_the_calls_that_are_made(overrides, expected):
 
 OWN = """
 from hybridrl.controller import DP, Worker, transfer
-from hybridrl.core.batch import Batch
+from hybridrl.batch.batch import Batch
 from hybridrl.controller import BatchRef
-from hybridrl.trainers.base import Trainer
+from hybridrl.trainers.trainer import Trainer
 from hybridrl.trainers.role_spec import RoleSpec, standard
 
 class Counts(Worker):

@@ -9,16 +9,16 @@ from published_models import PUBLISHED
 from settings import configured
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
+from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import CHECKPOINTING, LoraSettings
-from hybridrl.core.batch import Batch
-from hybridrl.core.cluster import Cluster
 from hybridrl.models import CausalPolicy, PackedSamples, tiny_config
-from hybridrl.models.adapters import add_adapters
-from hybridrl.planner import model_shape, token_bytes
-from hybridrl.planner.dataflow import Lengths
-from hybridrl.planner.devices import GIB, named, present
-from hybridrl.planner.model_shape import shape_of
-from hybridrl.planner.plan import make_plan
+from hybridrl.models.lora import add_adapters
+from hybridrl.planner.job_plan import make_plan
+from hybridrl.planner.machine.device_catalog import GIB, named, present
+from hybridrl.planner.memory import model_shape, token_bytes
+from hybridrl.planner.memory.model_shape import shape_of
+from hybridrl.planner.step.step_calls import Lengths
+from hybridrl.system.cluster_spec import Cluster
 
 CONFIG = Qwen2Config(
     hidden_size=64,
@@ -138,7 +138,7 @@ def test_fewer_tokens_and_offloading_take_less():
     base += ["data.max_prompt_tokens=1024"]
 
     def fullest(*overrides):
-        from hybridrl.planner.described import with_described_models
+        from hybridrl.planner.named_models import with_described_models
 
         with with_described_models(configured([*base, *overrides])) as config:
             plan = make_plan(config, cluster)
@@ -155,7 +155,7 @@ def test_fewer_tokens_and_offloading_take_less():
 
 
 def test_checkpoints_take_memory_of_their_nodes():
-    from hybridrl.planner.described import with_described_models
+    from hybridrl.planner.named_models import with_described_models
 
     base = ["model.path=llama-7b", "algorithm=ppo"]
 
@@ -290,7 +290,7 @@ def test_a_model_that_goes_from_token_to_token_is_counted_with_few(monkeypatch):
 
 def test_roles_are_built_beside_those_that_are_there():
     """vLLM takes its share while the actor is built, and sleeps when the reference is."""
-    from hybridrl.planner.described import with_described_models
+    from hybridrl.planner.named_models import with_described_models
 
     base = ["model.path=llama-7b", "model.dtype=bfloat16", "algorithm.kl_coefficient=0.1"]
     cluster = named("8xA100")

@@ -6,19 +6,19 @@ from dataclasses import replace
 import pytest
 from settings import configured
 
-from hybridrl.checks.placement import check_placement
+from hybridrl.checks.machine.placement_checks import check_placement
 from hybridrl.cli import main
 from hybridrl.config.changed import changed
-from hybridrl.core.cluster import Cluster, Device, DeviceModel
 from hybridrl.errors import ConfigError
-from hybridrl.planner.cures import cures, refuse
-from hybridrl.planner.dataflow import Call
-from hybridrl.planner.described import with_described_models
-from hybridrl.planner.devices import named
-from hybridrl.planner.plan import make_plan, to_json
-from hybridrl.planner.rates import Rates
-from hybridrl.planner.step_time import simulate
-from hybridrl.planner.table import sizes_lines
+from hybridrl.planner.fitting_settings import cures, refuse
+from hybridrl.planner.job_plan import make_plan, to_json
+from hybridrl.planner.machine.device_catalog import named
+from hybridrl.planner.machine.device_rates import Rates
+from hybridrl.planner.named_models import with_described_models
+from hybridrl.planner.plan_tables import sizes_lines
+from hybridrl.planner.step.step_calls import Call
+from hybridrl.planner.step.step_time import simulate
+from hybridrl.system.cluster_spec import Cluster, Device, DeviceModel
 
 PAPER = [  # section 8 of the HybridFlow paper
     "algorithm=ppo",

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybridrl.planner import probe
+from hybridrl.planner.machine import layer_probe as probe
 
 CPU = torch.device("cpu")
 

@@ -4,12 +4,11 @@ import random
 
 import pytest
 
-from hybridrl.core.record import Record, Span
+from hybridrl.batch.call_record import Record, Span
 from hybridrl.errors import DataError
-from hybridrl.planner.clocks import Message, clock_offsets
-from hybridrl.planner.recorded_graph import graph_of
-from hybridrl.planner.replay import Graph, Node, replay
-from hybridrl.planner.what_if import (
+from hybridrl.planner.step.clocks import Message, clock_offsets
+from hybridrl.planner.step.graph_replay import Graph, Node, replay
+from hybridrl.planner.what_if.graph_changes import (
     Changes,
     Where,
     moved,
@@ -18,6 +17,7 @@ from hybridrl.planner.what_if import (
     with_longer_responses,
     with_speed,
 )
+from hybridrl.planner.what_if.recorded_graph import graph_of
 
 
 def node(role, seconds, place=-1, after=(), **more):

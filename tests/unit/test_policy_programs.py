@@ -8,12 +8,12 @@ import pytest
 import torch
 from settings import configured
 
-from hybridrl import roles
-from hybridrl.core.batch import Batch
+from hybridrl.batch.batch import Batch
+from hybridrl.job import worker_groups as roles
 from hybridrl.trainers import grpo
+from hybridrl.trainers.data_feed import Feed
 from hybridrl.trainers.distillation import towards_teacher
-from hybridrl.trainers.feed import Feed
-from hybridrl.trainers.policy import PolicyTrainer
+from hybridrl.trainers.policy_trainer import PolicyTrainer
 
 PTX = "algorithm.ptx_coefficient=0.25"
 

@@ -4,13 +4,13 @@ import pytest
 import yaml
 from settings import configured
 
-from hybridrl.core import device
-from hybridrl.job import Job
+from hybridrl.job.job import Job
 from hybridrl.models import tiny_config
-from hybridrl.planner import precision
-from hybridrl.planner.devices import named
-from hybridrl.planner.plan import make_plan
-from hybridrl.planner.precision import notice, with_dtype
+from hybridrl.planner import computation_dtype as precision
+from hybridrl.planner.computation_dtype import notice, with_dtype
+from hybridrl.planner.job_plan import make_plan
+from hybridrl.planner.machine.device_catalog import named
+from hybridrl.system import device_traits as device
 
 
 @pytest.fixture

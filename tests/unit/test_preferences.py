@@ -16,7 +16,7 @@ from hybridrl.algorithms import (
     Segments,
     token_weights,
 )
-from hybridrl.core.batch import Batch
+from hybridrl.batch.batch import Batch
 from hybridrl.errors import ConfigError
 from hybridrl.trainers import dpo
 

@@ -8,10 +8,12 @@ import pytest
 from hybridrl import cli
 from hybridrl.config.load import load_config
 from hybridrl.errors import ConfigError, Problems
+from hybridrl.job.preflight import preflight
 from hybridrl.main import run
 from hybridrl.models import tiny_config
-from hybridrl.planner import devices, model_shape, planner
-from hybridrl.preflight import preflight
+from hybridrl.planner import job_roles as planner
+from hybridrl.planner.machine import device_catalog as devices
+from hybridrl.planner.memory import model_shape
 
 TINY = ["model.tiny={hidden_size: 32, layers: 1, heads: 1}", "rollout=transformers"]
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridrl.batch.batch import Batch
 from hybridrl.controller import (
     DP,
     ONE_TO_ALL,
@@ -18,9 +19,8 @@ from hybridrl.controller import (
     Protocol,
     transfer,
 )
-from hybridrl.core.batch import Batch
-from hybridrl.core.mesh import Coordinate, Mesh
 from hybridrl.errors import ConfigError
+from hybridrl.layout.rank_mesh import Coordinate, Mesh
 
 SPLITTING = {
     "DP": DP,
@@ -166,7 +166,7 @@ def test_transfer_wants_to_know_what_a_method_returns():
     def quoted(self, batch) -> "Batch": ...
 
     @transfer(DP)
-    def dotted(self, batch) -> "hybridrl.core.batch.Batch": ...  # noqa: F821
+    def dotted(self, batch) -> "hybridrl.batch.batch.Batch": ...  # noqa: F821
 
     alias_of_batch = Batch
 
@@ -179,7 +179,7 @@ def test_transfer_wants_to_know_what_a_method_returns():
     @transfer(UPDATE)
     def unknown(self, batch) -> "NotImported": ...  # noqa: F821
 
-    for annotation in (Batch | None, "Batch | None", "hybridrl.core.batch.Batch | None"):
+    for annotation in (Batch | None, "Batch | None", "hybridrl.batch.batch.Batch | None"):
         with pytest.raises(ConfigError, match="A method returns a batch always or never"):
 
             def sometimes(self, batch): ...

@@ -2,7 +2,7 @@
 
 import subprocess
 
-from hybridrl.observe.provenance import provenance
+from hybridrl.run_files.provenance import provenance
 
 
 def test_command_versions_and_seed_are_known():

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.files import read_rows
-from hybridrl.data.sources import load_examples, load_pairs, load_prompts
-from hybridrl.data.tasks.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.data.data_files import read_rows
+from hybridrl.data.datasets import load_examples, load_pairs, load_prompts
 from hybridrl.errors import DataError
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hybridrl.core.nodes import ranks_by_node
 from hybridrl.errors import ConfigError
+from hybridrl.parallel.nodes import ranks_by_node
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hybridrl
-from hybridrl.core.readable import gib, readable_bytes, readable_seconds
+from hybridrl.system.formatting import gib, readable_bytes, readable_seconds
 
 DOM = Path(hybridrl.__file__).parent / "report" / "page" / "dom.js"
 SECONDS = {

@@ -7,11 +7,11 @@ import pytest
 from reasoning_gym.factory import DATASETS
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.sources import load_examples, load_prompts
-from hybridrl.data.tasks.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.data.datasets import load_examples, load_prompts
 from hybridrl.data.tasks.reasoning_gym import problems
 from hybridrl.errors import ConfigError
-from hybridrl.rewards.builtin import reasoning_gym
+from hybridrl.rewards.builtin_rewards import reasoning_gym
 
 SLOW = {"composite", "knight_swap", "futoshiki", "arc_agi", "rearc", "zebra_puzzles", "puzzle24"}
 """To make; `arc_agi` is looked at for itself."""

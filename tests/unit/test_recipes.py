@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.checks.settings import check
+from hybridrl.checks.settings.job_checks import check
 from hybridrl.config.load import load_config
 from hybridrl.config.overrides import read_overrides
 from hybridrl.errors import Problems
-from hybridrl.planner.devices import named
-from hybridrl.planner.plan import make_plan
+from hybridrl.planner.job_plan import make_plan
+from hybridrl.planner.machine.device_catalog import named
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*/config.yaml"))

@@ -7,24 +7,26 @@ import pytest
 from settings import configured
 
 from hybridrl import cli
-from hybridrl.commands.what_if import question_of
+from hybridrl.batch.call_record import Record, Span
+from hybridrl.commands.whatif_command import question_of
 from hybridrl.config.load import to_yaml
-from hybridrl.core.cluster import Cluster
-from hybridrl.core.record import Record, Span
-from hybridrl.data.tasks.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.models import make_tiny_model
-from hybridrl.observe import recorded_steps
-from hybridrl.observe.recorded_steps import RecordedStep, RecordedSteps, read_steps
-from hybridrl.planner import backtest, devices, planned_otherwise
-from hybridrl.planner.lengths import read_lengths
-from hybridrl.planner.planned_otherwise import of_size
-from hybridrl.planner.rates import Rates
-from hybridrl.planner.recorded_graph import graph_of
-from hybridrl.planner.recorded_run import RecordedRun
-from hybridrl.planner.replay import replay
-from hybridrl.planner.run_questions import Question, predict
-from hybridrl.planner.what_if import Where, with_links, with_speed
+from hybridrl.planner.machine import device_catalog as devices
+from hybridrl.planner.machine.device_rates import Rates
+from hybridrl.planner.sample_lengths import read_lengths
+from hybridrl.planner.step.graph_replay import replay
+from hybridrl.planner.what_if import backtest
+from hybridrl.planner.what_if import replanning as planned_otherwise
+from hybridrl.planner.what_if.graph_changes import Where, with_links, with_speed
+from hybridrl.planner.what_if.questions import Question, predict
+from hybridrl.planner.what_if.recorded_graph import graph_of
+from hybridrl.planner.what_if.recorded_run import RecordedRun
+from hybridrl.planner.what_if.replanning import of_size
+from hybridrl.run_files import recorded_steps
+from hybridrl.run_files.recorded_steps import RecordedStep, RecordedSteps, read_steps
+from hybridrl.system.cluster_spec import Cluster
 
 BEGIN = 1_700_000_000.0
 SHAPE = {"hidden_size": 64, "layers": 2, "heads": 2, "context": 128}

@@ -11,7 +11,7 @@ import pytest
 from settings import configured
 
 from hybridrl.errors import LostError
-from hybridrl.trainers.recovery import Recoveries
+from hybridrl.run.recovery import Recoveries
 
 AT_STEP = {"steps": 7, "seconds_train": 70.0}
 BEFORE = {"steps": 6, "seconds_train": 60.0}
@@ -81,7 +81,7 @@ PROGRAM = """
 import atexit, signal, sys, time
 from hybridrl.config.schema import RecoverConfig
 from hybridrl.errors import Preempted
-from hybridrl.interrupts import Interrupts, leave
+from hybridrl.run.signals import Interrupts, leave
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
 if sys.argv[1] == "hangs":
     atexit.register(time.sleep, 60)
@@ -130,7 +130,7 @@ def test_the_second_signal_waits_for_nothing():
 
 
 def test_what_is_ignored_from_the_start_stays_so():
-    script = "import signal; from hybridrl.interrupts import Interrupts\n"
+    script = "import signal; from hybridrl.run.signals import Interrupts\n"
     script += "from hybridrl.config.schema import RecoverConfig\n"
     script += (
         "with Interrupts(RecoverConfig()): print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"

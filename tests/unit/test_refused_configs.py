@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hybridrl.errors import ConfigError
-from hybridrl.models.loading import load_config, load_tokenizer
+from hybridrl.models.model_loading import load_config, load_tokenizer
 
 
 def test_a_value_of_the_wrong_kind_is_named(tmp_path):

@@ -9,16 +9,16 @@ from settings import configured
 
 from hybridrl.algorithms import PolicyObjective, Segments, ppo_clip
 from hybridrl.algorithms.registry import advantage_estimator, policy_loss
-from hybridrl.checks.settings import check
-from hybridrl.checks.shared_paths import paths_of_workers
+from hybridrl.batch.batch import Batch, Ragged
+from hybridrl.checks.machine.shared_paths import paths_of_workers
+from hybridrl.checks.settings.job_checks import check
 from hybridrl.config.schema import AlgorithmConfig
-from hybridrl.core.batch import Batch, Ragged
 from hybridrl.errors import ConfigError
+from hybridrl.run.step_metrics import step_metrics
 from hybridrl.trainers import PROGRAMS, grpo, load_trainer
-from hybridrl.trainers.base import Trainer
 from hybridrl.trainers.objectives import policy_objective
-from hybridrl.trainers.shaping import group_advantages
-from hybridrl.trainers.step_metrics import step_metrics
+from hybridrl.trainers.trainer import Trainer
+from hybridrl.trainers.update_columns import group_advantages
 
 MINE = """
 from hybridrl.algorithms import TokenLoss
@@ -170,8 +170,8 @@ def test_advantages_of_rows_or_of_tokens(mine):
         (policy_loss, "NUMBER", "is a int; it must be a function"),
         (policy_loss, "plian", "Did you mean `plain`?"),
         (advantage_estimator, "plain", "`log_probs`, which nobody gives it. Name any of scores"),
-        (load_trainer, "Other", "is no subclass of hybridrl.trainers.base.Trainer"),
-        (load_trainer, "halves", "is no subclass of hybridrl.trainers.base.Trainer"),
+        (load_trainer, "Other", "is no subclass of hybridrl.trainers.trainer.Trainer"),
+        (load_trainer, "halves", "is no subclass of hybridrl.trainers.trainer.Trainer"),
     ],
 )
 def test_what_cannot_be_used_is_refused(mine, load, name, words):

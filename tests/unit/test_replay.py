@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from settings import configured
 
-from hybridrl.checks.algorithm import check_algorithm
-from hybridrl.core.batch import Batch
+from hybridrl.batch.batch import Batch
+from hybridrl.checks.settings.algorithm_checks import check_algorithm
 from hybridrl.errors import ConfigError
 from hybridrl.trainers.objectives import is_off_policy
-from hybridrl.trainers.replay import Replay
+from hybridrl.trainers.replay_buffer import Replay
 
 
 class Ref(SimpleNamespace):

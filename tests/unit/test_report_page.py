@@ -10,14 +10,14 @@ from run_folders import HOSTILE, run_folder, write_samples
 
 from hybridrl import cli
 from hybridrl.errors import ConfigError
-from hybridrl.observe.strict_json import to_json
-from hybridrl.report.content import Content
-from hybridrl.report.figures import curves, thin
-from hybridrl.report.page import page
-from hybridrl.report.run_folder import RunFolder
-from hybridrl.report.samples import samples
+from hybridrl.report.html_page import page
+from hybridrl.report.metric_curves import curves, thin
+from hybridrl.report.report_content import Content
+from hybridrl.report.sample_browser import samples
 from hybridrl.report.settings import differences
 from hybridrl.report.token_texts import texts
+from hybridrl.run_files.run_reader import RunFolder
+from hybridrl.run_files.strict_json import to_json
 
 DATA = re.compile(r'<script type="application/json" id="data-(\w+)">(.*?)</script>', re.S)
 
@@ -200,7 +200,7 @@ def test_a_run_without_a_recorded_step_is_not_told_to_be_no_run(tmp_path):
 
 
 def test_json_in_a_page_is_closed_by_nothing():
-    from hybridrl.report.page import in_script
+    from hybridrl.report.html_page import in_script
 
     assert "<" not in in_script({"a": HOSTILE}) and json.loads(in_script({"a": HOSTILE}))
     assert to_json({"a": float("nan")}) == '{"a": null}'

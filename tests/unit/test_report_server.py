@@ -13,10 +13,10 @@ from run_folders import metrics_row, run_folder
 
 from hybridrl import cli
 from hybridrl.errors import ConfigError
-from hybridrl.report import server as report_server
-from hybridrl.report.prometheus import exposition
-from hybridrl.report.server import Server, Site
-from hybridrl.report.watched import Part
+from hybridrl.report import report_server
+from hybridrl.report.live_report import Part
+from hybridrl.report.prometheus_metrics import exposition
+from hybridrl.report.report_server import Server, Site
 
 TOKEN = "a-token-of-the-test"
 DASHBOARD = Path(__file__).parents[2] / "docker" / "grafana-dashboard.json"
@@ -145,7 +145,7 @@ def test_nothing_to_watch_is_a_sentence(tmp_path, capsys):
 
 
 def test_a_token_file_is_made_for_this_user_and_kept(tmp_path):
-    from hybridrl.commands.watch import _token
+    from hybridrl.commands.watch_command import _token
 
     file = tmp_path / "token"
     assert _token(file) == _token(file) and file.stat().st_mode & 0o777 == 0o600
@@ -175,7 +175,7 @@ def test_the_dashboard_asks_for_figures_that_there_are(serve, tmp_path):
 
 
 def test_the_token_stands_on_no_command_line(monkeypatch):
-    from hybridrl.commands.watch import _opened
+    from hybridrl.commands.watch_command import _opened
 
     opened = []
     monkeypatch.setattr("webbrowser.open", opened.append)

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from hybridrl.report.run_folder import RunFolder
 from hybridrl.report.words import compared
+from hybridrl.run_files.run_reader import RunFolder
 
 
 def run_with(folder, metric, value, low, high, name="held_out"):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.models import make_tiny_model
-from hybridrl.rollout.base import Request, Sampling
-from hybridrl.rollout.transformers import TransformersRollout
+from hybridrl.rollout.rollout_engine import Request, Sampling
+from hybridrl.rollout.transformers_engine import TransformersRollout
 
 
 @pytest.fixture(scope="module")

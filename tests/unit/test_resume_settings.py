@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridrl.checks.settings import check
+from hybridrl.checks.settings.job_checks import check
 from hybridrl.config.load import load_config, to_plain, to_yaml
 from hybridrl.config.resume import forked, resumed
 from hybridrl.config.resumed_settings import changes_learning, differences, named_code

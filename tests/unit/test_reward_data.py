@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from settings import configured
 
-from hybridrl.checks.reward_data import check_rewards
-from hybridrl.checks.settings import check as check_settings
+from hybridrl.batch.batch import Batch
+from hybridrl.checks.data.reward_data_checks import check_rewards
+from hybridrl.checks.settings.job_checks import check as check_settings
 from hybridrl.config.schema import ActorConfig, CostConfig, RolloutConfig
 from hybridrl.controller import Context
-from hybridrl.core.batch import Batch
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError, DataError, RewardError
 from hybridrl.rewards.loading import check_fit, check_functions
 from hybridrl.rewards.signature import as_verls, check_columns, is_verls
-from hybridrl.workers.reward import RewardWorker
+from hybridrl.workers.reward_worker import RewardWorker
 
 PROMPTS = Batch.from_columns(
     {"prompt": ["1+1=", "2+2="], "answer": ["2", "4"], "level": [1, 2], "scores": [0.0, 0.0]}
@@ -132,7 +132,7 @@ def test_what_fails_while_a_cost_is_scored_is_said_of_the_cost(tmp_path):
 
 
 def test_an_import_that_hangs_is_stopped(check, monkeypatch):
-    monkeypatch.setattr("hybridrl.checks.reward_data.LONGEST_IMPORT_S", 0.5)
+    monkeypatch.setattr("hybridrl.checks.data.reward_data_checks.LONGEST_IMPORT_S", 0.5)
     code = "import time\ntime.sleep(99)\ndef score(response): return 1.0"
     said = r"`reward.function` names `.*mine.py:score`, and to import .* longer than 1 s"
     with pytest.raises(ConfigError, match=said):

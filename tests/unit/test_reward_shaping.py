@@ -9,10 +9,10 @@ import torch
 from settings import configured
 
 from hybridrl.algorithms import shorter_reward
-from hybridrl.checks.algorithm import check_algorithm
-from hybridrl.core.batch import Batch
+from hybridrl.batch.batch import Batch
+from hybridrl.checks.settings.algorithm_checks import check_algorithm
 from hybridrl.errors import ConfigError
-from hybridrl.trainers.reward_shaping import (
+from hybridrl.trainers.reward_shaper import (
     SHAPED,
     Moments,
     RewardShaping,

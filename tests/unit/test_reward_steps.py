@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from hybridrl.algorithms import Segments, part_advantages
+from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import AlgorithmConfig
-from hybridrl.core.batch import Batch
 from hybridrl.errors import ConfigError
-from hybridrl.rewards.answers import read_answer
-from hybridrl.rewards.steps import step_ends, tokens_up_to
-from hybridrl.trainers.shaping import critic_advantages, group_advantages
+from hybridrl.rewards.response_steps import step_ends, tokens_up_to
+from hybridrl.rewards.returned_scores import read_answer
+from hybridrl.trainers.update_columns import critic_advantages, group_advantages
 
 
 def test_steps_end_behind_their_separators():
@@ -107,7 +107,7 @@ def test_the_returns_of_a_critic_see_each_step():
 def test_rewards_of_steps_are_refused_where_nothing_reads_them():
     from settings import configured
 
-    from hybridrl.checks.algorithm import check_algorithm
+    from hybridrl.checks.settings.algorithm_checks import check_algorithm
 
     for overrides, words in [
         (["algorithm=remax", "algorithm.step_credit=sum"], "one score a sample"),

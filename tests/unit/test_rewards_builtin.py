@@ -4,7 +4,7 @@ import threading
 import pytest
 
 from hybridrl.errors import MissingPackageError
-from hybridrl.rewards.builtin import boxed, contains, exact, format, length, math, numeric
+from hybridrl.rewards.builtin_rewards import boxed, contains, exact, format, length, math, numeric
 from hybridrl.rewards.loading import builtin_names, check_function
 
 

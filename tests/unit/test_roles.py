@@ -5,21 +5,21 @@ from types import SimpleNamespace
 import pytest
 from settings import configured
 
-from hybridrl import roles
-from hybridrl.checks.placement import check_placement
-from hybridrl.checks.settings import check
+from hybridrl.checks.machine.placement_checks import check_placement
+from hybridrl.checks.settings.job_checks import check
 from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import Config, DataConfig, JudgeConfig
 from hybridrl.controller import Worker
-from hybridrl.core.cluster import Cluster
 from hybridrl.errors import ConfigError
+from hybridrl.job import worker_groups as roles
+from hybridrl.system.cluster_spec import Cluster
 from hybridrl.trainers import load_roles
 from hybridrl.trainers.role_spec import RoleSpec, checked_roles, standard
 
 OWN = """
 from hybridrl.controller import Worker
 from hybridrl.trainers import grpo
-from hybridrl.trainers.base import Trainer
+from hybridrl.trainers.trainer import Trainer
 from hybridrl.trainers.role_spec import RoleSpec, standard
 
 class Distill(grpo.Trainer):

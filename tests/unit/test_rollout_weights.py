@@ -6,9 +6,9 @@ import pytest
 import torch
 from engine_cases import CPU, make_model
 
-from hybridrl.core.pieces import Piece
-from hybridrl.rollout.transformers import TransformersRollout
-from hybridrl.rollout.weights import Form, WeightWriter, differences
+from hybridrl.layout.tensor_pieces import Piece
+from hybridrl.rollout.transformers_engine import TransformersRollout
+from hybridrl.rollout.weight_writer import Form, WeightWriter, differences
 
 PIECES = {
     "q": (Piece(((2, 4), (0, 3)), "qk", (0, 0)),),

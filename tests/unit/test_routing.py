@@ -7,12 +7,12 @@ from parallel_cases import assemble, make_engine, make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.algorithms import TokenLoss
+from hybridrl.batch.batch import ROUTES, Batch
 from hybridrl.config.schema import CHECKPOINTING, OptimizerConfig
-from hybridrl.core.batch import ROUTES, Batch
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.models import CausalPolicy, PackedSamples
+from hybridrl.models.expert_routing import Routing, check_routing, find_routers
 from hybridrl.models.packing import Rows
-from hybridrl.models.routing import Routing, check_routing, find_routers
 
 WEIGHT = 0.5
 TINY = {

@@ -6,11 +6,11 @@ import pyarrow as pa
 import pytest
 from settings import configured
 
-from hybridrl.checks import row_tests
-from hybridrl.checks.row_tests import TESTED, check_tests
+from hybridrl.checks.data import row_tests
+from hybridrl.checks.data.row_tests import TESTED, check_tests
+from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.data.datasets import load_prompts
 from hybridrl.data.refused_rows import RefusedRows, checked_by
-from hybridrl.data.sources import load_prompts
-from hybridrl.data.tasks.character_tokenizer import TEXT, build_tokenizer
 from hybridrl.errors import DataError
 
 SOUND = ["assert double(2) == 4"]
@@ -107,7 +107,10 @@ def test_such_rows_may_be_left_out(read, caplog):
 
 
 def test_tests_that_nobody_reads_are_left_alone(read):
-    assert len(read([VACUOUS["a comment"]], "reward.function=hybridrl.rewards.shape:length")) == 1
+    assert (
+        len(read([VACUOUS["a comment"]], "reward.function=hybridrl.rewards.format_rewards:length"))
+        == 1
+    )
     assert len(read([["assert ("], SOUND], "reward.on_error=drop")) == 2
 
 

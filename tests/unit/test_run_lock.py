@@ -11,13 +11,13 @@ import time
 import pytest
 
 from hybridrl.errors import ConfigError, StorageError
-from hybridrl.observe import run_lock
-from hybridrl.observe.run_lock import LOCK, RunLock
+from hybridrl.run_files import run_lock
+from hybridrl.run_files.run_lock import LOCK, RunLock
 
 HOLD = """
 import sys
 from pathlib import Path
-from hybridrl.observe.run_lock import RunLock
+from hybridrl.run_files.run_lock import RunLock
 with RunLock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

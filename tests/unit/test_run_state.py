@@ -7,14 +7,14 @@ import sys
 import pytest
 
 from hybridrl.errors import Preempted, StorageError, WorkerError
-from hybridrl.observe.run_lock import RunLock
-from hybridrl.observe.run_state import RunState, state_of
-from hybridrl.observe.storage import replacing_folder
+from hybridrl.run_files.run_lock import RunLock
+from hybridrl.run_files.run_status import RunState, state_of
+from hybridrl.system.storage import replacing_folder
 
 DIES = """
 import os, sys, pathlib
-from hybridrl.observe.run_lock import RunLock
-from hybridrl.observe.run_state import RunState
+from hybridrl.run_files.run_lock import RunLock
+from hybridrl.run_files.run_status import RunState
 folder = pathlib.Path(sys.argv[1])
 RunLock(folder).__enter__()
 RunState(folder).begin()

@@ -5,17 +5,17 @@ import numpy as np
 import pytest
 import torch
 
+from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.controller import Context, Worker
-from hybridrl.core.batch import Batch
-from hybridrl.core.mesh import Mesh
-from hybridrl.engine.hybrid import with_mask
-from hybridrl.rollout.base import Finished, RolloutEngine, Sampling, responses
+from hybridrl.engine.hybrid_engine import with_mask
+from hybridrl.layout.rank_mesh import Mesh
 from hybridrl.rollout.playing import Playing, PlaysEpisodes
-from hybridrl.workers import generator
-from hybridrl.workers.actor import ActorWorker
+from hybridrl.rollout.rollout_engine import Finished, RolloutEngine, Sampling, responses
+from hybridrl.workers import generator_worker as generator
+from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.generation import SampleSeeds
-from hybridrl.workers.generator import GeneratorWorker
+from hybridrl.workers.generator_worker import GeneratorWorker
 
 SAMPLING = Sampling(max_tokens=4)
 ROWS, PER_PROMPT = 12, 3

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from hybridrl.rollout.base import Finished, RolloutEngine, Sampling
+from hybridrl.rollout.rollout_engine import Finished, RolloutEngine, Sampling
 from hybridrl.rollout.stream import SampleStream, Share
 
 SAMPLING = Sampling(max_tokens=100)
@@ -113,7 +113,7 @@ def test_the_base_engine_gives_every_sample_of_a_request(samples):
         start, poll, progress = RolloutEngine.start, RolloutEngine.poll, RolloutEngine.progress
 
         def generate(self, batch, sampling, seed):
-            from hybridrl.rollout.base import responses
+            from hybridrl.rollout.rollout_engine import responses
 
             ids = [[s] * len(p) for s, p in zip(seed, batch["prompt_ids"].rows(), strict=True)]
             return responses(ids, [[0.0] * len(i) for i in ids], ["stop"] * len(ids))

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from settings import configured
 
+from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
-from hybridrl.job import Job
+from hybridrl.job.job import Job
 from hybridrl.main import run
 from hybridrl.models import make_tiny_model
 

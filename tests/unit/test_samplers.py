@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from settings import configured
 
-from hybridrl.core.batch import Batch
+from hybridrl.batch.batch import Batch
 from hybridrl.data.samplers import check_sampler, make_sampler
-from hybridrl.data.samplers.levels import buckets, ranks
+from hybridrl.data.samplers.difficulty_columns import buckets, ranks
 from hybridrl.errors import ConfigError
 
 LEVELS = np.repeat([1.0, 2.0, 3.0, 4.0], 250)

@@ -14,14 +14,14 @@ from transformers import (
 )
 
 from hybridrl.algorithms import BradleyTerry, Segments, token_weights
+from hybridrl.batch.batch import Batch, Ragged
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
-from hybridrl.core.batch import Batch, Ragged
-from hybridrl.engine.train import TrainEngine
+from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError
 from hybridrl.models import PackedSamples, ScalarModel, load_scalar_model
-from hybridrl.models.attention import NAME
-from hybridrl.workers.critic import CriticWorker
-from hybridrl.workers.reward_model import sample_scores
+from hybridrl.models.packed_attention import NAME
+from hybridrl.workers.critic_worker import CriticWorker
+from hybridrl.workers.reward_model_worker import sample_scores
 
 CPU = torch.device("cpu")
 VOCABULARY = 19

@@ -7,9 +7,9 @@ import pytest
 from victims import environment_of
 
 from hybridrl.config.schema import EnvironmentConfig
-from hybridrl.core.secret_variables import passing_hint, without_secrets
 from hybridrl.environments.pool import EnvironmentPool, Play
 from hybridrl.rewards.process import ChildProcess
+from hybridrl.system.secret_variables import passing_hint, without_secrets
 
 SECRETS = {
     "RAY_AUTH_TOKEN": "x",

@@ -12,13 +12,13 @@ import pytest
 from hybridrl import main
 from hybridrl.config.load import load_config, to_plain, to_yaml
 from hybridrl.config.secrets import Secret, command_line, is_secret
-from hybridrl.core import redaction
-from hybridrl.core.locations import RemotePath
-from hybridrl.core.redaction import redact, register_secrets
+from hybridrl.console.safe_text import one_line, plain_lines
 from hybridrl.errors import ConfigError, StorageError
-from hybridrl.observe.run_state import RunState
-from hybridrl.observe.safe_text import one_line, plain_lines
-from hybridrl.observe.strict_json import to_json
+from hybridrl.run_files.run_status import RunState
+from hybridrl.run_files.strict_json import to_json
+from hybridrl.system import redaction
+from hybridrl.system.locations import RemotePath
+from hybridrl.system.redaction import redact, register_secrets
 
 OPTIONS = [
     "reward.options.score.api_key=${oc.env:SERVICE_KEY}",

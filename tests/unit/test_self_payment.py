@@ -11,7 +11,7 @@ from test_agents import rows
 from hybridrl.config.schema import EnvironmentConfig
 from hybridrl.environments.adapters.launch import can_isolate
 from hybridrl.environments.pool import EnvironmentPool
-from hybridrl.serving.agents import AgentRollout
+from hybridrl.serving.agent_rollout import AgentRollout
 from hybridrl.serving.failed_episodes import FailedEpisodes
 
 AGENT = """

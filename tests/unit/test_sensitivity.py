@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from hybridrl.compress.sensitivity import activation_kl, sums, token_kls, weight_kl
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.models import tiny_config
-from hybridrl.models.attention import NAME
-from hybridrl.models.calibration import indicator, token_kl
-from hybridrl.models.low_bit_linear import apply_bits, decoder_layers, linears
+from hybridrl.models.packed_attention import NAME
+from hybridrl.systems.low_bits.layer_sensitivity import indicator, token_kl
+from hybridrl.systems.low_bits.low_bit_linear import apply_bits, decoder_layers, linears
 
 LAYERS = 5
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from hybridrl.placement.separated_actor import SeparatedActor
+from hybridrl.placement.disaggregated_actor import SeparatedActor
 
 
 @pytest.fixture(autouse=True)
 def no_samples(monkeypatch):
-    stream = "hybridrl.placement.separated_actor.BatchRef.of_stream"
+    stream = "hybridrl.placement.disaggregated_actor.BatchRef.of_stream"
     monkeypatch.setattr(stream, lambda parts: parts)
 
 

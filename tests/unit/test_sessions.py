@@ -5,7 +5,7 @@ import random
 import pytest
 from agent_cases import TRAINED
 
-from hybridrl.serving.session import Sampled, Session
+from hybridrl.serving.agent_session import Sampled, Session
 
 
 def session(**options):

@@ -5,7 +5,7 @@ import resource
 import pytest
 from settings import configured
 
-from hybridrl.checks.settings import check
+from hybridrl.checks.settings.job_checks import check
 from hybridrl.config.load import load_config
 from hybridrl.errors import ConfigError
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridrl.checks.settings import check
+from hybridrl.checks.settings.job_checks import check
 from hybridrl.config.aliases import foreign_settings
-from hybridrl.config.bounds import ListOf, OneOf
+from hybridrl.config.constraints import ListOf, OneOf
 from hybridrl.config.load import load_config, to_yaml
-from hybridrl.config.names import OPEN, leaves
 from hybridrl.config.presets import CHOSEN, names
 from hybridrl.config.schema import OptimizerConfig, ParallelConfig
-from hybridrl.config.values import bounds, hints, is_optional, plain
+from hybridrl.config.setting_names import OPEN, leaves
+from hybridrl.config.setting_types import bounds, hints, is_optional, plain
 from hybridrl.errors import HybridRLError
 
 MINUTES = float(os.environ.get("HYBRIDRL_FUZZ_MINUTES", "0"))

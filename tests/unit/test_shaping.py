@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl import algorithms
 from hybridrl.algorithms import token_weights
+from hybridrl.algorithms.loss_weights import MODES
 from hybridrl.algorithms.registry import ADVANTAGES, takes
-from hybridrl.algorithms.weights import MODES
+from hybridrl.batch.batch import Batch, Ragged
 from hybridrl.config.schema import AlgorithmConfig
-from hybridrl.core.batch import Batch, Ragged
 from hybridrl.errors import ConfigError
-from hybridrl.trainers.shaping import (
+from hybridrl.trainers.update_columns import (
     as_baseline,
     constrained_advantages,
     critic_advantages,

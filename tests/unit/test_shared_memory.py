@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from hybridrl.core import shared_memory
-from hybridrl.core.shared_memory import remove_leftovers, remove_shared_memory
+from hybridrl.system import shared_memory
+from hybridrl.system.shared_memory import remove_leftovers, remove_shared_memory
 
 HOLDS = """
 import sys, pathlib
-from hybridrl.core import shared_memory
+from hybridrl.system import shared_memory
 shared_memory.FOLDER = pathlib.Path(sys.argv[1])
 shared_memory.hold_shared_memory("hybridrl-1-20")
 (shared_memory.FOLDER / "psm_hybridrl-1-20_0").touch()

@@ -8,14 +8,14 @@ import pytest
 import yaml
 from settings import configured
 
+from hybridrl.config.effective_settings import idle
 from hybridrl.config.load import shown
-from hybridrl.config.names import is_open, leaves
 from hybridrl.config.presets import CHOSEN
 from hybridrl.config.presets import leaves as nested_leaves
 from hybridrl.config.presets import names as preset_names
 from hybridrl.config.schema import Config
-from hybridrl.config.shown import idle
-from hybridrl.config.values import conditions
+from hybridrl.config.setting_names import is_open, leaves
+from hybridrl.config.setting_types import conditions
 
 DOCS = Path(__file__).parents[2] / "docs"
 

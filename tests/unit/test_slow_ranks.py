@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from hybridrl.core.cluster import Cluster
-from hybridrl.core.record import Record
-from hybridrl.observe.slow_ranks import SlowDevices, ratios_of
+from hybridrl.batch.call_record import Record
+from hybridrl.run.watchers.slow_devices import SlowDevices, ratios_of
+from hybridrl.system.cluster_spec import Cluster
 
 
 def record(rank, seconds, tokens=100, waited=0.0, role="actor", method="update", stage=0):

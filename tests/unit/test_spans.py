@@ -5,10 +5,10 @@ import json
 import pytest
 
 from hybridrl import cli
-from hybridrl.core.record import Record, Span
-from hybridrl.observe.recorded_steps import RecordedStep, RecordedSteps
-from hybridrl.report.spans import device_spans, idle_by_cause
-from hybridrl.report.trace import write_trace
+from hybridrl.batch.call_record import Record, Span
+from hybridrl.report.device_spans import device_spans, idle_by_cause
+from hybridrl.report.perfetto_trace import write_trace
+from hybridrl.run_files.recorded_steps import RecordedStep, RecordedSteps
 
 BEGIN = 1_700_000_000.0
 

@@ -12,15 +12,15 @@ from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from hybridrl.checkpoint import writing
-from hybridrl.checkpoint.reading import TensorFiles
-from hybridrl.core.locations import location_of
-from hybridrl.core.written import damage, lacking, read_lists
-from hybridrl.engine import state_saver
-from hybridrl.engine.state_files import state_files
-from hybridrl.engine.state_saver import StateSaver
-from hybridrl.engine.training_state import load_training_state
+from hybridrl.checkpoint.engine_state import state_saver
+from hybridrl.checkpoint.engine_state.state_files import state_files
+from hybridrl.checkpoint.engine_state.state_saver import StateSaver
+from hybridrl.checkpoint.engine_state.training_state import load_training_state
+from hybridrl.checkpoint.tensors import tensor_writer as writing
+from hybridrl.checkpoint.tensors.rank_manifest import damage, lacking, read_lists
+from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
 from hybridrl.errors import ConfigError, StorageError
+from hybridrl.system.locations import location_of
 
 
 @pytest.fixture

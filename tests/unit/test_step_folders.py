@@ -7,12 +7,12 @@ import uuid
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from hybridrl.core.locations import location_of, remove, write_whole
+from hybridrl.checkpoint.plain_state import check_plain
+from hybridrl.checkpoint.pruning import KeepRule, check_best
+from hybridrl.checkpoint.store import StepFolders
 from hybridrl.errors import ConfigError, StorageError
-from hybridrl.observe.kept_steps import KeepRule, check_best
-from hybridrl.observe.run_directory import RunDirectory
-from hybridrl.observe.step_folders import StepFolders
-from hybridrl.trainers.plain_state import check_plain
+from hybridrl.run_files.run_directory import RunDirectory
+from hybridrl.system.locations import location_of, remove, write_whole
 
 
 @pytest.fixture(params=["disk", "memory://"])
@@ -58,7 +58,7 @@ def test_a_job_that_is_killed_while_it_removes_a_step_leaves_none_that_counts(fo
         removed.append(location.name)
         remove(location)
 
-    monkeypatch.setattr("hybridrl.observe.step_folders.remove", once)
+    monkeypatch.setattr("hybridrl.checkpoint.store.remove", once)
     folders.discard(2)
     assert removed == ["complete.json"] and folders.unfinished() == [2] and folders.steps() == []
 

@@ -6,21 +6,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hybridrl.batch.batch import Batch, sampled_tokens
+from hybridrl.batch.call_record import Record
 from hybridrl.config.schema import RewardConfig
 from hybridrl.controller import Context, Worker
-from hybridrl.core.batch import Batch, sampled_tokens
-from hybridrl.core.record import Record
-from hybridrl.engine.weight_sync import SyncCost
-from hybridrl.trainers.kept_samples import of_sampled
-from hybridrl.trainers.step_metrics import step_metrics
+from hybridrl.run.sample_recorder import of_sampled
+from hybridrl.run.step_metrics import step_metrics
+from hybridrl.weights.weight_sync import SyncCost
 from hybridrl.workers.generation import (
     report_compression,
     report_numbers,
     report_samples,
     report_sync,
 )
-from hybridrl.workers.generator import GeneratorWorker
-from hybridrl.workers.reward import RewardWorker
+from hybridrl.workers.generator_worker import GeneratorWorker
+from hybridrl.workers.reward_worker import RewardWorker
 
 
 def test_what_a_call_reports_twice_adds_up():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridrl.engine.sync_choice import SyncChoice
+from hybridrl.weights.sync_choice import SyncChoice
 
 
 def run(choice, seconds, syncs):

@@ -3,8 +3,8 @@
 import pytest
 from settings import configured
 
-from hybridrl.checks.teachers import check_rubrics, check_teachers
-from hybridrl.core.batch import Batch
+from hybridrl.batch.batch import Batch
+from hybridrl.checks.data.row_checks import check_rubrics, check_teachers
 from hybridrl.errors import ConfigError, DataError
 
 ROWS = Batch.from_columns(

@@ -8,12 +8,12 @@ from conversation_cases import DATE, read_cases, tokenizer_of
 
 from hybridrl.config.schema import DataConfig
 from hybridrl.conversations.rendering import TemplateContext
-from hybridrl.data.sources import load_examples, load_prompts
+from hybridrl.data.datasets import load_examples, load_prompts
 from hybridrl.errors import DataError
+from hybridrl.serving.agent_session import Known
 from hybridrl.serving.chat import ChatError
 from hybridrl.serving.fields import RefusedError
 from hybridrl.serving.renderer_chat import chat_of
-from hybridrl.serving.session import Known
 from hybridrl.serving.wire import chat_request
 
 CASES = read_cases()

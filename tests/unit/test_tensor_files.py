@@ -13,14 +13,16 @@ from layout_cases import boxes_in, cut, full_tensors, layout_pairs, numbered, sh
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hybridrl.checkpoint import agreement, reading, writing
-from hybridrl.checkpoint.header import DTYPES
-from hybridrl.checkpoint.reading import TensorFiles, index_of
-from hybridrl.checkpoint.writing import write_tensors
-from hybridrl.core.boxes import extent, runs, volume, whole, windows
-from hybridrl.core.layout import Layout
-from hybridrl.core.pieces import local_pieces
+from hybridrl.checkpoint.tensors import tensor_reader as reading
+from hybridrl.checkpoint.tensors import tensor_writer as writing
+from hybridrl.checkpoint.tensors import write_errors as agreement
+from hybridrl.checkpoint.tensors.safetensors_header import DTYPES
+from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles, index_of
+from hybridrl.checkpoint.tensors.tensor_writer import write_tensors
 from hybridrl.errors import ConfigError, StorageError
+from hybridrl.layout.boxes import extent, runs, volume, whole, windows
+from hybridrl.layout.tensor_layout import Layout
+from hybridrl.layout.tensor_pieces import local_pieces
 
 
 def whole_layout(tensors):

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from hybridrl.core.record import Record
-from hybridrl.observe.timeline import bars_of, draw_timeline, idle_shares, trace_events
+from hybridrl.batch.call_record import Record
+from hybridrl.console.timeline import bars_of, draw_timeline, idle_shares, trace_events
 
 BEGIN = 1_700_000_000.0
 DEVICES = {"actor": [0, 1], "reference": [2]}

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.core.zigzag import ranges, rank_places, ring_rows
 from hybridrl.parallel.token_gather import Reading
+from hybridrl.parallel.zigzag import ranges, rank_places, ring_rows
 
 SAMPLES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=6)
 

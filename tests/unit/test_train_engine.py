@@ -26,15 +26,15 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.algorithms import DirectPreference, TokenLoss, negative_log_likelihood
-from hybridrl.algorithms.weights import MODES
+from hybridrl.algorithms.loss_weights import MODES
 from hybridrl.config.schema import CHECKPOINTING, OptimizerConfig
 from hybridrl.controller.worker import Context
 from hybridrl.engine.optimizer import SCHEDULES, make_optimizer, rate_factor
-from hybridrl.engine.train import MOST_SKIPPED
+from hybridrl.engine.train_engine import MOST_SKIPPED
 from hybridrl.errors import ConfigError, DataError, TrainingError
-from hybridrl.models.attention import NAME
+from hybridrl.models.packed_attention import NAME
 from hybridrl.parallel import fsdp
-from hybridrl.workers.actor import ActorWorker
+from hybridrl.workers.actor_worker import ActorWorker
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,9 @@ def test_what_stands_off_the_mask_does_not_matter(engine, plain):
 def test_each_update_rounds_from_a_seed_of_its_own(mesh, monkeypatch):
     """Of the engine's seed and the number of the update, which checkpoints keep."""
     seen = []
-    monkeypatch.setattr("hybridrl.engine.train.seed_rounding", lambda _, seed: seen.append(seed))
+    monkeypatch.setattr(
+        "hybridrl.engine.train_engine.seed_rounding", lambda _, seed: seen.append(seed)
+    )
     for seed in (3, 3, 4):
         engine = make_engine(mesh)
         engine.rounding_seed = seed

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from settings import configured
 
-from hybridrl.core.trends import variance_of_sums
-from hybridrl.trainers.tripwires import Tripwires, window_of
+from hybridrl.batch.trends import variance_of_sums
+from hybridrl.run.watchers.tripwires import Tripwires, window_of
 
 WINDOW = 10
 

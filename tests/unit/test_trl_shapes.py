@@ -5,10 +5,10 @@ import inspect
 import pyarrow as pa
 import pytest
 
-from hybridrl.data.preferences import tokenize_pairs
+from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.preference_pairs import tokenize_pairs
 from hybridrl.data.prompts import tokenize_prompts
-from hybridrl.data.supervised import tokenize_conversations, tokenize_examples
-from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+from hybridrl.data.supervised_examples import tokenize_conversations, tokenize_examples
 from hybridrl.rewards.signature import arguments_of, called_for, check_columns, rows_of_all
 
 TEMPLATE = (

@@ -10,22 +10,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridrl.algorithms.loss_weights import MODES
 from hybridrl.algorithms.registry import ADVANTAGES
-from hybridrl.algorithms.weights import MODES
+from hybridrl.batch.batch import Batch, Ragged
+from hybridrl.batch.row_balancing import blocks_of_runs
 from hybridrl.config.schema import AlgorithmConfig
-from hybridrl.core.balance import blocks_of_runs
-from hybridrl.core.batch import Batch, Ragged
-from hybridrl.rollout.base import ragged
-from hybridrl.rollout.episode_columns import EpisodeSample, episode_batch
+from hybridrl.rollout.episode_batch import EpisodeSample, episode_batch
+from hybridrl.rollout.rollout_engine import ragged
 from hybridrl.rollout.transcript import Transcript
-from hybridrl.trainers.shaping import (
+from hybridrl.trainers.episode_branches import own_branches
+from hybridrl.trainers.update_columns import (
     constrained_advantages,
     critic_advantages,
     greedy_advantages,
     group_advantages,
     loss_weights,
 )
-from hybridrl.trainers.unfold import own_branches
 
 OF_TOKENS = ("log_probs", "ref_log_probs", "values", "cost_values")
 SEVERAL = hypothesis.settings(max_examples=25, deadline=None)

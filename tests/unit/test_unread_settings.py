@@ -4,9 +4,9 @@ import pytest
 from flips import another_value, default_at
 from settings import configured
 
-from hybridrl.checks.algorithm import check_algorithm
-from hybridrl.config.names import leaves
-from hybridrl.config.shown import idle
+from hybridrl.checks.settings.algorithm_checks import check_algorithm
+from hybridrl.config.effective_settings import idle
+from hybridrl.config.setting_names import leaves
 from hybridrl.errors import ConfigError
 from hybridrl.trainers.objectives import policy_objective
 

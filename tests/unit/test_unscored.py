@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from hybridrl.core.record import Record
+from hybridrl.batch.call_record import Record
 from hybridrl.errors import RewardError
-from hybridrl.trainers.steps import note
-from hybridrl.trainers.unscored import Unscored
+from hybridrl.run.step_runner import note
+from hybridrl.run.watchers.unscored_samples import Unscored
 
 
 def record(kind="reward", scored=0, dropped=0, notice="", role=None):

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.rewards.checked_tests import check_test
-from hybridrl.rewards.confined.data_codec import Frame
-from hybridrl.rewards.confined.judge import Judge
-from hybridrl.rewards.confined.object_exchange import ObjectExchange
-from hybridrl.rewards.confined.vacuous import CheckCounter, VacuousError
+from hybridrl.sandbox.confined.data_codec import Frame
+from hybridrl.sandbox.confined.judge import Judge
+from hybridrl.sandbox.confined.object_exchange import ObjectExchange
+from hybridrl.sandbox.confined.vacuous import CheckCounter, VacuousError
 
 
 class Owner(ObjectExchange):

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import torch
 
-from hybridrl.compress.weight_message import METHODS
-from hybridrl.engine.sync_choice import SyncChoice
-from hybridrl.engine.weight_channel import WeightChannel
-from hybridrl.reshard.between_groups import Parcel
-from hybridrl.reshard.coded import CodedTraffic
-from hybridrl.reshard.coded_parcels import ParcelEncoder
+from hybridrl.weights.encoded_parcels import ParcelEncoder
+from hybridrl.weights.encoded_reshard import CodedTraffic
+from hybridrl.weights.parcel_transfer import Parcel
+from hybridrl.weights.sync_choice import SyncChoice
+from hybridrl.weights.weight_channel import WeightChannel
+from hybridrl.weights.weight_message import METHODS
 
 CPU = torch.device("cpu")
 

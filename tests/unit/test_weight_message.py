@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridrl.compress.weight_message import (
+from hybridrl.weights.weight_message import (
     METHODS,
     DamagedMessageError,
     Message,

@@ -7,21 +7,21 @@ from hypothesis import strategies as st
 from layout_cases import full_tensors, layout_pairs, numbered
 from safetensors.torch import load_file
 
-from hybridrl.checkpoint import file_plan
-from hybridrl.checkpoint.file_plan import plan_files, share
-from hybridrl.checkpoint.reading import TensorFiles
-from hybridrl.checkpoint.writing import (
+from hybridrl.checkpoint.tensors import file_plan
+from hybridrl.checkpoint.tensors.file_plan import plan_files, share
+from hybridrl.checkpoint.tensors.rank_manifest import Written, damage, lacking, list_of, read_lists
+from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
+from hybridrl.checkpoint.tensors.tensor_writer import (
     headers_of,
     values_of,
     write_headers,
     write_parts,
     written_box,
 )
-from hybridrl.core.boxes import extent
-from hybridrl.core.layout import Layout
-from hybridrl.core.pieces import local_pieces
-from hybridrl.core.written import Written, damage, lacking, list_of, read_lists
 from hybridrl.errors import ConfigError
+from hybridrl.layout.boxes import extent
+from hybridrl.layout.tensor_layout import Layout
+from hybridrl.layout.tensor_pieces import local_pieces
 
 
 def write(folder, layout, values, rank, file_bytes=1 << 20):

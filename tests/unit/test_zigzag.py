@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.core.zigzag import even_bounds, ranges, rank_places, ring_rows, visible_pairs
+from hybridrl.parallel.zigzag import even_bounds, ranges, rank_places, ring_rows, visible_pairs
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=9)
 

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import Config
-from hybridrl.core import user_code
-from hybridrl.core.batch import Batch
-from hybridrl.data.samplers.difficulty import Difficulty
-from hybridrl.data.samplers.pass_rate import PassRate
+from hybridrl.data.samplers.difficulty_sampler import Difficulty
+from hybridrl.data.samplers.pass_rate_sampler import PassRate
 from hybridrl.errors import ConfigError, nearest
+from hybridrl.system import user_code
 
 SETTING = "data.sampler"
 BUILT_IN: Mapping[str, Callable[..., Any]] = {"pass_rate": PassRate, "difficulty": Difficulty}

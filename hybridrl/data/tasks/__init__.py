@@ -18,13 +18,10 @@ from types import ModuleType
 
 from hybridrl.errors import ConfigError, nearest
 
-_NOT_TASKS = {"character_tokenizer"}
-
 
 def task_names() -> list[str]:
     """The names of the built-in tasks, sorted."""
-    found = {module.name for module in pkgutil.iter_modules(__path__)}
-    return sorted(found - _NOT_TASKS)
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def load_task(name: str) -> ModuleType:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridrl.core.turn import Turn
+from hybridrl.batch.turn import Turn
 from hybridrl.errors import ConfigError
 
 CHARACTERS = "0123456789*=<>"

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from hybridrl.data.tasks.character_tokenizer import TEXT
+from hybridrl.data.character_tokenizer import TEXT
 from hybridrl.errors import ConfigError, nearest
-from hybridrl.rewards.procedural import check_installed, dataset
+from hybridrl.rewards.reasoning_gym_reward import check_installed, dataset
 
 CHARACTERS = TEXT
 DIFFICULTY = "difficulty_"

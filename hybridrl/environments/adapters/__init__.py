@@ -2,5 +2,5 @@
 
 They are loaded by `shim` in the Python of the environment, where HybridRL need not be installed, so
 they import only each other and what such an environment brings. An adapter is a file with a class
-`Adapter`, whose methods are those of `episode.BaseAdapter`.
+`Adapter`, whose methods are those of `environment_adapter.BaseAdapter`.
 """

@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from . import launch
-from .episode import MODEL, BaseAdapter, Episode, EpisodeError, Returned, Score, SetupError
+from .environment_adapter import (
+    MODEL,
+    BaseAdapter,
+    Episode,
+    EpisodeError,
+    Returned,
+    Score,
+    SetupError,
+)
 
 _LONGEST = 1 << 20
 """Bytes of its standard output that are kept, and of its errors: what comes last."""

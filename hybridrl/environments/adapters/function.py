@@ -12,8 +12,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from .client import AsyncModel, Model
-from .episode import BaseAdapter, Episode, Returned, SetupError
+from .environment_adapter import BaseAdapter, Episode, Returned, SetupError
+from .model_client import AsyncModel, Model
 
 
 class Adapter(BaseAdapter):

@@ -8,8 +8,8 @@ from typing import Any
 
 import gymnasium
 
-from .client import AsyncModel
-from .episode import BaseAdapter, Episode, Returned, Score, SetupError
+from .environment_adapter import BaseAdapter, Episode, Returned, Score, SetupError
+from .model_client import AsyncModel
 
 _COLOURED = re.compile("\x1b\\[[0-9;]*m(.*?)\x1b\\[0m", re.DOTALL)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?")

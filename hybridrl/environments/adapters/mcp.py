@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .client import AsyncModel, ModelError
-from .episode import BaseAdapter, Episode, EpisodeError, Returned, Score, SetupError
+from .environment_adapter import BaseAdapter, Episode, EpisodeError, Returned, Score, SetupError
+from .model_client import AsyncModel, ModelError
 from .tool_servers import ToolServers
 
 

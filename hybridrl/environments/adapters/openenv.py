@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from .client import AsyncModel
-from .episode import BaseAdapter, Episode, EpisodeError, Returned, Score, SetupError
+from .environment_adapter import BaseAdapter, Episode, EpisodeError, Returned, Score, SetupError
+from .model_client import AsyncModel
 
 
 class Adapter(BaseAdapter):

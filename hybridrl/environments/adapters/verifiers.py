@@ -20,8 +20,16 @@ from verifiers.v1.harnesses.utils.compaction import CONTEXT_OVERFLOW_MARKERS
 from verifiers.v1.runtimes import ProgramResult, SubprocessConfig
 from verifiers.v1.utils.loaders import default_harness_id, load_environment, resolve_env_config
 
-from .client import ModelError, post
-from .episode import MODEL, BaseAdapter, Episode, EpisodeError, Returned, Score, SetupError
+from .environment_adapter import (
+    MODEL,
+    BaseAdapter,
+    Episode,
+    EpisodeError,
+    Returned,
+    Score,
+    SetupError,
+)
+from .model_client import ModelError, post
 from .tool_servers import ToolServers
 
 _HARNESS = "hybridrl_chat"

@@ -1,0 +1,323 @@
+"""Batch: the table of samples that every part of HybridRL speaks.
+
+One row per sample, named columns, held in Arrow. A token-level column is a ragged list (values and
+offsets), so nothing is ever padded in memory, on the wire or on disk. Numeric columns are views of
+the Arrow buffers: reading one copies nothing, and because others read the same memory, the tensors
+refuse to be changed in place (see `read_only`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+
+from hybridrl.batch.arrow_columns import (
+    Ragged,
+    is_number,
+    is_ragged,
+    python_values,
+    to_arrow,
+    to_ragged,
+    to_torch,
+)
+from hybridrl.errors import DataError, nearest
+
+ROUTES = "routed_experts"
+"""Which experts took each token but a sample's last, in all layers one after the other."""
+TEACHER_IDS, TEACHER_LOG_PROBS = "teacher_ids", "teacher_log_probs"
+"""The tokens that a teacher finds likeliest in the place of each response token, as many for every
+one, one token after the other."""
+MASKS = ("response_mask", "branch_response_mask")
+"""Which tokens the model sampled: of a sample's last branch, and of those before."""
+LIBRARY_COLUMNS = frozenset(
+    {
+        # of tokens
+        *("prompt_ids", "response_ids", "response_mask", "token_versions", ROUTES),
+        *("rollout_log_probs", "log_probs", "ref_log_probs", "entropy", "values", "cost_values"),
+        *("returns", "cost_returns", "advantages", "loss_weights"),
+        *(TEACHER_IDS, TEACHER_LOG_PROBS, "turn"),
+        # of samples
+        *("group_id", "policy_version", "scores", "shaped_scores", "costs", "greedy_scores"),
+        *("response", "episode", "branch", "branches"),
+        *("branch_prompt_ids", "branch_prompt_lengths", "branch_response_lengths"),
+        *("branch_response_ids", "branch_response_mask", "branch_rollout_log_probs"),
+        *("branch_turn", "branch_token_versions"),
+        *("outcomes", "step_ends", "step_rewards"),
+    }
+)
+"""The columns that the library makes and reads under these names: the user's functions do not get
+them among their row, and a column of the data should not be called so."""
+LIBRARY_PREFIXES = ("reward/", "cost/", "check/", "environment/")
+"""How further columns of the library's begin: one for each function, and its further numbers; those
+of functions that are only looked at begin with `check/`, those of an environment with
+`environment/`."""
+
+
+def is_of_data(column: str) -> bool:
+    """Whether a column of this name is the user's, not the library's."""
+    return column not in LIBRARY_COLUMNS and not column.startswith(LIBRARY_PREFIXES)
+
+
+def sampled_tokens(batch: Batch) -> torch.Tensor:
+    """Return the number of tokens of each row that the model sampled, in all branches, `[rows]`:
+    what tools and environments said is off the `response_mask`."""
+    found = torch.zeros(len(batch), dtype=torch.int64)
+    for name in MASKS:
+        if name in batch:
+            mask, bounds = batch.ragged(name)
+            sums = torch.nn.functional.pad(mask.long().cumsum(0), (1, 0))
+            found += sums[bounds[1:]] - sums[bounds[:-1]]
+    return found
+
+
+class Batch:
+    """An immutable table of samples.
+
+    `batch["scores"]` gives a tensor, `batch["response_ids"]` a `Ragged`, `batch["answer"]` a list
+    of strings. Every operation returns a new batch that shares the old one's buffers.
+    """
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Any]) -> Batch:
+        """Builds a batch from tensors, arrays, `Ragged`s, lists of 1-D tensors, or plain lists.
+
+        A tensor `[rows, k]` becomes a column of lists, as a `Ragged` does.
+
+        Raises:
+            DataError: if the columns do not have one length, or one cannot be stored; names the
+                column.
+        """
+        arrays = {}
+        for name, values in columns.items():
+            try:
+                arrays[name] = to_arrow(values)
+            except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+                raise DataError(f"The column `{name}` cannot be stored: {error}") from error
+        sizes = {name: len(array) for name, array in arrays.items()}
+        if len(set(sizes.values())) > 1:
+            raise DataError(f"The columns of a batch must have one length, these differ: {sizes}.")
+        return cls(pa.table(arrays))
+
+    @property
+    def columns(self) -> list[str]:
+        """Column names, in order."""
+        return list(self.table.column_names)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows of this batch, shared buffers beyond them not counted."""
+        return int(self.table.nbytes)
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.table.column_names
+
+    def __reduce__(self) -> tuple[type[Batch], tuple[pa.Table]]:
+        table = self.table
+        if table.nbytes < 0.9 * table.get_total_buffer_size():
+            table = table.take(np.arange(len(self)))  # a slice: pickle would send the rest as well
+        return Batch, (table,)
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{field.name}: {field.type}" for field in self.table.schema)
+        return f"Batch({len(self)} rows; {fields})"
+
+    def array(self, name: str) -> pa.Array:
+        """The column as one Arrow array."""
+        if name not in self:
+            raise DataError(
+                f"The batch has no column `{name}`; it has {', '.join(self.columns)}."
+                + nearest(name, self.columns)
+            )
+        column = self.table.column(name)
+        return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+    def __getitem__(self, name: str) -> Any:
+        array = self.array(name)
+        if is_ragged(array.type):
+            return to_ragged(array)
+        if is_number(array.type):
+            return to_torch(array)
+        return python_values(array)
+
+    def ragged(self, name: str) -> Ragged:
+        """The token-level column `name`; a `DataError` if it holds one value per row."""
+        array = self.array(name)
+        if pa.types.is_null(array.type) and not len(array):  # made of no rows, it has no type
+            array = pa.array([], pa.large_list(pa.int64()))
+        if not is_ragged(array.type):
+            raise DataError(f"The column `{name}` holds one value per sample, not one per token.")
+        return to_ragged(array)
+
+    def lengths(self, name: str) -> npt.NDArray[np.int64]:
+        """Number of values in each row of the token-level column `name`, `[rows]`."""
+        return np.asarray(self.ragged(name).lengths.numpy(), dtype=np.int64)
+
+    def padded(self, name: str, fill: float = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """The column as `[rows, longest]`, left-aligned, and the bool mask of its real values."""
+        values, cu_seqlens = self.ragged(name)
+        lengths = cu_seqlens.diff()
+        longest = int(lengths.max()) if len(lengths) else 0
+        mask = torch.arange(longest)[None, :] < lengths[:, None]
+        dense = torch.full(mask.shape, fill, dtype=values.dtype)
+        dense[mask] = values
+        return dense, mask
+
+    def select(self, names: Iterable[str]) -> Batch:
+        """Only these columns."""
+        names = list(names)
+        for name in names:
+            self.array(name)
+        return Batch(self.table.select(names))
+
+    def with_columns(self, columns: Mapping[str, Any]) -> Batch:
+        """This batch with the columns added; a column of the same name is replaced."""
+        return self | Batch.from_columns(columns)
+
+    def __or__(self, other: Batch) -> Batch:
+        """Joins two batches row by row; the right one wins where both have a column."""
+        if not isinstance(other, Batch):
+            return NotImplemented
+        if len(self) != len(other):
+            raise DataError(
+                f"Only batches of equally many rows join row by row: {len(self)} and {len(other)}."
+            )
+        merged = {name: self.table.column(name) for name in self.columns}
+        merged |= {name: other.table.column(name) for name in other.columns}
+        return Batch(pa.table(merged))
+
+    def take(self, rows: RowNumbers) -> Batch:
+        """The rows with these numbers, in this order, or those where a mask is true; see
+        `row_numbers`. Consecutive rows are not copied."""
+        rows = row_numbers(rows, len(self))
+        if len(rows) and (np.diff(rows) == 1).all():
+            return self.slice(int(rows[0]), int(rows[-1]) + 1)
+        return Batch(self.table.take(pa.array(rows)).combine_chunks())
+
+    def slice(self, start: int, stop: int) -> Batch:
+        """Rows `start` to `stop` (exclusive), without copying."""
+        return Batch(self.table.slice(start, stop - start))
+
+    @staticmethod
+    def concat(batches: Sequence[Batch], *, fill_missing: bool = False) -> Batch:
+        """One batch after the other.
+
+        Args:
+            fill_missing: A column that some batches do not have is NaN there if it holds numbers
+                with a fraction, and empty otherwise. Without it all must have the same columns.
+
+        Raises:
+            DataError: if there is no batch, or the columns are not the same; names them.
+        """
+        if not batches:
+            raise DataError("Batch.concat needs one batch or more, and was given none.")
+        if len(batches) == 1:
+            return batches[0]
+        names = list(dict.fromkeys(name for batch in batches for name in batch.columns))
+        partial = [name for name in names if not all(name in batch for batch in batches)]
+        if partial and not fill_missing:
+            having = [n for n, batch in enumerate(batches) if partial[0] in batch]
+            raise DataError(
+                "Only batches with the same columns can be put one below the other; "
+                f"{', '.join(f'`{name}`' for name in partial)} is not in all of them (of "
+                f"{len(batches)} batches, `{partial[0]}` is in {_numbers(having)}, counted from "
+                "0). Select the same columns of each."
+            )
+        try:
+            table = pa.concat_tables([b.table for b in batches], promote_options="permissive")
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise DataError(
+                f"These batches cannot be put one below the other: {error}. A column has to hold "
+                "the same kind of values in each."
+            ) from error
+        table = table.select(names)
+        for name in partial:
+            if pa.types.is_floating(table.schema.field(name).type):
+                filled = pc.fill_null(table.column(name), float("nan"))
+                table = table.set_column(table.column_names.index(name), name, filled)
+        return Batch(table.combine_chunks())
+
+    def to_pylist(self) -> list[dict[str, Any]]:
+        """One dictionary per row."""
+        return _rows_of(self.table)
+
+    def rows_for_users(self) -> list[dict[str, Any]]:
+        """One dictionary per row, of the columns that are the business of a user's function: all
+        but the library's own (`LIBRARY_COLUMNS`)."""
+        return _rows_of(self.table.select(list(filter(is_of_data, self.columns))))
+
+    def write_parquet(self, path: Path) -> None:
+        """Writes the rows as they are; pandas, polars and DuckDB read the file."""
+        pq.write_table(self.table, path)
+
+    @classmethod
+    def read_parquet(cls, path: Path) -> Batch:
+        """Reads a file that `write_parquet` wrote."""
+        return cls(pq.read_table(path))
+
+
+def _rows_of(table: pa.Table) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = table.to_pylist()
+    for name in (field.name for field in table.schema if isinstance(field.type, pa.JsonType)):
+        for row, cell in zip(rows, python_values(table.column(name)), strict=True):
+            row[name] = cell
+    return rows
+
+
+RowNumbers = Sequence[int] | Sequence[bool] | npt.NDArray[Any] | torch.Tensor
+"""Numbers of rows, or a mask of all rows."""
+
+
+def row_numbers(rows: RowNumbers, count: int | None) -> npt.NDArray[np.int64]:
+    """Numbers of rows as an array: those that are given, or where a mask of booleans is true.
+
+    Args:
+        count: Rows of the table; None: not known yet.
+
+    Raises:
+        DataError: for a mask of another length, for what is no whole number, and for a row that
+            is not there.
+    """
+    numbers = rows.detach().cpu().numpy() if isinstance(rows, torch.Tensor) else np.asarray(rows)
+    known = "" if count is None else f" of a batch of {count} rows"
+    if numbers.ndim != 1:
+        raise DataError(f"Row numbers are a list, and this has the shape {list(numbers.shape)}.")
+    if numbers.dtype == np.bool_:
+        if count is not None and len(numbers) != count:
+            raise DataError(
+                f"A mask of {len(numbers)} booleans cannot choose among the rows{known}: it needs "
+                "one for each."
+            )
+        return np.flatnonzero(numbers)
+    if len(numbers) and numbers.dtype.kind not in "iu":
+        raise DataError(
+            f"Rows are chosen by whole numbers or by a mask of booleans, and these are "
+            f"{numbers.dtype}: {numbers[:3].tolist()}."
+        )
+    numbers = numbers.astype(np.int64)
+    if len(numbers) and numbers.min() < 0:
+        raise DataError(
+            f"There is no row {numbers.min()}{known}: rows are counted from 0, and a negative "
+            "number does not count from the end."
+        )
+    if count is not None and len(numbers) and numbers.max() >= count:
+        raise DataError(f"There is no row {numbers.max()}{known}, which are counted from 0.")
+    return numbers
+
+
+def _numbers(values: Sequence[int]) -> str:
+    shown = ", ".join(map(str, values[:5]))
+    return shown if len(values) <= 5 else f"{shown}, ..."

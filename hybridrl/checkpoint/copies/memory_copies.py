@@ -1,0 +1,68 @@
+"""The newest checkpoint of a run in the memory of nodes, where it is read after a loss. Whatever
+goes wrong with it, the run goes on: there is the one that was written to files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from hybridrl.checkpoint.pruning import KeepRule
+from hybridrl.checkpoint.store import StepFolders
+from hybridrl.errors import HybridRLError
+from hybridrl.system.locations import Location, copy_files, sizes_below
+
+if TYPE_CHECKING:
+    from hybridrl.checkpoint.pending_checkpoint import Saving
+
+
+class MemoryCopies:
+    """Those of one run, in folders like those of its steps.
+
+    Args:
+        place: The folder that they are in.
+    """
+
+    def __init__(self, place: Location) -> None:
+        self._copies = StepFolders(place)
+
+    def at(self, step: int) -> Location:
+        """The folder of a step, whether it is there or not."""
+        return self._copies.at(step)
+
+    def complete(self, saving: Saving, files: StepFolders, figures: Mapping[str, float]) -> None:
+        """Adds what the ranks have not written of a step, and removes the copy before it. Where
+        that fails, `saving.copy_fault` says why.
+
+        Args:
+            files: The steps of the run.
+            figures: What was evaluated after the step.
+        """
+        step = saving.step
+        if not saving.copy_fault:
+            try:
+                there = sizes_below(self.at(step))
+                listed = files.completed(step).files
+                # Tensors have their checksums in lists of the ranks.
+                small = [name for name, file in listed.items() if "crc32" in file]
+                names = [name for name in small if name not in there]
+                copy_files(files.at(step), self.at(step), names)
+                self._copies.complete(step, figures)
+                self._copies.prune(KeepRule(last=1))
+                self._copies.forget_after(step)  # what losses have left
+            except (HybridRLError, OSError) as error:
+                saving.copy_fault = str(error)
+        if saving.copy_fault:
+            self.discard(step)
+
+    def newest(self) -> int | None:
+        """The newest step of which all is there. What is there of others is removed."""
+        try:
+            step, _ = self._copies.newest()
+            self._copies.forget_after(step or 0)
+        except (HybridRLError, OSError):
+            return None
+        return step
+
+    def discard(self, step: int) -> None:
+        """Removes the copy of a step."""
+        self._copies.discard(step)

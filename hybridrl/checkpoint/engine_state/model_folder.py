@@ -1,0 +1,287 @@
+"""A model that is cut over ranks, to a Hugging Face folder and from one.
+
+Every rank writes and reads what it holds, so that none needs memory for the whole model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from hybridrl.checkpoint.tensors.remote_files import TensorsApart
+from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
+from hybridrl.checkpoint.tensors.tensor_writer import write_tensors
+from hybridrl.checkpoint.tensors.write_errors import agreed, explained
+from hybridrl.errors import ConfigError, StorageError
+from hybridrl.layout.boxes import intersection
+from hybridrl.layout.tensor_layout import Layout, Piece
+from hybridrl.models import PackedModel
+from hybridrl.models.lora import ADAPTER, has_adapters
+from hybridrl.models.stored_tensors import (
+    StoredForm,
+    StoredPart,
+    index_of,
+    is_converted,
+    is_replaced,
+    most_bytes,
+    parts_in_files,
+    stored_name,
+)
+from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.parameter_layout import pieces_of, whole_shape
+from hybridrl.parallel.tensor_parallel import Cut
+from hybridrl.system.dtypes import with_dtype
+
+GENERATION = "generation_config.json"
+_log = logging.getLogger(__name__)
+
+
+def save_model(
+    model: PreTrainedModel,
+    form: StoredForm,
+    layout: Layout,
+    parts: Mapping[str, Tensor],
+    mesh: ParallelMesh,
+    folder: Path,
+    dtype: torch.dtype,
+    file_bytes: int,
+) -> None:
+    """Writes a model's configuration and weights, or its adapters. Collective.
+
+    Args:
+        model: This rank's part, for the configuration.
+        form: Which weights, and as which tensors they stand in the files.
+        layout: Of all ranks.
+        parts: What this rank holds, by name.
+        dtype: Of the weights in the files.
+        file_bytes: Largest file, unless one tensor is larger.
+
+    Raises:
+        StorageError: on all ranks, if one could not write.
+    """
+    with agreed(mesh.group()), explained(folder):
+        if mesh.is_first:
+            describe(model, folder, dtype, form.source)
+    carried = form.carried_tensors()
+    write_tensors(
+        folder,
+        form.all_tensors(layout),
+        mesh.place,
+        lambda name: carried[name] if name in carried else index_of(parts, name),
+        dtype,
+        mesh.group(),
+        file_bytes=most_bytes(form.stem, file_bytes),
+        stem=form.stem,
+        dtypes=form.dtypes(),
+    )
+    with agreed(mesh.group()):
+        if mesh.is_first and form.source is not None:
+            _check_kept(model, folder, form.source)
+
+
+def _check_kept(model: PreTrainedModel, folder: Path, source: TensorFiles) -> None:
+    """Holds a folder that was written against the one that the model came from.
+
+    Raises:
+        StorageError: if a tensor is missing.
+    """
+    written = TensorFiles(folder).shapes
+    if lost := [n for n in source.shapes if n not in written and not is_replaced(model, n)]:
+        raise StorageError(
+            f"{folder} lacks {len(lost)} of the tensors of {source.folder}, among them "
+            f"`{lost[0]}`, so it is no whole {type(model).__name__}. This is a mistake of "
+            "hybridrl: please report it. The newest checkpoint has what was trained."
+        )
+
+
+def describe(
+    model: PreTrainedModel, folder: Path, dtype: torch.dtype, source: TensorFiles | None = None
+) -> None:
+    """Writes what a folder has beside weights of this precision and a tokenizer: the files of the
+    folder that the model came from, or what `save_pretrained` would write, which cannot do without
+    the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if has_adapters(model):
+        model.peft_config[ADAPTER].save_pretrained(str(folder))
+    else:
+        name = str(dtype).removeprefix("torch.")
+        model.config.dtype = name
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        if source is not None and model.get_output_embeddings() is not None:
+            _describe_as_before(model, folder, name, source.folder)
+    if model.can_generate() and not (folder / GENERATION).is_file():
+        model.generation_config.save_pretrained(folder)
+
+
+def _describe_as_before(model: PreTrainedModel, folder: Path, dtype: str, source: Path) -> None:
+    described = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if type(model).__name__ not in (described.get("architectures") or ()):
+        described["architectures"] = [type(model).__name__]
+    text = json.dumps(with_dtype(described, dtype), indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    for pattern in (GENERATION, "*processor_config.json"):
+        for file in source.glob(pattern):
+            shutil.copyfile(file, folder / file.name)
+
+
+def is_unread(model: nn.Module) -> bool:
+    """Whether parameters are still to be read from files."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def fill(
+    model: PackedModel,
+    files: TensorFiles,
+    cuts: Mapping[str, Cut],
+    index: int,
+    device: torch.device,
+) -> None:
+    """Gives the parameters that are on the meta device memory, and their values from files.
+
+    Args:
+        model: Cut, and sharded by FSDP.
+        files: Have all of them.
+        cuts: Of parameters that are cut over tensor-parallel ranks.
+        index: This rank's place among these.
+        device: Where the parameters are to be.
+    """
+    empty = {name: p for name, p in model.inner.named_parameters() if p.is_meta}
+    for parameter in empty.values():
+        real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+        # The same object: it may be tied, and FSDP knows it.
+        torch.utils.swap_tensors(parameter, real)
+    model._apply(lambda tensor: tensor)  # has FSDP look at what it shards again
+    _read(files, empty, _in_files(model.inner, empty, files, cuts), cuts, index)
+
+
+def load_weights(model: PreTrainedModel, folder: Path, cuts: Mapping[str, Cut], index: int) -> None:
+    """Takes the weights that a folder and this rank's part of a model have in common. Those that
+    only the model has stay as they are, with a warning in the log.
+
+    Args:
+        cuts, index: See `fill`.
+
+    Raises:
+        ConfigError: if they have none in common, one has another shape, or a file is damaged;
+            names it.
+    """
+    files = TensorFiles(folder)
+    parameters = dict(model.named_parameters())
+    parts = _in_files(model, parameters, files, cuts)
+    found = {name: parameter for name, parameter in parameters.items() if name in parts}
+    if files.shapes and len(found) < len(parameters) and is_converted(model):
+        found = _load_whole(model, folder, cuts, index)
+    elif found:
+        _read(files, found, parts, cuts, index)
+    else:
+        raise ConfigError(
+            f"{folder} has no weights for this model: none of its safetensors files' tensors "
+            f"is called as one of the model's, such as `{min(parameters)}`. Give the folder of "
+            "a model of the same architecture, saved with save_pretrained."
+        )
+    if missing := sorted(parameters.keys() - found.keys()):
+        _log.warning(
+            "%s has no weights for %d of the model's %d parameters, which stay as they were: %s",
+            *(folder, len(missing), len(parameters), ", ".join(missing[:5])),
+        )
+
+
+def _in_files(
+    model: PreTrainedModel,
+    parameters: Mapping[str, nn.Parameter],
+    files: TensorFiles,
+    cuts: Mapping[str, Cut],
+) -> dict[str, tuple[StoredPart, ...]]:
+    shapes = {
+        name: whole_shape(parameter, cuts.get(name)) for name, parameter in parameters.items()
+    }
+    return parts_in_files(model, shapes, files.shapes)
+
+
+def _read(
+    files: TensorFiles,
+    parameters: Mapping[str, nn.Parameter],
+    parts: Mapping[str, tuple[StoredPart, ...]],
+    cuts: Mapping[str, Cut],
+    index: int,
+) -> None:
+    for name in parameters:
+        for part in parts[name]:
+            _check_shape(files.folder, part.name, files.shapes[part.name], part.shape)
+    for name, parameter in parameters.items():
+        pieces = pieces_of(name, parameter, cuts.get(name), index)
+        read_parts(files, parts[name], pieces, _local(parameter))
+
+
+def read_parts(
+    files: TensorFiles | TensorsApart,
+    parts: Iterable[StoredPart],
+    pieces: Iterable[Piece],
+    local: Tensor,
+) -> None:
+    """Reads what a rank holds of a parameter.
+
+    Args:
+        parts: The tensors in files that the parameter is in.
+        pieces: What the rank holds, in `local`.
+    """
+    for piece, part in itertools.product(pieces, parts):
+        if (shared := intersection(piece.box, part.box)) is None:
+            continue
+        place = tuple(
+            slice(at, at + stop - start)
+            for at, (start, stop) in zip(piece.at(shared).start, shared, strict=True)
+        )
+        files.read(part.name, part.inside(shared), local[place][(0,) * part.lacking])
+
+
+@torch.no_grad()
+def _load_whole(
+    model: PreTrainedModel, folder: Path, cuts: Mapping[str, Cut], index: int
+) -> dict[str, nn.Parameter]:
+    """Fills the parameters of a model that transformers saves under other names, and gives those
+    that the folder has. Every rank reads all of it."""
+    _log.info("Every rank reads the whole of %s, by transformers' own loading.", folder)
+    read, report = type(model).from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    values = read.state_dict()
+    parameters = dict(model.named_parameters())
+    found = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if stored_name(name) in values.keys() - set(report["missing_keys"])
+    }
+    for name, parameter in found.items():
+        whole, cut = values[stored_name(name)], cuts.get(name)
+        _check_shape(folder, name, tuple(whole.shape), whole_shape(parameter, cut))
+        local = _local(parameter)
+        for piece in pieces_of(name, parameter, cut, index):
+            values_here = whole[tuple(slice(*side) for side in piece.box)]
+            inner = zip(piece.start, values_here.shape, strict=True)
+            local[tuple(slice(at, at + n) for at, n in inner)].copy_(values_here)
+    return found
+
+
+def _check_shape(folder: Path, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if found != wanted:
+        raise ConfigError(
+            f"{folder} has `{name}` of the shape {list(found)}, and the model's is "
+            f"{list(wanted)}. Give the folder of a model of the same size."
+        )
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    """What this rank holds, to be written to."""
+    here = parameter.detach()
+    return here.to_local() if isinstance(here, DTensor) else here

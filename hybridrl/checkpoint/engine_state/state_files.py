@@ -1,0 +1,85 @@
+"""Which tensors of an engine's state stand in which files of a folder, and under which names.
+
+    model.safetensors     weights: a folder that transformers opens (with adapters, one that peft
+                          opens, and `adapter_model.safetensors`)
+    moments.safetensors   `exp_avg/<parameter>` and `exp_avg_sq/<parameter>` of what is trained
+    training.json         what is a plain number
+    rank-00000.json ...   what each rank wrote, and its checksums; see
+                          `hybridrl.checkpoint.tensors.rank_manifest`
+
+Tensors that are trained are float32, those that are carried over from the model's own files as
+they are there (`carried` in the plain numbers names them); moments that are kept in half precision
+lose nothing by it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hybridrl.checkpoint.tensors.tensor_reader import TensorInFiles
+from hybridrl.engine.train_engine import TrainEngine
+from hybridrl.models.stored_tensors import StoredForm, as_named
+
+NUMBERS = "training.json"
+MOMENTS_STEM = "moments"
+WEIGHTS_STEM = "weights"
+"""Of weights under the names of parameters, where transformers keeps tensors of another kind."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""As AdamW calls them."""
+
+
+class StateFiles(NamedTuple):
+    """What is kept of an engine.
+
+    Attributes:
+        weights: How they stand in files: with adapters these alone.
+        trained: Parameters that have moments, on any rank.
+    """
+
+    weights: StoredForm
+    trained: tuple[str, ...]
+
+
+def state_files(engine: TrainEngine) -> StateFiles:
+    """What is kept of an engine. Collective."""
+    shapes = engine.layout().shapes
+    form = engine.stored_form() or as_named(WEIGHTS_STEM, shapes)
+    mine, group = set(trained_parameters(engine)), engine.mesh.group()
+    found = [mine]
+    if group is not None:  # a rank of a pipeline has the parameters of its stages only
+        found *= dist.get_world_size(group)
+        dist.all_gather_object(found, mine, group=group)
+    everybody = set().union(*found)
+    return StateFiles(form, tuple(name for name in shapes if name in everybody))
+
+
+def trained_parameters(engine: TrainEngine) -> dict[str, nn.Parameter]:
+    """Those of this rank, by name."""
+    parameters = engine.model.inner.named_parameters()
+    return {name: parameter for name, parameter in parameters if parameter.requires_grad}
+
+
+def local_state(
+    engine: TrainEngine, weights: StoredForm
+) -> dict[str, Tensor | TensorInFiles | None]:
+    """What this rank holds: weights by the names of parameters, or of parts of these where files
+    have parts (`StoredForm.layout`), and moments. Before its first optimizer step, and where it
+    never had a gradient, a parameter has none."""
+    parameters = engine.local_parameters()
+    found: dict[str, Tensor | TensorInFiles | None] = {**parameters, **weights.carried_tensors()}
+    for name in {part.parameter for part in weights.parts if part.lacking}:
+        found |= {f"{name}/{index}": part for index, part in enumerate(parameters[name])}
+    for name, parameter in trained_parameters(engine).items():
+        state = engine.optimizer.state.get(parameter) or {}
+        for kind in MOMENTS:
+            found[f"{kind}/{name}"] = local_tensor(state[kind]) if state else None
+    return found
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's shard, to be read or written to."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

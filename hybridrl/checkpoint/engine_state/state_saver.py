@@ -1,0 +1,293 @@
+"""Writing the state of a TrainEngine, at once or while training goes on.
+
+Every rank writes the boxes that it was dealt, at their places of files that all ranks share, and
+none waits for another. See `state_files` for what stands where.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.checkpoint.engine_state.async_saving import Background
+from hybridrl.checkpoint.engine_state.host_copy import HostCopy
+from hybridrl.checkpoint.engine_state.model_folder import describe
+from hybridrl.checkpoint.engine_state.state_files import (
+    MOMENTS,
+    MOMENTS_STEM,
+    NUMBERS,
+    WEIGHTS_STEM,
+    StateFiles,
+    local_state,
+    state_files,
+    trained_parameters,
+)
+from hybridrl.checkpoint.tensors import rank_manifest as written
+from hybridrl.checkpoint.tensors.file_plan import FILE_BYTES, FilePart, FilePlan, plan_files, share
+from hybridrl.checkpoint.tensors.rank_manifest import (
+    Saved,
+    Written,
+    WrittenBox,
+    WrittenHeader,
+    list_of,
+)
+from hybridrl.checkpoint.tensors.remote_files import write_apart
+from hybridrl.checkpoint.tensors.tensor_reader import TensorInFiles, index_of
+from hybridrl.checkpoint.tensors.tensor_writer import (
+    headers_of,
+    values_of,
+    write_bytes,
+    write_headers,
+    write_parts,
+    written_box,
+)
+from hybridrl.checkpoint.tensors.write_errors import explained
+from hybridrl.engine.train_engine import TrainEngine
+from hybridrl.errors import StorageError
+from hybridrl.layout.boxes import extent
+from hybridrl.layout.tensor_pieces import Place
+from hybridrl.models.stored_tensors import CARRIED, most_bytes
+from hybridrl.system.locations import Location
+
+Numbers = Mapping[str, Any]
+"""What becomes a JSON file."""
+
+
+class StateSaver:
+    """Writes the state of one engine to one folder after the other.
+
+    Who writes what is worked out the first time, which is collective, and holds for the life of the
+    engine; so does the memory for a copy.
+
+    Args:
+        tokenizer: Writes a tokenizer's files to a folder; None: the model has none.
+        file_bytes: Largest file, unless one tensor is larger.
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        tokenizer: Callable[[Path], None] | None = None,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._file_bytes = file_bytes
+        self._background: Background[Saved] = Background()
+
+    def save(self, folder: Location, counters: Numbers, beside: Mapping[str, Numbers]) -> Saved:
+        """Writes the state from where it is; needs no memory for a copy.
+
+        Args:
+            folder: One that all ranks see, and that holds no state yet.
+            counters: For `load_training_state` to give back.
+            beside: Further JSON files, by name.
+
+        Raises:
+            StorageError: if a file cannot be written; names it.
+        """
+        self._background.settle()
+        self._check_unused(folder)
+        self._engine.gather_anew()  # as a run does that goes on from here
+        write = self._writing(counters, beside)
+        sources = local_state(self._engine, self._files.weights)
+        return write(folder, _values(self.parts, sources), lambda: False)
+
+    def start(
+        self,
+        folder: Location,
+        counters: Numbers,
+        beside: Mapping[str, Numbers],
+        copy: Location | None = None,
+    ) -> None:
+        """Copies the state and has the copy written on another thread, after what was begun before;
+        see `save`.
+
+        Args:
+            copy: Where it is then written a second time, if that can be done.
+        """
+        self._background.settle()  # until then the memory for the copy is in use
+        self._check_unused(folder)
+        self._engine.gather_anew()  # as a run does that goes on from here
+        write = self._writing(counters, beside)
+        copied = self._copy.fill(local_state(self._engine, self._files.weights))
+
+        def work(stop: Callable[[], bool]) -> Saved:
+            copied()
+            saved = write(folder, self._copied(), stop)
+            if copy is None:
+                return saved
+            try:
+                again = write(copy, self._copied(), stop)
+            except StorageError as error:  # the state is on the disk all the same
+                return saved._replace(copy_fault=str(error.__cause__ or error))
+            return saved._replace(copy_seconds=again.seconds)
+
+        self._background.start(work)
+
+    def finish(self, wait: bool) -> Saved | None:
+        """What was begun and has been written; None while it is under way, unless it is to be
+        waited for. Raises as `save` does."""
+        return self._background.result(wait)
+
+    def close(self) -> None:
+        """Breaks off what is under way."""
+        self._background.close()
+
+    def _check_unused(self, folder: Location) -> None:
+        mine = list_of(folder, self._engine.mesh.place)
+        if mine.is_file():
+            raise StorageError(
+                f"{folder} holds a state already, of which {mine.name} is a part. Give each save a "
+                "folder of its own."
+            )
+
+    def _writing(
+        self, counters: Numbers, beside: Mapping[str, Numbers]
+    ) -> Callable[[Location, Iterable[Tensor], Callable[[], bool]], Saved]:
+        """A function that writes values of `parts` to a folder; whatever else it writes is as it is
+        now."""
+        parts, steps = self.parts, self._steps()
+        small, headers = dict[str, bytes](), dict[str, WrittenHeader]()
+        if self._engine.mesh.place == 0:
+            numbers = {NUMBERS: self._numbers(counters), **beside}
+            small = {name: json.dumps(value).encode() for name, value in numbers.items()}
+            small |= self._description | self._indices
+            headers = {f: h for plan in self._plans for f, h in headers_of(plan).items()}
+
+        def write(folder: Location, values: Iterable[Tensor], stop: Callable[[], bool]) -> Saved:
+            begin = time.perf_counter()
+            for name, content in small.items():
+                write_bytes(folder / name, content)
+            if isinstance(folder, Path):
+                own, boxes = {}, self._write_together(folder, values, stop)
+            else:
+                own, boxes = write_apart(folder, self._engine.mesh.place, parts, values, stop)
+            if len(boxes) < len(parts):
+                raise StorageError(f"{folder} was not written: the worker ended before.")
+            mine = list_of(folder, self._engine.mesh.place)
+            write_bytes(mine, Written(boxes, headers, steps, own).to_json().encode())
+            return Saved(sum(part.size for part in parts), time.perf_counter() - begin)
+
+        return write
+
+    def _write_together(
+        self, folder: Path, values: Iterable[Tensor], stop: Callable[[], bool]
+    ) -> list[WrittenBox]:
+        """Writes values of `parts` to files that all ranks share."""
+        with explained(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        if self._engine.mesh.place == 0:
+            for plan in self._plans:
+                write_headers(folder, plan)
+        sums = write_parts(folder.__truediv__, self.parts, values, stop)
+        return [written_box(part, crc32) for part, crc32 in zip(self.parts, sums, strict=False)]
+
+    @cached_property
+    def _files(self) -> StateFiles:
+        return state_files(self._engine)
+
+    @cached_property
+    def _plans(self) -> tuple[FilePlan, FilePlan]:
+        """Of weights and of moments."""
+        layout, files, place = self._engine.layout(), self._files, self._engine.mesh.place
+        stored, stem = files.weights.all_tensors(layout), files.weights.stem
+        weights = plan_files(
+            stored.shapes,
+            [(move.name, move) for move in share(stored, stored.shapes, place)],
+            torch.float32,
+            most_bytes(stem, self._file_bytes),
+            stem,
+            files.weights.dtypes(),
+        )
+        moves = share(layout, files.trained, place)
+        moments = plan_files(
+            {f"{kind}/{name}": layout.shapes[name] for kind in MOMENTS for name in files.trained},
+            [
+                (f"{kind}/{move.name}", move._replace(source=_moment(kind, move.source)))
+                for kind in MOMENTS
+                for move in moves
+            ],
+            torch.float32,
+            self._file_bytes,
+            MOMENTS_STEM,
+        )
+        return weights, moments
+
+    @cached_property
+    def parts(self) -> tuple[FilePart, ...]:
+        """What this rank writes. Collective when first asked."""
+        weights, moments = self._plans
+        return weights.parts + moments.parts
+
+    @cached_property
+    def _copy(self) -> HostCopy:
+        changing = [part for part in self.parts if not part.source.tensor.startswith(CARRIED)]
+        return HostCopy(changing, self._engine.device)
+
+    def _copied(self) -> Iterator[Tensor]:
+        """Values of `parts`: copies, and what never changes from the files in which it is."""
+        copies, carried = iter(self._copy.values), self._files.weights.carried_tensors()
+        for part in self.parts:
+            source = carried.get(part.source.tensor)
+            yield next(copies) if source is None else values_of(part, source)
+
+    @cached_property
+    def _description(self) -> dict[str, bytes]:
+        """The small files that make a model folder of it, if it is one; they stay the same."""
+        if self._files.weights.stem == WEIGHTS_STEM:
+            return {}
+        with TemporaryDirectory() as name:
+            folder = Path(name)
+            source = self._files.weights.source
+            describe(self._engine.model.inner, folder, torch.float32, source)
+            if self._tokenizer is not None:
+                self._tokenizer(folder)
+            return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+    @cached_property
+    def _indices(self) -> dict[str, bytes]:
+        """Of weights and of moments, where several files hold them."""
+        plans = zip((self._files.weights.stem, MOMENTS_STEM), self._plans, strict=True)
+        return {index_of(stem): plan.index.encode() for stem, plan in plans if plan.index}
+
+    def _steps(self) -> dict[str, float | None]:
+        """Of the parameters of which this rank writes moments."""
+        prefix, states = f"{MOMENTS[0]}/", self._engine.optimizer.state
+        mine = {p.name.removeprefix(prefix) for p in self.parts if p.name.startswith(prefix)}
+        return {
+            name: float(states[parameter]["step"]) if states.get(parameter) else None
+            for name, parameter in trained_parameters(self._engine).items()
+            if name in mine
+        }
+
+    def _numbers(self, counters: Numbers) -> dict[str, Any]:
+        return {
+            "schedule": self._engine.schedule.last_epoch,
+            "skipped_in_a_row": self._engine.skipped_in_a_row,
+            "counters": dict(counters),
+            written.CARRIED: list(self._files.weights.carried),
+        }
+
+
+def _values(
+    parts: Iterable[FilePart], sources: Mapping[str, Tensor | TensorInFiles | None]
+) -> Iterator[Tensor]:
+    for part in parts:
+        source = sources[part.source.tensor]
+        if source is None:
+            yield torch.zeros(extent(part.box))
+        else:
+            yield values_of(part, source).to(part.entry.dtype)
+
+
+def _moment(kind: str, weight: Place) -> Place:
+    return Place(f"{kind}/{weight.tensor}", weight.start)

@@ -1,0 +1,147 @@
+"""The state of a TrainEngine in a folder: from it training goes on, on any number of ranks, cut in
+any way. See `state_files` for what stands in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hybridrl.checkpoint.engine_state.model_folder import read_parts
+from hybridrl.checkpoint.engine_state.state_files import (
+    MOMENTS,
+    MOMENTS_STEM,
+    NUMBERS,
+    StateFiles,
+    local_tensor,
+    state_files,
+    trained_parameters,
+)
+from hybridrl.checkpoint.engine_state.state_saver import StateSaver
+from hybridrl.checkpoint.tensors.rank_manifest import lacking
+from hybridrl.checkpoint.tensors.remote_files import TensorsApart, open_lists, open_tensors
+from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
+from hybridrl.checkpoint.tensors.tensor_writer import write_bytes
+from hybridrl.engine.train_engine import TrainEngine
+from hybridrl.errors import ConfigError
+from hybridrl.layout.boxes import extent
+from hybridrl.layout.tensor_layout import Layout
+from hybridrl.models.stored_tensors import parts_in_files
+from hybridrl.system.locations import Location
+
+
+def save_training_state(
+    engine: TrainEngine, folder: Location, counters: Mapping[str, int] | None = None
+) -> None:
+    """Writes weights, moments and numbers; see `StateSaver.save`. The folder must hold no state
+    yet, and all ranks must see it. Collective; done when all ranks have returned.
+
+    Args:
+        counters: The caller's own, for `load_training_state` to give back.
+
+    Raises:
+        StorageError: if a file cannot be written; names it.
+    """
+    StateSaver(engine).save(folder, counters or {}, {})
+
+
+@torch.no_grad()
+def load_training_state(engine: TrainEngine, folder: Location) -> dict[str, int]:
+    """Goes on where the engine that was saved stopped: with its weights and moments, and at its
+    place in the schedule. Rates are those of this engine's own settings there. Collective.
+
+    Returns:
+        The `counters` that were saved.
+
+    Raises:
+        ConfigError: if a file is damaged, or the state is that of another model; names the folder
+            and the parameter.
+    """
+    numbers, lists = read_numbers(folder / NUMBERS), open_lists(folder)
+    if fault := lacking(folder, lists):
+        raise ConfigError(f"{fault}: saving did not come to its end. Resume from another step.")
+    steps = {name: count for written in lists for name, count in written.steps.items()}
+    files, layout = state_files(engine), engine.layout()
+    stems = files.weights.stem, MOMENTS_STEM
+    weights, moments = (open_tensors(folder, stem, lists) for stem in stems)
+    _check_parameters(folder, moments, layout, files)
+    parts = files.weights.by_parameter()
+    if not weights.shapes.keys() >= {part.name for each in parts.values() for part in each}:
+        # Of an older version, or the model's folder has changed since: names may be others.
+        found = parts_in_files(engine.model.inner, layout.shapes, weights.shapes)
+        parts |= {name: list(tensors) for name, tensors in found.items()}
+    local, states = engine.local_parameters(), engine.optimizer.state
+    held = layout.pieces.get(engine.mesh.place, {})
+    for name, parameter in trained_parameters(engine).items():
+        read_parts(weights, parts[name], held.get(name, ()), local[name])
+        targets = {}
+        states.pop(parameter, None)
+        if steps.get(name) is not None:
+            values = {kind: torch.empty_like(parameter) for kind in MOMENTS}
+            step = torch.tensor(steps[name], dtype=torch.float32, device=parameter.device)
+            states[parameter] = {"step": step, **values}
+            for kind, value in values.items():
+                targets[f"{kind}/{name}"] = local_tensor(value)
+        for piece in held.get(name, ()):
+            inner = zip(piece.start, extent(piece.box), strict=True)
+            place = tuple(slice(at, at + n) for at, n in inner)
+            for stored, tensor in targets.items():
+                moments.read(stored, piece.box, tensor[place])
+    engine.gather_anew()
+    engine.skipped_in_a_row = numbers["skipped_in_a_row"]
+    # One step back and one forward, which sets the rates. The count is for torch's warnings only.
+    schedule, position = engine.schedule, numbers["schedule"]
+    before = {"last_epoch": position - 1, "_step_count": position + 2}
+    schedule.load_state_dict({**schedule.state_dict(), **before})
+    schedule.step()
+    engine.put_optimizer_away()
+    return numbers["counters"]
+
+
+def write_numbers(file: Location, numbers: Mapping[str, Any]) -> None:
+    """Writes JSON, and waits until it is on the disk. Makes the folder.
+
+    Raises:
+        StorageError: if that fails; names the file.
+    """
+    write_bytes(file, json.dumps(numbers).encode())
+
+
+def read_numbers(file: Location) -> dict[str, Any]:
+    """What `write_numbers` wrote.
+
+    Raises:
+        ConfigError: if that is not there.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{file} could not be read ({type(error).__name__}: {error}). Resume from another step."
+        ) from error
+
+
+def _check_parameters(
+    folder: Location, moments: TensorFiles | TensorsApart, layout: Layout, files: StateFiles
+) -> None:
+    cure = "Resume with the model and the adapters (actor.lora) of that run."
+    prefix, trained = f"{MOMENTS[0]}/", set(files.trained)
+    stored = {
+        name.removeprefix(prefix): shape
+        for name, shape in moments.shapes.items()
+        if name.startswith(prefix)
+    }
+    if other := sorted(trained ^ stored.keys()):
+        has, has_not = ("model", "checkpoint") if other[0] in trained else ("checkpoint", "model")
+        raise ConfigError(
+            f"{folder} is the state of another model: the {has} trains `{other[0]}`, and the "
+            f"{has_not} has no such parameter ({len(other)} differ). {cure}"
+        )
+    for name in sorted(trained):
+        if tuple(stored[name]) != tuple(layout.shapes[name]):
+            raise ConfigError(
+                f"{folder} is the state of another model: its `{name}` has the shape "
+                f"{list(stored[name])}, and the model's is {list(layout.shapes[name])}. {cure}"
+            )

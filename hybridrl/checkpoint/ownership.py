@@ -1,0 +1,120 @@
+"""Whose a folder of checkpoints is that stands apart from its run (`checkpoint.folder`).
+
+`<checkpoint.folder>/owner.json` names the run that writes there, and the run's own folder has the
+same note. A `RunLock` cannot do this at a URL; this needs no more than small files that are
+replaced whole. A job that has died leaves its note, with which the same run goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from pathlib import Path
+from typing import Any
+
+from hybridrl.checkpoint.store import StepFolders
+from hybridrl.errors import ConfigError, StorageError
+from hybridrl.run_files.run_lock import is_dead, this_process
+from hybridrl.system.locations import Location, remove, write_whole
+from hybridrl.system.storage import explain_write_errors
+
+OWNER = "owner.json"
+
+
+class FolderOwner:
+    """Keeps a folder of checkpoints for one run.
+
+    Args:
+        folder: As `checkpoint.folder` names it.
+        run: The run's own folder.
+    """
+
+    def __init__(self, folder: Location, run: Path) -> None:
+        self._folder, self._run = folder, run.absolute()
+        self._note: dict[str, Any] = {}
+
+    def claim(self, *, resumes: bool) -> None:
+        """Makes the folder this run's, if it is no other's. A job that died on this machine before
+        its run had a note, or a checkpoint, keeps nothing.
+
+        Args:
+            resumes: A run that has no note goes on with what is there, whoever wrote it: it has
+                lost its own folder, or the machine with it.
+
+        Raises:
+            ConfigError: if it is another run's; names that run.
+            StorageError: if that cannot be noted.
+        """
+        with explain_write_errors(self._folder / OWNER):
+            owner, mine = _read(self._folder / OWNER), _read(self._run / OWNER)
+        is_free = owner is None or (mine is None and (resumes or is_dead(owner, silent=0)))
+        is_mine = owner is not None and mine is not None and mine["run"] == owner["run"]
+        if owner is not None and not is_free and (not is_mine or self._is_copied(owner)):
+            raise self._refused(owner)
+        run = secrets.token_hex(8) if mine is None else mine["run"]
+        self._note = this_process() | {"run": run, "folder": str(self._run)}
+        for place in self._places:
+            with explain_write_errors(place):
+                write_whole(place, json.dumps(self._note, indent=1).encode())
+
+    def check(self) -> None:
+        """To be called before anything is written there.
+
+        Raises:
+            StorageError: if another run, or another job of this one, has taken the folder since.
+        """
+        with explain_write_errors(self._folder / OWNER):
+            owner = _read(self._folder / OWNER)
+        if owner is not None and owner != self._note:
+            raise StorageError(
+                f"{self._folder} has been taken over by {_named(owner)}, which goes on from what "
+                "was there. This job ends, so that the two do not mix their checkpoints. Give each "
+                "run a checkpoint.folder of its own."
+            )
+
+    def is_taken(self) -> bool:
+        """Whether `check` would say so; False also where the folder cannot be reached."""
+        try:
+            return _read(self._folder / OWNER) not in (None, self._note)
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        """Gives back a folder without a checkpoint, as far as it can be reached."""
+        with contextlib.suppress(OSError):
+            if not self.is_taken() and not StepFolders(self._folder).steps():
+                for place in self._places:
+                    remove(place)
+
+    def _is_copied(self, owner: dict[str, Any]) -> bool:
+        """Whether the run's folder, with its note, is a copy of one in which a job goes on, as far
+        as this machine knows."""
+        here = owner["machine"] == this_process()["machine"]
+        return here and owner["folder"] != str(self._run) and not is_dead(owner, silent=0)
+
+    @property
+    def _places(self) -> tuple[Location, Location]:
+        return self._folder / OWNER, self._run / OWNER
+
+    def _refused(self, owner: dict[str, Any]) -> ConfigError:
+        return ConfigError(
+            f"checkpoint.folder={self._folder} is that of {_named(owner)}, and each run needs one "
+            "of its own. Give another. To begin from its checkpoints, set "
+            f"fork={self._folder}; to go on with it, resume={self._folder} and an empty "
+            f"run.directory. If that run is gone for good, remove {self._folder / OWNER}."
+        )
+
+
+def _named(owner: dict[str, Any]) -> str:
+    return f"the run in {owner['folder']} (process {owner['pid']} on {owner['host']})"
+
+
+def _read(file: Location) -> dict[str, Any] | None:
+    """What is noted; None if nothing is."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    known = {*this_process(), "run", "folder"}
+    return found if isinstance(found, dict) and known <= found.keys() else None

@@ -1,0 +1,314 @@
+"""The folders of whole steps that a run leaves: each is complete, or it does not count.
+
+<run>/checkpoints/
+    step-000020/        files as their owners wrote them, and complete.json, which lists each with
+                        its size and crc32; of files that ranks wrote together their own lists
+                        (`hybridrl.checkpoint.tensors.rank_manifest`) know the checksums
+    step-000040/        without complete.json: one that is being written, or was when the run was
+                        killed
+    best.json           which step is the best, with `checkpoint.best`
+
+`complete.json` is written when everything else is on the disk, and removed before anything else is:
+so a folder that has one has all of it, unless the disk or a person has changed it since, which is
+what the checksums are for. The rule needs no rename, so it holds on object stores too.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+
+from hybridrl.checkpoint.pruning import KeepRule
+from hybridrl.checkpoint.tensors.rank_manifest import (
+    LISTS,
+    damage,
+    files_there,
+    lacking,
+    read_lists,
+)
+from hybridrl.config.resume import COMPLETE, step_of
+from hybridrl.errors import ConfigError, StorageError
+from hybridrl.system.locations import (
+    Location,
+    RemotePath,
+    reading,
+    remove,
+    sizes_below,
+    sync_names,
+    write_whole,
+)
+from hybridrl.system.storage import explain_write_errors
+
+BEST = "best.json"
+_BLOCK_BYTES = 1 << 22
+_READERS = 4
+"""Files that are read at once for their checksums, which use no Python lock."""
+
+
+@dataclass(frozen=True)
+class Completed:
+    """What is noted of a step when it is complete.
+
+    Attributes:
+        step: Its number.
+        files: Size and crc32 of each file, by its name in the folder.
+        figures: What was evaluated after the step.
+        time: When it was completed, seconds since the epoch.
+    """
+
+    step: int
+    files: dict[str, dict[str, int]]
+    figures: dict[str, float] = field(default_factory=dict)
+    time: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(file["size"] for file in self.files.values())
+
+
+class StepFolders:
+    """Those of one run.
+
+    Args:
+        path: The folder that they are in.
+    """
+
+    def __init__(self, path: Location) -> None:
+        self.path = path
+        self._known: dict[int, Completed] = {}
+
+    def at(self, step: int) -> Location:
+        """The folder of a step, whether it is there or not."""
+        return self.path / f"step-{step:06d}"
+
+    def steps(self) -> list[int]:
+        """Steps that are complete, the oldest first."""
+        return [step for step in self._named() if (self.at(step) / COMPLETE).is_file()]
+
+    def unfinished(self) -> list[int]:
+        """Steps that are being written, or were when their run was killed."""
+        return [step for step in self._named() if not (self.at(step) / COMPLETE).is_file()]
+
+    def begin(self, step: int) -> Location:
+        """An empty folder to write a step in.
+
+        Raises:
+            StorageError: if it cannot be made.
+        """
+        folder = self.at(step)
+        with explain_write_errors(folder):
+            self._remove(step)
+            if isinstance(folder, Path):
+                folder.mkdir(parents=True)
+        return folder
+
+    def complete(
+        self, step: int, figures: Mapping[str, float] | None = None, parts: Iterable[str] = ()
+    ) -> Location:
+        """Lists what `begin` gave was filled with; from now on it counts.
+
+        Args:
+            figures: What was evaluated after the step.
+            parts: Folders that others have written in it.
+
+        Raises:
+            StorageError: if that cannot be written, or a part is not there.
+        """
+        folder = self.at(step)
+        with explain_write_errors(folder):
+            files = _contents(folder, apart=_written_together(folder))
+            if missing := set(parts) - {name.partition("/")[0] for name in files}:
+                raise StorageError(
+                    f"{folder} has nothing of what the workers of `{min(missing)}` wrote there. "
+                    "They and the driver must see the same files: set checkpoint.folder to a place "
+                    "that all nodes share (memory:// is of one process)."
+                )
+            completed = Completed(step, files, dict(figures or {}), time.time())
+            text = json.dumps(vars(completed), indent=1)
+            write_whole(folder / COMPLETE, f"{text}\n".encode())
+            if isinstance(self.path, Path):
+                sync_names(self.path)
+        self._known[step] = completed
+        return folder
+
+    def discard(self, step: int) -> None:
+        """Removes what has been written of a step that could not be completed, as far as it can."""
+        try:
+            self._remove(step)
+        except OSError:
+            return  # it does not count anyway, and the next job removes it
+
+    def completed(self, step: int) -> Completed:
+        """What was noted of a complete step.
+
+        Raises:
+            OSError, ValueError: if its list cannot be read.
+        """
+        if step not in self._known:
+            read = json.loads((self.at(step) / COMPLETE).read_text(encoding="utf-8"))
+            if not isinstance(read, dict) or not isinstance(read.get("files"), dict):
+                raise ValueError("it lists no files")
+            if not isinstance(read.get("step"), int):
+                raise ValueError("it names no step")
+            self._known[step] = Completed(
+                read["step"], read["files"], read.get("figures", {}), read.get("time", 0.0)
+            )
+        return self._known[step]
+
+    def figures(self) -> dict[int, dict[str, float]]:
+        """What was evaluated after each complete step; nothing of those whose list is damaged."""
+        found = {}
+        for step in self.steps():
+            try:
+                found[step] = self.completed(step).figures
+            except (OSError, ValueError):
+                found[step] = {}
+        return found
+
+    def prune(self, rule: KeepRule) -> list[int]:
+        """Removes the steps that the rule does not keep, notes which is the best, and gives the
+        steps that were removed.
+
+        Raises:
+            StorageError: if one cannot be removed.
+        """
+        with explain_write_errors(self.path):
+            steps = self.figures()
+            best = rule.best_of(steps)
+            if best is not None:
+                noted = {"step": best, "folder": self.at(best).name, **steps[best]}
+                write_whole(self.path / BEST, f"{json.dumps(noted, indent=1)}\n".encode())
+            outdated = sorted(steps.keys() - rule.kept(steps))
+            for step in outdated:
+                self._remove(step)
+        return outdated
+
+    def forget_after(self, step: int) -> None:
+        """Removes later steps, and those that were never completed."""
+        with explain_write_errors(self.path):
+            for later in {*self.unfinished(), *(s for s in self._named() if s > step)}:
+                self._remove(later)
+
+    def fault(self, step: int, *, contents: bool = True) -> str:
+        """What is wrong with a step's folder, naming the file; empty if nothing is.
+
+        Args:
+            contents: Reads all of it; false: of tensors the sizes only.
+        """
+        folder = self.at(step)
+        self._known.pop(step, None)
+        try:
+            completed = self.completed(step)
+            if completed.step != step:
+                return f"{folder} was written as step {completed.step}, and has been renamed since"
+            listed = completed.files
+            if not listed:
+                return f"{folder / COMPLETE} lists no files"
+            sizes = sizes_below(folder)
+            for name, expected in listed.items():
+                if name not in sizes:
+                    return f"{folder / name} is missing"
+                if sizes[name] != expected["size"]:
+                    return f"{folder / name} has {sizes[name]} bytes instead of {expected['size']}"
+            apart = {name for name, expected in listed.items() if "crc32" not in expected}
+            found = _contents(folder, apart)
+            for name, expected in listed.items():
+                if found[name] != expected:
+                    return f"{folder / name} is not what was written (its crc32 differs)"
+            for role in _roles(folder):
+                lists = read_lists(folder / role)
+                if fault := lacking(folder / role, lists):
+                    return fault
+                if contents and (fault := damage(folder / role, lists)):
+                    return fault
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return f"{folder / COMPLETE} could not be read ({type(error).__name__}: {error})"
+        return ""
+
+    def newest(self, at_most: int | None = None) -> tuple[int | None, list[str]]:
+        """The newest step that is whole, and a sentence about each newer one that is not. Of
+        tensors at a URL only the sizes are compared here; whoever reads them checks the rest.
+
+        Args:
+            at_most: Leaves out steps after this one.
+
+        Raises:
+            ConfigError: if there are steps and none of them is whole.
+        """
+        steps = [step for step in self.steps() if at_most is None or step <= at_most]
+        faults = []
+        for step in reversed(steps):
+            if not (fault := self.fault(step, contents=isinstance(self.path, Path))):
+                return step, [f"{each}; the step before it is taken." for each in faults]
+            faults.append(f"The checkpoint of step {step} is damaged: {fault}")
+        if faults:
+            raise ConfigError(
+                f"No checkpoint in {self.path} can be resumed. {'. '.join(faults)}. Bring the "
+                "files back from a copy, or start a new run in another folder."
+            )
+        return None, []
+
+    def _named(self) -> list[int]:
+        """Steps that have a folder."""
+        try:
+            paths = [p for p in self.path.iterdir() if isinstance(p, RemotePath) or p.is_dir()]
+            found = [step_of(path) for path in paths]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(step for step in found if step is not None)
+
+    def _remove(self, step: int) -> None:
+        """First what says that it is complete, for a run that is killed in between."""
+        self._known.pop(step, None)
+        remove(self.at(step) / COMPLETE)
+        remove(self.at(step))
+
+
+def _roles(folder: Location) -> list[str]:
+    """Folders of a step with files that several ranks wrote."""
+    return sorted(
+        {name.split("/")[0] for name in sizes_below(folder) if fnmatch(name, f"*/{LISTS}")}
+    )
+
+
+def _written_together(folder: Location) -> set[str]:
+    """Files whose checksums ranks have listed.
+
+    Raises:
+        StorageError: if one of them is not written to its end.
+    """
+    names = set()
+    for role in _roles(folder):
+        lists = read_lists(folder / role)
+        if fault := lacking(folder / role, lists):
+            raise StorageError(f"The checkpoint in {folder} was not completed: {fault}.")
+        names |= {f"{role}/{file}" for file in files_there(lists)}
+    return names
+
+
+def _contents(folder: Location, apart: set[str]) -> dict[str, dict[str, int]]:
+    """Size and crc32 of every file but the list itself; of those in `apart` the size alone."""
+    sizes = {name: size for name, size in sizes_below(folder).items() if name != COMPLETE}
+    read = [name for name in sizes if name not in apart]
+    with ThreadPoolExecutor(_READERS) as readers:
+        sums = readers.map(_crc32, [folder / name for name in read])
+        crc32 = dict(zip(read, sums, strict=True))
+    return {
+        name: {"size": size} | ({"crc32": crc32[name]} if name in crc32 else {})
+        for name, size in sizes.items()
+    }
+
+
+def _crc32(file: Location) -> int:
+    found = 0
+    with reading(file) as opened:
+        while block := opened.read(_BLOCK_BYTES):
+            found = zlib.crc32(block, found)
+    return found

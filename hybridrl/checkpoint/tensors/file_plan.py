@@ -1,0 +1,147 @@
+"""Which files hold the tensors of a layout, and which parts of them each rank writes.
+
+Nothing here touches a tensor or a file. A plan depends on the layout only, so it is made once and
+serves every time that the same tensors are written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from hybridrl.checkpoint.tensors.safetensors_header import NO_OTHERS, Entry, make_header
+from hybridrl.layout.boxes import Box, volume, whole, windows
+from hybridrl.layout.tensor_layout import Layout, Move
+from hybridrl.layout.tensor_pieces import Piece, Place
+from hybridrl.layout.transfer_planner import plan
+
+MODEL = "model"
+"""What the names of a model's files begin with, as transformers has it."""
+FILE_BYTES = 5 << 30
+"""Largest file, unless one tensor is larger."""
+PIECE_ELEMENTS = 4 << 20
+"""Most that is written at once, and dealt to a rank of several that hold it: 16 MiB of float32."""
+_FILES = -1
+"""The files' number in layouts: a rank that is to hold every tensor whole."""
+
+
+class FilePart(NamedTuple):
+    """A box of a tensor that this rank writes to a file.
+
+    Attributes:
+        file: Name of the file.
+        name: Of the tensor in the file.
+        entry: Where in the file the tensor lies.
+        box: Which part of the tensor.
+        source: Where this rank has it.
+    """
+
+    file: str
+    name: str
+    entry: Entry
+    box: Box
+    source: Place
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return volume(self.box) * self.entry.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """The safetensors files of a folder whose names begin alike.
+
+    Attributes:
+        headers: First bytes of each file, by its name.
+        lengths: Bytes of each file.
+        index: What `index_of(stem)` is to say; empty where a single file needs none.
+        parts: What this rank writes, in the order of the files and of the bytes in them.
+    """
+
+    headers: Mapping[str, bytes]
+    lengths: Mapping[str, int]
+    index: str
+    parts: tuple[FilePart, ...]
+
+
+def share(layout: Layout, names: Iterable[str], rank: int) -> list[Move]:
+    """The boxes of these tensors that a rank of the layout writes.
+
+    Together the ranks write everything once. What several of them hold is dealt over these in
+    pieces, so that all ranks end at about the same number of bytes.
+
+    Raises:
+        LayoutError: if nobody holds some part of a tensor.
+    """
+    shapes = {name: layout.shapes[name] for name in names}
+    pieces = {
+        name: tuple(
+            Piece(box, name, tuple(start for start, _ in box))
+            for box in windows(whole(shape), PIECE_ELEMENTS)
+        )
+        for name, shape in shapes.items()
+    }
+    return list(plan(layout, Layout(shapes, {_FILES: pieces}), rank).moves)
+
+
+def plan_files(
+    shapes: Mapping[str, tuple[int, ...]],
+    mine: Iterable[tuple[str, Move]],
+    dtype: torch.dtype,
+    file_bytes: int,
+    stem: str,
+    dtypes: Mapping[str, torch.dtype] = NO_OTHERS,
+) -> FilePlan:
+    """The files for tensors of these shapes, in this order.
+
+    Args:
+        mine: What this rank writes, each with the name of its tensor in the files.
+        dtype: Of the values in the files.
+        file_bytes: Largest file, unless one tensor is larger.
+        stem: What the names of the files begin with.
+        dtypes: Of tensors that have another one than `dtype`.
+    """
+    headers, lengths, named = {}, {}, {}
+    sizes = {
+        name: math.prod(shape) * dtypes.get(name, dtype).itemsize for name, shape in shapes.items()
+    }
+    entries: dict[str, tuple[str, Entry]] = {}
+    for file, inside in _split(sizes, file_bytes, stem).items():
+        # Wide values first: readers want each tensor at a multiple of its own width.
+        inside.sort(key=lambda name: -dtypes.get(name, dtype).itemsize)
+        here = {name: shapes[name] for name in inside}
+        headers[file], found, lengths[file] = make_header(here, dtype, dtypes)
+        entries |= {name: (file, entry) for name, entry in found.items()}
+        named |= dict.fromkeys(inside, file)
+    index = ""
+    if len(headers) > 1:
+        metadata = {"total_size": sum(sizes.values())}
+        index = json.dumps({"metadata": metadata, "weight_map": named}, indent=2) + "\n"
+    parts = [
+        FilePart(entries[name][0], name, entries[name][1], move.box, move.source)
+        for name, move in mine
+    ]
+    parts.sort(key=lambda part: (part.file, part.entry.start, part.box))
+    return FilePlan(headers, lengths, index, tuple(parts))
+
+
+def _split(sizes: Mapping[str, int], file_bytes: int, stem: str) -> dict[str, list[str]]:
+    """The tensors of each file, by its name."""
+    files: list[list[str]] = [[]]
+    room = file_bytes
+    for name, size in sizes.items():
+        if size > room and files[-1]:
+            files.append([])
+            room = file_bytes
+        files[-1].append(name)
+        room -= size
+    if len(files) == 1:
+        return {f"{stem}.safetensors": files[0]}
+    count = len(files)
+    return {f"{stem}-{i:05}-of-{count:05}.safetensors": inside for i, inside in enumerate(files, 1)}

@@ -1,0 +1,208 @@
+"""Writing tensors from the ranks that hold their parts, as the safetensors files of one folder."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridrl.checkpoint.tensors.file_plan import (
+    FILE_BYTES,
+    MODEL,
+    FilePart,
+    FilePlan,
+    plan_files,
+    share,
+)
+from hybridrl.checkpoint.tensors.rank_manifest import WrittenBox, WrittenHeader
+from hybridrl.checkpoint.tensors.safetensors_header import NAMES, NO_OTHERS, bytes_of
+from hybridrl.checkpoint.tensors.tensor_reader import TensorInFiles, index_of
+from hybridrl.checkpoint.tensors.write_errors import agreed, explained
+from hybridrl.layout.boxes import extent, runs
+from hybridrl.layout.tensor_layout import Layout
+from hybridrl.system.locations import Location, sync_names, write_whole
+
+
+def write_tensors(
+    folder: Path,
+    layout: Layout,
+    rank: int,
+    read: Callable[[str], Tensor | TensorInFiles],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    file_bytes: int = FILE_BYTES,
+    stem: str = MODEL,
+    dtypes: Mapping[str, torch.dtype] = NO_OTHERS,
+) -> None:
+    """Writes all tensors of a layout, in the order of its `shapes`. Collective.
+
+    Every rank writes parts of the same files at their places, so the folder must be one that all
+    of them share. What several ranks hold is written once, by those that have written least. A
+    rank needs memory for one piece (`file_plan.PIECE_ELEMENTS`) beyond what it holds.
+
+    The files get their names when everything is on the disk, and the index comes last. A folder
+    that held a model before is without one in between, never a mixture of two.
+
+    Args:
+        layout: Which parts the ranks of `group` hold.
+        rank: This one's number in it; 0 makes the files.
+        read: Name of a local tensor of the layout to the tensor.
+        dtype: Of the values in the files.
+        group: The ranks; None: there is one only.
+        file_bytes: Largest file, unless one tensor is larger.
+        stem: What the names of the files begin with.
+        dtypes: Of tensors that have another one than `dtype`.
+
+    Raises:
+        StorageError: on all ranks, if one of them could not write; names the file.
+        LayoutError: if nobody holds some part of a tensor.
+    """
+    mine = [(move.name, move) for move in share(layout, layout.shapes, rank)]
+    plan = plan_files(layout.shapes, mine, dtype, file_bytes, stem, dtypes)
+    try:
+        with agreed(group), explained(folder):
+            if rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                for file, header in plan.headers.items():
+                    with _part(folder, file).open("wb") as begun:
+                        begun.write(header)
+                        begun.truncate(plan.lengths[file])
+        with agreed(group):
+            values = (values_of(part, read(part.source.tensor)) for part in plan.parts)
+            write_parts(lambda file: _part(folder, file), plan.parts, values)
+        with agreed(group), explained(folder):
+            if rank == 0:
+                _publish(folder, plan, stem)
+    finally:
+        if rank == 0:
+            for file in plan.headers:
+                with contextlib.suppress(OSError):
+                    _part(folder, file).unlink(missing_ok=True)
+
+
+@torch.no_grad()
+def write_parts(
+    path: Callable[[str], Path],
+    parts: Sequence[FilePart],
+    values: Iterable[Tensor],
+    stop: Callable[[], bool] = lambda: False,
+) -> list[int]:
+    """Writes parts of files, which are made if they are not there, and waits until they are on the
+    disk. Most of the time it does not hold Python's lock.
+
+    Args:
+        path: Where a file is, by its name.
+        parts: Those of one file together.
+        values: Of each part, of the shape of its box, on any device.
+        stop: Asked before each part whether to leave the rest out.
+
+    Returns:
+        The crc32 of each part as it stands in its file.
+
+    Raises:
+        StorageError: if a file cannot be written; names it.
+    """
+    sums = []
+    pairs = zip(parts, values, strict=True)
+    for file, some in itertools.groupby(pairs, key=lambda pair: pair[0].file):
+        with explained(path(file)):
+            opened = os.open(path(file), os.O_WRONLY | os.O_CREAT, 0o666)
+            try:
+                for part, tensor in some:
+                    if stop():
+                        return sums
+                    memory = bytes_of(tensor.to("cpu", part.entry.dtype))
+                    _write_box(opened, part, memory)
+                    sums.append(zlib.crc32(memory))
+                os.fsync(opened)
+            finally:
+                os.close(opened)
+    return sums
+
+
+def write_headers(folder: Path, plan: FilePlan) -> None:
+    """Writes the beginnings of the files of a plan, which others may be writing to.
+
+    Raises:
+        StorageError: if one cannot be written; names it.
+    """
+    for file, header in plan.headers.items():
+        with explained(folder / file):
+            opened = os.open(folder / file, os.O_WRONLY | os.O_CREAT, 0o666)
+            try:
+                os.pwrite(opened, header, 0)
+                os.fsync(opened)
+            finally:
+                os.close(opened)
+
+
+def headers_of(plan: FilePlan) -> dict[str, WrittenHeader]:
+    """What a rank's list says of the headers of a plan."""
+    return {
+        file: WrittenHeader(len(header), zlib.crc32(header), plan.lengths[file])
+        for file, header in plan.headers.items()
+    }
+
+
+def written_box(part: FilePart, crc32: int) -> WrittenBox:
+    """What a rank's list says of a part."""
+    name, shape, start = NAMES[part.entry.dtype], part.entry.shape, part.entry.start
+    return WrittenBox(part.name, name, shape, part.box, part.file, start, crc32)
+
+
+def values_of(part: FilePart, tensor: Tensor | TensorInFiles) -> Tensor:
+    """What a part takes from the local tensor that holds it."""
+    inner = zip(part.source.start, extent(part.box), strict=True)
+    return tensor[tuple(slice(at, at + n) for at, n in inner)]
+
+
+def write_bytes(path: Location, content: bytes) -> None:
+    """Writes a small file at once, and waits until it is on the disk.
+
+    Raises:
+        StorageError: if that fails; names the file.
+    """
+    with explained(path):
+        write_whole(path, content)
+
+
+def _write_box(file: int, part: FilePart, memory: memoryview) -> None:
+    at, size = 0, part.entry.dtype.itemsize
+    for first, count in runs(part.entry.shape, part.box):
+        start, stop = part.entry.start + first * size, at + count * size
+        while at < stop:  # the system may take less than it was given
+            taken = os.pwrite(file, memory[at:stop], start)
+            at, start = at + taken, start + taken
+
+
+def _publish(folder: Path, plan: FilePlan, stem: str) -> None:
+    """Gives the files their names, and takes away what is left of a model that was there."""
+    index = folder / index_of(stem)
+    if plan.index:
+        # From here to its return the folder is one that is not finished, not a mixture of two
+        # models; one that was a single file stays what readers take until that file goes.
+        index.unlink(missing_ok=True)
+    for file in plan.headers:
+        _part(folder, file).replace(folder / file)
+    kept = {*plan.headers, *([index.name] if plan.index else [])}
+    if plan.index:
+        write_bytes(_part(folder, index.name), plan.index.encode())
+        _part(folder, index.name).replace(index)
+    ours = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+    for path in folder.iterdir():
+        if path.name not in kept and (path.name == index.name or ours.fullmatch(path.name)):
+            path.unlink()
+    sync_names(folder)
+
+
+def _part(folder: Path, file: str) -> Path:
+    """Where a file is until it is whole; the same on every rank."""
+    return folder / f".{file}.part"

@@ -1,0 +1,58 @@
+"""Ranks that write one folder together: what one of them cannot do, all of them hear of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from hybridrl.errors import HybridRLError, StorageError
+from hybridrl.system.formatting import readable_bytes
+from hybridrl.system.locations import UNREACHABLE, Location, RemotePath, free_bytes
+from hybridrl.system.os_errors import as_os_errors
+
+
+@contextmanager
+def explained(path: Location) -> Iterator[None]:
+    """Raises `StorageError`, naming `path`, in place of an `OSError` while `path` is written."""
+    try:
+        with as_os_errors():
+            yield
+    except OSError as error:
+        cure = "Free some space there, or save in a folder that every rank can write to."
+        why = error.strerror or str(error)
+        if isinstance(path, RemotePath):
+            cure = UNREACHABLE
+        elif (free := free_bytes(path)) is not None:
+            why += f" ({readable_bytes(free)} free there)"
+        raise StorageError(f"Cannot write {path}: {why}. {cure}") from error
+
+
+@contextmanager
+def agreed(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Waits for all ranks at the end of the block; if it failed on one, it has failed on all, which
+    would otherwise wait for ever. Collective.
+
+    Args:
+        group: The ranks; None: there is one only.
+    """
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # whatever it is: the others must not wait for this rank
+        mine = error
+    failures: list[str | None] = []
+    if group is not None:
+        failures = [None] * dist.get_world_size(group)
+        dist.all_gather_object(failures, None if mine is None else _told(mine), group=group)
+    if mine is not None:
+        raise mine
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise StorageError(f"Rank {rank} could not write its part of the model: {failure}")
+
+
+def _told(error: Exception) -> str:
+    """An error as another rank tells it: ours are sentences, others are known by their kind."""
+    return str(error) if isinstance(error, HybridRLError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,247 @@
+"""Whether reward functions can score rows of this data, found before a worker starts.
+
+That is for programs that add no columns of their own before they ask for rewards: the built-in
+ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hybridrl.batch.batch import is_of_data
+from hybridrl.config.schema import Config, DataConfig, RewardConfig, is_served
+from hybridrl.data.mixture import COLUMN as SOURCE
+from hybridrl.data.mixture import rewards_of, source_names, sources_of
+from hybridrl.errors import ConfigError, DataError, RewardError
+from hybridrl.rewards import RewardPool
+from hybridrl.rewards.loading import (
+    check_fit,
+    functions_of,
+    is_builtin,
+    load_function,
+    said_of,
+    short_names,
+)
+from hybridrl.rewards.options import options_of
+from hybridrl.rewards.source_rewards import settings_by_source
+from hybridrl.trainers import load_roles
+
+if TYPE_CHECKING:
+    from hybridrl.batch.batch import Batch
+
+COMPARE = ("contains", "numeric", "boxed")
+"""Built-in functions that refuse answers, and take a moment for a hundred thousand."""
+TO_ANSWERS = ("exact", "math", *COMPARE)
+"""Built-in functions that compare responses with answers."""
+OF_SHAPE = ("format", "length", "target_length")
+"""Built-in functions that do not look at the answer."""
+WITHOUT_PROCESS = {"exact", *COMPARE, *OF_SHAPE}
+"""Built-in functions that are quick to try in this process."""
+LONGEST_S = 10.0
+"""Of a trial: a function that takes longer is not waited for."""
+LONGEST_IMPORT_S = 20.0
+"""Of the user's file; `reward.timeout_s` if that is longer."""
+
+
+def check_rewards(config: Config, prompts: Batch, held_out: Batch | None = None) -> list[str]:
+    """Holds the parameters of reward functions against the columns of the data, and has the user's
+    checked in a reward process (`check_reward` of their modules). Tries them on the first row that
+    has an answer, with that as the response; built-in ones on every answer. A failure is an error
+    where it would end the job (`reward.on_error=fail`).
+
+    Returns:
+        What the functions' modules have to say to the user, and what each function gave the right
+        answer.
+
+    Args:
+        prompts: Tokenized; nothing is said of rows of another kind.
+        held_out: Further ones, whose answers are looked at, too.
+
+    Raises:
+        ConfigError: names the function, the parameter and everything that a row has; or the
+            function that compares with answers where there are none.
+        DataError: names the row whose answer nothing can be compared with.
+        RewardError: quotes the row, and says what the function did.
+        MachineError: if a function cannot work on this machine.
+    """
+    if "prompt" not in prompts.columns:
+        return []
+    kinds = {spec.worker for spec in load_roles(config).values()}
+    plays = config.rollout.episode or is_served(config.rollout, config.environment)
+    remarks: list[str] = []
+    for kind in sorted(kinds & {"reward", "cost"}):
+        settings = getattr(config, kind)
+        if settings is not None:
+            own = rewards_of(config.data) if kind == "reward" else {}
+            names = source_names(config.data)
+            with said_of(kind):
+                for name, one in settings_by_source(settings, own, names).items():
+                    _check_compares(_data_of(config, name, own), one)
+                    mine, kept = (_of_source(rows, name, own) for rows in (prompts, held_out))
+                    assert mine is not None
+                    reports = kind == "reward"
+                    remarks += check_scoring(one, mine, tries=not plays, reports=reports)
+                    if kept is not None:
+                        _check_answers(one, kept)
+    return list(dict.fromkeys(remarks))
+
+
+def _of_source(rows: Batch | None, name: str | None, own: Collection[str]) -> Batch | None:
+    """The rows of a source that has functions of its own, or of all that have none."""
+    if rows is None or not own or SOURCE not in rows.columns:
+        return rows
+    chosen = [source == name if name else source not in own for source in rows[SOURCE]]
+    return rows.take(np.flatnonzero(chosen))
+
+
+def _data_of(config: Config, name: str | None, own: Collection[str]) -> list[DataConfig]:
+    """Settings of the data that is scored by the functions of a source, or of `reward.function`."""
+    found = sources_of(config.data)
+    return [s.data for s in found if (s.name == name if name else s.name not in own)] or [
+        config.data
+    ]
+
+
+def check_scoring(
+    settings: RewardConfig, prompts: Batch, *, tries: bool, reports: bool = False
+) -> list[str]:
+    """Remarks of the functions of these settings on these prompts; see `check_rewards`.
+
+    Args:
+        tries: Call the functions on a row.
+        reports: Say what they gave its right answer.
+    """
+    functions, weights = functions_of(settings)
+    names = short_names(functions)
+    check_fit(functions, settings.options, filter(is_of_data, prompts.columns))
+    answers = prompts["answer"] if "answer" in prompts.columns else []
+    first = next((number for number, answer in enumerate(answers) if answer), 0)
+    row = prompts.slice(first, first + 1).rows_for_users()[0] if len(prompts) else None
+    _check_options(functions, settings, row or {})
+    _check_answers(settings, prompts)
+    answer = "" if row is None else row.get("answer") or ""
+    reports = reports and tries and bool(answer)
+    if row is not None:
+        row["response"] = f"\\boxed{{{answer}}}" if answer and "boxed" in functions else answer
+    if row is None or not (reports or (tries and settings.on_error == "fail")):
+        row = None
+    scores: Sequence[float] = []
+    remarks: list[str] = []
+    if not all(map(is_builtin, functions)) or (
+        reports and not WITHOUT_PROCESS.issuperset(functions)
+    ):
+        remarks, scores = _try(functions, settings, row)
+    elif reports and row is not None:
+        scores = [
+            _score(name, row | given)
+            for name, given in zip(functions, options_of(names, settings.options), strict=True)
+        ]
+    if not (reports and scores):
+        return remarks
+    return [*remarks, _on_right_answer(row, dict(zip(names, scores, strict=True)), weights)]
+
+
+def _score(name: str, row: Mapping[str, Any]) -> float:
+    """What a built-in function gives a row, in this process; NaN: it failed."""
+    try:
+        return float(load_function(name)(**row))
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _on_right_answer(
+    row: Mapping[str, Any], scores: Mapping[str, float], weights: Sequence[float]
+) -> str:
+    """Say what functions gave the right answer of a row, and which of them are suspect."""
+    source = f" of source {row[SOURCE]}" if SOURCE in row else ""
+    given = (f"{name} {'nothing' if math.isnan(s) else f'{s:g}'}" for name, s in scores.items())
+    said = f"The reference answer{source} {row['answer'][:40]!r} scores: {', '.join(given)}."
+    low = [
+        f"`{name}`"
+        for (name, score), weight in zip(scores.items(), weights, strict=True)
+        if score <= 0 < weight and name not in OF_SHAPE
+    ]
+    if low:
+        said += (
+            f" So the right answer gets no reward from {' and '.join(low)}: a function that fails "
+            "in silence does so, and one that wants more of a response than the answer alone, "
+            "such as a box or tags. Try it on a whole response that is right."
+        )
+    return said
+
+
+def _check_compares(sources: Sequence[DataConfig], settings: RewardConfig) -> None:
+    """Refuses to compare with answers that there are none of: an empty response would be right."""
+    names = [name for name in functions_of(settings)[0] if name in TO_ANSWERS]
+    without = any(data.task is None and data.answer_column is None for data in sources)
+    if names and without:
+        raise ConfigError(
+            f"reward.function={names[0]} compares responses with answers, and "
+            "data.answer_column=null says that there are none. Name their column, or another "
+            "function."
+        )
+
+
+def _check_options(
+    functions: Sequence[Any], settings: RewardConfig, row: Mapping[str, Any]
+) -> None:
+    """Calls built-in functions once with their options, whose types nobody else knows.
+
+    Args:
+        row: One of the data.
+    """
+    trial = {**row, "prompt": "1", "response": "1", "answer": "1"}
+    names = short_names(functions)
+    for name, given in zip(functions, options_of(names, settings.options), strict=True):
+        if not is_builtin(name) or not given:
+            continue
+        try:
+            beside = {given["column"]: 1} if "column" in given else {"target": 1}
+            load_function(name)(**trial | beside | given)
+        except (TypeError, ValueError) as error:
+            shown = ", ".join(
+                f"reward.options.{name}.{key}={value}" for key, value in given.items()
+            )
+            raise ConfigError(f"{shown}: `{name}` cannot work with that: {error}.") from error
+
+
+def _check_answers(settings: RewardConfig, prompts: Batch) -> None:
+    """Refuses answers that nothing can be compared with, where that would end the job."""
+    compared = [name for name in functions_of(settings)[0] if name in COMPARE]
+    for name in compared if settings.on_error == "fail" else ():
+        check = partial(load_function(name), prompt="", response="")
+        for answer, prompt in zip(prompts["answer"], prompts["prompt"], strict=True):
+            try:
+                check(answer=answer)
+            except ValueError as error:
+                raise DataError(
+                    f"reward.function={name} cannot score the prompt that begins with "
+                    f"{prompt[:60]!r}: {error} Mend the answer or leave the row out; or take "
+                    "another function, or reward.on_error=drop."
+                ) from error
+
+
+def _try(
+    functions: Sequence[Any], settings: RewardConfig, row: dict[str, Any] | None
+) -> tuple[list[str], list[float]]:
+    """What the functions' modules remark, and what the functions give a row, if there is one."""
+    limits = {"timeout_s": settings.timeout_s, "on_error": "drop", "env": settings.env}
+    with RewardPool(functions, None, settings.options, **limits) as pool:
+        pool.start(LONGEST_IMPORT_S)
+        if row is None:
+            return pool.remarks, []
+        found = pool.score([row], within_s=LONGEST_S)
+    is_slow = found.timeouts and settings.timeout_s > LONGEST_S
+    if found.first_failure and not is_slow and settings.on_error == "fail":
+        raise RewardError(
+            "Tried before the start, on the first row of the data with its answer as the "
+            f"response: {found.first_failure.rstrip()}\nMend the function; or set "
+            "`reward.on_error` to `drop` or `value`, to go on in spite of such rows."
+        )
+    names = short_names(functions)
+    return pool.remarks, [found.columns[f"reward/{name}"][0] for name in names]

@@ -1,0 +1,301 @@
+"""What can be wrong with where models live and how they are cut over devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridrl.checks.folder.resume_checks import check_min_devices
+from hybridrl.checks.settings.precision_checks import check_precision
+from hybridrl.config.role_models import model_settings
+from hybridrl.config.schema import Config, ParallelConfig, RolloutParallelConfig
+from hybridrl.errors import ConfigError, nearest
+from hybridrl.layout.training_mesh import check_sizes
+from hybridrl.placement import ACTOR, GENERATOR, Placement, Role, RolePlace, place
+from hybridrl.system.cluster_spec import Cluster
+from hybridrl.systems.low_bits.role_plans import plan_setting
+from hybridrl.trainers import load_roles
+from hybridrl.trainers.role_spec import RoleSpec, checked_roles, played_by
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Roles = Mapping[str, RoleSpec] | Sequence[str]
+
+
+def check_placement(
+    config: Config,
+    cluster: Cluster,
+    roles: Roles | None = None,
+    chosen: Placement | None = None,
+) -> Placement:
+    """Where these roles (None: those of the trainer) live on the cluster, all models cut as their
+    places say.
+
+    Args:
+        chosen: A placement to be checked; None: as the settings say.
+
+    Raises:
+        ConfigError: naming the setting and what would fit.
+    """
+    check_min_devices(config, len(cluster.devices))
+    specs = wanted_roles(config, roles)
+    for name in config.placement.roles:
+        if name not in (*specs, GENERATOR):
+            raise ConfigError(
+                f"placement.roles.{name} is set, but the job has no role `{name}`; it has "
+                f"{', '.join(specs)}.{nearest(name, specs)}"
+            )
+    _check_generates(config, specs)
+    placed = placed_roles(config, specs)
+    placement = place(placed, cluster, config.placement, chosen)
+    _check_flow(config, placement)
+    for name, where in placement.roles.items():
+        role = next((role for role in placed if role.name == name), None)
+        moved = name == ACTOR and placement.is_separated  # its generation
+        generates = role is not None and role.generation is not None and not moved
+        setting = _setting(config, name)
+        generation = config.rollout.parallel if generates else RolloutParallelConfig()
+        check_sizes(
+            len(where.devices),
+            where.parallel,
+            generation.ranks,
+            setting,
+            f"rollout.parallel.{'pp' if generation.pp > 1 else 'tp'}",
+        )
+        if name != GENERATOR:
+            path = specs[name].path(name, config) if name in specs else None
+            adapts = name in specs and specs[name].trains and config.actor.lora.rank
+            _check_cut(config, where.parallel, setting, path or config.model.path, bool(adapts))
+            if name == ACTOR:
+                _check_routers(config, path or config.model.path)
+                _check_quantization(config, cluster.kind, path or config.model.path)
+                _check_stages(config, path or config.model.path)
+            if name in specs and specs[name].generates:
+                _check_served(config, cluster.kind, path or config.model.path)
+            if name in specs and specs[name].has_model(name, config):
+                _check_precision(config, name, specs[name], where)
+                _check_admitted(path or config.model.path, bool(specs[name].scalar), where.parallel)
+    return placement
+
+
+def wanted_roles(config: Config, roles: Roles | None) -> dict[str, RoleSpec]:
+    """The specs of these roles: the trainer's own where it has one of that name, else standard
+    ones; None: all of the trainer's."""
+    known = load_roles(config)
+    if roles is None:
+        return known
+    if isinstance(roles, Mapping):
+        return checked_roles(roles, "Job(roles=...)")
+    return {
+        name: known[name] if name in known else checked_roles([name], "Job(roles=...)")[name]
+        for name in roles
+    }
+
+
+def _check_generates(config: Config, roles: Mapping[str, RoleSpec]) -> None:
+    """A job may be built with roles of a person's choice, the one that generates left out."""
+    generates = any(spec.generates for spec in load_roles(config).values())
+    if config.placement.strategy == "separation" and generates and ACTOR not in roles:
+        raise ConfigError(
+            "placement=separation gives generation its own devices, but it is the role `actor` "
+            f"that generates there, and the job's roles are only {', '.join(roles)}. Add `actor` "
+            "to Job(roles=[...]), or set placement=flattening."
+        )
+
+
+def placed_roles(config: Config, roles: Mapping[str, RoleSpec]) -> list[Role]:
+    """What a placement has to know of these roles."""
+    generation = ParallelConfig(tp=config.rollout.parallel.tp, pp=config.rollout.parallel.pp)
+    players = dict.fromkeys(played_by(roles, name, config) for name in roles)
+    return [
+        Role(
+            name,
+            trains=bool(roles[name].trains),
+            parallel=_parallel(config, name, roles[name]),
+            generation=generation if roles[name].generates else None,
+        )
+        for name in players
+    ]
+
+
+def check_model_fits(parallel: ParallelConfig, model: PretrainedConfig, path: str) -> None:
+    """Refuses cuts that the model's heads or layers do not allow."""
+    from hybridrl.parallel import stages, ulysses
+    from hybridrl.parallel import tensor_parallel as tensor
+
+    tensor.check_heads(model, parallel.tp, path)
+    text = model.get_text_config()
+    heads = text.num_attention_heads
+    key_value_heads = getattr(text, "num_key_value_heads", None) or heads
+    ulysses.check_heads(
+        heads // parallel.tp, max(1, key_value_heads // parallel.tp), parallel.ulysses
+    )
+    stages.check_stages(text.num_hidden_layers, parallel.pp, parallel.chunks, "actor.parallel.pp")
+
+
+def _check_cut(
+    config: Config, parallel: ParallelConfig, setting: str, path: str | None, adapts: bool
+) -> None:
+    if adapts and (parallel.tp > 1 or parallel.pp > 1):
+        raise ConfigError(
+            f"actor.lora.rank={config.actor.lora.rank}: adapters are not cut over devices. Set "
+            f"{setting}.tp=1 and {setting}.pp=1, or actor.lora.rank=null."
+        )
+    if max(parallel.tp, parallel.pp, parallel.ulysses, parallel.ring) > 1:
+        from hybridrl.models import load_config
+
+        model = load_config(path) if path else _tiny(config)
+        check_model_fits(parallel, model, path or "the tiny model")
+
+
+def _check_routers(config: Config, path: str | None) -> None:
+    """Settings of routers need some; what a model in a hub has, workers learn."""
+    wanted = {
+        f"actor.router_loss_weight={config.actor.router_loss_weight}": (
+            config.actor.router_loss_weight
+        ),
+        "rollout.routing_replay=true": config.rollout.routing_replay,
+    }
+    for setting in (setting for setting, is_set in wanted.items() if is_set):
+        if path is None or Path(path).expanduser().is_dir():
+            from hybridrl.models import load_config
+            from hybridrl.models.expert_routing import check_routing
+
+            model = load_config(path) if path else _tiny(config)
+            check_routing(model, setting, path or "the tiny model")
+
+
+def _check_quantization(config: Config, kind: str, path: str | None) -> None:
+    """What a GPU's kernels lack beyond that, workers learn from vLLM."""
+    quantization, dtype = config.rollout.quantization, config.model.dtype
+    if quantization == "none":
+        return
+    setting = f"rollout.quantization={quantization}"
+    if quantization == "fp8" and kind == "cpu":
+        raise ConfigError(
+            f"{setting}: the job's devices are CPUs, which multiply in 8 bits as int8 only. Set "
+            "rollout.quantization=int8, or none."
+        )
+    if kind != "cpu" and dtype == "float32":
+        raise ConfigError(
+            f"{setting} with model.dtype=float32: on GPUs what linear layers of 8 bits give is in "
+            "16. Set model.dtype=bfloat16, or rollout.quantization=none."
+        )
+    if path is None or Path(path).expanduser().is_dir():
+        from hybridrl.models import load_config
+        from hybridrl.models.linear_layers import check_linear
+
+        check_linear(
+            load_config(path) if path else _tiny(config), setting, path or "the tiny model"
+        )
+
+
+def _check_served(config: Config, kind: str, path: str | None) -> None:
+    """Whether vLLM can generate with the model; what it is in a hub, workers learn."""
+    if config.rollout.engine != "vllm" or path is None or not Path(path).expanduser().is_dir():
+        return
+    from hybridrl.models import load_config
+    from hybridrl.models.language_model import class_of
+    from hybridrl.rollout.vllm_options import check_served
+
+    model = load_config(path)
+
+    def runs_in_vllm() -> bool:  # by vLLM's own back end for transformers' classes
+        found = class_of(model)
+        return found is not None and found.is_backend_compatible()
+
+    check_served(model, path, kind, config.model.dtype, is_known=runs_in_vllm)
+
+
+def _check_precision(config: Config, role: str, spec: RoleSpec, where: RolePlace) -> None:
+    if plan_setting(config, role) is None:
+        return
+    from hybridrl.models import load_config
+
+    path, model = spec.path(role, config) or config.model.path, None
+    if path is None:
+        model = _tiny(config)
+    elif Path(path).expanduser().is_dir():
+        model = load_config(path)
+    check_precision(config, role, spec, where.parallel, len(where.devices), model)
+
+
+def _check_stages(config: Config, path: str | None) -> None:
+    """What a model in a hub is, workers learn."""
+    rollout = config.rollout
+    if rollout.engine != "pipeline" or (path and not Path(path).expanduser().is_dir()):
+        return
+    from hybridrl.models import load_config
+    from hybridrl.systems.unequal_generation.decoder_stage import check_stages
+    from hybridrl.systems.unequal_generation.generation_plan import equal_plan, read_plan
+
+    model, who = load_config(path) if path else _tiny(config), path or "the tiny model"
+    layers = model.get_text_config().num_hidden_layers
+    if rollout.plan is None:
+        equal_plan(layers, rollout.parallel.pp)
+    elif (plan := read_plan(rollout.plan)).layers != layers:
+        raise ConfigError(
+            f"rollout.plan={rollout.plan} is for a model of {plan.layers} layers, and {who} has "
+            f"{layers}. Make the plan again: hybridrl plan generation model.path={who}."
+        )
+    check_stages(model, "rollout=pipeline", who)
+
+
+def _check_admitted(path: str | None, scalar: bool, parallel: ParallelConfig) -> None:
+    if path is not None and Path(path).expanduser().is_dir():  # what it is in a hub, workers learn
+        from hybridrl.models import admit, load_config
+        from hybridrl.parallel.sequence_parallel import check_rows
+
+        rows = admit(load_config(path), path, scalar=scalar)
+        check_rows(rows, parallel.ring * parallel.ulysses)
+
+
+def _check_flow(config: Config, placement: Placement) -> None:
+    settings = config.placement
+    if settings.transport == "collective" and settings.staleness > 1:
+        raise ConfigError(
+            f"placement.transport=collective with placement.staleness={settings.staleness}: "
+            "weights that old have left the trainer when they are wanted. Set "
+            "placement.transport=store."
+        )
+    if settings.in_flight and (settings.staleness == 0 or settings.transport == "store"):
+        raise ConfigError(
+            "placement.in_flight=true means that samples under way go on with newer weights: set "
+            "placement.staleness=1 and leave placement.transport=auto."
+        )
+    if placement.is_separated or settings.strategy == "auto":  # which may choose to be
+        return
+    for name in ("staleness", "in_flight", "generation_devices"):
+        if value := getattr(settings, name):
+            raise ConfigError(
+                f"placement.{name}={value} needs generation on devices of its own: set "
+                "placement=separation."
+            )
+
+
+def _setting(config: Config, role: str) -> str:
+    """The setting that says how a role is cut."""
+    if role == GENERATOR:
+        return "rollout.parallel"
+    own = model_settings(config, role).parallel is not None
+    return f"models.{role}.parallel" if own else "actor.parallel"
+
+
+def _parallel(config: Config, role: str, spec: RoleSpec) -> ParallelConfig:
+    """How a role's model is to be cut; `dp` is the actor's only, for others may have fewer
+    devices."""
+    if (own := model_settings(config, role).parallel) is not None:
+        return own
+    if not spec.has_model(role, config):
+        return ParallelConfig()  # functions and judges are not cut
+    parallel = config.actor.parallel
+    return parallel if role == ACTOR else replace(parallel, dp=None, shards=None)
+
+
+def _tiny(config: Config) -> PretrainedConfig:
+    from hybridrl.models import tiny_config
+
+    return tiny_config(**asdict(config.model.tiny))

@@ -1,0 +1,59 @@
+"""Which files workers read and write: on a cluster every node has to see them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hybridrl.config.role_models import model_settings
+from hybridrl.config.schema import Config
+from hybridrl.system import user_code
+from hybridrl.system.locations import is_url, location_of
+
+
+def paths_of_workers(config: Config, run_directory: Path) -> dict[str, Path]:
+    """By setting. A model's name on the hub is no path: each node downloads it."""
+    paths = {_run_setting(config): run_directory}
+    models = {
+        "model.path": config.model.path,
+        "model.tokenizer": config.model.tokenizer,
+        **{f"models.{role}.path": model_settings(config, role).path for role in config.models},
+    }
+    code = {
+        "rollout.episode": [config.rollout.episode],
+        "algorithm.policy_loss": [config.algorithm.policy_loss],
+        "algorithm.advantage": [config.algorithm.advantage],
+    }
+    for kind, scores in (("reward", config.reward), ("cost", config.cost)):
+        if scores is not None:
+            models |= {f"{kind}.model": scores.model, f"{kind}.judge.path": scores.judge.path}
+            named = scores.function
+            code[f"{kind}.function"] = named if isinstance(named, list) else [named]
+            watched = scores.check
+            code[f"{kind}.check"] = watched if isinstance(watched, list) else [watched]
+    models["rollout.plan"] = config.rollout.plan
+    models["checkpoint.folder"] = config.checkpoint.folder  # which the driver has made
+    for setting, path in models.items():
+        if path and Path(path).expanduser().exists():
+            paths[setting] = Path(path).expanduser()
+    for setting, specs in code.items():
+        for spec in specs:
+            place = user_code.split(spec) if isinstance(spec, str) else None
+            if place and user_code.is_file(place[0]):
+                paths[setting] = Path(place[0]).expanduser()
+    return paths
+
+
+def folders_of_workers(config: Config, run_directory: Path) -> tuple[dict[str, str], list[str]]:
+    """Return the folders and URLs that workers read, by setting, and the settings of those that
+    they write to."""
+    checkpoints = config.checkpoint
+    written = {_run_setting(config): str(run_directory.absolute())}
+    if checkpoints.folder is not None and checkpoints.wanted:
+        written["checkpoint.folder"] = str(location_of(checkpoints.folder).absolute())
+    named = {"resume": config.resume, "fork": config.fork}
+    read = {setting: url for setting, url in named.items() if url and is_url(url)}
+    return written | read, list(written)
+
+
+def _run_setting(config: Config) -> str:
+    return "run.directory" if config.run.directory else "run.root"

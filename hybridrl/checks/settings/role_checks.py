@@ -1,0 +1,90 @@
+"""What can be wrong with the roles of a driver program and with `models.<role>` of the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from hybridrl.checks.models.model_folder_checks import check_model
+from hybridrl.config.role_models import model_settings
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError, nearest
+from hybridrl.trainers import load_roles, load_trainer
+from hybridrl.trainers.role_spec import ACTOR, SCORING, RoleSpec
+
+OF_ACTOR = {
+    "path": "model.path",
+    "parallel": "actor.parallel",
+    "optimizer": "actor.optimizer",
+}
+"""Settings of the role `actor`, which has them elsewhere."""
+
+
+def check_roles(config: Config, chosen: Mapping[str, RoleSpec] | None = None) -> None:
+    """Raises a sentence for the first thing that is wrong.
+
+    Args:
+        chosen: Roles of a job that are not its trainer's.
+
+    Raises:
+        ConfigError: names the role, the setting and the nearest known one.
+    """
+    own = load_roles(config)
+    roles = {**own, **(chosen or {})}
+    for role in config.models:
+        if role not in roles:
+            raise ConfigError(
+                f"models.{role} is set, but trainer.name={config.trainer.name} has no role "
+                f"`{role}`; it has {', '.join(roles)}.{nearest(role, roles)}"
+            )
+        _check_settings(config, role, roles[role])
+    warms_up = config.warmup.steps and load_trainer(config.trainer.name).DATA == "prompts"
+    if warms_up and load_trainer(config.trainer.name).TRAINS and ACTOR not in own:
+        raise ConfigError(
+            f"warmup.steps={config.warmup.steps} trains the role `{ACTOR}`, but "
+            f"trainer.name={config.trainer.name} has only {', '.join(own)}. Set warmup.steps=0."
+        )
+
+
+def check_models(config: Config, roles: Mapping[str, RoleSpec], but: Collection[str] = ()) -> None:
+    """Looks at the folders that the models of these roles come from, each in the light of what the
+    role does with it.
+
+    Args:
+        but: Paths of models that are not looked at.
+
+    Raises:
+        ConfigError: names the setting and what is wrong with the folder.
+    """
+    seen = set()
+    for role, spec in roles.items():
+        if not spec.has_model(role, config):
+            continue
+        setting, path = model_of(config, role, spec)
+        use = (path, bool(spec.scalar), bool(spec.trains))
+        if path is not None and path not in but and use not in seen:
+            seen.add(use)
+            check_model(path, setting, scalar=use[1], learns=use[2])
+
+
+def model_of(config: Config, role: str, spec: RoleSpec) -> tuple[str, str | None]:
+    """The setting that says where the model of a role comes from, and its value."""
+    if spec.worker in SCORING:
+        return f"{spec.worker}.model", spec.path(role, config)
+    if (path := spec.path(role, config)) is not None:
+        return f"models.{role}.path", path
+    return "model.path", config.model.path
+
+
+def _check_settings(config: Config, role: str, spec: RoleSpec) -> None:
+    model_settings(config, role)  # refuses values of the wrong kind
+    for name in config.models[role] or {}:
+        setting = f"models.{role}.{name}"
+        if role == ACTOR and name in OF_ACTOR:
+            raise ConfigError(f"{setting} is called {OF_ACTOR[name]}. Set that.")
+        if name == "path" and spec.worker in SCORING:
+            raise ConfigError(f"{setting} is called {spec.worker}.model. Set that.")
+        if name not in spec.takes:
+            raise ConfigError(
+                f"There is no setting `{setting}`; the role `{role}` takes "
+                f"{', '.join(spec.takes)}.{nearest(name, spec.takes)}"
+            )

@@ -1,0 +1,127 @@
+"""What can be wrong with generation and its samples."""
+
+from __future__ import annotations
+
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError, check_all
+from hybridrl.rollout.vllm_options import check_engine_options
+
+
+def check_rollout(config: Config) -> None:
+    """Refuses what could not be generated, or not be learned from.
+
+    Raises:
+        ConfigError: names the settings.
+    """
+    check_all(
+        [_check_sampling, _check_engine, _check_pipeline, _check_episode, _check_replay], config
+    )
+
+
+def _check_sampling(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.min_tokens > rollout.max_tokens:
+        raise ConfigError(
+            f"rollout.min_tokens={rollout.min_tokens}: must be between 0 and "
+            f"rollout.max_tokens={rollout.max_tokens}."
+        )
+
+
+def _check_engine(config: Config) -> None:
+    from hybridrl.trainers.objectives import syncs_roughly
+
+    rollout = config.rollout
+    if rollout.verify_weights and syncs_roughly(config):
+        raise ConfigError(
+            f"rollout.weight_sync={rollout.weight_sync} brings weights to the generator that are "
+            "not quite the trainer's, and rollout.verify_weights=true ends the job for that. Set "
+            "rollout.verify_weights=false: what travels has a checksum."
+        )
+    apart = config.placement.strategy not in ("flattening", "interleaving")
+    if apart and config.actor.lora.rank and rollout.weight_sync not in ("auto", "full"):
+        raise ConfigError(
+            f"rollout.weight_sync={rollout.weight_sync} with actor.lora.rank="
+            f"{config.actor.lora.rank}: adapters go whole, or multiplied into whole weights. Set "
+            "rollout.weight_sync=auto."
+        )
+    if options := rollout.engine_options:
+        if rollout.engine != "vllm":
+            raise ConfigError(
+                f"rollout.engine_options has {', '.join(options)}, which are vLLM's; they need "
+                "rollout=vllm."
+            )
+        check_engine_options(options, rollout.temperature, config.placement.in_flight)
+    if rollout.engine != "vllm" and rollout.parallel.tp > 1:
+        kept = {
+            "transformers": "keeps a whole model on each device",
+            "pipeline": "divides a model by layers (rollout.parallel.pp)",
+        }
+        raise ConfigError(
+            f"rollout.parallel.tp={rollout.parallel.tp} needs rollout=vllm; "
+            f"rollout={rollout.engine} {kept[rollout.engine]}."
+        )
+    if rollout.engine != "vllm" and rollout.quantization != "none":
+        raise ConfigError(
+            f"rollout.quantization={rollout.quantization} needs rollout=vllm, whose kernels "
+            "multiply in 8 bits. Set rollout.quantization=none."
+        )
+
+
+def _check_pipeline(config: Config) -> None:
+    from hybridrl.systems.unequal_generation.generation_plan import read_plan
+
+    rollout = config.rollout
+    if rollout.engine != "pipeline":
+        for name, value in (("parallel.pp", rollout.parallel.pp > 1), ("plan", rollout.plan)):
+            if value:
+                shown = rollout.parallel.pp if name == "parallel.pp" else value
+                raise ConfigError(
+                    f"rollout.{name}={shown} needs rollout=pipeline, which divides a model by "
+                    f"layers; rollout={rollout.engine} does not."
+                )
+        return
+    if rollout.plan is None:
+        return
+    plan = read_plan(rollout.plan)
+    if len(plan.stages) != rollout.parallel.pp:
+        raise ConfigError(
+            f"rollout.plan={rollout.plan} has {len(plan.stages)} stages, and rollout.parallel.pp="
+            f"{rollout.parallel.pp}. Set rollout.parallel.pp={len(plan.stages)}."
+        )
+    if plan.kl is not None and plan.kl > rollout.max_kl:
+        raise ConfigError(
+            f"rollout.plan={rollout.plan} puts the generator {plan.kl:.2g} nats a token off the "
+            f"model, more than rollout.max_kl={rollout.max_kl:g}. Make another plan for that, or "
+            "set a higher rollout.max_kl."
+        )
+
+
+def _check_episode(config: Config) -> None:
+    from hybridrl.rollout.episode_class import check_episode
+
+    rollout = config.rollout
+    if rollout.episode is not None:
+        check_episode(rollout.episode)
+
+
+def _check_replay(config: Config) -> None:
+    rollout = config.rollout
+    if not rollout.routing_replay:
+        return
+    if config.trainer.name == "expert_iteration":
+        raise ConfigError(
+            "rollout.routing_replay=true with trainer.name=expert_iteration: it learns its answers "
+            "as if they were given, by the experts that the trainer chooses. Set "
+            "rollout.routing_replay=false."
+        )
+    if rollout.engine != "vllm":
+        raise ConfigError(
+            f"rollout.routing_replay=true with rollout={rollout.engine}: only vLLM says which "
+            "experts took a token. Set rollout=vllm, or rollout.routing_replay=false."
+        )
+    if rollout.episode is not None or rollout.serve:
+        setting = "serve=true" if rollout.serve else f"episode={rollout.episode}"
+        raise ConfigError(
+            f"rollout.routing_replay=true with rollout.{setting}: of samples of several turns "
+            "experts are not kept yet. Set rollout.routing_replay=false."
+        )

@@ -1,0 +1,77 @@
+"""`hybridrl cluster probe`: measures this machine, for plans."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.table import Table
+
+from hybridrl.commands.steps import show
+from hybridrl.errors import ConfigError
+from hybridrl.system.cluster_spec import Cluster, choose_devices
+from hybridrl.system.cpu_cores import usable_cores
+
+SECONDS_TO_MS, GIGA = 1e3, 1e9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `cluster` takes."""
+    actions = parser.add_subparsers(dest="action", required=True)
+    what = "measures this machine for a few seconds: products by precision, memory, links, disk"
+    probe = actions.add_parser("probe", help=what, description=f"M{what[1:]}.")
+    probe.add_argument("--devices", default="auto", metavar="KIND", help="auto, cpu or cuda (auto)")
+    probe.add_argument(
+        "--number", type=int, metavar="N", help="how many devices; else every GPU, or two CPU slots"
+    )
+    probe.add_argument(
+        "--store", default=".", metavar="FOLDER", help="a folder on the disk of checkpoints (here)"
+    )
+    probe.add_argument("--json", action="store_true", help="as data, which `plan --devices` takes")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Measures, keeps and shows what was found.
+
+    Raises:
+        ConfigError: if there are no such devices, or no such folder.
+    """
+    import os
+
+    import torch
+
+    from hybridrl.planner.machine.cluster_probe import keep, probe_cluster
+
+    folder = Path(chosen.store).expanduser()
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"--store {chosen.store}: name a folder that you can write to.")
+    if chosen.devices not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--devices {chosen.devices}: must be auto, cpu or cuda.")
+    gpus, cpus = torch.accelerator.device_count(), usable_cores()
+    asked = choose_devices(chosen.devices, chosen.number, gpus, cpus)
+    found = probe_cluster(Cluster.of_one_node(*asked), folder)
+    file = keep(found)
+    if chosen.json:
+        sys.stdout.write(found.to_json() + "\n")
+        return 0
+    where = f"kept in {file}" if file else "not kept: the cache folder cannot be written"
+    return show(_table(found), where)
+
+
+def _table(cluster: Cluster) -> Table:
+    (name,) = cluster.model_names
+    model, host = cluster.models[name], cluster.hosts[cluster.nodes[0]]
+    table = Table(title=str(cluster), title_justify="left", box=None, pad_edge=False)
+    for column, side in (("of a device", "left"), ("", "right"), ("", "left")):
+        table.add_column(column, justify=side)  # type: ignore[arg-type]
+    for precision, flops in model.flops.items():
+        table.add_row(f"products, {precision}", f"{flops / GIGA:,.1f}", "GFLOP/s")
+    table.add_row("memory, read and written", f"{model.bandwidth / GIGA:,.1f}", "GB/s")
+    table.add_row("a small operation", f"{model.small_op * 1e6:,.1f}", "microseconds")
+    table.add_row("from another device", f"{host.inside.bandwidth / GIGA:,.2f}", "GB/s")
+    table.add_row("until it begins", f"{host.inside.latency * SECONDS_TO_MS:,.3f}", "ms")
+    if host.store is not None:
+        table.add_row("to the disk", f"{host.store.bandwidth / GIGA:,.2f}", "GB/s")
+        table.add_row("until it begins", f"{host.store.latency * SECONDS_TO_MS:,.3f}", "ms")
+    return table

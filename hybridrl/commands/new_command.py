@@ -1,0 +1,86 @@
+"""`hybridrl new NAME`: a folder with a project of one's own, whose test passes."""
+
+from __future__ import annotations
+
+import argparse
+import keyword
+import re
+import shlex
+import sys
+from importlib import resources
+from pathlib import Path
+
+from hybridrl.commands.steps import show
+from hybridrl.errors import ConfigError, StorageError
+from hybridrl.system.storage import write_error_sentence
+
+TEMPLATES = resources.files("hybridrl.commands") / "project"
+SUFFIX = ".in"
+"""Behind the name of a template, so that it is taken for no module of ours."""
+DRIVER = "driver.py"
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+DRIVER_ROW = "| `driver.py` | the algorithm, a page: what is generated, scored, learned |\n"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `new` takes."""
+    parser.description = (
+        "Makes a folder NAME with a project of your own: a reward, settings, a "
+        "README, a Makefile, and a test that passes."
+    )
+    parser.add_argument("name", metavar="NAME", help="of the project; or a path that ends in it")
+    parser.add_argument(
+        "--driver", action="store_true", help="with the algorithm as a program of its own, too"
+    )
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Makes it.
+
+    Raises:
+        ConfigError: for a name that cannot be one, and a folder that is there.
+        StorageError: if it cannot be written.
+    """
+    folder = Path(chosen.name).expanduser()
+    name = folder.name
+    if keyword.iskeyword(name):
+        raise ConfigError(
+            f"{chosen.name} is a word of Python. Choose another name for the project."
+        )
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            f"{chosen.name}: a project's name begins with a letter and has letters, digits, - and "
+            "_, 64 at most."
+        )
+    if folder.exists() or folder.is_symlink():
+        raise ConfigError(f"{folder} is there already. Choose another name, or remove it.")
+    words = {
+        "NAME": name,
+        "PYTHON": shlex.quote(sys.executable),
+        "PROGRAM": DRIVER if chosen.driver else "-m hybridrl.main",
+        "DRIVER_ROW": DRIVER_ROW if chosen.driver else "",
+    }
+    texts = {
+        template.name.removesuffix(SUFFIX): filled(template.read_text(encoding="utf-8"), words)
+        for template in TEMPLATES.iterdir()
+        if template.name.endswith(SUFFIX)
+    }
+    if not chosen.driver:
+        del texts[DRIVER]
+    try:
+        folder.mkdir(parents=True)
+        for file, text in sorted(texts.items()):
+            (folder / file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(write_error_sentence(folder, error, "NAME")) from error
+    return show(
+        f"{folder}: {', '.join(sorted(texts))}",
+        f"next: cd {shlex.quote(str(folder))} && make test && make train",
+    )
+
+
+def filled(template: str, words: dict[str, str]) -> str:
+    """A template with its words: `@NAME@` stands for one."""
+    for key, word in words.items():
+        template = template.replace(f"@{key}@", word)
+    return template

@@ -1,0 +1,204 @@
+"""`hybridrl plan [key=value ...]`: where roles will live, what that takes of each device, and how
+long a step will last; it starts nothing. Its further kinds: `precision`, which layers a slower
+device computes in fewer bits; `generation`, how unequal devices generate together; `--search`;
+`--backtest`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from hybridrl.commands.plan_options import cluster_of, lengths_of, planned, tiny_of
+from hybridrl.errors import ConfigError, Problems
+
+if TYPE_CHECKING:
+    from hybridrl.config.schema import Config
+    from hybridrl.planner.job_plan import Plan
+    from hybridrl.planner.machine.device_rates import Rates
+
+GENERATION, PRECISION = "generation", "precision"
+"""What else is planned, by the first word after `hybridrl plan`."""
+
+AUTO = (
+    "With placement=auto a start searches for a placement; this is the plan of flattening. Add "
+    "--search for what it would find."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `plan` takes."""
+    parser.description = (
+        "Says where the roles of a job will live, what that takes of each device, and "
+        "how long a step will last; starts nothing. `precision`: which layers a slower device "
+        "computes in fewer bits. `generation`: how unequal devices generate together."
+    )
+    parser.usage = (
+        "hybridrl plan [generation | precision] [key=value ...] [--json]\n"
+        "                     [--devices DEVICES] [--lengths PROMPT+RESPONSE]\n"
+        "                     [--role ROLE] [--out FILE]\n"
+        "                     [--search [--price NAME=DOLLARS | --within SECONDS] "
+        "[--deadline SECONDS]]\n"
+        "                     [--backtest RUN ...]"
+    )
+    parser.set_defaults(settings=[])
+    parser.add_argument("--json", action="store_true", help="as data, which placement=file takes")
+    parser.add_argument(
+        "--devices",
+        help="plan for machines that are not here: 64xH200, 16x8xH100, 8xL4,16xH100@400Gbps, or a "
+        "JSON file of `hybridrl cluster probe`. For `precision` and `generation` a JSON file of "
+        'unequal ones: [{"name": "new"}, {"name": "old", "share": 0.5, "memory_gib": 16}]',
+    )
+    parser.add_argument(
+        "--lengths",
+        metavar="PROMPT+RESPONSE",
+        help="tokens of a usual sample, such as 300+800; 300+800..4096 if a step waits for a much "
+        "longer one; or a run, whose lengths they are; else the longest that are allowed",
+    )
+    parser.add_argument("--role", help="for `precision`: whose layers; else the actor's")
+    parser.add_argument(
+        "--out", metavar="FILE", help="for `generation`, `precision`, --search: where the plan goes"
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="look for the placement, the cuts and the settings with which the job is quickest",
+    )
+    parser.add_argument(
+        "--price",
+        metavar="NAME=DOLLARS",
+        help="with --search: what most tokens a dollar are made with; dollars an hour of each kind "
+        "of device: H100=2.5,L4=0.7",
+    )
+    parser.add_argument(
+        "--within",
+        metavar="SECONDS",
+        type=float,
+        help="with --search: the fewest devices with which a step takes no longer",
+    )
+    parser.add_argument(
+        "--deadline",
+        metavar="SECONDS",
+        type=float,
+        help="with --search: the best that is found by then (60)",
+    )
+    parser.add_argument(
+        "--backtest",
+        metavar="RUN",
+        nargs="+",
+        help="how far plans, replays and what-ifs of these runs, and from one to another, are off",
+    )
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Plans, and shows it.
+
+    Raises:
+        HybridRLError: for what is wrong with settings or options, and for what does not fit.
+    """
+    settings = list(chosen.settings)
+    kind = settings.pop(0) if settings[:1] in ([GENERATION], [PRECISION]) else ""
+    _check_words(chosen, kind)
+    if chosen.backtest:
+        from hybridrl.commands import backtest
+
+        backtest.run(chosen)
+    elif chosen.search:
+        from hybridrl.commands import plan_search
+
+        plan_search.run(chosen, settings)
+    elif kind == GENERATION:
+        from hybridrl.commands import plan_generation
+
+        plan_generation.run(chosen, settings)
+    elif kind == PRECISION:
+        from hybridrl.commands import plan_precision
+
+        plan_precision.run(chosen, settings)
+    else:
+        _plan(chosen, settings)
+    return 0
+
+
+def _plan(chosen: argparse.Namespace, settings: list[str]) -> None:
+    config, unnamed = planned(settings)
+    lengths = lengths_of(chosen.lengths)
+    # These bring torch and transformers, which take seconds; wrong words are refused without them.
+    from hybridrl.config.changed import changed
+    from hybridrl.job.preflight import preflight
+    from hybridrl.planner import plan_tables as table
+    from hybridrl.planner.automatic_settings import choose_settings
+    from hybridrl.planner.fitting_settings import refuse
+    from hybridrl.planner.job_plan import make_plan, to_json
+    from hybridrl.planner.named_models import with_described_models
+    from hybridrl.planner.search.search_tables import words
+
+    problems = Problems()
+    is_elsewhere = chosen.devices is not None
+    unseen = preflight(config, problems, plans=True, is_elsewhere=is_elsewhere)
+    problems.raise_if_any()
+    machines = cluster_of(config, chosen.devices)
+    with with_described_models(config, tiny_of(config)) as described:
+        left = choose_settings(described, machines, lengths, is_elsewhere=is_elsewhere)
+        described = changed(described, left)
+        plan = make_plan(described, machines, lengths=lengths)
+        if plan.fits():
+            rates = _rates(described, plan)
+            plan = make_plan(described, machines, lengths=lengths, rates=rates)
+        if chosen.json:
+            sys.stdout.write(to_json(plan, left) + "\n")
+        else:
+            console = Console(width=None if sys.stdout.isatty() else 160)
+            for line in table.sizes_lines(plan):
+                console.print(line, highlight=False, markup=False)
+            said = f"Chosen: {', '.join(words(tuple(left)))}." if left else ""
+            searched = AUTO if config.placement.strategy == "auto" else ""
+            for notice in filter(None, (unnamed, said, searched, plan.notice, *unseen)):
+                console.print(notice, highlight=False, markup=False)
+            for shown in table.tables(plan):
+                console.print()
+                console.print(shown)
+        refuse(plan)
+
+
+def _rates(config: Config, plan: Plan) -> Rates | list[Rates]:
+    """Known ones, or measured here."""
+    from hybridrl.planner.machine.device_rates import Rates
+
+    if plan.cluster.rates_known:
+        return Rates.known(plan.cluster, plan.config.model.dtype)
+    from hybridrl.planner.machine.layer_probe import probe
+
+    tokens = max((batch.tokens for batch in plan.batches.values()), default=1)
+    length = plan.sizes.sample_tokens
+    return probe(config.model.path, plan.config.model.dtype, plan.cluster, tokens, length)
+
+
+def _check_words(chosen: argparse.Namespace, kind: str) -> None:
+    """Refuses what a plan of this kind has no use for, and a file that cannot be written, before
+    anything is measured."""
+    if chosen.role is not None and kind != PRECISION:
+        raise ConfigError(f"--role {chosen.role} is for `hybridrl plan precision`. Leave it out.")
+    for option in ("price", "within", "deadline"):
+        if getattr(chosen, option) is not None and not chosen.search:
+            raise ConfigError(f"--{option} is for `hybridrl plan --search`. Add --search.")
+    if chosen.search and kind:
+        raise ConfigError(f"--search is not for `hybridrl plan {kind}`. Leave it out.")
+    if chosen.out is None:
+        return
+    if not (kind or chosen.search):
+        raise ConfigError(
+            f"--out {chosen.out} is for `hybridrl plan generation` and `hybridrl plan precision`. "
+            "Take --json, which writes the plan to standard output."
+        )
+    file = Path(chosen.out).expanduser()
+    place = file if file.exists() else file.parent
+    if file.is_dir() or not place.exists() or not os.access(place, os.W_OK):
+        raise ConfigError(
+            f"--out {chosen.out}: no file can be written there. Name one in a folder that exists "
+            "and that you can write to."
+        )

@@ -1,0 +1,80 @@
+"""`hybridrl timeline RUN`: what each device did and waited for, and a trace of it for Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from hybridrl.commands.steps import show
+from hybridrl.errors import ConfigError, DataError
+from hybridrl.report.device_spans import (
+    IDLE,
+    PHASES,
+    DeviceSpan,
+    device_spans,
+    idle_by_cause,
+    in_words,
+)
+from hybridrl.report.perfetto_trace import write_trace
+from hybridrl.system.formatting import readable_seconds
+
+CAUSES_SHOWN = 3
+LEAST_SHARE = 0.005
+"""What is less of a device's time is not worth a word."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `timeline` takes."""
+    parser.add_argument("run", metavar="RUN", help="the folder of a run")
+    parser.add_argument(
+        "--steps", type=int, default=10, metavar="N", help="the newest that count (10)"
+    )
+    parser.add_argument("--out", metavar="FILE", help="where the trace goes (RUN/trace.json)")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Writes the trace and shows where the time of devices went.
+
+    Raises:
+        ConfigError: for a folder without recorded steps.
+        StorageError: if the trace cannot be written.
+    """
+    if chosen.steps < 1:
+        raise ConfigError(f"--steps {chosen.steps}: must be 1 or more.")
+    folder = Path(chosen.run)
+    try:
+        spans = device_spans(folder, chosen.steps)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+    file = Path(chosen.out) if chosen.out else folder / "trace.json"
+    write_trace(spans, file)
+    seconds = max(span.end for span in spans) - min(span.start for span in spans)
+    steps = len({span.step for span in spans})
+    lines = f"{steps} steps of {folder}: {readable_seconds(seconds)}", f"trace: {file}"
+    return show(lines[0], "", _table(spans), "", lines[1] + " (opens in ui.perfetto.dev)")
+
+
+def _table(spans: Sequence[DeviceSpan]) -> Table:
+    """A row for each device: the shares of its time."""
+    whole: dict[int, float] = defaultdict(float)
+    shares: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for span in spans:
+        whole[span.device] += span.seconds
+        shares[span.device][span.phase] += span.seconds
+    shown = [phase for phase in PHASES if phase == IDLE or any(phase in s for s in shares.values())]
+    table = Table(title="shares of each device's time", title_justify="left", box=None)
+    for column in ("device", *shown, "idle, by cause"):
+        table.add_column(column, justify="right" if column in shown else "left")
+    for device, causes in idle_by_cause(spans).items():
+        cells = [f"{shares[device][phase] / whole[device]:.0%}" for phase in shown]
+        said = [
+            f"{in_words(cause)} {share:.0%}"
+            for cause, share in list(causes.items())[:CAUSES_SHOWN]
+            if share > LEAST_SHARE
+        ]
+        table.add_row(str(device), *cells, ", ".join(said))
+    return table

@@ -1,0 +1,58 @@
+"""`hybridrl top RUN`: a run on a screen of another terminal, until it is over."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from hybridrl.errors import ConfigError
+from hybridrl.run_files.run_status import RUNNING, state_of
+
+PIPE_WIDTH = 120
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `top` takes."""
+    parser.add_argument("run", metavar="RUN", help="the folder of a run, such as runs/latest")
+    parser.add_argument("--once", action="store_true", help="show it once, also into a pipe")
+    parser.add_argument(
+        "--every", type=float, default=2.0, metavar="S", help="seconds between two looks (2)"
+    )
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Shows the run until it is over; Ctrl-C ends the screen, not the run.
+
+    Raises:
+        ConfigError: if there is no run.
+    """
+    folder = Path(chosen.run)
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(
+            f"{folder} has no config.yaml, so it is not the folder of a run. Name one, such as "
+            "runs/latest."
+        )
+    if not chosen.every > 0:
+        raise ConfigError(f"--every {chosen.every:g}: must be above 0 seconds.")
+    # It brings torch, which takes seconds; a wrong folder is refused without it.
+    from hybridrl.report.top_screen import screen
+
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    width = console.width - 1
+    if chosen.once or not sys.stdout.isatty() or state_of(folder)[0] != RUNNING:
+        console.print(screen(folder, width))
+        return 0
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(screen(folder, width), console=console, auto_refresh=False) as live,
+    ):
+        while state_of(folder)[0] == RUNNING:
+            time.sleep(chosen.every)
+            live.update(screen(folder, console.width - 1), refresh=True)
+    return 0

@@ -1,0 +1,99 @@
+"""`hybridrl watch RUN`: the report of a run, or of a folder of runs, as it grows."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import secrets
+import tempfile
+import webbrowser
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from hybridrl.errors import ConfigError
+from hybridrl.run_files.run_reader import check_runs
+
+_TOKEN = re.compile(r"[\w-]{16,}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `watch` takes."""
+    parser.add_argument("run", metavar="RUN", help="the folder of a run, or one with runs")
+    parser.add_argument(
+        "--port", type=int, default=0, metavar="N", help="on 127.0.0.1; else any that is free"
+    )
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="with the token of the address, which is made if it is not there: a Prometheus that "
+        "scrapes /metrics reads the same file",
+    )
+    parser.add_argument("--open", action="store_true", help="open it in the browser")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Serves until Ctrl-C.
+
+    Raises:
+        ConfigError: if there is no run, or nothing can be served there.
+    """
+    folder = Path(chosen.run).expanduser()
+    check_runs(folder)
+    # It brings torch, which takes seconds; a wrong folder is refused without it.
+    from hybridrl.report.report_server import HOST, Server, Site
+
+    site = Site(folder)
+    token = _token(Path(chosen.token_file).expanduser()) if chosen.token_file else ""
+    with Server(site, chosen.port, token) as server:
+        console = Console()
+        console.print(server.url, highlight=False, soft_wrap=True)
+        console.print(
+            f"Ctrl-C ends it. From another machine: ssh -L {server.server_port}:{HOST}:"
+            f"{server.server_port} and this one's name, then the same address there.",
+            highlight=False,
+            soft_wrap=True,
+        )
+        try:
+            with _opened(server.url) if chosen.open else contextlib.nullcontext():
+                server.serve_forever()
+        except KeyboardInterrupt:
+            console.print()
+    return 0
+
+
+@contextlib.contextmanager
+def _opened(url: str) -> Iterator[None]:
+    """Opens it in the browser, by a file that leads there and that this user alone can read: the
+    command line of a browser, on which an address would stand, everybody on this machine reads."""
+    with tempfile.NamedTemporaryFile("w", prefix="hybridrl-watch-", suffix=".html") as file:
+        file.write(f'<meta http-equiv="refresh" content="0; url={url}">\n')
+        file.flush()
+        webbrowser.open(Path(file.name).as_uri())
+        yield
+
+
+def _token(file: Path) -> str:
+    """That of a file, which only this user can read if it is made here.
+
+    Raises:
+        ConfigError: if there is none in it, or it cannot be made.
+    """
+    try:
+        try:
+            with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as new:
+                new.write(token := secrets.token_urlsafe(24))
+            return token
+        except FileExistsError:
+            found = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--token-file {file}: {error}. Name one that you can write.") from error
+    if not _TOKEN.fullmatch(found):
+        raise ConfigError(
+            f"--token-file {file} holds no token: 16 letters, digits, - or _ at least. Remove it, "
+            "and a new one is made."
+        )
+    return found

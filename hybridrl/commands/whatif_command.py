@@ -1,0 +1,230 @@
+"""`hybridrl whatif RUN`: how long a step of a run would take if something were different."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from hybridrl.commands.steps import show, show_json
+from hybridrl.config.changed import changed
+from hybridrl.config.overrides import read_overrides
+from hybridrl.config.setting_types import wrong_values
+from hybridrl.errors import ConfigError, Problems
+from hybridrl.planner.step.graph_replay import Replayed
+from hybridrl.planner.what_if.graph_changes import OWN
+from hybridrl.planner.what_if.recorded_run import RecordedRun
+from hybridrl.system.cluster_spec import MOST_DEVICES
+
+if TYPE_CHECKING:
+    from hybridrl.planner.what_if.questions import Prediction, Question
+
+_TIMES = re.compile(r"(\d+(?:\.\d+)?)x")
+SHOWN_SHARE = 0.005
+"""Of a step: what is less of it is not worth a line."""
+RESPONSES, LINK, DEVICES = "responses", "link", "devices"
+LEFT_TO_PLANS = ("actor.tokens_per_microbatch", "reward.processes", "checkpoint.every_minutes")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `whatif` takes."""
+    parser.description = (
+        "Says how long a step of a run would take if something were different, by "
+        "replaying its recorded steps."
+    )
+    parser.add_argument("run", metavar="RUN", help="a run's folder")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of the job; devices=16; link=200Gbps, or link=2x: twice as fast",
+    )
+    parser.add_argument(
+        "--move",
+        action="append",
+        default=[],
+        metavar="ROLE=DEVICES",
+        help=f"a role on other devices: reward=2,3, reward=actor (where that is), reward={OWN}",
+    )
+    parser.add_argument(
+        "--scale",
+        action="append",
+        default=[],
+        metavar="WHAT=TIMES",
+        help="responses=2x: twice as long; reward=3x, reward.score=3x: what takes so long",
+    )
+    parser.add_argument("--fix", choices=["slowest"], help="the rank that the others wait for")
+    parser.add_argument(
+        "--overlap",
+        choices=["scoring"],
+        help="samples scored as they finish, as if they did so evenly: what could be won at most",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=10, metavar="N", help="how many of the newest steps count (10)"
+    )
+    parser.add_argument("--json", action="store_true", help="as data")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Answers.
+
+    Raises:
+        ConfigError: for what cannot be asked.
+    """
+    if chosen.steps < 1:
+        raise ConfigError(f"--steps {chosen.steps}: must be 1 or more.")
+    recorded = RecordedRun.at(Path(chosen.run), chosen.steps)
+    # These bring torch, which takes seconds; a wrong folder is refused without them.
+    from hybridrl.planner.what_if.backtest import spread
+    from hybridrl.planner.what_if.questions import predict
+
+    question = question_of(recorded, chosen)
+    found = predict(recorded, question)
+    if chosen.json:
+        return show_json(as_data(found))
+    lines = [
+        f"{found.steps} steps of {recorded.folder}: {found.measured:.4g} s each, replayed "
+        f"{found.replayed:.4g} s",
+    ]
+    if found.slowest:
+        lines.append(f"the slowest: {found.slowest}")
+    if found.unseen:
+        lines.append(
+            f"no plan of a step depends on {', '.join(found.unseen)}: nothing was predicted of it"
+        )
+    known = spread()
+    within = f" (of earlier predictions half were off by more than {known:.0%})" if known else ""
+    if known is None:
+        within = " (no prediction has been compared yet: hybridrl plan --backtest RUN RUN2)"
+    lines.append(f"predicted: {found.seconds:.4g} s, {found.change:+.1%}{within}")
+    return show(*lines, "", _table(found, question.devices))
+
+
+def question_of(recorded: RecordedRun, chosen: argparse.Namespace) -> Question:
+    """What the options ask.
+
+    Raises:
+        ConfigError: if they cannot be read.
+    """
+    from hybridrl.planner.machine.device_catalog import link_of
+    from hybridrl.planner.what_if.questions import Question, link_speed
+
+    settings: list[tuple[str, Any]] = []
+    devices, link, responses = None, 1.0, 1.0
+    for text in chosen.set:
+        name, value = _pair("--set", text)
+        if name == DEVICES:
+            if not value.isdecimal() or not int(value):
+                raise ConfigError(f"--set {text}: must be a number of devices.")
+            if int(value) > MOST_DEVICES:
+                raise ConfigError(f"--set {text}: must be {MOST_DEVICES:,} or fewer.")
+            devices = int(value)
+        elif name == LINK:
+            times = _TIMES.fullmatch(value)
+            link = float(times[1]) if times else link_speed(recorded, link_of(text, value))
+            if not link:
+                raise ConfigError(f"--set {text}: must be above 0.")
+        else:
+            settings.append(_setting(text))
+    for name, value in settings:
+        if value is None and name in LEFT_TO_PLANS:
+            raise ConfigError(f"--set {name}=null: name a number: the run has had one.")
+    if wrong := dict(wrong_values(changed(recorded.config, settings))):
+        raise ConfigError(*wrong.values())
+    moves: dict[str, Any] = {}
+    for text in chosen.move:
+        role, where = _pair("--move", text)
+        numbers = re.fullmatch(r"\d+(,\d+)*", where)
+        moves[role] = [int(one) for one in where.split(",")] if numbers else where
+        if numbers and len(set(moves[role])) < len(moves[role]):
+            raise ConfigError(f"--move {text}: names a device twice.")
+        if numbers and max(moves[role]) > MOST_DEVICES:
+            raise ConfigError(f"--move {text}: devices have numbers up to {MOST_DEVICES:,}.")
+    longer = {}
+    for text in chosen.scale:
+        name, value = _pair("--scale", text)
+        times = _TIMES.fullmatch(value)
+        if not times or not float(times[1]):
+            raise ConfigError(f"--scale {text}: write how many times as long: {name}=2x.")
+        if name == RESPONSES:
+            responses = float(times[1])
+        else:
+            longer[name] = float(times[1])
+    fix, overlap = chosen.fix is not None, chosen.overlap is not None
+    return Question(settings, devices, link, moves, responses, longer, fix, overlap)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    problems = Problems()
+    (override,) = read_overrides([text], problems) or [None]
+    problems.raise_if_any()
+    if override is None or override.is_preset:
+        raise ConfigError(
+            f"--set {text}: name one setting, such as actor.tokens_per_microbatch=4096."
+        )
+    return override.key, override.value
+
+
+def _pair(option: str, text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not (name and sign and value):
+        raise ConfigError(f"{option} {text}: write NAME=VALUE.")
+    return name, value
+
+
+def as_data(found: Prediction) -> dict[str, Any]:
+    """For programs: seconds of a step."""
+    from hybridrl.planner.what_if.backtest import spread
+
+    return {
+        "steps": found.steps,
+        "measured": found.measured,
+        "replayed": found.replayed,
+        "predicted": found.seconds,
+        "change": found.change,
+        "spread": spread(),
+        "slowest": found.slowest,
+        "unseen": list(found.unseen),
+        "critical_path": {"before": _path(found.before), "after": _path(found.after)},
+    }
+
+
+def _path(replayed: Replayed) -> dict[str, float]:
+    """Seconds on the critical path, by what it is: the parts that a step's time is made of."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for number in replayed.critical:
+        node = replayed.graph.nodes[number]
+        found[node.name] += replayed.own_ends[number] - replayed.starts[number]
+    found["waiting to begin"] = replayed.makespan - sum(found.values())
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
+
+
+def _table(found: Prediction, devices: int | None) -> Table:
+    table = Table(title="what a step's time is made of", title_justify="left", box=None)
+    for column in ("", "as it was", "", "changed", ""):
+        table.add_column(column, justify="left" if not table.columns else "right")
+    paths = [_path(found.before), _path(found.after)]
+    wholes = [found.before.makespan or 1.0, found.after.makespan or 1.0]
+    for name in {**paths[0], **paths[1]}:
+        cells = []
+        shares = [path.get(name, 0.0) / whole for path, whole in zip(paths, wholes, strict=True)]
+        if max(shares) < SHOWN_SHARE:
+            continue
+        for path, share in zip(paths, shares, strict=True):
+            seconds = path.get(name, 0.0)
+            cells += [f"{seconds / found.held:.4g} s", f"{share:.0%}"]
+        table.add_row(name, *cells)
+    idle = [_idle(found.before, None), _idle(found.after, devices)]
+    table.add_row("devices are idle", "", f"{idle[0]:.0%}", "", f"{idle[1]:.0%}")
+    return table
+
+
+def _idle(replayed: Replayed, devices: int | None) -> float:
+    """The mean idle share of the first of its devices: what was taken away is not idle."""
+    shares = [s for place, s in replayed.idle_shares.items() if devices is None or place < devices]
+    return sum(shares) / max(1, len(shares))

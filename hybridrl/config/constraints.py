@@ -1,0 +1,215 @@
+"""What a setting may be beyond its type, said beside the type:
+
+    learning_rate: Annotated[float, Range(above=0, most=1)] = 1e-6
+    schedule: Annotated[str, OneOf("constant", "linear", "cosine")] = "constant"
+
+`hybridrl.config.setting_types` looks at them; the reference page lists them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
+
+from hybridrl.errors import nearest
+
+MOST = 10**9
+"""Largest number where nothing else is said: no count of things or seconds is larger."""
+
+
+class Bound(Protocol):
+    """What values have in common. As text: a few words for the reference page."""
+
+    def refusal(self, value: Any) -> str:
+        """Why the value may not stand, "must be ..."; empty if it may. Further sentences may
+        follow."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `least` (or above `above`) to `most` (or below `below`).
+
+    Attributes:
+        why: A sentence for who is outside, where the numbers do not explain themselves.
+    """
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    why: str = ""
+
+    def refusal(self, value: Any) -> str:
+        if value > MOST and self.most is None and self.below is None:
+            return f"must be {MOST:,} or less"
+        inside = (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
+        return "" if inside else f"must be {self}{'. ' if self.why else ''}{self.why}"
+
+    def __str__(self) -> str:
+        if self.least is not None and self.most is not None:
+            return f"from {self.least:g} to {self.most:,}"
+        ends = {
+            "{:g} or more": self.least,
+            "more than {:g}": self.above,
+            "{:,} or less": self.most,
+            "less than {:g}": self.below,
+        }
+        return " and ".join(words.format(end) for words, end in ends.items() if end is not None)
+
+
+class OneOf:
+    """One of these names."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def refusal(self, value: Any) -> str:
+        return "" if value in self.names else f"must be {self}.{nearest(str(value), self.names)}"
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.names)}"
+
+
+class ListOf:
+    """One of these names, or a list of them."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def refusal(self, value: Any) -> str:
+        listed = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+        unknown = [one for one in listed if one not in self.names]
+        return f"must be {self}.{nearest(str(unknown[0]), self.names)}" if unknown else ""
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.names)}, or a list of them"
+
+
+class NotEmpty:
+    """Text with something in it, or a list with something in it."""
+
+    def refusal(self, value: Any) -> str:
+        return (
+            "" if len(value.strip() if isinstance(value, str) else value) else "must not be empty"
+        )
+
+    def __str__(self) -> str:
+        return ""  # goes without saying
+
+
+class NotLonger:
+    """A name that a file may have, or a path: the system takes no longer ones."""
+
+    PART, WHOLE = 255, 4095
+
+    def refusal(self, value: str) -> str:
+        if not value.strip():
+            return "must not be empty"
+        encoded = value.encode(errors="replace")
+        if b"\0" in encoded:
+            return "must not have a NUL character"
+        parts = max(map(len, encoded.split(b"/")))
+        fits = parts <= self.PART and len(encoded) <= self.WHOLE
+        return "" if fits else f"must be shorter: {self}, and {self.WHOLE:,} of a whole path"
+
+    def __str__(self) -> str:
+        return f"at most {self.PART} bytes between two `/`"
+
+
+@dataclass(frozen=True)
+class Length:
+    """A list of so many entries."""
+
+    entries: int
+
+    def refusal(self, value: Collection[Any]) -> str:
+        return "" if len(value) == self.entries else f"must have {self}"
+
+    def __str__(self) -> str:
+        return f"{self.entries} entries"
+
+
+class IsoDate:
+    """A date such as 2026-11-25."""
+
+    def refusal(self, value: str) -> str:
+        try:
+            datetime.date.fromisoformat(value)
+        except ValueError:
+            return f"must be {self}"
+        return ""
+
+    def __str__(self) -> str:
+        return "a date such as 2026-11-25"
+
+
+class TextOrTexts:
+    """A text or a list of texts, or of functions in their place."""
+
+    def refusal(self, value: Any) -> str:
+        listed = value if isinstance(value, list | tuple) else [value]
+        if not all(callable(one) or (isinstance(one, str) and one.strip()) for one in listed):
+            return f"must be {self}"
+        refused = [NotLonger().refusal(one) for one in listed if isinstance(one, str)]
+        return next(filter(None, refused), "")
+
+    def __str__(self) -> str:
+        return "a name or a list of names"
+
+
+class Regex:
+    """A regular expression of Python's `re`, with a group."""
+
+    def refusal(self, value: str) -> str:
+        try:
+            groups = re.compile(value).groups
+        except re.error as error:
+            return f"must be {self}; it does not compile: {error}"
+        return "" if groups else f"must be {self}; it has none, so put what is wanted into brackets"
+
+    def __str__(self) -> str:
+        return "a regular expression with a group"
+
+
+class With:
+    """No bound: the setting, or the group, counts only where others are set, or have a value. Of
+    several beside one setting all have to hold.
+
+    Args:
+        conditions: `rollout.episode`, `executor=ray`, `.pp>1`; `.path` is another setting of its
+            group. Any of them is enough.
+    """
+
+    def __init__(self, *conditions: str) -> None:
+        self.conditions = conditions
+
+    def __str__(self) -> str:
+        values: dict[str, list[str]] = {}
+        for condition in self.conditions:
+            name, _, value = condition.partition("=")
+            values.setdefault(name, []).append(value)
+        return " or ".join(
+            f"`{name}={'` or `'.join(given)}`" if any(given) else f"`{name}`"
+            for name, given in values.items()
+        )
+
+
+PositiveInt = Annotated[int, Range(least=1)]
+NonNegativeInt = Annotated[int, Range(least=0)]
+PositiveFloat = Annotated[float, Range(above=0)]
+NonNegativeFloat = Annotated[float, Range(least=0)]
+Seconds = Annotated[float, Range(above=0)]
+Share = Annotated[float, Range(above=0, below=1)]
+"""Of something of which a part has to be left."""
+Probability = Annotated[float, Range(least=0, most=1)]
+Rate = Annotated[float, Range(above=0, most=1)]
+"""Of learning: the optimizer moves each weight by about so much in a step."""
+Name = Annotated[str, NotLonger()]

@@ -1,0 +1,75 @@
+"""The names of settings: all that there are, and what may be meant by one that is not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
+from functools import cache
+from typing import Any
+
+from hybridrl.config.aliases import meant
+from hybridrl.config.presets import CHOSEN
+from hybridrl.config.schema import Config
+from hybridrl.config.setting_types import hints, plain
+from hybridrl.errors import ConfigError, nearest
+
+OPEN = (
+    *("reward.options", "cost.options", "algorithm.loss_options", "placement.roles", "models"),
+    *("rollout.engine_options", "environment.options", "eval.sets"),
+    *("data.task_options", "data.sampler_options", "data.sources", "data.chat_template_options"),
+)
+"""Settings below which any name may stand: the user's, those of a loss, roles, tasks, vLLM's or an
+environment's; checked with them."""
+_NAME = re.compile(r"[^\W\d][\w-]*")
+
+
+@cache
+def leaves(group: Any = Config, prefix: str = "") -> Mapping[str, Any]:
+    """The types of all settings by their dotted names."""
+    found: dict[str, Any] = {}
+    for name, hint in hints(group).items():
+        if is_dataclass(inner := plain(hint)):
+            found |= leaves(inner, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = hint
+    return found
+
+
+def is_open(key: str) -> bool:
+    """Whether it is a setting below which any name may stand, or one of those."""
+    return any(key == name or key.startswith(f"{name}.") for name in OPEN)
+
+
+def check_name(key: str, value: str = "", arguments: Iterable[str] = ()) -> None:
+    """Refuses the name of no setting, group of settings or preset.
+
+    Args:
+        value: What the user set it to.
+        arguments: The whole command line. From both, values of other libraries are converted.
+
+    Raises:
+        ConfigError: with what may be meant.
+    """
+    known = leaves()
+    if is_open(key):
+        if all(_NAME.fullmatch(part) for part in key.split(".")):
+            return
+        raise ConfigError(f"`{key}` is no name; names have letters, digits, `_` and dots between.")
+    if key in known or key in CHOSEN or any(name.startswith(f"{key}.") for name in known):
+        return
+    raise ConfigError(f"There is no setting `{key}`.{_meant(key, list(known), value, arguments)}")
+
+
+def _meant(key: str, known: list[str], value: str, arguments: Iterable[str]) -> str:
+    """What is known of other libraries' names, else the nearest by the whole name, else by its last
+    word wherever that stands."""
+    if key.split(".")[0].split("/")[0] == "hydra":
+        return " Jobs keep their files in run.root, or in run.directory; nothing else is Hydra's."
+    if told := meant(key, value, arguments):
+        return f" {told}"
+    if close := nearest(key, [*known, *CHOSEN]):
+        return close
+    last = key.rsplit(".", 1)[-1]
+    same = [name for name in known if name.rsplit(".", 1)[-1] == last]
+    return f" Did you mean `{same[0]}`?" if same else " `--cfg job` shows all settings."

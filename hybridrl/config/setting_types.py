@@ -1,0 +1,194 @@
+"""Whether values are of the kind that the schema says beside them."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass, replace
+from functools import cache
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from hybridrl.config.constraints import OneOf, With
+
+LARGEST = 2**63 - 1
+"""Of whole numbers that are stored."""
+KINDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    dict: "a dictionary",
+}
+TYPES: dict[Any, Any] = {
+    int: numbers.Integral,
+    float: numbers.Real,
+    bool: bool,
+    str: str,
+    list: (list, tuple),
+    dict: Mapping,
+}
+"""What a program may give for a setting of a type."""
+OPEN = ("reward.options", "cost.options", "rollout.engine_options")
+"""Settings whose meaning only the user's functions, or vLLM, know."""
+Settings = TypeVar("Settings")
+
+
+def wrong_values(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Each setting whose value may not stand, with a sentence.
+
+    Args:
+        settings: A group of settings.
+        prefix: Its dotted name, with a dot at the end.
+    """
+    for name, hint in hints(type(settings)).items():
+        value, setting = getattr(settings, name), f"{prefix}{name}"
+        if is_dataclass(value):
+            yield from wrong_values(value, f"{setting}.")
+        elif setting not in OPEN:
+            yield from _wrong(setting, hint, value)
+
+
+def _wrong(setting: str, hint: Any, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and not bounds(hint):
+        for name, entry in value.items():
+            yield from _wrong(f"{setting}.{name}", (*get_args(plain(hint)), Any, Any)[1], entry)
+    elif refusal := refused(hint, value):
+        yield setting, sentence(setting, value, hint, refusal)
+
+
+def sentence(setting: str, value: Any, hint: Any, refusal: str) -> str:
+    """What is said of a value that may not stand.
+
+    Args:
+        refusal: "must be ...", and what there is to say after that.
+    """
+    first, dot, rest = refusal.partition(". ")
+    null = ", or null" if is_optional(hint) and not refusal.startswith("each ") else ""
+    shown = "null" if value is None else f"'{value}'" if value in ("", " ") else value
+    end = "" if (dot + rest).endswith(("?", ".")) else "."
+    return f"{setting}={shown}: {first.removesuffix('.')}{null}{dot}{rest}{end}"
+
+
+@cache
+def hints(group: type) -> Mapping[str, Any]:
+    """The types of a group's settings, with their bounds."""
+    return get_type_hints(group, include_extras=True)
+
+
+def is_optional(hint: Any) -> bool:
+    """Whether null may stand."""
+    if get_origin(hint) is Annotated:
+        return is_optional(get_args(hint)[0])
+    return type(None) in get_args(hint)
+
+
+def plain(hint: Any) -> Any:
+    """The type without bounds and without null: `int`, `list[float]`, a dataclass."""
+    if get_origin(hint) is Annotated:
+        return plain(get_args(hint)[0])
+    if get_origin(hint) in (Union, types.UnionType):
+        return plain(next(kind for kind in get_args(hint) if kind is not type(None)))
+    return hint
+
+
+def bounds(hint: Any) -> list[Any]:
+    """What values of it have in common."""
+    return [said for said in _beside(hint) if not isinstance(said, With)]
+
+
+def conditions(hint: Any) -> list[With]:
+    """Where it counts: all have to hold, each by one of its settings."""
+    return [said for said in _beside(hint) if isinstance(said, With)]
+
+
+def _beside(hint: Any) -> list[Any]:
+    if get_origin(hint) is Annotated:
+        inner, *said = get_args(hint)
+        return [*_beside(inner), *said]
+    if get_origin(hint) in (Union, types.UnionType):
+        return [bound for kind in get_args(hint) for bound in _beside(kind)]
+    return []
+
+
+def described(hint: Any) -> str:
+    """The kind of value in words: "a whole number, 1 or more"."""
+    kind = plain(hint)
+    said = bounds(hint)
+    is_named = any(isinstance(bound, OneOf) for bound in said)
+    words = ["" if is_named else KINDS.get(get_origin(kind) or kind, ""), *map(str, said)]
+    if get_origin(kind) is list:
+        words.append(f"each {described(get_args(kind)[0])}")
+    return ", ".join(filter(None, words))
+
+
+def kind_of(hint: Any) -> str:
+    """What a value must be, as the end of a sentence."""
+    return f"must be {described(hint)}{', or null' if is_optional(hint) else ''}"
+
+
+def mistyped(hint: Any, value: Any) -> str:
+    """What a value of another type must be, "must be ..."; empty if it is of the right one."""
+    kind = plain(hint)
+    if value is None and (is_optional(hint) or kind is Any):
+        return ""
+    wanted = kind if is_dataclass(kind) else TYPES.get(get_origin(kind) or kind, object)
+    is_of_type = isinstance(value, wanted)
+    if not is_of_type or (isinstance(value, bool) and kind in (int, float)):
+        return f"must be {described(hint) or 'a group of settings'}"
+    hint_of_entry, entries = _entries(kind, value)
+    found = next(filter(None, (mistyped(hint_of_entry, entry) for entry in entries)), "")
+    return f"each {found}" if found else ""
+
+
+def _entries(kind: Any, value: Any) -> tuple[Any, Iterable[Any]]:
+    """What is in a list or a dictionary, and of which type it has to be."""
+    if isinstance(value, list | tuple):
+        return (*get_args(kind), Any)[0], value
+    if isinstance(value, Mapping):
+        return (*get_args(kind), Any, Any)[1], value.values()
+    return Any, ()
+
+
+def refused(hint: Any, value: Any) -> str:
+    """Why a value may not stand, "must be ..."; empty if it may."""
+    if found := mistyped(hint, value):
+        return found
+    if value is None:
+        return ""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "must be a finite number"
+    if isinstance(value, int) and abs(value) > LARGEST:
+        return "must fit into 64 bits"
+    if isinstance(value, str) and "\0" in value:
+        return "must be text without the character NUL"
+    hint_of_entry, entries = _entries(plain(hint), value)
+    if found := next(filter(None, (refused(hint_of_entry, entry) for entry in entries)), ""):
+        return found if found.startswith("each ") else f"each {found}"
+    return next(filter(None, (bound.refusal(value) for bound in bounds(hint))), "")
+
+
+def with_defaults(settings: Settings, names: Iterable[str]) -> Settings:
+    """The settings with the schema's default in place of these, by dotted names."""
+    for name in names:
+        settings = _with_default(settings, name.split("."))
+    return settings
+
+
+def _with_default(settings: Any, path: list[str]) -> Any:
+    name, *rest = path
+    if rest and is_dataclass(inner := getattr(settings, name)):
+        value = _with_default(inner, rest)
+    else:
+        value = default_of(type(settings), name)
+    return replace(settings, **{name: value})
+
+
+def default_of(group: type, name: str) -> Any:
+    """What a setting of a group is if nothing is said."""
+    field = next(field for field in fields(group) if field.name == name)
+    if field.default is not MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not MISSING else None

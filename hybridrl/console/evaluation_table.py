@@ -1,0 +1,75 @@
+"""An evaluation as a table, for a person to read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from hybridrl.console.safe_text import one_line
+
+SIGNIFICANT = 0.05
+"""A difference that chance alone makes so rarely is marked."""
+_WIDTH = 120
+
+
+def evaluation_table(sets: Mapping[str, Mapping[str, Any]], title: str) -> Table:
+    """A line for each metric of each set: its value, its interval of 95%, and how it differs from
+    the baseline where there is one.
+
+    Args:
+        sets: As in `evaluations.json`.
+    """
+    compared = any(
+        "difference" in one for each in sets.values() for one in each["metrics"].values()
+    )
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("set")
+    table.add_column("metric")
+    for heading in ("prompts", "value", "95%"):
+        table.add_column(heading, justify="right")
+    if compared:
+        for heading in ("baseline", "difference", "p"):
+            table.add_column(heading, justify="right")
+    for name, each in sets.items():
+        for row, (metric, one) in enumerate(each["metrics"].items()):
+            cells = [one_line(name, 30) if not row else "", one_line(metric, 40), *_value(one)]
+            table.add_row(*cells, *(_difference(one.get("difference")) if compared else ()))
+    return table
+
+
+def table_text(table: Table) -> str:
+    """The table as plain lines."""
+    console = Console(width=_WIDTH, color_system=None, force_terminal=False, force_jupyter=False)
+    with console.capture() as captured:
+        console.print(table)
+    lines = (line.rstrip() for line in captured.get().splitlines())
+    return "\n".join(line for line in lines if line)
+
+
+def _value(one: Mapping[str, Any]) -> list[str]:
+    low, high = one.get("low"), one.get("high")
+    interval = "" if low is None else f"{number(low)} to {number(high)}"
+    return [str(one.get("prompts", "")), number(one.get("value")), interval]
+
+
+def _difference(one: Mapping[str, Any] | None) -> list[str]:
+    if one is None:
+        return ["", "", ""]
+    p, value = one.get("p"), one.get("value")
+    known = p is not None and not math.isnan(p)
+    mark = " *" if known and p < SIGNIFICANT else ""
+    shown = "-" if not known else "<0.001" if p < 0.001 else f"{p:.3f}"
+    return [number(one.get("baseline")), number(value, sign=True) + mark, shown]
+
+
+def number(value: float | None, sign: bool = False) -> str:
+    """Three digits after the point of what is small, none of what is large."""
+    if value is None or math.isnan(value):
+        return "-"
+    digits = 3 if abs(value) < 10 else 1 if abs(value) < 1000 else 0
+    return f"{value:{'+' if sign else ''}.{digits}f}"

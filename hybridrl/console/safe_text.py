@@ -1,0 +1,73 @@
+"""Shows text that a model or a data set wrote without letting it do anything to the terminal."""
+
+from __future__ import annotations
+
+import unicodedata
+
+from rich.cells import cell_len
+
+from hybridrl.system.redaction import redact
+
+_GAP = " … "
+
+
+def one_line(text: str, cells: int) -> str:
+    """`text` on one line of at most `cells` terminal cells, its middle left out if need be.
+
+    A new line becomes ⏎, a tab a space, and every other control character its visible picture
+    (ESC becomes ␛), so that no escape sequence reaches the terminal. Characters that print nothing
+    or turn the writing direction are dropped, and marks stacked on one letter are cut to two.
+    """
+    text = redact(text)
+    if len(text) > 8 * cells:  # what is cut anyway need not be cleaned: answers can be megabytes
+        clean = _visible(text[: 4 * cells]) + _visible(text[-4 * cells :])
+    else:
+        clean = _visible(text)
+        if cell_len(clean) <= cells:
+            return clean
+    room = cells - cell_len(_GAP)
+    if room < 4:
+        return _fit(clean, cells)
+    tail = _fit(clean[::-1], room // 2)[::-1]
+    return _fit(clean, room - cell_len(tail)) + _GAP + tail
+
+
+def plain_lines(text: str) -> str:
+    """`text` with its line breaks kept and everything else as safe as `one_line` makes it."""
+    return "\n".join(_visible(line) for line in redact(text).splitlines())
+
+
+def encodable(text: str, encoding: str) -> str:
+    """`text` with what `encoding` cannot say written as \\uXXXX, so that printing cannot fail."""
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _visible(text: str) -> str:
+    kept: list[str] = []
+    marks = 0
+    for character in text.replace("\r\n", "\n"):
+        category = unicodedata.category(character)
+        marks = marks + 1 if category in ("Mn", "Me") else 0
+        if character in "\n\r\u2028\u2029\x0b\x0c\x85":
+            kept.append("⏎")
+        elif character == "\t":
+            kept.append(" ")
+        elif character < " ":
+            kept.append(chr(0x2400 + ord(character)))
+        elif character == "\x7f":
+            kept.append("␡")
+        elif category in ("Cc", "Cs", "Co", "Cn"):
+            kept.append("�")
+        elif category != "Cf" and marks <= 2:
+            kept.append(character)
+    return "".join(kept)
+
+
+def _fit(text: str, cells: int) -> str:
+    """The longest beginning of `text` that takes at most `cells` cells."""
+    used = 0
+    for index, character in enumerate(text):
+        used += cell_len(character)
+        if used > cells:
+            return text[:index]
+    return text

@@ -1,0 +1,88 @@
+"""Samples of one prompt beside each other: what each function said of them, what they are learned
+as, and their text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from hybridrl.console.safe_text import one_line
+
+MOST_SHOWN = 4
+MOST_COLUMNS = 4
+_CELLS = 9
+_FIRST = "reward"
+
+
+class Completion(NamedTuple):
+    """One sample.
+
+    Attributes:
+        answer: Its text.
+        reward: NaN: it was dropped.
+        parts: What each function and model gave it, by name.
+        advantage: Mean over its tokens; None: nothing is known of it.
+    """
+
+    answer: str
+    reward: float
+    parts: Mapping[str, float] = {}
+    advantage: float | None = None
+
+
+def table_lines(completions: Sequence[Completion], cells: int) -> list[str]:
+    """A heading, and a line for each sample, each of at most `cells` terminal cells: the best and
+    the worst of them if there are many.
+    """
+    best_first = sorted(completions, key=lambda one: -_or_least(one.reward))
+    if len(best_first) > MOST_SHOWN:
+        best_first = best_first[: MOST_SHOWN // 2] + best_first[-(MOST_SHOWN // 2) :]
+    room = max(0, cells - 30) // (_CELLS + 1)
+    names = list(dict.fromkeys(name for one in best_first for name in one.parts))
+    if len(names) == 1 and all(
+        _number(one.parts.get(names[0])) == _number(one.reward) for one in best_first
+    ):
+        names = []
+    names = names[: min(MOST_COLUMNS, max(0, room - 2))]
+    heading = [_FIRST, *map(_short, names)]
+    advantages = any(one.advantage is not None for one in best_first)
+    heading += ["advantage"] if advantages else []
+    lines = [" ".join(f"{name:>{_CELLS}}" for name in heading) + "  response"]
+    for one in best_first:
+        numbers = [_number(one.reward), *(_part(one.parts.get(name)) for name in names)]
+        if advantages:
+            numbers.append("-" if one.advantage is None else f"{one.advantage:+.2f}")
+        shown = " ".join(f"{number:>{_CELLS}}" for number in numbers) + "  "
+        lines.append(shown + one_line(one.answer, max(4, cells - len(shown))))
+    return lines
+
+
+def how_many(completions: Sequence[Completion]) -> str:
+    """Such as `8 samples, the best and the worst 2`."""
+    count = len(completions)
+    if count <= MOST_SHOWN:
+        return f"{count} sample{'s' * (count != 1)}"
+    return f"{count} samples, the best and the worst {MOST_SHOWN // 2}"
+
+
+def _short(name: str) -> str:
+    """The beginning of a function's name, and of a further number that it gives the name of that:
+    names of functions often end alike."""
+    name = one_line(name.rpartition("/")[2], 99)
+    return name if len(name) <= _CELLS else name[: _CELLS - 1] + "…"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return "dropped" if math.isnan(value) else f"{value:.3g}"
+
+
+def _part(value: float | None) -> str:
+    """What a function gave; a further number that it gives other samples only is not there."""
+    return "-" if value is None or math.isnan(value) else _number(value)
+
+
+def _or_least(value: float) -> float:
+    return -math.inf if math.isnan(value) else value

@@ -1,0 +1,214 @@
+"""Calls that do not end: which rank keeps the others waiting, in a sentence.
+
+The ranks that hang are many, the cause is one: in a collective operation all wait for the rank that
+has not entered it. That rank says nothing of it. So it is found by what the others say, by what it
+does instead, or by its silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hybridrl.controller.failures import Hosts, Identity
+from hybridrl.controller.group_call import Call
+from hybridrl.controller.host_health import Snapshot
+from hybridrl.errors import CallTimeoutError
+from hybridrl.system import collective_waits as waits
+from hybridrl.system.formatting import readable_seconds
+
+Pending = Mapping[int, tuple[Call, int]]
+"""By host: the first call that is not done there, and which rank of it that is."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """What is known when calls have outlived the deadline.
+
+    Attributes:
+        late: The hosts that have worked for longer than `limit` seconds.
+        snapshots: Of every host; None: it did not answer.
+        why: What is known besides.
+    """
+
+    pending: Pending
+    late: Sequence[int]
+    limit: float
+    snapshots: Sequence[Snapshot | None]
+    hosts: Hosts
+    why: str = ""
+
+    def missing(self) -> list[int]:
+        """The hosts that the others wait for: as far as one can know."""
+        silent = [host for host in self.pending if self.snapshots[host] is None]
+        late = [host for host in self.late if self._does_something_else(host)]
+        # They may all wait for their GPUs, and these for the one that has been given less to do.
+        behind_on_gpu = [host for host in self._behind(on_gpu=True) if host in late]
+        if found := silent + (behind_on_gpu or late):
+            return sorted(found)
+        behind = self._behind()
+        idle = [host for host in behind if not self._waits(host)]
+        # Of messages from rank to rank nobody counts how many there were.
+        busy = [host for host in self.pending if self._does_something_else(host)]
+        # What hosts wait for may lie on one that has no call itself.
+        apart = [host for host, snapshot in enumerate(self.snapshots) if snapshot is None]
+        return idle or busy or behind or apart
+
+    def error(self) -> CallTimeoutError:
+        """The sentence, and where the stacks of every host are: in a file of the run, or below it.
+        Writes that file."""
+        missing = [host for host in self.missing() if host in self.pending]
+        if_again = (
+            f"{self._calls(missing or self.late)} hung the time before, too: to go on would not "
+            "help."
+        )
+        said = " ".join(
+            (
+                f"{self._calls(self.late)} did not finish within {self.limit:g} s "
+                f"(controller.timeout_s){self.why}.",
+                *self._causes(),
+                "If the work is only slow, raise that setting.",
+            )
+        )
+        stacks = "\n".join(map(self._stack, range(len(self.snapshots))))
+        folder = self.hosts.run_directory
+        if folder is None:
+            return CallTimeoutError(f"{said} The stacks of every host:\n\n{stacks}", if_again)
+        step = 1 + min(self.pending[host][0].step for host in self.late)
+        file = folder / f"stacks-{step:06d}.txt"
+        try:
+            file.write_text(f"{said}\n\n{stacks}\n", encoding="utf-8")
+        except OSError as error:
+            said += f" ({file}: {error.strerror}) The stacks:\n\n{stacks}"
+            return CallTimeoutError(said, if_again)
+        return CallTimeoutError(f"{said} The stacks of every host are in {file}.", if_again)
+
+    def _calls(self, hosts: Iterable[int]) -> str:
+        ranks: dict[str, list[int]] = {}
+        for host in hosts:
+            call, rank = self.pending[host]
+            ranks.setdefault(call.name, []).append(rank)
+        return ", ".join(f"{name} on {_ranks(found)}" for name, found in ranks.items())
+
+    def _causes(self) -> Iterator[str]:
+        """Sentences: who is missing, and who waits."""
+        missing = self.missing()
+        if missing:
+            what = "The rank that is missing" if len(missing) == 1 else "The ranks that are missing"
+            named = "; ".join(f"{self._name(host)}, which {self._does(host)}" for host in missing)
+            yield f"{what}: {named}."
+        if waiting := self._waiting("for it " if len(missing) == 1 else ""):
+            yield waiting
+            if not missing:
+                yield "All of them are in it: look at the network between their nodes."
+
+    def _name(self, host: int) -> str:
+        identity = self.hosts.identities[host]
+        snapshot = self.snapshots[host]
+        if host in self.pending:
+            call, rank = self.pending[host]
+            who = f"{call.role} rank {rank}"
+        elif snapshot is not None and snapshot.status.method:
+            who = f"{snapshot.status.role} rank {snapshot.status.rank}"
+        else:
+            lived = self.hosts.roles.get(host, {}).items()
+            who = ", ".join(f"{role} rank {rank}" for role, rank in lived) or f"host {host}"
+        return f"{who} (process {identity.pid} on {identity.address})"
+
+    def _does(self, host: int) -> str:
+        """What a missing rank does instead of what the others wait for."""
+        if (snapshot := self.snapshots[host]) is None:
+            pid = self.hosts.identities[host].pid
+            return (
+                "does not answer: it was stopped, or is blocked in native code (`py-spy dump "
+                f"--native --pid {pid}` shows where)"
+            )
+        status = snapshot.status
+        if not status.method:
+            return "has no call in hand: it has left this one without entering what they wait in"
+        if status.waiting:
+            return f"waits for the inputs of {status.role}.{status.method}"
+        if snapshot.communicates:
+            return f"waits for other ranks itself, in {_operation(snapshot)}"
+        return f"is in {snapshot.place}{_phase(snapshot)}"
+
+    def _waiting(self, for_whom: str) -> str:
+        """Who waits for other ranks, in what, and since when."""
+        missing = self.missing()
+        ranks: dict[tuple[str, str], list[int]] = {}
+        seconds: dict[tuple[str, str], float] = {}
+        for host, (call, rank) in self.pending.items():
+            snapshot = self.snapshots[host]
+            if host in missing or snapshot is None or not self._waits(host):
+                continue
+            group = call.role, f"{_operation(snapshot)}{_phase(snapshot)}"
+            ranks.setdefault(group, []).append(rank)
+            if snapshot.waiting is not None:
+                seconds[group] = max(seconds.get(group, 0.0), snapshot.waiting.seconds)
+        parts = []
+        for (role, what), found in ranks.items():
+            waited = seconds.get((role, what))
+            since = "" if waited is None else f", for {readable_seconds(waited)}"
+            verb = "waits" if len(found) == 1 else "wait"
+            parts.append(f"{role} {_ranks(found)} {verb} {for_whom}in {what}{since}")
+        return f"{'; '.join(parts)}." if parts else ""
+
+    def _stack(self, host: int) -> str:
+        identity, snapshot = self.hosts.identities[host], self.snapshots[host]
+        head = f"--- host {host} (process {identity.pid} on {identity.address}) ---\n"
+        return head + ("did not answer" if snapshot is None else snapshot.stacks)
+
+    def _waits(self, host: int) -> bool:
+        """Whether a host is known to wait for other ranks."""
+        snapshot = self.snapshots[host]
+        return snapshot is not None and snapshot.communicates
+
+    def _does_something_else(self, host: int) -> bool:
+        snapshot = self.snapshots[host]
+        return snapshot is not None and snapshot.status.is_working and not snapshot.communicates
+
+    def _behind(self, on_gpu: bool = False) -> list[int]:
+        """Hosts that have not begun an operation that others wait in, or have queued on a GPU."""
+        found = [snapshot for snapshot in self.snapshots if snapshot is not None]
+        wanted: dict[str, int] = {}
+        for snapshot in found:
+            numbers = {n: count for n, count in snapshot.begun.items() if n.startswith(waits.GPU)}
+            if not on_gpu:
+                waiting = snapshot.waiting
+                numbers = {} if waiting is None else {waiting.group: waiting.number}
+            for group, number in numbers.items():
+                wanted[group] = max(wanted.get(group, 0), number)
+        return [
+            host
+            for host, snapshot in enumerate(self.snapshots)
+            if snapshot is not None
+            and any(number < wanted.get(group, 0) for group, number in snapshot.begun.items())
+        ]
+
+
+def silence(call: Call, rank: int, identity: Identity, seconds: float) -> str:
+    """Tells of a host that does not answer while it has a call to do, before that is an error."""
+    return (
+        f"{call.role} rank {rank} (process {identity.pid} on {identity.address}) has not answered "
+        f"for {seconds:g} s (controller.heartbeat_s), with {call.name} to do: it was stopped, is "
+        "blocked in native code, or cannot be reached. The job goes on waiting, until "
+        "controller.timeout_s."
+    )
+
+
+def _operation(snapshot: Snapshot) -> str:
+    if (waiting := snapshot.waiting) is None:
+        return snapshot.place
+    if not waiting.group:
+        return f"{waiting.operation} ({snapshot.place})"
+    among = f" among ranks {' '.join(map(str, waiting.ranks))}" if waiting.ranks else ""
+    return f"{waiting.operation} (number {waiting.number}{among})"
+
+
+def _phase(snapshot: Snapshot) -> str:
+    return f", phase {snapshot.status.phase}" if snapshot.status.phase else ""
+
+
+def _ranks(numbers: Iterable[int]) -> str:
+    found = sorted(numbers)
+    return f"rank{'s' if len(found) > 1 else ''} {' '.join(map(str, found))}"

@@ -1,0 +1,333 @@
+"""Tables of samples whose rows lie where they were made, as expressions.
+
+A table is what calls returned: joined, chosen from, one below the other. Nothing here holds rows;
+an expression is evaluated where it is needed, by `read`, from what the shards say of themselves
+(`ShardInfo`, small) and the rows that are fetched. The driver knows of most tables, before they
+are made, how many rows and which columns they will have.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from glob import escape
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from hybridrl.batch.batch import Batch
+from hybridrl.controller.expected_columns import Columns, Wanted
+from hybridrl.controller.row_selection import Part, Repeat, Take
+from hybridrl.controller.shards import COUNTED, Rows, ShardInfo, Shards
+from hybridrl.errors import DataError
+
+
+class Node(ABC):
+    """An expression for a table of samples."""
+
+    @property
+    @abstractmethod
+    def columns(self) -> Columns:
+        """The columns, as far as they are known beforehand."""
+
+    @property
+    @abstractmethod
+    def known_rows(self) -> int | None:
+        """The number of rows, if it is known beforehand."""
+
+    @property
+    def copies(self) -> int:
+        """So many neighbouring rows are copies of one, because they were made by `repeat`."""
+        return 1
+
+    @abstractmethod
+    def num_rows(self) -> int:
+        """The number of rows; waits until it is known."""
+
+    @abstractmethod
+    def tokens(self) -> dict[str, Rows]:
+        """Tokens per row of the columns that count."""
+
+    @abstractmethod
+    def read(self, rows: Rows, names: frozenset[str] | None) -> Batch | None:
+        """The batch of these rows, or None where the node has none of the wanted columns."""
+
+    @abstractmethod
+    def shards(self) -> list[Shards]:
+        """Every call's result below."""
+
+    def needed(self, wanted: Wanted) -> Node | None:
+        """The part of the expression in which wanted columns may be; None if there is none."""
+        return self if wanted.may_be_in(self.columns) else None
+
+    def joined(self) -> list[Node]:
+        """The tables that stand side by side in this one."""
+        return [self]
+
+    def with_part(self, whole: Table, part: Table) -> Node:
+        """The expression with `part` in the place of the table `whole` that it is a part of: what
+        can be read of it before the rest has come."""
+        return part if self is whole else self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, eq=False)
+class Table(Node):
+    """What one call returned; or several, of a table that comes bit by bit (`streamed`)."""
+
+    results: tuple[Shards, ...]
+    streamed: bool = False
+
+    @property
+    def columns(self) -> Columns:
+        return self.results[0].columns
+
+    @property
+    def known_rows(self) -> int | None:
+        return self.results[0].rows
+
+    @cached_property
+    def _infos(self) -> list[tuple[Shards, int, ShardInfo]]:
+        return [
+            (result, index, info)
+            for result in self.results
+            for index, info in enumerate(result.infos())
+        ]
+
+    def num_rows(self) -> int:
+        if self.known_rows is not None:
+            return self.known_rows
+        total = self._infos[0][2].total
+        return sum(len(info.rows) for _, _, info in self._infos) if total is None else total
+
+    def bits(self) -> list[Table]:
+        """The parts of a table that comes bit by bit, the first ones first."""
+        return [Table((result,)) for result in self.results]
+
+    def present(self) -> Rows:
+        """The numbers of the rows that are in these shards, ascending."""
+        return np.sort(np.concatenate([info.rows for _, _, info in self._infos]))
+
+    def tokens(self) -> dict[str, Rows]:
+        found: dict[str, Rows] = {}
+        for _, _, info in self._infos:
+            for name, counts in info.tokens.items():
+                if name not in found:
+                    found[name] = np.zeros(self.num_rows(), np.int64)
+                found[name][info.rows] = counts
+        return found
+
+    def read(self, rows: Rows, names: frozenset[str] | None) -> Batch | None:
+        schema = _together([info.schema for _, _, info in self._infos])
+        chosen = [name for name in schema.names if names is None or name in names]
+        if not chosen:
+            return None
+        total = self.num_rows()
+        owner, place = np.full(total, -1, np.int64), np.empty(total, np.int64)
+        for number, (_, _, info) in enumerate(self._infos):
+            owner[info.rows] = number
+            place[info.rows] = np.arange(len(info.rows))
+        if len(missing := rows[owner[rows] < 0]):
+            raise DataError(
+                f"Row {missing[0]} of {total} was made by no rank: between them, the ranks of a "
+                "call return every row of its table."
+            )
+        # A table without rows in front tells the columns' types, of those too that a shard lacks.
+        pieces = [Batch(pa.schema([schema.field(name) for name in chosen]).empty_table())]
+        order = []
+        for number, (result, index, info) in enumerate(self._infos):
+            wanted = np.flatnonzero(owner[rows] == number)
+            if len(wanted):
+                there = [name for name in chosen if name in info.schema.names]
+                pieces.append(result.read(index, place[rows[wanted]], there))
+                order.append(wanted)
+        if len(order) == 1 and pieces[1].table.schema.equals(pieces[0].table.schema):
+            return pieces[1]
+        batch = Batch.concat(pieces, fill_missing=True)
+        return batch if len(order) < 2 else batch.take(np.argsort(np.concatenate(order)))
+
+    def shards(self) -> list[Shards]:
+        return list(self.results)
+
+
+@dataclass(frozen=True, eq=False)
+class Join(Node):
+    """Two tables side by side, row by row; the right one wins where both have a column."""
+
+    left: Node
+    right: Node
+
+    def __post_init__(self) -> None:
+        left, right = self.left.known_rows, self.right.known_rows
+        if left is not None and right is not None:
+            _same_rows(left, right)
+
+    @property
+    def columns(self) -> Columns:
+        return self.left.columns | self.right.columns
+
+    @property
+    def known_rows(self) -> int | None:
+        left, right = self.left.known_rows, self.right.known_rows
+        return right if left is None else left
+
+    @property
+    def copies(self) -> int:
+        return max(self.left.copies, self.right.copies)
+
+    def num_rows(self) -> int:
+        return self._checked_rows() if (known := self.known_rows) is None else known
+
+    def tokens(self) -> dict[str, Rows]:
+        self._checked_rows()
+        return self.left.tokens() | self.right.tokens()
+
+    def read(self, rows: Rows, names: frozenset[str] | None) -> Batch | None:
+        self._checked_rows()
+        sides = [side.read(rows, names) for side in (self.left, self.right)]
+        found = [side for side in sides if side is not None]
+        return found[0] | found[1] if len(found) == 2 else (found[0] if found else None)
+
+    def shards(self) -> list[Shards]:
+        return self.left.shards() + self.right.shards()
+
+    def needed(self, wanted: Wanted) -> Node | None:
+        right = self.right.needed(wanted)
+        left = self.left.needed(wanted.without(self.right.columns.certain))
+        return Join(left, right) if left and right else left or right
+
+    def joined(self) -> list[Node]:
+        return self.left.joined() + self.right.joined()
+
+    def with_part(self, whole: Table, part: Table) -> Node:
+        return Join(self.left.with_part(whole, part), self.right.with_part(whole, part))
+
+    def _checked_rows(self) -> int:
+        """As many as both sides have; waits until it is known of both."""
+        rows = self.left.num_rows()
+        _same_rows(rows, self.right.num_rows())
+        return rows
+
+
+@dataclass(frozen=True, eq=False)
+class Concat(Node):
+    """Tables with the same columns, one below the other."""
+
+    tables: tuple[Node, ...]
+
+    @property
+    def columns(self) -> Columns:
+        found = [table.columns for table in self.tables]
+        certain = frozenset.intersection(*(columns.certain for columns in found))
+        rest = frozenset.union(*(columns.certain for columns in found)) - certain
+        patterns = dict.fromkeys(name for columns in found for name in columns.possible)
+        return Columns(certain, (*patterns, *map(escape, sorted(rest))))
+
+    @property
+    def known_rows(self) -> int | None:
+        counts = [table.known_rows for table in self.tables]
+        return None if None in counts else sum(counts)
+
+    def num_rows(self) -> int:
+        return sum(table.num_rows() for table in self.tables)
+
+    def tokens(self) -> dict[str, Rows]:
+        found = [table.tokens() for table in self.tables]
+        nothing = [np.zeros(table.num_rows(), np.int64) for table in self.tables]
+        return {
+            name: np.concatenate([t.get(name, n) for t, n in zip(found, nothing, strict=True)])
+            for name in dict.fromkeys(name for tokens in found for name in tokens)
+        }
+
+    def read(self, rows: Rows, names: frozenset[str] | None) -> Batch | None:
+        pieces, order, read, start = [], [], [], 0
+        for number, table in enumerate(self.tables):
+            end = start + table.num_rows()
+            wanted = np.flatnonzero((rows >= start) & (rows < end))
+            # An empty request still reads the first table, which tells the columns' types.
+            if len(wanted) or (number == 0 and not len(rows)):
+                piece = table.read(rows[wanted] - start, names)
+                if piece is None:
+                    return None
+                pieces.append(piece)
+                order.append(wanted)
+                read.append(table.columns)
+            start = end
+        names = frozenset(name for piece in pieces for name in piece.columns)
+        pairs = zip(pieces, read, strict=True)
+        fill = all(known.may_lack(names.difference(piece.columns)) for piece, known in pairs)
+        batch = Batch.concat(pieces, fill_missing=fill)
+        return batch.take(np.argsort(np.concatenate(order)))
+
+    def shards(self) -> list[Shards]:
+        return [result for table in self.tables for result in table.shards()]
+
+    def needed(self, wanted: Wanted) -> Node | None:
+        found = [table.needed(wanted) for table in self.tables]
+        return Concat(tuple(found)) if all(found) else super().needed(wanted)
+
+
+@dataclass(frozen=True, eq=False)
+class Choose(Node):
+    """Some rows of a table, in a new order, chosen by `choice`."""
+
+    table: Node
+    choice: Take | Repeat | Part
+
+    @property
+    def columns(self) -> Columns:
+        return self.table.columns
+
+    @property
+    def known_rows(self) -> int | None:
+        return self.choice.known_rows(self.table)
+
+    @property
+    def copies(self) -> int:
+        return self.choice.times * self.table.copies if isinstance(self.choice, Repeat) else 1
+
+    @cached_property
+    def _rows(self) -> Rows:
+        return self.choice.rows(self.table)
+
+    def num_rows(self) -> int:
+        return len(self._rows) if (known := self.known_rows) is None else known
+
+    def tokens(self) -> dict[str, Rows]:
+        return {name: counts[self._rows] for name, counts in self.table.tokens().items()}
+
+    def read(self, rows: Rows, names: frozenset[str] | None) -> Batch | None:
+        return self.table.read(self._rows[rows], names)
+
+    def shards(self) -> list[Shards]:
+        return self.table.shards()
+
+    def needed(self, wanted: Wanted) -> Node | None:
+        if isinstance(self.choice, Part) and self.choice.balance == "tokens":
+            # The rows must be the same, whatever is read of them.
+            names, found = wanted.names.union(COUNTED), wanted.found.difference(COUNTED)
+            wanted = Wanted(names, wanted.others, found)
+        needed = self.table.needed(wanted)
+        return Choose(needed, self.choice) if needed else None
+
+
+def _same_rows(left: int, right: int) -> None:
+    if left != right:
+        raise DataError(f"Tables of {left} and of {right} rows cannot be joined row by row.")
+
+
+def _together(schemas: Sequence[pa.Schema]) -> pa.Schema:
+    """The columns of all shards of a call: what one has for its rows, another may lack."""
+    if all(schema.equals(schemas[0]) for schema in schemas[1:]):
+        return schemas[0]
+    try:
+        return pa.unify_schemas(list(schemas), promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise DataError(
+            f"The ranks of one call made columns of one name and different types: {error}"
+        ) from error

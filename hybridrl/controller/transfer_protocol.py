@@ -1,0 +1,232 @@
+"""Transfer protocols: how a group call spreads its batch over the ranks, and which ranks answer.
+
+A worker marks a method that the driver may call with `@transfer(protocol)`. A protocol is *which
+mesh axes split the rows* and *which ranks answer*; the named ones below are values of that type,
+and a worker may define another.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
+
+from hybridrl.batch.batch import Batch
+from hybridrl.controller.expected_columns import UNKNOWN, Columns, Wanted
+from hybridrl.controller.row_selection import Part
+from hybridrl.controller.shards import Rows
+from hybridrl.errors import ConfigError
+from hybridrl.layout.rank_mesh import Coordinate
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How arguments spread and results return.
+
+    Attributes:
+        split: Mesh axes over which the rows of a batch argument are split, outermost first. Ranks
+            that agree on these axes get the same rows. Empty: every rank gets every row.
+        speakers: For axes that do not split, the index that answers (-1: the last). Axes not named
+            answer at index 0.
+        answers: `all`: the call returns one result per speaking rank. `one`: every rank computes
+            the same, so the call returns the first speaker's result.
+        balance: How rows are cut into parts: `rows` cuts consecutive blocks of equal count;
+            `tokens` balances the number of tokens.
+        rows_together: So many neighbouring rows go to the same rank.
+    """
+
+    split: tuple[str, ...] = ()
+    speakers: Mapping[str, int] = field(default_factory=dict)
+    answers: Literal["all", "one"] = "all"
+    balance: Literal["rows", "tokens"] = "rows"
+    rows_together: int = 1
+
+    def part(self, coordinates: Mapping[str, Coordinate]) -> tuple[int, int]:
+        """Which part of how many the rank at `coordinates` gets."""
+        index, parts = 0, 1
+        for axis in self.split:
+            place = coordinates.get(axis, Coordinate(0, 1))
+            index, parts = index * place.size + place.index, parts * place.size
+        return index, parts
+
+    def speaks(self, rank: int, coordinates: Sequence[Mapping[str, Coordinate]]) -> bool:
+        """Whether `rank` answers for its part: the rank of that part which stands at the speaking
+        index of every other axis of the meshes that it is on. `coordinates` is one per rank."""
+        if not self.split:
+            return True
+        mine = [
+            r
+            for r, place in enumerate(coordinates)
+            if self.part(place) == self.part(coordinates[rank])
+        ]
+        wanted = [r for r in mine if self._at_speaking_index(coordinates[r])]
+        return rank == (wanted or mine)[0]
+
+    def _at_speaking_index(self, coordinates: Mapping[str, Coordinate]) -> bool:
+        return all(
+            place.index == self.speakers.get(axis, 0) % place.size
+            for axis, place in coordinates.items()
+            if axis in self.speakers
+        )
+
+
+ONE_TO_ALL = Protocol()
+"""Every rank gets the same arguments, every rank answers."""
+FIRST = Protocol(answers="one")
+"""Every rank gets the same arguments, the first rank answers."""
+DP = Protocol(split=("dp",), balance="tokens")
+"""Rows split over data-parallel ranks; one rank of each model-parallel group answers."""
+THREE_D = Protocol(split=("dp",), speakers={"pp": -1}, balance="tokens")
+"""As `DP`; the last pipeline stage answers, because it holds the outputs."""
+THREE_D_PP_ONLY = Protocol(split=("pp",))
+"""Rows split over pipeline stages."""
+THREE_D_ALL_MICRO_DP = Protocol(split=("rollout_dp",))
+"""Rows split over all generation replicas of the hybrid engine."""
+UPDATE = Protocol(split=("dp",), speakers={"pp": -1}, answers="one", balance="tokens")
+"""As `THREE_D` for an optimizer step, whose metrics are already global: one rank answers."""
+
+UPDATE_PAIRS = replace(UPDATE, rows_together=2)
+"""As `UPDATE`, for a loss that compares neighbouring rows: chosen and rejected."""
+
+
+class PartialTable(NamedTuple):
+    """What a method returns in place of a batch if it chose for itself which rows of a table to
+    make: those rows, their numbers, and how many the table has in all."""
+
+    batch: Batch
+    rows: Rows
+    total: int
+
+
+Names = Sequence[str] | Callable[[Mapping[str, Any]], Sequence[str]]
+"""Names of columns, or what gives them from the keywords that the workers were built with."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What `@transfer` notes on a method; see there."""
+
+    protocol: Protocol
+    returns_batch: bool
+    streams: bool = False
+    reads: Names | None = None
+    may_read: Callable[[str], bool] | Sequence[str] = ()
+    makes: Names | None = None
+    may_make: Names = ()
+    rows: Callable[[Any], Rows] | None = None
+    copies_together: Callable[[Mapping[str, Any]], bool] | None = None
+    follows: Names = ()
+
+    def wanted(self, keywords: Mapping[str, Any]) -> Wanted | None:
+        """The columns that the method reads in workers that were built with these keywords; None:
+        it does not say."""
+        if self.reads is None:
+            return None
+        others = self.may_read
+        if not callable(others):
+            known = frozenset(others)
+            others = known.__contains__ if known else None
+        following = frozenset(_names(self.follows, keywords))
+        return Wanted(frozenset(_names(self.reads, keywords)), others, following=following)
+
+    def part(self, keywords: Mapping[str, Any], index: int, parts: int, copies: int) -> Part:
+        """Which rows of a batch are part `index` of `parts`.
+
+        Args:
+            copies: So many neighbouring rows of the batch are copies of one.
+        """
+        together = self.protocol.rows_together
+        if self.copies_together is not None and self.copies_together(keywords):
+            together = copies
+        return Part(index, parts, self.protocol.balance, together)
+
+    def columns(self, keywords: Mapping[str, Any]) -> Columns:
+        """The columns that it makes."""
+        if self.makes is None:
+            return UNKNOWN
+        certain, possible = (_names(names, keywords) for names in (self.makes, self.may_make))
+        return Columns(frozenset(certain), tuple(possible))
+
+
+def transfer(
+    protocol: Protocol,
+    *,
+    reads: Names | None = None,
+    may_read: Callable[[str], bool] | Sequence[str] = (),
+    makes: Names | None = None,
+    may_make: Names = (),
+    streams: bool = False,
+    rows: Callable[[Any], Rows] | None = None,
+    copies_together: Callable[[Mapping[str, Any]], bool] | None = None,
+    follows: Names = (),
+) -> Callable[[Function], Function]:
+    """Marks a worker method as callable from the driver.
+
+    Args:
+        reads: Columns that it needs of a batch. One that no call has made is refused when the
+            method is called, and the call waits for no others. None: it reads all there are.
+        may_read: Further columns that it reads where they are there: names, or which of them.
+        makes: Columns that it returns. None: any; then whoever reads any column waits for it.
+        may_make: Further columns that it may return; `reward/*` stands for all that begin so.
+        streams: Of a table that comes bit by bit the method is called for each part, as soon as
+            that is there. For methods that look at each row by itself.
+        rows: Given the worker, the numbers of the rows that its rank reads, whatever others read;
+            None: the protocol says which.
+        copies_together: Given the keywords that the workers were built with, whether the copies of
+            a row that `BatchRef.repeat` made go to the same rank; None: they need not.
+        follows: Columns that it reads where they are there, whatever columns the driver selected.
+
+    The method must say what it returns: `-> Batch` gives the driver a `BatchRef` with as many rows
+    as went in; anything else gives a `Handle`.
+
+    Raises:
+        ConfigError: if the return annotation is missing, or says that a batch may be returned.
+    """
+
+    def mark(method: Function) -> Function:
+        for option, names in (("reads", reads), ("makes", makes), ("may_make", may_make)):
+            if isinstance(names, str):
+                raise ConfigError(
+                    f"The worker method `{method.__qualname__}` is marked with "
+                    f"@transfer({option}={names!r}); write ({names!r},), a list of names."
+                )
+        returns_batch = _returns_batch(method)
+        method.__transfer__ = Transfer(  # type: ignore[attr-defined]
+            *(protocol, returns_batch, streams, reads, may_read, makes, may_make, rows),
+            *(copies_together, follows),
+        )
+        return method
+
+    return mark
+
+
+def _names(names: Names, keywords: Mapping[str, Any]) -> Sequence[str]:
+    return names(keywords) if callable(names) else names
+
+
+def _returns_batch(method: Callable[..., object]) -> bool:
+    annotation = inspect.signature(method).return_annotation
+    begin = f"The worker method `{method.__qualname__}` is marked with @transfer but"
+    if annotation is inspect.Signature.empty:
+        raise ConfigError(
+            f"{begin} does not say what it returns; add `-> Batch` or another return annotation."
+        )
+    if isinstance(annotation, str):
+        try:
+            annotation = eval(annotation, getattr(method, "__globals__", {}))
+        except (NameError, AttributeError):  # imported for type checkers only, or not yet defined
+            words = annotation.replace("'", "").replace('"', "").split("|")
+            names = [word.strip().rpartition(".")[2] for word in words]
+            maybe = Batch | None if "Batch" in names else None
+            annotation = Batch if names == ["Batch"] else maybe
+    if annotation is Batch:
+        return True
+    if Batch in get_args(annotation):
+        raise ConfigError(
+            f"{begin} is annotated `-> {annotation}`. A method returns a batch always or never: "
+            "annotate it `-> Batch`, and return one without rows where there is nothing."
+        )
+    return False

@@ -1,0 +1,203 @@
+"""WorkerGroup: one role on its devices, called like an object; Handle: a result yet to come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridrl.batch.batch import Batch
+from hybridrl.controller.batch_ref import BatchRef
+from hybridrl.controller.executor import Executor
+from hybridrl.controller.group_call import Build, Call, Invoke, RankPart, Result
+from hybridrl.controller.table_expression import Table
+from hybridrl.controller.transfer_protocol import Protocol, Transfer
+from hybridrl.controller.worker import Context, Worker
+from hybridrl.errors import ConfigError, DataError, nearest
+
+
+class Handle:
+    """The result of a call that may still run."""
+
+    def __init__(self, executor: Executor, call: Call, one: bool) -> None:
+        self._executor = executor
+        self._call = call
+        self._one = one
+
+    @property
+    def name(self) -> str:
+        """The call's, for people."""
+        return self._call.name
+
+    def get(self) -> Any:
+        """Waits for all ranks; gives the one answer, or the list of answers by rank.
+
+        Raises:
+            WorkerError: if a rank failed or died; CallTimeoutError after the deadline.
+        """
+        self._executor.wait([self._call])
+        values = [self._call.replies[rank].value for rank in self._call.answering]
+        return values[0] if self._one else values
+
+    def done_within(self, seconds: float | None) -> bool:
+        """Waits for all ranks, at most so long (None: as long as it takes); whether they are done.
+        Raises as `get` does."""
+        return self._executor.wait([self._call], seconds)
+
+
+class WorkerGroup:
+    """Builds `worker_class(context, **keywords)` on each of `devices` and spreads calls over them.
+
+    Every method that the class marks with `@transfer` can be called on the group. A call returns
+    at once. Groups on the same devices take turns in call order; groups on different devices run
+    at the same time, as soon as their inputs are ready.
+
+    Args:
+        devices: Numbers of the devices in `executor.cluster`, in rank order.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        role: str,
+        worker_class: type[Worker],
+        devices: Sequence[int],
+        **keywords: Any,
+    ) -> None:
+        number = len(executor.cluster.devices)
+        known = [d for d in devices if isinstance(d, int) and 0 <= d < number]
+        if not known or len(set(known)) < len(devices):
+            raise ConfigError(
+                f"The group `{role}` was given the devices {list(devices)}: name one or more of 0 "
+                f"to {number - 1}, each once."
+            )
+        self.role = role
+        self.devices = list(devices)
+        self.worker_class = worker_class
+        self.keywords = keywords
+        self._executor = executor
+        self._spreads: dict[str, list[RankPart]] = {}
+        contexts = [
+            Context(
+                role=role,
+                rank=rank,
+                world_size=len(self.devices),
+                host=device,
+                hosts=len(executor.cluster.devices),
+                device_kind=executor.cluster.kind,
+                run_directory=executor.run_directory,
+            )
+            for rank, device in enumerate(self.devices)
+        ]
+        self._created = executor.create(Build(role, worker_class, keywords), contexts)
+
+    def ready(self) -> WorkerGroup:
+        """Waits until every rank is built."""
+        self._executor.wait([self._created])
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):  # of an object that is being copied or unpickled
+            raise AttributeError(name)
+        transfer = getattr(getattr(self.worker_class, name, None), "__transfer__", None)
+        if transfer is None:
+            known = [
+                known
+                for known in dir(self.worker_class)
+                if hasattr(getattr(self.worker_class, known), "__transfer__")
+            ]
+            raise AttributeError(
+                f"The group `{self.role}` has no method `{name}` that the driver may call; "
+                f"{self.worker_class.__name__} offers {', '.join(known)}.{nearest(name, known)}"
+            )
+        return lambda *arguments, **keywords: self._call(name, transfer, arguments, keywords)
+
+    def _call(
+        self, method: str, transfer: Transfer, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> BatchRef | Handle:
+        arguments = tuple(self._refer(method, transfer, argument) for argument in arguments)
+        keywords = {
+            name: self._refer(method, transfer, argument) for name, argument in keywords.items()
+        }
+        parts = self._spread(method, transfer.protocol)
+        batches = [a for a in (*arguments, *keywords.values()) if isinstance(a, BatchRef)]
+        rows = self._rows_of(method, batches)
+        if not transfer.returns_batch:
+            request = Invoke(self.role, method, arguments, keywords)
+            call, _ = self._executor.submit(request, self.devices, parts)
+            return Handle(self._executor, call, transfer.protocol.answers == "one")
+        if not transfer.protocol.split:  # every rank holds the same rows: one copy is the table
+            parts = [part._replace(answers=rank == 0) for rank, part in enumerate(parts)]
+        columns = transfer.columns(self.keywords)
+        results = []
+        for some in _by_parts(arguments) if self._streams(transfer) else [arguments]:
+            request = Invoke(self.role, method, some, keywords)
+            call, data = self._executor.submit(request, self.devices, parts, returns_batch=True)
+            results.append(Result(self._executor, call, data, columns, rows))
+        return BatchRef(Table(tuple(results), streamed=len(results) > 1), self._executor)
+
+    @property
+    def run_directory(self) -> Path | None:
+        """Folder of the run; None when it keeps no files."""
+        return self._executor.run_directory
+
+    def _streams(self, transfer: Transfer) -> bool:
+        """Whether a method may be called for each part of a table as soon as that is there: it
+        looks at rows by themselves."""
+        together = transfer.copies_together
+        return transfer.streams and not (together is not None and together(self.keywords))
+
+    def _spread(self, method: str, protocol: Protocol) -> list[RankPart]:
+        """What is each rank's own in a call. Worked out once."""
+        if method not in self._spreads:
+            self.ready()
+            places = [reply.value for reply in self._created.replies]
+            self._spreads[method] = [
+                RankPart(*protocol.part(place), protocol.speaks(rank, places))
+                for rank, place in enumerate(places)
+            ]
+        return self._spreads[method]
+
+    def _refer(self, method: str, transfer: Transfer, argument: Any) -> Any:
+        """A batch as a reference to what the method reads of it."""
+        if isinstance(argument, Handle) or _hides_batch(argument):
+            is_handle = isinstance(argument, Handle)
+            what = "a Handle" if is_handle else "a BatchRef inside another value"
+            raise DataError(
+                f"`{self.role}.{method}` was given {what}. A batch has to be an argument of its "
+                "own, and of a handle what its `get()` gives."
+            )
+        if isinstance(argument, Batch):
+            argument = self._executor.put(argument)
+        if isinstance(argument, BatchRef):
+            wanted = transfer.wanted(self.keywords)
+            return argument.for_reading(wanted, f"`{self.role}.{method}`")
+        return argument
+
+    def _rows_of(self, method: str, batches: Sequence[BatchRef]) -> int | None:
+        """The rows of a call's batches, as far as they are known: as many in all of them."""
+        known = {batch.node.known_rows for batch in batches if batch.only is None} - {None}
+        if len(known) > 1:
+            counts = " and ".join(map(str, sorted(known)))
+            raise DataError(
+                f"`{self.role}.{method}` was given batches of {counts} rows. The rows of a call's "
+                "batches go together, one by one, so all need as many."
+            )
+        return known.pop() if known else None
+
+
+def _hides_batch(argument: Any) -> bool:
+    """Whether a list, a tuple or a dictionary has a reference in it, which no rank could read."""
+    if isinstance(argument, Mapping):
+        argument = list(argument.values())
+    if not isinstance(argument, list | tuple):
+        return False
+    return any(isinstance(value, BatchRef) or _hides_batch(value) for value in argument)
+
+
+def _by_parts(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """The arguments once for each part of the table that is the first of them."""
+    match arguments:
+        case (BatchRef() as table, *rest):
+            return [(part, *rest) for part in table.by_parts()]
+    return [arguments]

@@ -1,0 +1,320 @@
+"""Host: the process of one device, in which every role placed on that device lives as an object.
+
+Work is done in order on one thread; `status` and `snapshot` are asked on another, so that a host
+that hangs can still say where. A failure is returned, not raised: the driver reports it once, and
+a call that needed the failed result passes it on unchanged.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from hybridrl.batch.batch import Batch
+from hybridrl.batch.call_record import Record
+from hybridrl.controller.batch_ref import BatchRef, name_of
+from hybridrl.controller.expected_columns import Columns
+from hybridrl.controller.fault_injection import PlannedFaults
+from hybridrl.controller.group_call import (
+    Apply,
+    Build,
+    Failure,
+    Invoke,
+    RankPart,
+    Reply,
+    Request,
+    UpstreamError,
+)
+from hybridrl.controller.host_health import Snapshot, Status, take_snapshot
+from hybridrl.controller.row_selection import Part
+from hybridrl.controller.shards import Rows, ShardInfo, count_tokens
+from hybridrl.controller.transfer_protocol import PartialTable, Transfer
+from hybridrl.controller.worker import Context, Rendezvous, Worker
+from hybridrl.errors import DataError, HybridRLError
+from hybridrl.system.collective_waits import operations_of_gpu, seconds_waited
+from hybridrl.system.redaction import redact
+
+Returned = tuple[Batch | None, Any, ShardInfo | None]
+"""A batch, a value that travels in the reply, and what may be known of the batch."""
+
+
+class Host:
+    """Holds the workers of one device and runs their calls.
+
+    Args:
+        raises: Let exceptions of workers fly instead of returning them, for the `inline` executor.
+        redirects: Send what a worker prints to `logs/<role>-<rank>.log`.
+    """
+
+    def __init__(self, *, raises: bool = False, redirects: bool = True) -> None:
+        self._raises = raises
+        self._redirects = redirects
+        self._faults = PlannedFaults()
+        self._workers: dict[str, Worker] = {}
+        self._keywords: dict[str, Mapping[str, Any]] = {}
+        self._stages: dict[str, int] = {}
+        self._in_memory: Worker | None = None
+        self._output: dict[str, int] = {}
+        self._output_of = ""
+        self._listeners: dict[str, socket.socket] = {}
+        self._current: tuple[Record, float] | None = None
+        self._waiting = False
+        self._thread: int | None = None
+
+    def listen(self, role: str, address: str) -> Rendezvous:
+        """Opens the socket at which the ranks of a role will meet, on `address` only."""
+        self._listeners[role] = listener = socket.create_server((address, 0))
+        return Rendezvous(address, listener.getsockname()[1])
+
+    @contextmanager
+    def receiving(self, record: Record) -> Iterator[None]:
+        """While a request is read, which may import modules: the host works."""
+        self._begin(record)
+        try:
+            yield
+        finally:
+            self._current = None
+
+    def run(self, request: Request, part: Any) -> tuple[Batch | None, Reply]:
+        """Does this rank's part of a group call: the batch that it returned, if it is a rank that
+        answers, and the reply."""
+        match request:
+            case Build(role):
+                self._open_output(part)
+                record = Record(role, part.rank, "__init__")
+                return self._recorded(record, lambda: self._build(request, part, record))
+            case Invoke(role, method):
+                worker = self._workers.get(role)
+                record = Record(role, -1 if worker is None else worker.context.rank, method)
+                return self._recorded(record, lambda: self._invoke(request, part, record))
+            case Apply(function):
+                record = Record("driver", part.index, name_of(function))
+                return self._recorded(record, lambda: self._apply(request, part))
+
+    def _build(self, build: Build, context: Context, record: Record) -> Returned:
+        if context.rendezvous is not None and context.rank == 0:
+            listener = self._listeners.pop(context.role)
+            rendezvous = replace(context.rendezvous, listener=listener)
+            context = replace(context, rendezvous=rendezvous)
+        self._make_room(None)
+        worker = build.worker_class(context, **build.keywords)
+        self._workers[context.role] = worker
+        self._keywords[context.role] = build.keywords
+        worker.leave()
+        self._in_memory = worker if worker.takes_memory else None
+        record.metrics.update(worker.record.metrics)
+        places = dict(worker.coordinates())
+        self._stages[context.role] = places["pp"].index if "pp" in places else 0
+        return None, places, None
+
+    def _invoke(self, request: Invoke, mine: RankPart, record: Record) -> Returned:
+        if (worker := self._workers.get(request.role)) is None:
+            raise DataError(f"No group called `{request.role}` lives on this device.")
+        method = getattr(worker, request.method)
+        transfer: Transfer = method.__transfer__
+        built = self._keywords[request.role]
+        rows, total, first = None, None, None
+
+        def read(argument: Any) -> Any:
+            """A batch's rows of this rank: the first batch says which, for all."""
+            nonlocal rows, first
+            if not isinstance(argument, BatchRef):
+                return argument
+            part = transfer.part(built, mine.index, mine.parts, argument.node.copies)
+            if first is None:
+                first = argument
+                rows = argument.rows_of(part) if transfer.rows is None else transfer.rows(worker)
+            elif argument.node.num_rows() != first.node.num_rows():
+                raise DataError(
+                    f"`{record.role}.{record.method}` was given batches of "
+                    f"{first.node.num_rows()} and {argument.node.num_rows()} rows. The rows of a "
+                    "call's batches go together, one by one, so all need as many."
+                )
+            return argument.read(part, rows)[0]
+
+        with self._inputs():
+            arguments = [read(argument) for argument in request.arguments]
+            keywords = {name: read(argument) for name, argument in request.keywords.items()}
+        given = (*arguments, *keywords.values())
+        record.tokens = sum(count_tokens(each) for each in given if isinstance(each, Batch))
+        record.stage = self._stages[request.role]
+        worker.record, worker.rows = record, rows
+        if worker.takes_memory:
+            self._make_room(worker)
+        worker.enter()
+        value = method(*arguments, **keywords)
+        worker.leave()
+        if not transfer.returns_batch:
+            return None, value if mine.answers else None, None
+        if isinstance(value, PartialTable):
+            value, rows, total = value
+        if first is not None and first.only is not None:
+            total = first.only.num_rows()
+        _check_result(record, value, rows)
+        record.tokens += count_tokens(value)
+        name = f"`{record.role}.{record.method}`"
+        if mine.answers:
+            _check_columns(name, value, transfer.columns(built))
+        return (value, None, ShardInfo.of(value, rows, total)) if mine.answers else (None,) * 3
+
+    def _make_room(self, worker: Worker | None) -> None:
+        """Has the role whose models were on the device last leave it to another, here or new."""
+        if self._in_memory not in (None, worker):
+            self._in_memory.make_room()
+        self._in_memory = worker
+
+    def _apply(self, request: Apply, mine: RankPart) -> Returned:
+        with self._inputs():
+            part = Part(mine.index, mine.parts, "rows", request.together)
+            batch, rows = request.table.read(part)
+        result = request.function(batch)
+        name = f"The applied function {name_of(request.function)}"
+        if not isinstance(result, Batch):
+            raise DataError(f"{name} returned a {type(result).__name__}; it must return a Batch.")
+        if len(result) != len(rows):
+            raise DataError(f"{name} made {len(result)} rows of {len(rows)}.")
+        _check_columns(name, result, request.makes)
+        total = None if request.table.only is None else request.table.only.num_rows()
+        return result, None, ShardInfo.of(result, rows, total)
+
+    def status(self) -> Status:
+        """What this host is doing now. Safe from any thread."""
+        if (current := self._current) is None:
+            return Status()
+        record, begin = current
+        call = record.role, record.rank, record.method
+        seconds = time.monotonic() - max(begin, record.progress)
+        return Status(*call, seconds, self._waiting, record.phase)
+
+    def snapshot(self) -> Snapshot:
+        """What this host is doing now, and where. Safe from any thread but the one that works."""
+        return take_snapshot(self.status(), self._thread)
+
+    def close(self) -> None:
+        """Closes every worker, the last one first; one that cannot be closed keeps no other from
+        it."""
+        with ExitStack() as closing:
+            for worker in self._workers.values():
+                closing.callback(worker.close)
+                closing.callback(worker.enter)
+            self._workers.clear()
+
+    @contextmanager
+    def _inputs(self) -> Iterator[None]:
+        """While the inputs of a call are read, which may not be there yet. The call starts after
+        that, for its record and its deadline."""
+        self._waiting = True
+        yield
+        if self._current is not None:
+            record = self._current[0]
+            record.start = time.time()
+            self._current, self._waiting = (record, time.monotonic()), False
+
+    def _recorded(
+        self, record: Record, function: Callable[[], Returned]
+    ) -> tuple[Batch | None, Reply]:
+        self._direct_output(record.role)
+        self._begin(record)
+        record.start = time.time()
+        waited, on_gpu = seconds_waited(), operations_of_gpu()
+        try:
+            self._faults.meet(record)
+            batch, value, info = function()
+        except UpstreamError as error:
+            return None, Reply(record, failure=error.failure)
+        except BaseException as error:
+            if self._raises:
+                raise
+            failure = failure_of(error, record)
+            logging.getLogger(__name__).error(
+                "%s.%s failed:", record.role, record.method, exc_info=error
+            )
+            return None, Reply(record, failure=failure)
+        finally:
+            record.end = time.time()
+            if operations_of_gpu() == on_gpu:
+                record.waited = seconds_waited() - waited
+            self._current = None
+        record.phases = dict(record.phases)
+        return batch, Reply(record, value, info)
+
+    def _begin(self, record: Record) -> None:
+        self._current, self._waiting = (record, time.monotonic()), False
+        self._thread = threading.get_ident()
+
+    def _open_output(self, context: Context) -> None:
+        if context.run_directory is None or not self._redirects:
+            return
+        path = context.run_directory / "logs" / f"{context.role}-{context.rank}.log"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        self._output[context.role] = os.open(path, flags, 0o644)
+
+    def _direct_output(self, role: str) -> None:
+        """Points this process's stdout and stderr, C libraries included, at the role's log."""
+        descriptor = self._output.get(role)
+        if descriptor is None or role == self._output_of:
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        self._output_of = role
+
+
+def failure_of(error: BaseException, record: Record) -> Failure:
+    """An exception as it is told: with the traceback from the worker's own code on, for the frames
+    of this file tell nobody anything. One of our own is a sentence that needs none."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    is_sentence = isinstance(error, HybridRLError) and error.__cause__ is None
+    told = [] if is_sentence else traceback.format_exception(error.with_traceback(trace))
+    try:
+        message = f"{type(error).__name__}: {error}"
+    except Exception:  # an exception of somebody's own that cannot say what it is
+        message = type(error).__name__
+    message, trace_text = redact(message), redact("".join(told))
+    return Failure(record.role, record.rank, record.method, message, trace_text, time.time())
+
+
+def _check_columns(name: str, batch: Batch, columns: Columns) -> None:
+    """That a result has the columns that it was said to have: whoever reads it was told so."""
+    if lacking := sorted(columns.certain.difference(batch.columns)):
+        raise DataError(
+            f"{name} says that it makes {', '.join(lacking)}, but returned "
+            f"{', '.join(batch.columns) or 'no columns'}. Mend its `makes`."
+        )
+    if more := [column for column in batch.columns if not columns.may_have(column)]:
+        raise DataError(
+            f"{name} returned {', '.join(more)}, which is not among the columns that it says it "
+            f"makes: {columns}. Add it to `makes` (or `may_make`), or leave it out."
+        )
+
+
+def _check_result(record: Record, value: Any, rows: Rows | None) -> None:
+    name = f"`{record.role}.{record.method}`"
+    if not isinstance(value, Batch):
+        raise DataError(
+            f"{name} is annotated `-> Batch` but returned a {type(value).__name__}. Return "
+            "Batch.from_columns({...}), or annotate what it returns."
+        )
+    if rows is None and len(value):
+        raise DataError(
+            f"{name} returned a batch of {len(value)} rows and was given none: the rows that it "
+            "returns are those of its first Batch or BatchRef."
+        )
+    given = 0 if rows is None else len(rows)
+    if len(value) != given:
+        raise DataError(
+            f"{name} returned {len(value)} rows for {given}: a worker method that returns a batch "
+            "returns one row for each that it was given."
+        )

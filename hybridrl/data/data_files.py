@@ -1,0 +1,344 @@
+"""Reading rows from JSON, CSV, Parquet, Arrow, or a data set of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import csv
+
+from hybridrl.data.json_lines import read_json_lines
+from hybridrl.data.refused_rows import RefusedRows
+from hybridrl.data.table_columns import check_columns, with_inner_columns
+from hybridrl.errors import DataError, MissingPackageError, pip_install
+from hybridrl.system.hub_access import why_not_on_hub
+
+Format = Literal["jsonl", "csv", "parquet", "arrow", "datasets"]
+
+_SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".jsonl.gz": "jsonl",
+    ".ndjson.gz": "jsonl",
+    ".json.gz": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".csv.gz": "csv",
+    ".tsv.gz": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+TRAIN = "train"
+HELD_OUT = ("validation", "valid", "val", "dev", "eval", "test")
+"""Splits to evaluate on, as files are named, the first choice first."""
+_SAVED = ("dataset_dict.json", "dataset_info.json")
+_log = logging.getLogger(__name__)
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
+
+
+def read_rows(
+    path: str,
+    split: str | None = None,
+    *,
+    format: Format | None = None,
+    required: Mapping[str, str] | None = None,
+    texts: Collection[str] = (),
+    refused: RefusedRows | None = None,
+) -> pa.Table:
+    """Reads all rows that `path` stands for.
+
+    Args:
+        path: a file, a folder or a glob of `.jsonl`, `.ndjson` or `.json` files (one object per
+            line, an array of objects, or one object), of `.csv` or `.tsv` files (all also with
+            `.gz`), of `.parquet` or of `.arrow` files; a folder that
+            `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote; or the name of a data set of
+            the Hugging Face hub, `owner/name` or `owner/name:configuration`, if there is no such
+            file.
+        split: of a hub data set, the split (`train` if None; the hub's slices such as `train[:1%]`
+            work); of a folder, only files named after it (`train.jsonl`,
+            `train-00000-of-00002.parquet`, `train/any.parquet`); if None, those of `train` where
+            there are files of several splits, else all; of a saved `DatasetDict`, its split,
+            `train` if None.
+        format: None tells it from the file names.
+        required: columns that must be there, by the setting that names them, for instance
+            `{"data.prompt_column": "question"}`. Dots lead into objects:
+            `reward_model.ground_truth`.
+        texts: Of these, columns in which numbers are read as texts where the file has them as
+            such: JSON lines.
+        refused: Gets lines that are no rows, see `read_json_lines`; None: they are an error.
+
+    Raises:
+        DataError: if nothing is found, a file is broken (with its name and line), a required column
+            is missing (with the nearest one), or there are no rows.
+        MissingPackageError: if a hub data set is asked for and `datasets` is not installed.
+    """
+    required = required or {}
+    files = check_path(path, split, format=format)
+    table = (
+        _read_files(files, format, required, texts, refused)
+        if files
+        else _read_from_hub(path, split)
+    )
+    if table.num_rows == 0:
+        raise DataError(f"`data.path` is `{path}`, which holds no rows.")
+    return _complete(table, required, f"`{path}`")
+
+
+def may_be_on_hub(path: str) -> bool:
+    """Whether it may be the name of a data set of the hub."""
+    return _HUB_NAME.fullmatch(path) is not None and not _has_suffix(path)
+
+
+def check_path(path: str, split: str | None = None, *, format: Format | None = None) -> list[Path]:
+    """The files that `path` stands for; none where it may be a data set of the hub.
+
+    Raises:
+        DataError: if it can be neither.
+    """
+    files = [] if format == "datasets" else _find_files(path, split, format)
+    if not files and (format in ("jsonl", "csv", "parquet", "arrow") or not may_be_on_hub(path)):
+        cure = "Give a JSON, CSV, Parquet or Arrow file, or the `owner/name` of a data set."
+        if "," in path:
+            cure += " Several files are named by their folder, or by a glob such as `data/*.jsonl`."
+        raise DataError(
+            f"`data.path` is `{path}`, and there is no such file, folder or glob (seen from "
+            f"{Path.cwd()}). {cure}"
+        )
+    return files
+
+
+def splits_of(path: str) -> list[str]:
+    """The splits after which files of a folder are named: `train` first, then those of `HELD_OUT`;
+    none of anything else than a folder."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return []
+    files = [file.relative_to(folder) for file in _glob(folder / "**" / "*")]
+    named = [file for file in files if _has_suffix(file.name)]
+    return [name for name in (TRAIN, *HELD_OUT) if any(_is_of_split(f, name) for f in named)]
+
+
+def _complete(table: pa.Table, required: Mapping[str, str], place: str) -> pa.Table:
+    """The table with all required columns, also those that stand inside of others."""
+    if table.num_rows == 0:  # and perhaps no columns; another file may have some
+        return table
+    twice = [name for name, number in Counter(table.column_names).items() if number > 1]
+    if twice:
+        raise DataError(f"{place} has several columns of the name `{twice[0]}`. Rename one.")
+    table = with_inner_columns(table, required.values())
+    check_columns(table.column_names, required, place)
+    return table
+
+
+def _find_files(path: str, split: str | None, format: Format | None) -> list[Path]:
+    place = Path(path).expanduser()
+    if place.is_dir():
+        return _files_of_folder(place, split, format)
+    files = [place] if place.is_file() else _glob(place)
+    if files and split is not None:
+        raise DataError(
+            f"`data.split` is `{split}`, but `data.path` is `{path}`; a split can be chosen from a "
+            "folder or a hub data set only. Unset it (`data.split=null`), or name the split's file."
+        )
+    return files
+
+
+def _files_of_folder(folder: Path, split: str | None, format: Format | None) -> list[Path]:
+    files = [file for file in _glob(folder / "**" / "*") if format or _has_suffix(file.name)]
+    if (folder / "dataset_dict.json").is_file():
+        split = split or "train"
+    if any(file.name in _SAVED for file in files):  # by `save_to_disk`: beside the rows lie notes
+        files = [file for file in files if file.suffix == ".arrow"]
+    if not files:
+        raise DataError(
+            f"`data.path` is the folder `{folder}`, which holds no file that ends in one of "
+            f"{', '.join(_SUFFIXES)}."
+        )
+    if split is None:
+        known = splits_of(str(folder))
+        if len(known) < 2:
+            return files
+        if TRAIN not in known:
+            raise DataError(
+                f"`data.path` is the folder `{folder}`, which has files of several splits "
+                f"({', '.join(known)}) and none that is named after `train`. Name the one to learn "
+                f"from, as in data.split={known[0]}."
+            )
+        split = TRAIN
+        _log.warning(
+            "`data.path` is the folder `%s` with the splits %s: those of `train` are read. "
+            "`data.split` chooses another.",
+            folder,
+            ", ".join(known),
+        )
+    chosen = [file for file in files if _is_of_split(file.relative_to(folder), split)]
+    if not chosen:
+        raise DataError(
+            f"`data.split` is `{split}`, but no file in the folder `{folder}` is named after it; "
+            f"there is {', '.join(str(file.relative_to(folder)) for file in files[:8])}."
+        )
+    return chosen
+
+
+def _is_of_split(file: Path, split: str) -> bool:
+    return split in file.parts[:-1] or re.split(r"[-_.]", file.name)[0] == split
+
+
+def _glob(pattern: Path) -> list[Path]:
+    parts = pattern.parts
+    first = next((i for i, part in enumerate(parts) if any(c in part for c in "*?[")), None)
+    if first is None:
+        return []
+    root = Path(*parts[:first])
+    found = root.glob(str(Path(*parts[first:])))
+    visible = (f for f in found if not any(p.startswith(".") for p in f.relative_to(root).parts))
+    return sorted(file for file in visible if file.is_file())
+
+
+def _has_suffix(name: str) -> bool:
+    return _format_of(name) is not None
+
+
+def _format_of(name: str) -> str | None:
+    return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), None)
+
+
+def _read_files(
+    files: list[Path],
+    format: Format | None,
+    required: Mapping[str, str],
+    texts: Collection[str],
+    refused: RefusedRows | None,
+) -> pa.Table:
+    kinds = {format or _format_of(file.name) for file in files}
+    if kinds == {"jsonl"}:
+        return read_json_lines(files, required, texts, refused)
+    if kinds == {"csv"}:
+        return _concat(files, [_read_csv(file, required) for file in files], required)
+    if kinds == {"parquet"}:
+        return _concat(files, [_read_parquet(file, required) for file in files], required)
+    if kinds == {"arrow"}:
+        return _concat(files, [_read_arrow(file, required) for file in files], required)
+    unknown = next((file for file in files if _format_of(file.name) is None), None)
+    if unknown is not None:
+        raise DataError(
+            f"`data.path` includes `{unknown}`, which is by its name no file of rows; expected one "
+            f"of {', '.join(_SUFFIXES)}. Rename it if it is one; write rows of another kind as "
+            "JSON lines or Parquet."
+        )
+    raise DataError(
+        f"`data.path` stands for files of different formats, among them `{files[0]}` and "
+        f"`{files[-1]}`. Give a glob such as `folder/*.parquet`."
+    )
+
+
+def _read_csv(file: Path, required: Mapping[str, str]) -> pa.Table:
+    """A table whose first line names the columns. Those of prompts and answers are texts as they
+    are written; others become numbers where they can."""
+    texts = [name for setting, name in required.items() if setting != "data.margin_column"]
+    try:
+        table = csv.read_csv(
+            file,
+            parse_options=csv.ParseOptions(
+                delimiter="\t" if ".tsv" in file.suffixes else ",", newlines_in_values=True
+            ),
+            convert_options=csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string())),
+        )
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"`{file}` (`data.path`) is no readable CSV file: {error}") from error
+    return _complete(table, required, f"`{file}`")
+
+
+def _read_parquet(file: Path, required: Mapping[str, str]) -> pa.Table:
+    try:
+        table = pq.ParquetFile(file).read()
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"`{file}` (`data.path`) is no readable Parquet file: {error}") from error
+    return _complete(table, required, f"`{file}`")
+
+
+def _read_arrow(file: Path, required: Mapping[str, str]) -> pa.Table:
+    """An Arrow stream, as `datasets` writes, or an Arrow file."""
+    try:
+        with pa.memory_map(str(file)) as source:
+            try:
+                table = pa.ipc.open_stream(source).read_all()
+            except pa.ArrowInvalid:
+                table = pa.ipc.open_file(source).read_all()
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"`{file}` (`data.path`) is no readable Arrow file: {error}") from error
+    return _complete(table, required, f"`{file}`").replace_schema_metadata(None)
+
+
+def _concat(files: list[Path], tables: list[pa.Table], required: Mapping[str, str]) -> pa.Table:
+    """All rows. Columns whose types differ between files are brought to one; where that is not
+    possible, a column that no setting names is left out."""
+    for name in dict.fromkeys(name for table in tables for name in table.column_names):
+        mine = [table.select([name]) for table in tables if name in table.column_names]
+        try:
+            pa.concat_tables(mine, promote_options="permissive")
+            continue
+        except pa.ArrowException as error:
+            said = str(error)
+        try:  # objects with different keys, say
+            kind = pa.array([v for one in mine for v in one.column(name).to_pylist()]).type
+            merged = [_retyped(table, name, kind) for table in tables]
+        except (pa.ArrowException, OverflowError) as error:
+            if name in required.values():
+                raise DataError(
+                    f"The {len(files)} files of `data.path`, from `{files[0]}` on, have values in "
+                    f"the column `{name}` that do not fit together: {said}"
+                ) from error
+            _log.warning(
+                "The data's column `%s` is left out: its values in the %d files from `%s` on do "
+                "not fit together.",
+                name,
+                len(files),
+                files[0],
+            )
+            merged = [t.drop_columns([name]) if name in t.column_names else t for t in tables]
+        tables = merged
+    return pa.concat_tables(tables, promote_options="permissive")
+
+
+def _retyped(table: pa.Table, name: str, kind: pa.DataType) -> pa.Table:
+    if name not in table.column_names:
+        return table
+    values = pa.array(table.column(name).to_pylist(), kind)
+    return table.set_column(table.column_names.index(name), name, values)
+
+
+def _read_from_hub(path: str, split: str | None) -> pa.Table:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise MissingPackageError(
+            f"`data.path` is `{path}`, which is no file here, and reading a data set of the "
+            f"Hugging Face hub needs the package `datasets`: {pip_install('datasets')}"
+        ) from error
+    name, _, configuration = path.partition(":")
+    if (why := why_not_on_hub(name, "dataset")) is not None:
+        raise DataError(
+            f"`data.path` is `{path}`, which is no file here (seen from {Path.cwd()}), and the "
+            f"Hugging Face hub {why}. Give the path of a file or folder, or put the data set into "
+            "the hub's cache on this machine (`hf download --repo-type dataset`)."
+        )
+    load: Callable[..., object] = load_dataset
+    try:
+        dataset = load(name, configuration or None, split=split or "train")
+    except Exception as error:  # the hub's client raises a dozen unrelated kinds
+        reason = str(error).strip().split("\n")[0]
+        raise DataError(
+            f"`data.path` is `{path}`, which is no file here, and loading it as a data set of the "
+            f"Hugging Face hub (split `{split or 'train'}`) failed: {type(error).__name__}: "
+            f"{reason}. Check the spelling and the network, or give the path of a local file."
+        ) from error
+    table = dataset.with_format("arrow")[:]  # type: ignore[attr-defined]
+    return table.combine_chunks()

@@ -1,0 +1,364 @@
+"""From the data settings to prompts, examples or pairs: a built-in task, files, or the hub."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hybridrl.batch.batch import Batch
+from hybridrl.config.schema import DataConfig
+from hybridrl.conversations.rendering import TemplateContext
+from hybridrl.data.answer_formats import with_answers
+from hybridrl.data.data_files import TRAIN, read_rows, splits_of
+from hybridrl.data.held_out import draw_rows, hold_out
+from hybridrl.data.preference_pairs import tokenize_pairs
+from hybridrl.data.prompts import tokenize_prompts
+from hybridrl.data.refused_rows import RefusedRows, check_rows
+from hybridrl.data.supervised_examples import (
+    tokenize_conversations,
+    tokenize_examples,
+    tokenize_turns,
+)
+from hybridrl.data.tasks import load_task, task_names
+from hybridrl.errors import ConfigError, DataError, HybridRLError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OF_TASKS = ("tasks", "task_options", "rows")
+"""Settings that a task's functions get, if they have parameters of these names."""
+NO_ANSWER = "(no single answer)"
+"""In place of the answer of a problem that many answers solve, which a verifier tells apart."""
+
+_log = logging.getLogger(__name__)
+
+
+class Prompts(NamedTuple):
+    """Tokenized prompts.
+
+    Attributes:
+        training: To learn from.
+        held_out: To evaluate on; None if the data is too small to spare any.
+        examples: Prompts with right answers, of a built-in task; None otherwise.
+    """
+
+    training: Batch
+    held_out: Batch | None
+    examples: Batch | None
+
+
+class Split(NamedTuple):
+    """Rows to learn from, and rows to evaluate on (None if the data is too small to spare any)."""
+
+    training: Batch
+    held_out: Batch | None
+
+
+def load_prompts(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, held_out: int, seed: int
+) -> Prompts:
+    """Reads and tokenizes the prompts that `config` names.
+
+    Args:
+        held_out: How many prompts to evaluate on.
+        seed: Of a built-in task's problems.
+
+    Raises:
+        DataError: for a missing file or column, a malformed row, or no rows at all.
+        ConfigError: for settings that contradict each other or the tokenizer.
+    """
+    task = config.task is not None
+    prompt_column = "prompt" if task else _prompt_column(config, "")
+    answer_column = "answer" if task else config.answer_column
+    required = {"data.prompt_column": prompt_column}
+    if answer_column is not None:
+        required["data.answer_column"] = answer_column
+    tokenized = partial(
+        tokenize_prompts,
+        tokenizer=tokenizer,
+        prompt_column=prompt_column,
+        answer_column=answer_column,
+        chat=config.chat,
+        max_prompt_tokens=config.max_prompt_tokens,
+        too_long=config.too_long,  # type: ignore[arg-type]
+        **_chats(config),
+    )
+    split = _load(config, "problems", required, tokenized, held_out, seed, _with_answers)
+    examples = None
+    if task and any(answer != NO_ANSWER for answer in split.training["answer"]):
+        examples = load_examples(config, tokenizer, held_out=held_out, seed=seed).training
+    return Prompts(split.training, split.held_out, examples)
+
+
+def load_prompts_to_evaluate(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, number: int, seed: int
+) -> Batch:
+    """Prompts of a place that nothing is learned from: of a built-in task those that it holds out,
+    of a folder with files of several splits those of a split to evaluate on, else all.
+
+    Args:
+        number: The most; of more there are drawn so many.
+        seed: Of the draw, and of a built-in task's problems.
+
+    Raises:
+        DataError, ConfigError: as `load_prompts` does.
+    """
+    holds_out = config.task is not None or _evaluated(config)[0] is not None
+    found = load_prompts(config, tokenizer, held_out=number if holds_out else 0, seed=seed)
+    rows = found.training if found.held_out is None else found.held_out
+    return draw_rows(rows, number, seed)
+
+
+def load_examples(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, held_out: int, seed: int
+) -> Split:
+    """Reads and tokenizes the examples for supervised fine-tuning: of a built-in task its problems
+    with their answers, else `data.messages_column`, or prompts and responses.
+
+    The arguments and errors are those of `load_prompts`, the columns those of `tokenize_examples`.
+    """
+    if config.task is not None and hasattr(load_task(config.task), "examples"):
+        turns = partial(tokenize_turns, tokenizer=tokenizer)
+        return _load(config, "examples", {}, turns, held_out, seed)
+    settings = {"learn": config.learn, **_chats(config), **_limits(config)}
+    if config.task is None and config.messages_column is not None:
+        required = {"data.messages_column": config.messages_column}
+        tokenized = partial(
+            tokenize_conversations,
+            tokenizer=tokenizer,
+            messages_column=config.messages_column,
+            **settings,
+        )
+    else:
+        task = config.task is not None
+        or_messages = ", or `data.messages_column` to that of the conversations to learn"
+        columns = ("prompt", "answer")
+        if not task:
+            columns = (_prompt_column(config, or_messages), config.response_column)
+        named = ("data.prompt_column", "data.response_column")
+        required = dict(zip(named, columns, strict=True))
+        tokenized = partial(
+            tokenize_examples,
+            tokenizer=tokenizer,
+            prompt_column=columns[0],
+            response_column=columns[1],
+            chat=config.chat,
+            **settings,
+        )
+    return _load(config, "problems", required, tokenized, held_out, seed, _answered)
+
+
+def load_pairs(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, held_out: int, seed: int
+) -> Split:
+    """Reads and tokenizes preference pairs.
+
+    The arguments and errors are those of `load_prompts`, the columns those of `tokenize_pairs`.
+    """
+    task = config.task is not None
+    prompt_column = "prompt" if task else config.prompt_column
+    chosen_column, rejected_column = (
+        ("chosen", "rejected") if task else (config.chosen_column, config.rejected_column)
+    )
+    margin_column = None if task else config.margin_column
+    # The prompt may stand in the conversations instead; `tokenize_pairs` finds out.
+    required = {"data.chosen_column": chosen_column, "data.rejected_column": rejected_column}
+    if margin_column is not None:
+        required["data.margin_column"] = margin_column
+    tokenized = partial(
+        tokenize_pairs,
+        tokenizer=tokenizer,
+        prompt_column=prompt_column,
+        chosen_column=chosen_column,
+        rejected_column=rejected_column,
+        margin_column=margin_column,
+        chat=config.chat,
+        **_chats(config),
+        **_limits(config),
+    )
+    return _load(config, "pairs", required, tokenized, held_out, seed)
+
+
+def _load(
+    config: DataConfig,
+    of_task: str,
+    required: Mapping[str, str],
+    tokenized: Callable[..., Batch],
+    held_out: int,
+    seed: int,
+    prepared: Callable[[pa.Table], pa.Table] = lambda rows: rows,
+) -> Split:
+    """Rows of the task's function `of_task`, which are first `prepared`, or of files, tokenized."""
+    _check_places(config)
+    if config.task is not None:
+        training, kept = map(prepared, _rows_of_task(config, of_task, held_out, seed))
+        return Split(tokenized(training), tokenized(kept) if len(kept) else None)
+    path, (eval_path, eval_split) = str(config.path), _evaluated(config)
+    texts = [name for setting, name in required.items() if setting == "data.answer_column"]
+
+    def made(path: str, split: str | None) -> Batch:
+        drop, limit = config.bad_rows == "drop", config.bad_rows_limit
+        refused = RefusedRows(path, drop=drop, limit=limit)
+        rows = read_rows(path, split, required=required, texts=texts, refused=refused)
+        rows = with_answers(rows, config.answer_format, required.get("data.answer_column"), refused)
+        check_rows(config, rows, refused)
+        batch = tokenized(rows, refused=refused)
+        refused.tell()
+        return batch
+
+    batch = made(path, config.split)
+    if eval_path is None:
+        return Split(*hold_out(batch, held_out, seed))
+    with _said_of_eval_path() if config.eval_path is not None else nullcontext():
+        others = made(eval_path, eval_split)
+    return Split(batch, draw_rows(others, held_out, seed) if held_out else None)
+
+
+@contextmanager
+def _said_of_eval_path() -> Iterator[None]:
+    """Inside, errors name `data.eval_path`, which is read as `data.path` is."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        said = re.sub(r"\bdata\.(path|split)\b", r"data.eval_\1", str(error))
+        said = re.sub(r"\b(Row \d+) of the data\b", r"\1 of `data.eval_path`", said)
+        raise type(error)(said) from error
+
+
+def _check_places(config: DataConfig) -> None:
+    """Refuses settings of files that would be ignored, or that have a policy evaluated on what it
+    learns."""
+    given = {
+        f"data.{name}={value}": name
+        for name in ("split", "eval_path", "eval_split")
+        if (value := getattr(config, name)) is not None
+    }
+    if config.task is not None and given:
+        raise ConfigError(
+            f"{next(iter(given))} is for data of files, and data.task={config.task} brings its own "
+            "prompts to evaluate on. Leave it out, or set data=jsonl data.path=<file>."
+        )
+    if config.eval_path is None and config.eval_split is not None:
+        raise ConfigError(
+            f"data.eval_split={config.eval_split} needs data.eval_path, the file, folder or data "
+            "set that it is a split of. It may be that of data.path."
+        )
+
+
+def check_apart(config: DataConfig) -> None:
+    """Refuses to have a policy evaluated on what it learns.
+
+    Raises:
+        ConfigError: names `data.eval_path`.
+    """
+    if config.eval_path is not None and config.eval_path == config.path:
+        splits = [config.split or TRAIN, config.eval_split or TRAIN]
+        if splits[0] == splits[1]:
+            has_splits = not Path(config.eval_path).is_file()
+            raise ConfigError(
+                f"data.eval_path={config.eval_path} is data.path: the policy would be evaluated on "
+                "what it learns. Leave data.eval_path out, and rows are held out; or name another "
+                f"{'split by data.eval_split' if has_splits else 'file'}."
+            )
+
+
+def _evaluated(config: DataConfig) -> tuple[str | None, str | None]:
+    """Where rows to evaluate on come from: path and split; None: they are held out of the others.
+
+    A folder that has files of a split for that beside those of `train` is asked for them.
+    """
+    if config.eval_path is not None or config.split is not None:
+        return config.eval_path, config.eval_split
+    first, *others = splits_of(str(config.path)) or [None]
+    if first != TRAIN or not others:
+        return None, None
+    _log.warning("Evaluations are on the split `%s` of `%s`.", others[0], config.path)
+    return config.path, others[0]
+
+
+def _rows_of_task(config: DataConfig, function: str, held_out: int, seed: int) -> list[pa.Table]:
+    """What a task's function gives: rows to learn from, and rows to evaluate on."""
+    name = str(config.task)
+    make = _function_of_task(name, function)
+    named = inspect.signature(make).parameters
+    offered = {name: getattr(config, name) for name in OF_TASKS if name in named}
+    try:
+        training, kept = make(count_held_out=held_out, seed=seed, **offered)
+        return [pa.Table.from_pylist(list(part)) for part in (training, kept)]
+    except HybridRLError:
+        raise
+    except Exception as error:  # it is the user's
+        raise ConfigError(
+            f"`data.task` is `{name}`, whose function `{function}(count_held_out, seed)` must "
+            "return two lists of dictionaries, rows to learn from and rows to evaluate on: "
+            f"{type(error).__name__}: {error}."
+        ) from error
+
+
+def _with_answers(rows: pa.Table) -> pa.Table:
+    """Problems of a task, with something in place of answers that there are not."""
+    if "answer" not in rows.column_names or not rows.column("answer").null_count:
+        return rows
+    place = rows.column_names.index("answer")
+    texts = rows.column("answer").cast(pa.string())
+    return rows.set_column(place, "answer", texts.fill_null(NO_ANSWER))
+
+
+def _answered(rows: pa.Table) -> pa.Table:
+    """Problems of a task that have an answer.
+
+    Raises:
+        ConfigError: if none has.
+    """
+    if "answer" not in rows.column_names or not rows.column("answer").null_count:
+        return rows
+    found = rows.filter(pc.is_valid(rows.column("answer")))
+    if rows.num_rows and not found.num_rows:
+        raise ConfigError(
+            "The problems of these tasks have no single right answer (a verifier tells which are "
+            "right), so there is nothing to learn by imitation. Name other tasks."
+        )
+    return found
+
+
+def _function_of_task(name: str, function: str) -> Callable[..., Any]:
+    task = load_task(name)
+    if not hasattr(task, function):
+        others = [known for known in task_names() if hasattr(load_task(known), function)]
+        raise ConfigError(
+            f"`data.task` is `{name}`, which has no preference pairs: a trainer that learns from "
+            f"preferences needs a task with a function `{function}(count_held_out, seed)` "
+            f"({', '.join(others)}), or pairs from a file: data=jsonl data.path=<file>."
+        )
+    return getattr(task, function)  # type: ignore[no-any-return]
+
+
+def _prompt_column(config: DataConfig, otherwise: str) -> str:
+    """The column of the prompts, which there has to be; or what else there is."""
+    if config.prompt_column is None:
+        raise ConfigError(
+            "`data.prompt_column` is null, which only preference pairs allow. Set it to the column "
+            f"of the prompts{otherwise}."
+        )
+    return config.prompt_column
+
+
+def _chats(config: DataConfig) -> dict[str, Any]:
+    """What chats are rendered with."""
+    context = TemplateContext.of(config.chat_template_options, config.date)
+    tools = None if config.task else config.tools_column
+    return {"context": context, "tools_column": tools, "system_prompt": config.system_prompt}
+
+
+def _limits(config: DataConfig) -> dict[str, Any]:
+    names = ("max_prompt_tokens", "max_response_tokens", "too_long")
+    return {name: getattr(config, name) for name in names}

@@ -1,0 +1,69 @@
+"""How hard rows are said to be: their columns of difficulty."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridrl.batch.batch import Batch
+from hybridrl.errors import ConfigError, nearest
+
+PREFIX = "difficulty_"
+"""How columns of the data begin that say how hard a row is, if no others are named."""
+MOST_VALUES = 16
+"""A number with more different values than this counts by its rank, in so many parts."""
+
+
+def difficulty_columns(rows: Batch, named: Sequence[str] | str | None) -> list[str]:
+    """The columns that say how hard rows are: those that are named, else those that begin with
+    `PREFIX`.
+
+    Raises:
+        ConfigError: if the data lacks one.
+    """
+    if named is None:
+        return [name for name in rows.columns if name.startswith(PREFIX)]
+    names = [named] if isinstance(named, str) else list(named)
+    for name in names:
+        if name not in rows.columns:
+            raise ConfigError(
+                f"data.sampler_options.columns names `{name}`, and the data has no such column; it "
+                f"has {', '.join(rows.columns)}.{nearest(name, rows.columns)}"
+            )
+    return names
+
+
+def ranks(rows: Batch, column: str) -> npt.NDArray[np.int64]:
+    """The place of each row's value among the values of a column, from 0; a number with many values
+    in `MOST_VALUES` parts of about as many rows. Rows without a value are -1."""
+    cells = rows.table.column(column).to_pylist()
+    numbers = np.array([_number(cell) for cell in cells])
+    if np.isnan(numbers).all():  # texts, in their order
+        texts = sorted({str(cell) for cell in cells if cell is not None})
+        places = {text: place for place, text in enumerate(texts)}
+        return np.array([-1 if c is None else places[str(c)] for c in cells], np.int64)
+    there = ~np.isnan(numbers)
+    values = np.unique(numbers[there])
+    if len(values) > MOST_VALUES:
+        shares = np.linspace(0, 1, MOST_VALUES + 1)[1:-1]
+        values = np.unique(np.quantile(numbers[there], shares))
+        found = np.searchsorted(values, numbers, side="right")
+    else:
+        found = np.searchsorted(values, numbers)
+    return np.where(there, found, -1).astype(np.int64)
+
+
+def buckets(rows: Batch, columns: Sequence[str]) -> npt.NDArray[np.int64]:
+    """A number for each row, from 0; rows of the same source and difficulty have the same."""
+    named = [*(["source"] if "source" in rows.columns else []), *columns]
+    if not named:
+        return np.zeros(len(rows), np.int64)
+    table = np.stack([ranks(rows, name) for name in named], axis=1)
+    return np.unique(table, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+
+
+def _number(cell: object) -> float:
+    is_number = isinstance(cell, int | float) and not isinstance(cell, bool)
+    return float(cell) if is_number else np.nan  # type: ignore[arg-type]

@@ -1,0 +1,155 @@
+"""Columns of data by name; dots lead into objects: `reward_model.ground_truth`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hybridrl.batch.arrow_columns import json_column, python_values
+from hybridrl.errors import DataError, RowError, nearest
+
+MESSAGES_SETTING = "data.messages_column"
+TOOLS = "tools"
+"""What the column of tools is called unless `data.tools_column` says otherwise."""
+
+_log = logging.getLogger(__name__)
+
+
+def check_columns(
+    columns: Collection[str] | Mapping[str, Any], required: Mapping[str, str], place: str
+) -> None:
+    """Looks for the column that each setting names.
+
+    Args:
+        columns: Names; or a row, into whose objects a name with dots may lead.
+        place: Begins the sentence.
+
+    Raises:
+        DataError: names the setting and the nearest column.
+    """
+    for setting, name in required.items():
+        if name in columns or (isinstance(columns, Mapping) and _leads(columns, name)):
+            continue
+        there = [as_shown(column) for column in columns]
+        cure = f" If no row has an answer, set {setting}=null."
+        raise RowError(
+            f"{place} has no column `{name}` (`{setting}`); it has "
+            f"{', '.join(there[:40]) or 'none'}."
+            + nearest(name, there)
+            + (cure if setting.endswith("answer_column") else ""),
+            f"without the column `{name}`",
+        )
+
+
+def as_shown(name: str) -> str:
+    """A name that a console can show: halves of surrogate pairs are escaped."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def cells_of(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    """The values of a column; None where a row has it not."""
+    if "." not in name:
+        return [row.get(name) for row in rows]
+    return [row[name] if name in row else _inside(row, name) for row in rows]
+
+
+def arrow_column(values: Sequence[Any]) -> pa.Array:
+    """The values as a column: lists of objects, such as messages and tools, as JSON."""
+    listed = [value for value in values if value is not None]
+    objects = [one for value in listed if isinstance(value, list) for one in value]
+    is_json = bool(objects) and all(isinstance(value, list) for value in listed)
+    if is_json and all(isinstance(one, dict) for one in objects):
+        return json_column(values)
+    return pa.array(values)
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Rows as a table; a key that a row lacks is null.
+
+    Raises:
+        ArrowException, OverflowError, UnicodeError: if no column can hold the values of a key.
+    """
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pa.table({name: arrow_column([row.get(name) for row in rows]) for name in names})
+
+
+def with_inner_columns(table: pa.Table, names: Collection[str]) -> pa.Table:
+    """The table, with what names with dots lead to as columns of these names."""
+    for name in names:
+        head, *inner = name.split(".")
+        if name in table.column_names or not inner or head not in table.column_names:
+            continue
+        try:
+            found = pc.struct_field(table.column(head), inner)
+        except (pa.ArrowException, NotImplementedError):  # it is no object, or has no such key
+            continue
+        table = table.append_column(name, found)
+    return table
+
+
+def column_of(rows: pa.Table, name: str, setting: str) -> pa.ChunkedArray:
+    """The column, or a `DataError` that names the setting and the nearest existing column. The log
+    tells of chats that are text."""
+    rows = with_inner_columns(rows, [name])
+    if name not in rows.column_names:
+        raise DataError(
+            f"`{setting}` is `{name}`, but the data has no such column; it has "
+            f"{', '.join(rows.column_names)}." + nearest(name, rows.column_names)
+        )
+    column = rows.column(name)
+    read_as_it_is = setting != MESSAGES_SETTING
+    if read_as_it_is and len(column) and is_chat_in_text(python_values(column[:1])[0]):
+        _log.warning(
+            "The data's column `%s` (`%s`) holds chats as JSON in texts, and texts are taken as "
+            "they are. Write them as lists of messages, so that the chat template renders them.",
+            name,
+            setting,
+        )
+    return column
+
+
+def tools_cells(rows: pa.Table, name: str | None) -> list[Any]:
+    """The cells of `data.tools_column`; None for each row where there is none. The column `tools`
+    may be missing.
+
+    Raises:
+        DataError: if another is.
+    """
+    if name is None or (name == TOOLS and name not in rows.column_names):
+        return [None] * rows.num_rows
+    return python_values(column_of(rows, name, "data.tools_column"))
+
+
+def is_chat_in_text(cell: Any) -> bool:
+    """Whether a cell is a list of chat messages as JSON text."""
+    if not isinstance(cell, str) or not cell.lstrip().startswith("["):
+        return False
+    try:
+        messages = json.loads(cell)
+    except (ValueError, RecursionError):
+        return False
+    return bool(messages) and all(
+        isinstance(message, dict) and {"role", "from"} & message.keys() for message in messages
+    )
+
+
+def _inside(row: Mapping[str, Any], name: str) -> Any:
+    value: Any = row
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _leads(row: Mapping[str, Any], name: str) -> bool:
+    """Whether each part of a name with dots is a key of what the part before it leads to."""
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return False
+        value = value[part]
+    return True

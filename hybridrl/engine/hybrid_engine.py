@@ -1,0 +1,133 @@
+"""HybridEngine: one policy in two layouts, cut one way for training and another for generation.
+
+The generation weights are brought up to date when they are next needed, so no driver program can
+forget to do it, and updates that follow each other move nothing in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridrl.batch.batch import Batch
+from hybridrl.checkpoint.engine_state.training_state import load_training_state
+from hybridrl.engine.train_engine import Loss, TrainEngine
+from hybridrl.errors import RolloutError
+from hybridrl.rollout.rollout_engine import RolloutEngine, Sampling
+from hybridrl.system.device_traits import free_cached_memory, synchronize
+from hybridrl.system.dtypes import DTYPES
+from hybridrl.system.locations import Location
+from hybridrl.weights.weight_sync import SyncCost, WeightSync
+
+Phase = Callable[[str], AbstractContextManager[None]]
+NOT_LOADED = -1
+
+
+class HybridEngine:
+    """Trains with `train`, generates with `rollout`, which may be missing.
+
+    Args:
+        dtype: Name of the precision of the rollout engine's weights.
+        verify: Compare all weights after each sync; as slow as loading them.
+
+    Attributes:
+        policy_version: Number of optimizer steps, and of loaded weights, so far. Every sample
+            carries the version that made it.
+        cost: Of the sync before the last generation; None if there was none, or if weights went
+            whole.
+    """
+
+    def __init__(
+        self,
+        train: TrainEngine,
+        rollout: RolloutEngine | None,
+        phase: Phase,
+        dtype: str = "float32",
+        verify: bool = False,
+    ) -> None:
+        self.train = train
+        self.rollout = rollout
+        self.policy_version = 0
+        self.cost: SyncCost | None = None
+        lacks = False
+        if rollout is not None:
+            rollout.sleep()  # the roles that are built after this one need the memory
+            lacks = (
+                rollout.awaits_weights or not rollout.keeps_weights or train.begins_with_adapters
+            )
+        self._loaded_version = NOT_LOADED if lacks else 0
+        self._phase = phase
+        self._dtype = DTYPES[dtype]
+        self._verify = verify
+        self._sync: WeightSync | None = None
+        self._is_planned = False
+
+    def generate(self, batch: Batch, sampling: Sampling, seeds: Sequence[int]) -> Batch:
+        """One response per prompt, from the newest weights, each with its seed. The trainer's own
+        weights give way to the KV cache, if they may."""
+        self.cost = None
+        if self._loaded_version != self.policy_version:
+            with self._phase("sync"):
+                self._synchronise()
+        self.train.offload()
+        with self._phase("generate"):
+            samples = self.rollout.generate(batch, sampling, seeds)
+        self.rollout.sleep()
+        if not self.rollout.keeps_weights:
+            self._loaded_version = NOT_LOADED
+        free_cached_memory(self.train.device)
+        versions = torch.full((len(batch),), self.policy_version)
+        return with_mask(samples).with_columns({"policy_version": versions})
+
+    def update(self, batch: Batch, loss: Loss, **options: Any) -> dict[str, float]:
+        """One optimizer step; see `TrainEngine.update`."""
+        with self._phase("train"):
+            metrics = self.train.update(batch, loss, **options)
+            synchronize(self.train.device)
+        self.policy_version += 1
+        return metrics
+
+    def load(self, folder: Path) -> None:
+        """Takes the weights of a model folder; see `TrainEngine.load`. They count as a new version
+        of the policy, so the next generation uses them."""
+        self.train.load(folder)
+        self.policy_version += 1
+
+    def load_state(self, folder: Location) -> None:
+        """Goes on from a state that was saved with its `policy_version`. The next generation uses
+        its weights. Collective."""
+        counters = load_training_state(self.train, folder)
+        self.policy_version = counters["policy_version"]
+        self._loaded_version = NOT_LOADED
+
+    @torch.no_grad()
+    def _synchronise(self) -> None:
+        self.rollout.wake()
+        if not self._is_planned:
+            self._sync = WeightSync.between(self.train, self.rollout, self._dtype)
+            self._is_planned = True
+        if self._sync is None:
+            self.rollout.load(self.train.weights_for(self.rollout.takes_adapters))
+        else:
+            self.cost = self._sync.run()
+            if self._verify and (wrong := self.rollout.differences(self.train.full_weights())):
+                raise RolloutError(
+                    f"{len(wrong)} parts of the weights are not those of the trainer after the "
+                    f"sync of policy version {self.policy_version}: {' '.join(wrong[:3])}"
+                )
+        synchronize(self.train.device)
+        self._loaded_version = self.policy_version
+
+
+def with_mask(samples: Batch) -> Batch:
+    """Samples with a `response_mask`: where the engine does not say which of the tokens were
+    sampled, all were."""
+    if "response_mask" in samples:
+        return samples
+    tokens = samples.ragged("response_ids")
+    ones = torch.ones(len(tokens.values), dtype=torch.uint8)
+    return samples.with_columns({"response_mask": tokens._replace(values=ones)})

@@ -1,0 +1,339 @@
+"""TrainEngine: forward, backward and optimizer steps of a sharded model. Knows no RL.
+
+The loss is a function from `hybridrl.algorithms`; what it needs of each token comes as columns of
+the batch. Every token carries its weight in the global loss (`loss_weights`), so any split into
+ranks and micro-batches gives the same gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridrl.algorithms import Segments, TokenLoss
+from hybridrl.batch.batch import Batch, Ragged
+from hybridrl.batch.call_record import Fault
+from hybridrl.batch.row_balancing import pack
+from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
+from hybridrl.config.schema import ActorConfig, OptimizerConfig
+from hybridrl.engine.faults import fault_of_batch, fault_of_model
+from hybridrl.engine.micro_batches import token_columns, token_places
+from hybridrl.engine.optimizer import make_optimizer
+from hybridrl.engine.resting_moments import RestingMoments
+from hybridrl.engine.sharded_gradients import Gradients
+from hybridrl.engine.sharded_model import ShardedModel
+from hybridrl.engine.update_metrics import UpdateMetrics
+from hybridrl.errors import TrainingError
+from hybridrl.models import PackedModel, PackedSamples, Rows
+from hybridrl.models.expert_routing import Routing, balance_of, figures
+from hybridrl.models.int8_rounding import seed_rounding
+from hybridrl.parallel.fsdp import unit_parameters
+from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.sequence_parallel import SequenceParallel, check_rows
+from hybridrl.system.device_traits import free_cached_memory, synchronize
+from hybridrl.system.dtypes import DTYPES
+
+MOST_SKIPPED = 20
+"""So many updates in a row with gradients that are not finite are an error, also in programs that
+nobody guards (`guard.most_skipped`)."""
+Loss = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Segments], TokenLoss]
+"""(outputs of the model, columns of the batch, samples), packed `[tokens]`, to a loss per token.
+Metrics are averaged over the tokens of `response_mask`; those named `*_by_row` have a value for
+each sample, and are averaged over samples; of those named `*_max` the largest is taken."""
+
+
+class TrainEngine(ShardedModel):
+    """Trains a sharded model, or only scores with it.
+
+    Args:
+        model: The model, float32, on the CPU or not read yet (on the meta device); it is cut and
+            sharded in place.
+        mesh: How the model and its batches are cut over the ranks. Those that differ in `dp` have
+            different rows; all others get the same ones.
+        device: This rank's device.
+        dtype: Name of the precision of computation.
+        config: Micro-batch budget, checkpointing, offload.
+        files: Of a model that is not read yet: every rank reads what is left to it.
+
+    Attributes:
+        skipped_in_a_row: Updates whose gradients were not finite, since the last one that was.
+        fault: Where the last of these had the first such number, as this rank saw it.
+        rounding_seed: Of the stochastic rounding of a model that learns in 8 bits; each update
+            draws anew from it, whatever was drawn before. None: nothing is rounded so.
+    """
+
+    def __init__(
+        self,
+        model: PackedModel,
+        mesh: ParallelMesh,
+        device: torch.device,
+        dtype: str,
+        config: ActorConfig,
+        files: TensorFiles | None = None,
+    ) -> None:
+        check_rows(model.rows, mesh.size("ring") * mesh.size("ulysses"))
+        self._routing = Routing.of(model.inner)
+        super().__init__(model, mesh, device, dtype, config, files)
+        self.fault: Fault | None = None
+        self.rounding_seed: int | None = None
+        self._sequence = SequenceParallel.of(mesh)
+        self._gradients = self._watch_gradients()
+        moves = not config.offload_parameters and device.type != "cpu"
+        self._hosts_moments = config.offload_optimizer and moves
+        self._resting: RestingMoments | None = None
+        self._offloads_all, self._is_offloaded = config.offload_between_calls and moves, False
+
+    def start_optimizer(self, config: OptimizerConfig, updates: int) -> None:
+        """Begins a phase of `updates` optimizer steps with a fresh optimizer and schedule."""
+        self._max_grad_norm = config.max_grad_norm
+        self.skipped_in_a_row = 0
+        self.optimizer, self.schedule = make_optimizer(self.model.parameters(), config, updates)
+        self._resting, dtype = None, DTYPES[config.moments]
+        if self._hosts_moments or dtype is not torch.float32:
+            parts = unit_parameters(self.model)
+            place = torch.device("cpu") if self._hosts_moments else self.device
+            self._resting = RestingMoments(self.optimizer, parts, self.device, place, dtype)
+
+    def offload(self) -> None:
+        """Gives the device's memory to others until `onload`: parameters and optimizer state move
+        to the host's. Only with `actor.offload_between_calls`."""
+        if self._offloads_all and not self._is_offloaded:
+            # To pinned memory, because these copies do not block.
+            self.model.to("cpu", non_blocking=True)
+            if self.scoring is not None:  # rounded copies are the device's memory, too
+                self.scoring.forget()
+            self._move_optimizer(torch.device("cpu"))
+            synchronize(self.device)
+            free_cached_memory(self.device)
+            self._is_offloaded = True
+
+    def onload(self) -> None:
+        """Takes the memory back; to be called before anything else is."""
+        if self._is_offloaded:
+            self.model.to(self.device, non_blocking=True)
+            if not self._hosts_moments:
+                self._move_optimizer(self.device)
+            self._is_offloaded = False
+
+    def put_optimizer_away(self) -> None:
+        """To where its moments are between steps, and as they are there: `actor.offload_optimizer`,
+        `actor.optimizer.moments`."""
+        if self._resting is not None:
+            self._resting.put_away()
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, **options: Any) -> Batch:
+        """The model's outputs for the response tokens, a ragged column each.
+
+        Args:
+            options: Of the model's forward, such as `temperature`.
+
+        Returns:
+            Of a pipeline, the ranks of the last stage have the outputs; those of others hold NaN.
+        """
+        self.model.eval()
+        responses = batch.ragged("response_ids")
+        shapes = self.model.shapes(**options).items()
+        count = len(responses.values)
+        outputs = {name: torch.full((count, *shape), torch.nan) for name, shape in shapes}
+        micro_batches = self._micro_batches(batch)
+        samples = [self._pack(batch.take(rows)) for rows in micro_batches]
+
+        def keep(number: int, found: Mapping[str, Tensor]) -> None:
+            places = token_places(responses.cu_seqlens, micro_batches[number])
+            whole = self._whole(found, samples[number])
+            for name, kept in outputs.items():
+                kept[places] = whole[name].cpu()
+
+        if self._pipeline is not None:
+            self._pipeline.score(self.model, samples, keep, **options)
+        else:
+            for number, packed in enumerate(samples):
+                keep(number, self.model(packed, **options))
+        self._drop_gathered()  # their memory is for others now
+        return Batch.from_columns(
+            {
+                name: Ragged(values.flatten(), responses.cu_seqlens * math.prod(values.shape[1:]))
+                for name, values in outputs.items()
+            }
+        )
+
+    def update(
+        self, batch: Batch, loss: Loss, *, rows_together: int = 1, **options: Any
+    ) -> dict[str, float]:
+        """One optimizer step on the rows of all ranks together.
+
+        Args:
+            batch: This rank's rows, with `prompt_ids`, `response_ids`, `response_mask`,
+                `loss_weights`, and the token columns that `loss` reads.
+            loss: See `Loss`. With `actor.router_loss_weight` that of `Routing` is added.
+            rows_together: So many neighbouring rows share a micro-batch: 2 for a loss of pairs.
+            options: Of the model's forward, such as `temperature`.
+
+        Returns:
+            Metrics of the global mini-batch, the same on every rank. `skipped_updates` is 1 if the
+            gradient was not finite, so that the step was left out, in the schedule too, and 0
+            otherwise.
+
+        Raises:
+            TrainingError: after `MOST_SKIPPED` such steps in a row.
+        """
+        self.model.train()
+        if self.rounding_seed is not None:
+            drawn = hash((self.rounding_seed, self.schedule.last_epoch)) % 2**62
+            seed_rounding(self.device, drawn)
+        gathered = UpdateMetrics()
+        parts = [batch.take(rows) for rows in self._micro_batches(batch, rows_together)]
+        samples = [self._pack(part) for part in parts]
+        self._balance_routers(samples, options)
+
+        def value_of(number: int, outputs: Mapping[str, Tensor]) -> Tensor:
+            outputs = self._whole(outputs, samples[number])
+            columns = token_columns(parts[number], self.device)
+            mask = columns["response_mask"].bool()
+            segments = Segments.from_cu_seqlens(samples[number].response_bounds, mask)
+            token_loss = loss(outputs, columns, segments)
+            value = torch.where(mask, token_loss.loss * columns["loss_weights"], 0.0).sum()
+            gathered.add(value, token_loss.metrics, mask, segments.lengths > 0)
+            return value
+
+        if self._pipeline is not None:
+            self._pipeline.train(
+                self.model, samples, value_of, reduce_once=self._reduce_once, **options
+            )
+        else:
+            for number, packed in enumerate(samples):
+                last = number == len(samples) - 1
+                self.model.set_requires_gradient_sync(last or not self._reduce_once)
+                value_of(number, self.model(packed, **options)).backward()
+        found = self._routed()
+        if self._pipeline is None or self._pipeline.is_last:
+            metrics = gathered.reduce(self.mesh.group("dp"))
+        else:
+            metrics = {}
+        if self._pipeline is not None:
+            metrics = self._pipeline.from_last(metrics)
+        metrics |= found
+        metrics["grad_norm"] = self._step()
+        if self._measured is not None:
+            self._measured.after_update()
+        if self.skipped_in_a_row:
+            faults = (fault_of_batch(batch, gathered.loss), self.fault)
+            self.fault = min(filter(None, faults), default=None)
+        metrics["skipped_updates"] = float(self.skipped_in_a_row > 0)
+        metrics["learning_rate"] = self.schedule.get_last_lr()[0]
+        if not self.skipped_in_a_row:
+            self.schedule.step()
+        return metrics
+
+    def _pack(self, batch: Batch) -> PackedSamples:
+        """The rows as the model takes them, or this rank's part of it."""
+        samples = PackedSamples.of(batch, self.device, self.model.rows)
+        if self._sequence is None:
+            return samples
+        return self._sequence.split(samples, self.model.shift)
+
+    def _whole(self, outputs: Mapping[str, Tensor], samples: PackedSamples) -> Mapping[str, Tensor]:
+        """What the model says of all response tokens of a micro-batch."""
+        return outputs if self._sequence is None else self._sequence.gather(outputs, samples)
+
+    def _balance_routers(self, samples: list[PackedSamples], options: dict[str, Any]) -> None:
+        """Prepares the routers for an update. With a balancing loss, each one's choices among its
+        experts are counted first, over all micro-batches and ranks."""
+        if (routing := self._routing) is None:
+            return
+        if weight := self.config.router_loss_weight:
+            routing.keep_balance(None)
+            routing.count(self.device)
+            with torch.no_grad():
+                if self._pipeline is not None:
+                    self._pipeline.score(self.model, samples, lambda *_: None, **options)
+                else:
+                    for packed in samples:
+                        self.model(packed, **options)
+            routing.keep_balance(balance_of(self._of_all(routing), routing.chosen, weight))
+        routing.count(self.device)
+
+    def _routed(self) -> dict[str, float]:
+        """What is shown of the routers' choices in an update."""
+        if self._routing is None:
+            return {}
+        self._routing.keep_balance(None)
+        return figures(self._of_all(self._routing), self._routing.chosen)
+
+    def _of_all(self, routing: Routing) -> Tensor:
+        """What has been counted, of all tokens and layers."""
+        counted = routing.counted()
+        if (group := self.mesh.group()) is not None:
+            dist.all_reduce(counted, group=group)
+            counted /= self.mesh.size("tp")  # its ranks have the same tokens
+        return counted
+
+    def _watch_gradients(self) -> Gradients:
+        parameters = dict(self.model.inner.named_parameters())
+        copies = {
+            parameter: cut.copies() if (cut := self.cuts.get(name)) else self.mesh.size("tp")
+            for name, parameter in parameters.items()
+        }
+        if (tied := getattr(self.model, "tied", None)) in parameters:
+            copies[parameters[tied]] *= 2  # the first stage's and the last one's
+        here = [(parameters[n], self.cuts.get(n)) for n in self._partial if n in parameters]
+        return Gradients(self.model, self.mesh, copies, here)
+
+    def _micro_batches(self, batch: Batch, rows_together: int = 1) -> list[list[int]]:
+        """Rows of each micro-batch within the token budget; equally many on every rank, because
+        each is a round of collectives. A rank that has too few rows gets empty ones."""
+        lengths = batch.lengths("prompt_ids") + batch.lengths("response_ids")
+        rows = lengths.reshape(-1, rows_together)
+        is_padded = self.model.rows is Rows.PADDED
+        units = (rows_together * rows.max(1) if is_padded else rows.sum(1)).tolist()
+        budget, setting = self.config.tokens_per_microbatch, "actor.tokens_per_microbatch"
+        if self._sequence is not None:  # the budget is what one device takes
+            budget, setting = budget * self._sequence.size, f"{setting} x sequence-parallel ranks"
+        packed = pack(units, budget, setting=setting, padded=is_padded) or [[]]
+        count = torch.tensor([len(packed)])
+        if (group := self.mesh.group("dp")) is not None:
+            dist.all_reduce(count, dist.ReduceOp.MAX, group=group)
+        while len(packed) < int(count):
+            fullest = max(packed, key=len)
+            packed.remove(fullest)
+            packed += [fullest[::2], fullest[1::2]]
+        return [
+            [unit * rows_together + row for unit in units for row in range(rows_together)]
+            for units in packed
+        ]
+
+    def _step(self) -> float:
+        """Clips, steps and clears the gradients; gives their norm before clipping. A step whose
+        gradient is not finite is left out."""
+        self._gradients.finish()
+        norm = self._gradients.norm()
+        self.skipped_in_a_row = 0 if math.isfinite(norm) else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row >= MOST_SKIPPED:
+            raise TrainingError(
+                f"The gradients of {MOST_SKIPPED} updates in a row were not finite, so none of "
+                "them changed the model. Look for infinite or missing values in the scores and "
+                "advantages, or for a learning rate (actor.optimizer.learning_rate) that has sent "
+                "the weights to infinity."
+            )
+        self.fault = None if math.isfinite(norm) else fault_of_model(self.model.inner)
+        if math.isfinite(norm):
+            if 0 < self._max_grad_norm < norm:
+                self._gradients.scale(self._max_grad_norm / norm)
+            (self._resting or self.optimizer).step()
+            for gather in self._gathers:
+                gather.weights_stepped()
+        self.optimizer.zero_grad()
+        return norm
+
+    def _move_optimizer(self, device: torch.device) -> None:
+        optimizer = getattr(self, "optimizer", None)  # a model that only scores has none
+        for state in optimizer.state.values() if optimizer else ():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.ndim:
+                    state[name] = value.to(device, non_blocking=True)

@@ -1,0 +1,177 @@
+"""Metrics of a set's samples, each with how sure it is and how it differs from a baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridrl.config.eval_sets import AT_K, OF_ANSWERS, Metric
+from hybridrl.data.encoding import shortened
+from hybridrl.evaluation.confidence import Difference, Estimate, estimate, paired, unpaired
+from hybridrl.evaluation.eval_metrics import measure
+from hybridrl.evaluation.sample_table import Samples
+from hybridrl.run_files.evaluation_log import named_evaluations, newest_of_sets
+
+MOST = 0.5
+"""Of the responses: from more truncated ones on their scores are doubted."""
+
+
+def estimates(
+    samples: Samples, metrics: Iterable[Metric], by_column: str | None = None
+) -> dict[str, Estimate]:
+    """Each metric by its name; with a column also `<metric>/<value>` for each of its values."""
+    found: dict[str, Estimate] = {}
+    sources = [] if by_column is None else [str(value) for value in samples.column(by_column)]
+    for metric in metrics:
+        values = measure(samples, metric)
+        if values is None:
+            continue
+        found[str(metric)] = estimate(values)
+        for source in sorted(set(sources)):
+            rows = np.asarray([one == source for one in sources])
+            found[f"{metric}/{source}"] = estimate(values[rows])
+    return found
+
+
+def doubts(samples: Samples, set_name: str, max_tokens: str, *, unscored: bool) -> list[str]:
+    """Sentences on figures that say little of the model: most of the responses were cut off, or
+    none scored.
+
+    Args:
+        set_name: As a person reads it.
+        max_tokens: The setting that ends a response, and its value.
+        unscored: Whether it is worth a word that none scored above 0.
+    """
+    kinds = [one for one in (samples.greedy, samples.sampled) if one is not None]
+    truncated = np.concatenate([one.truncated.ravel() for one in kinds])
+    scores = np.concatenate([one.scores.ravel() for one in kinds])
+    found = []
+    if truncated.mean() > MOST:
+        found.append(
+            f"Evaluation of {set_name}: {truncated.sum():.0f} of {len(truncated)} responses ended "
+            f"at {max_tokens}, so their scores say little of the model. Raise it."
+        )
+    known = scores[~np.isnan(scores)]
+    if unscored and len(known) and not (known > 0).any():
+        answer = (samples.column("answer") if "answer" in samples.table.column_names else [""])[0]
+        found.append(
+            f"Evaluation of {set_name}: none of {len(known)} responses scored above 0. "
+            + (f"The first was held against the answer {shortened(answer)}. " if answer else "")
+            + "Check the reward function, and how the rows are read (data.answer_column, "
+            "data.answer_format)."
+        )
+    return found
+
+
+class Baseline:
+    """What evaluations are compared with.
+
+    Args:
+        folder: Of the run that it is of.
+        sets: Its sets, as in `evaluations.json`, each with its `step`.
+        name: What it is called; empty: it is this run's own.
+    """
+
+    def __init__(self, folder: Path, sets: Mapping[str, Mapping[str, Any]], name: str = "") -> None:
+        self._folder, self._sets, self._name = folder, sets, name
+        self._samples: dict[str, Samples | None] = {}
+
+    @classmethod
+    def named(cls, path: str) -> Baseline:
+        """The newest evaluation of each set of a run that `eval.baseline` names.
+
+        Raises:
+            ConfigError: if there is none.
+        """
+        folder, entries = named_evaluations("eval.baseline", path)
+        return cls(folder, newest_of_sets(entries), path)
+
+    def has(self, name: str) -> bool:
+        """Whether something is known of a set."""
+        return name in self._sets
+
+    def origin(self, name: str) -> dict[str, Any]:
+        """Where what is known of a set comes from, for `evaluations.json`."""
+        return {"run": self._name or str(self._folder), "step": self._sets[name]["step"]}
+
+    def remark(self, name: str, entry: Mapping[str, Any]) -> str:
+        """What makes the two hard to compare; empty: nothing.
+
+        Args:
+            entry: The set as it is evaluated now.
+        """
+        then = self._sets[name]
+        for part in ("sampling", "correct_at"):
+            if then.get(part) is not None and then[part] != _as_read(entry.get(part)):
+                return (
+                    f"`{name}` was evaluated with other settings in the baseline ({part} "
+                    f"{_shown(then[part], entry.get(part))}), so a difference may come from that."
+                )
+        return ""
+
+    def difference(
+        self, name: str, metric: str, now: Estimate, samples: Samples | None
+    ) -> dict[str, Any] | None:
+        """How a metric of a set differs; None if the baseline does not know it.
+
+        Prompt by prompt where both are on the same prompts, else by their means alone.
+        """
+        known = self._sets[name]["metrics"].get(metric)
+        found = self._paired(name, metric, samples)
+        if found is None and known is None:
+            return None
+        then = _estimate(known or {})
+        if found is None:
+            found = unpaired(now, then)
+        value = now.value - found.value if known is None else then.value
+        return {**found._asdict(), "baseline": value}
+
+    def _paired(self, name: str, metric: str, samples: Samples | None) -> Difference | None:
+        before = self._read(name)
+        asked = _metric(metric)
+        if samples is None or before is None or asked is None:
+            return None
+        places = {key: index for index, key in enumerate(before.keys)}
+        if places.keys() != set(samples.keys):
+            return None
+        now, then = measure(samples, asked), measure(before, asked)
+        if now is None or then is None:
+            return None
+        return paired(now, then[[places[key] for key in samples.keys]])
+
+    def _read(self, name: str) -> Samples | None:
+        if name not in self._samples:
+            file = self._sets[name].get("samples")
+            self._samples[name] = Samples.read(self._folder / file) if file else None
+        return self._samples[name]
+
+
+def _metric(name: str) -> Metric | None:
+    """The metric of this name; None: it is none of answers, or of a part of the prompts."""
+    if name in OF_ANSWERS:
+        return Metric(name)
+    kind, _, k = name.partition("@")
+    return Metric(kind, int(k)) if kind in AT_K and k.isdecimal() else None
+
+
+def _estimate(known: Mapping[str, Any]) -> Estimate:
+    numbers = [known.get(name) for name in ("value", "standard_error", "low", "high")]
+    value, error, low, high = (float("nan") if one is None else float(one) for one in numbers)
+    return Estimate(value, error, low, high, int(known.get("prompts") or 0))
+
+
+def _as_read(value: Any) -> Any:
+    """As JSON gives it back."""
+    if isinstance(value, Mapping):
+        return {key: _as_read(one) for key, one in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _shown(then: Any, now: Any) -> str:
+    if not isinstance(then, Mapping) or not isinstance(now, Mapping):
+        return f"{then}, here {now}"
+    others = [key for key in now if then.get(key) != _as_read(now[key])]
+    return ", ".join(f"{key} {then.get(key)}, here {now[key]}" for key in others)

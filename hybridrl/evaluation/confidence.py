@@ -1,0 +1,147 @@
+"""How sure a metric is, and whether two of them differ by more than chance.
+
+Prompts are what is drawn at random: all samples of a prompt count as one. Of values that are yes or
+no the interval is Wilson's (1927) and two evaluations on the same prompts are compared by McNemar's
+test (1947), exactly; of others the interval is that of a bootstrap over prompts (Efron 1979), and
+the test one over the differences of each prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridrl.evaluation.eval_metrics import Floats
+
+DEVIATIONS = 1.959964
+"""Of a normal distribution, around its mean, within which are 95 in 100."""
+DRAWS = 2000
+"""Of a bootstrap."""
+_AT_ONCE = 2**22
+"""Numbers of a bootstrap that are drawn at once."""
+
+
+class Estimate(NamedTuple):
+    """A metric.
+
+    Attributes:
+        value: The mean over the prompts of which something is known.
+        standard_error: Of the mean; NaN for one prompt.
+        low, high: Ends of the interval of 95%.
+        prompts: How many there are.
+    """
+
+    value: float
+    standard_error: float
+    low: float
+    high: float
+    prompts: int
+
+
+class Difference(NamedTuple):
+    """A metric against its baseline.
+
+    Attributes:
+        value: How much more it is.
+        low, high: Ends of the interval of 95%.
+        p: How likely chance alone makes them differ as much.
+        test: How that was found out.
+    """
+
+    value: float
+    low: float
+    high: float
+    p: float
+    test: str
+
+
+def estimate(values: Floats) -> Estimate:
+    """The mean of `[prompts]` values, NaN left out."""
+    known = values[~np.isnan(values)]
+    number = len(known)
+    if not number:
+        return Estimate(math.nan, math.nan, math.nan, math.nan, 0)
+    mean = float(known.mean())
+    error = float(known.std(ddof=1)) / math.sqrt(number) if number > 1 else math.nan
+    low, high = _wilson(mean, number) if _is_yes_or_no(known) else _interval(_bootstrap(known))
+    return Estimate(mean, error, low, high, number)
+
+
+def paired(now: Floats, then: Floats) -> Difference:
+    """Two evaluations on the same prompts, value by value."""
+    both = ~(np.isnan(now) | np.isnan(then))
+    now, then = now[both], then[both]
+    differences = now - then
+    if not len(differences):
+        return Difference(math.nan, math.nan, math.nan, math.nan, "none")
+    mean, drawn = float(differences.mean()), _bootstrap(differences)
+    low, high = _interval(drawn)
+    if _is_yes_or_no(now) and _is_yes_or_no(then):
+        gained, lost = int((differences > 0).sum()), int((differences < 0).sum())
+        return Difference(mean, low, high, mcnemar(gained, lost), "McNemar")
+    if not differences.any():
+        return Difference(mean, low, high, 1.0, "paired bootstrap")
+    # A p of 0 would say that more draws had found nothing, either.
+    below, above = ((drawn <= 0).sum() + 1) / (DRAWS + 1), ((drawn >= 0).sum() + 1) / (DRAWS + 1)
+    p = min(1.0, 2 * float(min(below, above)))
+    return Difference(mean, low, high, p, "paired bootstrap")
+
+
+def unpaired(now: Estimate, then: Estimate) -> Difference:
+    """Two evaluations on other prompts, or of which only the means are known."""
+    difference = now.value - then.value
+    error = math.hypot(now.standard_error, then.standard_error)
+    low, high = difference - DEVIATIONS * error, difference + DEVIATIONS * error
+    if not error:  # NaN of a single prompt is passed on
+        p = 1.0 if not difference else 0.0
+    else:
+        p = math.erfc(abs(difference) / error / math.sqrt(2))
+    return Difference(difference, low, high, p, "unpaired")
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """The two-sided exact p of McNemar's test: how likely a fair coin is as far from even.
+
+    Args:
+        gained, lost: Prompts that only the one, and only the other, gets right.
+    """
+    total, least = gained + lost, min(gained, lost)
+    if not total:
+        return 1.0
+    logs = [
+        math.lgamma(total + 1) - math.lgamma(i + 1) - math.lgamma(total - i + 1)
+        for i in range(least + 1)
+    ]
+    tail = math.fsum(math.exp(log - total * math.log(2)) for log in logs)
+    return min(1.0, 2 * tail)
+
+
+def _is_yes_or_no(values: npt.NDArray[Any]) -> bool:
+    return bool(np.isin(values, (0.0, 1.0)).all())
+
+
+def _wilson(share: float, number: int) -> tuple[float, float]:
+    z = DEVIATIONS
+    middle = (share + z * z / (2 * number)) / (1 + z * z / number)
+    half = z * math.sqrt(share * (1 - share) / number + z * z / (4 * number * number))
+    half /= 1 + z * z / number
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def _bootstrap(values: Floats) -> Floats:
+    """Means of as many values, drawn with replacement; always the same draws."""
+    generator, number = np.random.default_rng(0), len(values)
+    at_once = max(1, _AT_ONCE // number)
+    parts = [
+        values[generator.integers(0, number, (min(at_once, DRAWS - done), number))].mean(1)
+        for done in range(0, DRAWS, at_once)
+    ]
+    return np.concatenate(parts)
+
+
+def _interval(drawn: Floats) -> tuple[float, float]:
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return float(low), float(high)

@@ -1,0 +1,204 @@
+"""Evaluations that are functions of the user's, called on the driver:
+
+    def evaluate(generate, score, tokenizer, step, rows):
+        responses = generate(["2+2=", "2+3="], temperature=0)
+        return {"mean": sum(score(["2+2=", "2+3="], responses, ["4", "5"])) / 2}
+
+They name of these five what they want.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+
+from hybridrl.batch.batch import Batch
+from hybridrl.batch.figures import fault_of_name, number_of
+from hybridrl.config.schema import DataConfig
+from hybridrl.controller import BatchRef, WorkerGroup
+from hybridrl.conversations.rendering import TemplateContext
+from hybridrl.data.prompts import MESSAGES, tokenize_prompts
+from hybridrl.data.table_columns import table_of
+from hybridrl.errors import ConfigError, DataError, HybridRLError, nearest
+from hybridrl.rollout import Sampling
+from hybridrl.system import user_code
+
+GIVEN = ("generate", "score", "tokenizer", "step", "rows")
+"""What such a function may ask for, by these names."""
+Prompt = str | list[dict[str, Any]] | Mapping[str, Any]
+
+
+def check_own(setting: str, spec: str) -> None:
+    """Looks for the function and at its parameters, without importing anything.
+
+    Raises:
+        ConfigError: if there is no such function, or it asks for what it is not given.
+    """
+    user_code.check(setting, spec)
+    for one in user_code.parameters(setting, spec) or ():
+        if one.kind in (one.VAR_KEYWORD, one.VAR_POSITIONAL) or one.default is not one.empty:
+            continue
+        if one.name not in GIVEN or one.kind is one.POSITIONAL_ONLY:
+            raise ConfigError(
+                f"{setting}={spec} asks for `{one.name}`, and an evaluation is given by name what "
+                f"it wants of {', '.join(GIVEN)}.{nearest(one.name, GIVEN)}"
+            )
+
+
+def evaluate(setting: str, spec: str, given: Mapping[str, Any]) -> dict[str, float]:
+    """The figures that the function returns.
+
+    Args:
+        given: Values of `GIVEN`.
+
+    Raises:
+        ConfigError: if it raises, or returns no figures.
+    """
+    function = user_code.load(setting, spec)
+    wanted = inspect.signature(function).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in wanted.values())
+    try:
+        found = function(**{k: v for k, v in given.items() if takes_all or k in wanted})
+    except HybridRLError:
+        raise
+    except Exception as error:  # it is the user's
+        lines = traceback.format_exception(type(error), error, _own_frames(error))
+        raise ConfigError(
+            f"{setting}={spec} raised {type(error).__name__}: {error}\n{''.join(lines)}"
+        ) from error
+    if not isinstance(found, Mapping) or any(number_of(value) is None for value in found.values()):
+        raise ConfigError(
+            f"{setting}={spec} returned {found!r:.200}: it must return a dictionary of names and "
+            "numbers."
+        )
+    if fault := next(filter(None, map(fault_of_name, found)), ""):
+        raise ConfigError(f"{setting}={spec} returned a figure {fault}.")
+    return {name: float(value) for name, value in found.items()}
+
+
+class Model:
+    """What a function of the user's can do with the model: `generate` and `score`.
+
+    Args:
+        actor, reward: The worker groups.
+        put: Hands a batch to them.
+        sampling: Where the function says nothing else: greedy, if `temperature` is not said.
+        data: How prompts are read.
+        verifier: As of `hybridrl.evaluation.scored_samples.draw`.
+    """
+
+    def __init__(
+        self,
+        actor: WorkerGroup,
+        reward: WorkerGroup,
+        put: Callable[[Batch], BatchRef],
+        tokenizer: Any,
+        sampling: Sampling,
+        data: DataConfig,
+        verifier: str | None = None,
+    ) -> None:
+        self._actor, self._reward, self._put = actor, reward, put
+        self._tokenizer, self._sampling, self._data = tokenizer, sampling, data
+        self._verifier = verifier
+        self._calls = 0
+
+    def generate(self, prompts: Sequence[Prompt], **sampling: Any) -> list[str]:
+        """A response to each prompt: a text, chat messages, or a row of the data. For several, name
+        a prompt several times.
+
+        Args:
+            sampling: `temperature` (0 is greedy), `top_p`, `top_k`, `max_tokens`, `stop`.
+        """
+        if not prompts:
+            return []
+        batch, how = self._put(self._rows(prompts)), self._how(sampling)
+        self._calls += 1
+        how = replace(how, series=f"{how.series} {self._calls}")
+        samples = self._actor.generate_sequences(batch, how)
+        ids = [row.tolist() for row in samples.collect(["response_ids"])["response_ids"].rows()]
+        return list(self._tokenizer.batch_decode(ids, skip_special_tokens=True))
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        responses: Sequence[str],
+        answers: Sequence[str] | None = None,
+    ) -> list[float]:
+        """What the reward says of each response; NaN: nothing.
+
+        Args:
+            answers: The right ones; None: those of the rows, if the prompts are rows.
+        """
+        if not len(prompts) == len(responses) == len(prompts if answers is None else answers):
+            raise DataError("`score` needs as many responses, and answers, as prompts.")
+        if not prompts:
+            return []
+        encode = self._tokenizer.encode
+        ids = [encode(response, add_special_tokens=False) for response in responses]
+        rows = self._rows(prompts, answers).with_columns(
+            {"response_ids": pa.array(ids, pa.large_list(pa.int64()))}
+        )
+        own = {} if self._verifier is None else {"verifier": self._verifier}
+        scored = self._reward.compute_reward(self._put(rows), **own)
+        return [float(score) for score in scored.collect(["scores"])["scores"]]
+
+    def _rows(self, prompts: Sequence[Prompt], answers: Sequence[str] | None = None) -> Batch:
+        """Tokenized as those of the data are; the prompts of rows are rendered already."""
+        rows = [
+            dict(one) if isinstance(one, Mapping) else {"prompt": self._asked(one)}
+            for one in prompts
+        ]
+        for row, answer in zip(rows, answers or [None] * len(rows), strict=True):
+            row["answer"] = row.get("answer", "") if answer is None else answer
+        has_answers = all(str(row["answer"]).strip() for row in rows)
+        try:
+            table = table_of(rows)
+        except (pa.ArrowException, OverflowError) as error:
+            raise DataError(f"The prompts must all be of one kind: {error}") from error
+        return tokenize_prompts(
+            table,
+            self._tokenizer,
+            prompt_column="prompt",
+            answer_column="answer" if has_answers else None,
+            max_prompt_tokens=self._data.max_prompt_tokens,
+            context=TemplateContext.of(self._data.chat_template_options, self._data.date),
+            tools_column=None,
+            rendered=[isinstance(one, Mapping) and bool(one.get(MESSAGES)) for one in prompts],
+        )
+
+    def _asked(self, prompt: Any) -> Any:
+        """A text, or messages, as `data.chat` and `data.system_prompt` say."""
+        data = self._data
+        if isinstance(prompt, str) and not data.chat:
+            return prompt
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+        if data.system_prompt is not None and messages[0].get("role") != "system":
+            messages.insert(0, {"role": "system", "content": data.system_prompt})
+        return messages
+
+    def _how(self, asked: Mapping[str, Any]) -> Sampling:
+        known = ("temperature", "top_p", "top_k", "max_tokens", "stop")
+        for name in asked:
+            if name not in known:
+                raise DataError(
+                    f"`generate` takes {', '.join(known)}, not `{name}`.{nearest(name, known)}"
+                )
+        if asked.get("max_tokens", 0) > self._sampling.max_tokens:
+            raise DataError(
+                f"`generate` was asked for max_tokens={asked['max_tokens']}, and the model has "
+                f"room for {self._sampling.max_tokens}: set max_tokens of the set to as many."
+            )
+        if "stop" in asked:
+            stop = asked["stop"]
+            asked = {**asked, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
+        return replace(self._sampling, **asked)
+
+
+def _own_frames(error: Exception) -> Any:
+    frames = error.__traceback__
+    return frames.tb_next if frames is not None else None

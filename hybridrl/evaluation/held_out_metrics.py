@@ -1,0 +1,82 @@
+"""Figures of the held-out data: answers to its prompts, likelihoods of its responses, pairs."""
+
+from __future__ import annotations
+
+import torch
+
+from hybridrl.batch.batch import Batch
+from hybridrl.batch.outcomes import OUTCOMES, is_right, outcomes_of
+from hybridrl.config.schema import Config
+from hybridrl.controller import BatchRef, WorkerGroup
+from hybridrl.data.mixture import COLUMN, source_names
+from hybridrl.evaluation.scored_samples import Drawn, draw
+from hybridrl.rollout import Sampling
+
+
+def evaluate_answers(
+    actor: WorkerGroup,
+    reward: WorkerGroup,
+    prompts: BatchRef,
+    sampling: Sampling,
+    config: Config,
+    drawn: list[Drawn] | None = None,
+) -> dict[str, float]:
+    """`accuracy`: the share of greedy responses that are right.
+
+    NaN if none of them could be scored; else one that could not is wrong. With `eval.samples` = k
+    above 1 also `eval/mean@k` and `eval/pass@k`, of k samples drawn as in training: the share that
+    is right, and the share of prompts with a right one. With `eval.by_column` the same figures for
+    each value of that column, as `accuracy/<value>`.
+
+    Args:
+        drawn: Gets the samples.
+    """
+    by = [config.eval.by_column] if config.eval.by_column else []
+    if not by and source_names(config.data):
+        by = [COLUMN]
+    kept = [] if drawn is None else drawn
+
+    def correct(how: Sampling, samples: int = 1) -> tuple[torch.Tensor, list[str]]:
+        kept.append(draw(actor, reward, prompts, how, samples))
+        found = kept[-1].rows.collect(["scores", OUTCOMES, *by], partial=True)
+        sources = [str(value) for value in found.table.column(by[0]).to_pylist()] if by else []
+        outcomes = outcomes_of(found)
+        right = is_right(outcomes, config.reward.correct_at).double()
+        return right if (~outcomes.isnan()).any() else outcomes, sources
+
+    greedy, sources = correct(sampling.greedy())
+    figures = _means("accuracy", greedy, sources)
+    if (k := config.eval.samples) > 1:
+        right, _ = correct(sampling, k)
+        right = right.view(-1, k)
+        figures |= _means(f"eval/mean@{k}", right.mean(1), sources)
+        figures |= _means(f"eval/pass@{k}", right.amax(1), sources)
+    return figures
+
+
+def row_sums(batch: Batch, column: str) -> Batch:
+    """`total` of a token column and number of `tokens`, of each row under its mask."""
+    values = batch.padded(column)[0]
+    mask = batch.padded("response_mask")[0].bool()
+    return Batch.from_columns(
+        {"total": torch.where(mask, values, 0.0).sum(1), "tokens": mask.sum(1)}
+    )
+
+
+def pair_figures(scores: torch.Tensor) -> dict[str, float]:
+    """Of `[rows]` scores, the chosen answer of a pair before the rejected one: how often it scores
+    more (a tie is half), and by how much."""
+    margin = scores[0::2] - scores[1::2]
+    return {
+        "eval/pair_accuracy": float((margin.sign() + 1).mean() / 2),
+        "eval/pair_margin": float(margin.mean()),
+    }
+
+
+def _means(name: str, values: torch.Tensor, sources: list[str]) -> dict[str, float]:
+    """The mean of all rows, and of the rows of each source."""
+    figures = {name: float(values.double().mean())}
+    for source in sorted(set(sources)):
+        rows = torch.tensor([s == source for s in sources])
+        figures[f"{name}/{source}"] = float(values[rows].double().mean())
+    return figures

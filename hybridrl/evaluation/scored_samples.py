@@ -1,0 +1,120 @@
+"""Answers to the prompts of a set: generated and scored by worker groups, and kept as a table."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from hybridrl.batch.batch import MASKS, Batch, sampled_tokens
+from hybridrl.batch.outcomes import OUTCOMES, is_right, outcomes_of
+from hybridrl.controller import BatchRef, WorkerGroup
+from hybridrl.evaluation.answer_extraction import Extract
+from hybridrl.rollout import Sampling
+
+KEPT = (
+    *("prompt", "answer", "response", "scores", OUTCOMES),
+    *("finish_reason", "turns", "episode_rewards"),
+)
+"""Columns of samples that are kept as they are."""
+
+
+class Drawn(NamedTuple):
+    """Samples that lie with the workers: `samples` neighbouring rows of each prompt."""
+
+    rows: BatchRef
+    samples: int
+    greedy: bool
+
+
+def draw(
+    actor: WorkerGroup,
+    reward: WorkerGroup,
+    prompts: BatchRef,
+    sampling: Sampling,
+    samples: int = 1,
+    verifier: str | None = None,
+) -> Drawn:
+    """Answers with their `scores`.
+
+    Args:
+        samples: Of each prompt.
+        verifier: The set whose own functions score them; None: what scores for the job.
+    """
+    repeated = prompts.repeat(samples) if samples > 1 else prompts
+    answers = repeated | actor.generate_sequences(repeated, sampling)
+    own = {} if verifier is None else {"verifier": verifier}
+    answers |= reward.compute_reward(answers, **own)
+    return Drawn(answers, samples, sampling.temperature == 0)
+
+
+def table_of(
+    drawn: Iterable[Drawn],
+    keys: Sequence[str],
+    correct_at: float,
+    extract: Extract,
+    columns: Iterable[str] = (),
+) -> pa.Table:
+    """The samples as a table of `hybridrl.evaluation.sample_table.Samples`.
+
+    Args:
+        keys: Of the prompts; see `keys_of`.
+        correct_at: The outcome from which a sample is right.
+        extract: How the answer of a response is found.
+        columns: Further ones of the data that are kept.
+    """
+    tables = [_table(one, keys, correct_at, extract, columns) for one in drawn]
+    return pa.concat_tables(tables, promote_options="permissive")
+
+
+def keys_of(prompts: Batch) -> list[str]:
+    """By which prompts are known again in another evaluation, whatever tokenizer read them: by text
+    and answer, and where there is no text, as of tasks that an environment has, by all that the
+    data says. Equal ones are numbered."""
+    keys, seen = [], Counter[str]()
+    for row in prompts.rows_for_users():
+        named = [row.get(name) for name in ("prompt", "answer")]
+        text = repr(named if named[0] else sorted(row.items()))
+        key = hashlib.sha1(text.encode(errors="replace")).hexdigest()[:16]
+        seen[key] += 1
+        keys.append(f"{key}.{seen[key]}")
+    return keys
+
+
+def counted(batch: Batch) -> Batch:
+    """The column `sampled_tokens`. Rows do not depend on each other."""
+    return Batch.from_columns({"sampled_tokens": sampled_tokens(batch)})
+
+
+def _table(
+    drawn: Drawn,
+    keys: Sequence[str],
+    correct_at: float,
+    extract: Extract,
+    columns: Iterable[str],
+) -> pa.Table:
+    rows, wanted = drawn.rows, [*KEPT, *columns]
+    if rows.columns.may_have("response_mask"):
+        masks = ["response_mask", *rows.columns.certain.intersection(MASKS[1:])]
+        rows |= rows.apply(counted, masks, makes=["sampled_tokens"])
+        wanted.append("sampled_tokens")
+    found = rows.collect(wanted, partial=True)
+    number = len(found)
+    scores = found["scores"].double()
+    made: dict[str, Any] = {
+        "row": [index // drawn.samples for index in range(number)],
+        "key": [keys[index // drawn.samples] for index in range(number)],
+        "sample": [index % drawn.samples for index in range(number)],
+        "greedy": pa.array([drawn.greedy] * number, pa.bool_()),
+        "score": scores.numpy(),
+        "correct": is_right(outcomes_of(found), correct_at).numpy(),
+    }
+    if "sampled_tokens" in found:
+        made["tokens"] = found["sampled_tokens"].numpy()
+    if "response" in found:
+        made["extracted"] = pa.array([extract(text) for text in found["response"]], pa.string())
+    further = [n for n in wanted if n in found and n not in ("scores", "sampled_tokens", *made)]
+    return pa.table(made | {name: found.table.column(name) for name in further})

@@ -1,0 +1,145 @@
+"""The devices of a job: taken when it starts, and again after some were lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridrl.checks.machine.placement_checks import check_placement
+from hybridrl.checks.machine.shared_paths import folders_of_workers, paths_of_workers
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError
+from hybridrl.system.cluster_spec import Cluster
+from hybridrl.system.locations import Location, location_of
+from hybridrl.trainers.role_spec import RoleSpec
+
+if TYPE_CHECKING:
+    from hybridrl.controller.executor import Executor
+    from hybridrl.ray_backend.connection import Connection
+    from hybridrl.ray_backend.memory_keepers import Keepers
+
+_ENGINE_MODULES = {
+    "vllm": "hybridrl.rollout.vllm",
+    "transformers": "hybridrl.rollout.transformers_engine",
+    "pipeline": "hybridrl.systems.unequal_generation.pipeline_engine",
+}
+
+
+class Devices:
+    """Makes the executors of a job, one after another. With Ray they share a connection.
+
+    Args:
+        run: The run's folder.
+
+    Attributes:
+        wanted: How many there were at first; 0 before.
+    """
+
+    def __init__(self, config: Config, roles: Mapping[str, RoleSpec], run: Path) -> None:
+        self._config, self._roles, self._run = config, roles, run
+        self._ray: Connection | None = None
+        self._cluster: Cluster | None = None
+        self._number = config.num_devices
+        self._cpus_per_host: float | None = None
+        self._keepers: Keepers | None = None
+        self._nodes: list[str] = []
+        self.wanted = 0
+
+    def executor(self) -> Executor:
+        """Hosts on them."""
+        if self._config.executor == "inline":
+            from hybridrl.controller import InlineExecutor
+
+            return InlineExecutor(self._config.devices, self._run)
+        from hybridrl.ray_backend.connection import Connection
+        from hybridrl.ray_backend.ray_executor import RayExecutor
+
+        if self._ray is None:
+            self._ray = Connection(self._config.ray.address)
+        folders, written = folders_of_workers(self._config, self._run)
+        made = RayExecutor(
+            self._config.devices,
+            self._number,
+            connection=self._ray,
+            cpus_per_host=self._cpus_per_host,
+            run_directory=self._run,
+            timeout_s=self._config.controller.timeout_s,
+            heartbeat_s=self._config.controller.heartbeat_s,
+            start_timeout_s=self._config.ray.start_timeout_s,
+            preload=self._modules_of_workers(),
+            paths=paths_of_workers(self._config, self._run),
+            folders=folders,
+            written=written,
+        )
+        self._cluster, self._cpus_per_host = made.cluster, made.cpus_per_host
+        self._nodes = made.nodes
+        self.wanted = self.wanted or len(made.cluster.devices)
+        return made
+
+    def wait_after_loss(self, progress: Callable[[str], None]) -> None:
+        """Waits for them to come back. The next executor has as many as before, or as many as there
+        are and the roles can be placed on, if `recover.min_devices` allows it.
+
+        Raises:
+            ConfigError: if there are too few.
+        """
+        if self._cluster is None or self._ray is None:
+            return
+        if not self._ray.is_whole and self._ray.node is not None:  # the next one has all devices
+            self._ray.close()
+            self._ray = self._keepers = None
+            return
+        from hybridrl.ray_backend.connection import wait_for_devices
+
+        recover, kind = self._config.recover, self._cluster.kind
+        least = recover.min_devices or self.wanted
+        progress(f"waiting for {self.wanted} devices")
+        cpus = self._cpus_per_host or 1.0
+        number = wait_for_devices(kind, self.wanted, least, cpus, recover.wait_s)
+        while number > least and not self._has_places(Cluster.of_one_node(kind, number)):
+            number -= 1
+        self._number = number
+
+    def may_grow(self) -> bool:
+        """Whether all could be had again, after the job went on with fewer."""
+        if self._cluster is None or not (missing := self.wanted - len(self._cluster.devices)):
+            return False
+        from hybridrl.ray_backend.connection import free_devices, nodes
+
+        return free_devices(nodes(), self._cluster.kind, self._cpus_per_host or 1.0) >= missing
+
+    def keep_copies(self) -> Location | None:
+        """Has a keeper of checkpoints on every node, again where one was lost; gives the folder of
+        their files, None if none are wanted."""
+        others = self._config.checkpoint.memory_copies
+        if not others or not self._config.checkpoint.wanted or self._ray is None:
+            return None
+        from hybridrl.ray_backend.memory_keepers import Keepers
+
+        self._keepers = self._keepers or Keepers(others)
+        self._keepers.start(self._nodes)
+        return location_of(self._keepers.url)
+
+    def close(self) -> None:
+        """Leaves the cluster."""
+        if self._keepers is not None:
+            self._keepers.close()
+        if self._ray is not None:
+            self._ray.close()
+
+    def _has_places(self, cluster: Cluster) -> bool:
+        try:
+            check_placement(self._config, cluster, self._roles)
+        except ConfigError:
+            return False
+        return True
+
+    def _modules_of_workers(self) -> list[str]:
+        """What workers import anyway, while the driver prepares."""
+        modules = ["hybridrl.workers.actor_worker"]
+        if any(spec.generates for spec in self._roles.values()):
+            modules.append(_ENGINE_MODULES[self._config.rollout.engine])
+        if self._config.checkpoint.memory_copies:  # which makes its URLs known
+            modules.append("hybridrl.ray_backend.memory_keepers")
+        return modules

@@ -1,0 +1,468 @@
+"""Job: everything that a driver program needs, built from a configuration.
+
+with Job(load_config(["trainer.steps=40"])) as job:
+    actor, reward = job.groups["actor"], job.groups["reward"]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from hybridrl.batch.figures import FigureCheck
+from hybridrl.checkpoint.fingerprints import check_made_with, made_with
+from hybridrl.checkpoint.ownership import FolderOwner
+from hybridrl.checkpoint.resumed import find_checkpoint
+from hybridrl.checks.machine.placement_checks import check_placement, wanted_roles
+from hybridrl.checks.settings.job_checks import check
+from hybridrl.config.eval_sets import eval_sets
+from hybridrl.config.load import to_plain, to_yaml
+from hybridrl.config.resume import steps_folder
+from hybridrl.config.schema import Config
+from hybridrl.config.secrets import command_line
+from hybridrl.console.run_console import progress_lines
+from hybridrl.errors import ConfigError, DataError, NotPlannedError, WorkerError
+from hybridrl.job.device_pool import Devices
+from hybridrl.job.job_inputs import with_date, with_objects, with_rows
+from hybridrl.job.preflight import load_inputs
+from hybridrl.job.role_groups import build_groups, check_planned_faults
+from hybridrl.run_files.beside_steps import BesideSteps
+from hybridrl.run_files.metric_writers import MetricWriter, open_writers, trackers_of
+from hybridrl.run_files.run_directory import RunDirectory, make_steps_folder
+from hybridrl.run_files.run_lock import RunLock
+from hybridrl.run_files.run_status import RunState, outcome_of
+from hybridrl.system.formatting import readable_seconds
+from hybridrl.system.garbage_collection import no_collection
+from hybridrl.trainers import load_trainer
+
+if TYPE_CHECKING:
+    from hybridrl.batch.batch import Batch
+    from hybridrl.controller import BatchRef
+    from hybridrl.controller.executor import Executor
+    from hybridrl.planner.job_plan import Plan
+    from hybridrl.planner.step.step_calls import Lengths
+    from hybridrl.system.locations import Location
+    from hybridrl.trainers.data_feed import Feed
+    from hybridrl.trainers.role_spec import RoleSpec
+    from hybridrl.trainers.trainer import Trainer
+
+Function = Callable[..., Any]
+
+
+class Job:
+    """A run: its folder, model, data, executor and worker groups. Use it in a `with`.
+
+    Everything that can be wrong with the settings is found before a worker is built.
+
+    Args:
+        config: See `load_config`.
+        progress: Told what begins, for a person to read; None: a line each, on standard error or
+            in the cell of a notebook.
+        roles: Worker groups to build: names, of the trainer's roles or standard ones, or a mapping
+            of names to `RoleSpec`s; None: those of the trainer.
+        reward: A reward function, or several, in place of `reward.function`.
+        data: Rows in place of `data.path`: a list of dictionaries, a `datasets.Dataset`, or a
+            `Batch`. They are written to `data.parquet` of the run folder.
+        trainer: A subclass of `hybridrl.trainers.trainer.Trainer`, in place of `trainer.name`.
+        is_whole: The trainer is the whole program, so that reward functions can be held against
+            the data, and tried, before workers start.
+
+    Attributes:
+        directory: The run's files.
+        resumed: What it goes on from.
+        folder_owner: Of `checkpoint.folder`; None where checkpoints are in the run's folder.
+        made_with: Which model and tokenizer it learns with, as `same_model` describes them.
+        training, held_out: Tokenized data, of the kind that the trainer learns from.
+        eval_sets: Further sets to evaluate on, by their names.
+        examples: Prompts with right responses; None where the data has none.
+        feed: Deals out `training`, step by step.
+        sampling: How samples are drawn while training.
+        executor: The devices.
+        roles: What is said of each role.
+        placement: Which role lives on which devices.
+        plan: What that takes of each device; None if it cannot be planned.
+        plan_notice: What a person has to know of the plan, or why there is none; else empty.
+        remarks: What the user should know of the data, and what reward functions have to say before
+            they start.
+        dtype_notice: What `model.dtype=auto` has chosen, if that is a surprise; else empty.
+        settings_notice: What was chosen of the settings that were left to the planner; else empty.
+        placement_notice: What `placement=auto` has chosen; else empty.
+        groups: The worker groups, by role.
+        beside: What is done beside the steps.
+        command: The command line, without secrets.
+        started: When this process began, seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        progress: Callable[[str], None] | None = None,
+        roles: Sequence[str] | Mapping[str, RoleSpec] | None = None,
+        *,
+        reward: Function | Sequence[Function] | None = None,
+        data: Any = None,
+        trainer: type[Trainer] | None = None,
+        is_whole: bool = False,
+    ) -> None:
+        if progress is None:
+            progress = progress_lines().phase
+        self.started = psutil.Process().create_time()
+        self.command = command_line(sys.orig_argv)
+        self.config = config = with_date(with_objects(config, reward, data, trainer))
+        self.name = _new_name()
+        self._as_asked: Config | None = None
+        self.placement_notice = self.settings_notice = self.plan_notice = ""
+        self.plan: Plan | None = None
+        self.beside = BesideSteps()
+        self._is_whole = is_whole
+        self.trainer_class = load_trainer(config.trainer.name)
+        self.roles = wanted_roles(config, roles)
+        check(config, self.roles)
+        self._opened = ExitStack()
+        self._state: RunState | None = None
+        try:
+            self.directory = _make_directory(config)
+            if config.run.private:
+                self.directory.close_to_others()
+                self._opened.callback(os.umask, os.umask(0o077))  # processes inherit it
+            self._opened.enter_context(RunLock(self.directory.path))
+            self._state = RunState(self.directory.path)
+            if config.resume is None:  # else when it is known that the checkpoint fits
+                self._state.begin()
+            steps = steps_folder(self.directory.path, config.checkpoint.folder)
+            if config.checkpoint.folder is not None and isinstance(steps, Path):
+                make_steps_folder(steps)
+                self._opened.enter_context(RunLock(steps, "checkpoint.folder"))
+            if config.resume is not None or config.fork is not None:
+                progress("looking for a checkpoint")
+            self.resumed = find_checkpoint(config, to_plain(config), self.roles)
+            self.folder_owner = self._claim(steps)
+            if data is not None:
+                self.config = config = with_rows(config, data, self.directory.path)
+            if config.resume is None or self.resumed.folder is None:
+                self.write_settings()  # otherwise when it is known that the checkpoint fits them
+            self.checked = FigureCheck(lambda said: self.executor.notify(said))
+            self._writers = open_writers(
+                trackers_of(config.metrics), self.directory, config.run.name, to_plain(config)
+            )
+            for writer in self._writers:
+                self._opened.callback(self._close_writer, writer)
+            self._open(progress)
+            self.directory.point_latest()
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    def _claim(self, steps: Location) -> FolderOwner | None:
+        """Has a folder of checkpoints that is not in the run's be this run's."""
+        config = self.config
+        if config.checkpoint.folder is None or not (config.checkpoint.wanted or config.resume):
+            return None
+        owner = FolderOwner(steps, self.directory.path)
+        owner.claim(resumes=config.resume is not None)
+        self._opened.callback(owner.release)
+        return owner
+
+    def _open(self, progress: Callable[[str], None]) -> None:
+        config = self.config
+        progress("starting Ray and loading data" if config.executor == "ray" else "loading data")
+        with no_collection(), ThreadPoolExecutor(1) as beside:
+            # Ray takes seconds to start, and so do the imports of data and model code. Ray's
+            # processes end with the thread that started them, so that is this one.
+            loading = beside.submit(self._load, progress)
+            self.executor = self._start_executor()
+        loading.result()
+        self._choose_dtype()
+        self._choose_settings()
+        self._place(progress)
+        check_planned_faults(self)  # once: after a loss there may be fewer ranks than were planned
+        self._build(progress)
+
+    def _choose_dtype(self) -> None:
+        """Of `model.dtype=auto`: now that devices and model are known. Whoever resumes the run
+        finds what was chosen."""
+        from hybridrl.planner.computation_dtype import notice, with_dtype
+
+        asked, kind = self.config, self.executor.cluster.kind
+        dtype = with_dtype(self._with_model(), kind).model.dtype
+        self.config = replace(asked, model=replace(asked.model, dtype=dtype))
+        self.dtype_notice = notice(asked, self.config, kind)
+        if asked != self.config and (asked.resume is None or self.resumed.folder is None):
+            self.write_settings()
+
+    def _choose_settings(self) -> None:
+        """Of those that are left to the planner. Whoever resumes the run finds what was chosen."""
+        from hybridrl.config.changed import changed
+        from hybridrl.planner.automatic_settings import choose_settings
+        from hybridrl.planner.machine.device_catalog import present
+        from hybridrl.planner.search.search_tables import words
+
+        cluster = present(self.executor.cluster)
+        lengths = self._longest()
+        chosen = choose_settings(self._with_model(), cluster, lengths, self.roles)
+        if chosen:
+            self.config = changed(self.config, chosen)
+            self.settings_notice = f"Chosen: {', '.join(words(tuple(chosen)))}."
+            if self.config.resume is None or self.resumed.folder is None:
+                self.write_settings()
+
+    def _place(self, progress: Callable[[str], None]) -> None:
+        """Places the roles on the devices that there are."""
+        from hybridrl.planner.machine.device_catalog import present
+
+        self.feed = self._make_feed()
+        self.directory.write_cluster(present(self.executor.cluster).to_json())
+        if self.config.placement.strategy == "auto":
+            progress("searching for a placement")
+            self._search_placement()
+            return
+        self.placement = check_placement(self.config, self.executor.cluster, self.roles)
+        self.directory.write_placement(self.placement.to_json())
+        self._make_plan()
+
+    def _search_placement(self) -> None:
+        """Of `placement=auto`, and the settings that belong to it. `config.yaml` keeps what was
+        asked: whoever goes on with other devices searches again."""
+        from hybridrl.config.changed import changed
+        from hybridrl.planner.job_start import choose_placement
+        from hybridrl.planner.search.search_tables import words
+
+        self.config = self._as_asked = self._as_asked or self.config
+        usual = self._usual_lengths
+        found = choose_placement(
+            self._with_model(), self.executor, self._longest(), self.roles, usual
+        )
+        best = found.best[0]
+        self.config = changed(self._as_asked, list(best.settings))
+        self.placement, self.plan = best.placement, best.plan
+        self.plan_notice = best.plan.notice
+        self.directory.write_placement(best.to_json())
+        said = (
+            f"placement=auto chose {best.found.shape}: a step of about "
+            f"{readable_seconds(best.seconds)}, with samples "
+            + ("as long as they may be." if usual is None else f"of {usual} tokens.")
+        )
+        self.placement_notice = " ".join([said, *words(best.settings)])
+
+    def _build(self, progress: Callable[[str], None]) -> None:
+        """Builds the workers of the roles where they are placed."""
+        count = len(self.executor.cluster.devices)
+        progress(f"starting workers on {count} device{'s' if count > 1 else ''}")
+        self.groups = build_groups(self, self.executor)
+
+    def restart(self, progress: Callable[[str], None] = lambda _: None) -> None:
+        """Makes again what can be lost: `executor`, `placement`, `plan`, `groups` and `feed`, which
+        is at its beginning; on as many devices as before, or on fewer if `recover.min_devices`
+        allows it. Handles and batches of before are of no use any more.
+
+        Raises:
+            LostError: if something is lost meanwhile.
+            WorkerError: if too few devices come back, or the job does not fit on them.
+        """
+        from hybridrl.system.shared_memory import remove_shared_memory
+
+        self.executor.close()
+        remove_shared_memory(self.name)
+        self.name = _new_name()
+        try:
+            self._devices.wait_after_loss(progress)
+            progress("starting other processes")
+            self.executor = self._make_executor()
+            self._place(progress)
+            self._build(progress)
+        except ConfigError as error:
+            raise WorkerError(f"The workers could not be started again: {error}") from error
+
+    def may_grow(self) -> bool:
+        """Whether a restart would bring devices back, after the job went on with fewer."""
+        return self._devices.may_grow()
+
+    def keep_copies(self) -> Location | None:
+        """Has a process on each node that keeps copies of checkpoints in its memory, and gives the
+        folder of what they keep; None without `checkpoint.memory_copies`."""
+        return self._devices.keep_copies()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """In good order every call is done before the workers end, and what failed is raised, also
+        where nobody has asked."""
+        try:
+            if error is None and self.executor.takes_calls:
+                self.executor.settle()
+        except BaseException as failed:
+            error = failed
+            raise
+        finally:
+            self._end(error)
+
+    def put(self, batch: Batch) -> BatchRef:
+        """Hands a batch of the driver's to the workers; see `Executor.put`."""
+        return self.executor.put(batch)
+
+    def next_batch(self) -> BatchRef:
+        """What the next step learns from: prompts, numbered in the column `group_id`, or examples,
+        or pairs."""
+        return self.feed.next_batch()
+
+    def next_examples(self, coefficient: float = 1.0) -> BatchRef:
+        """Prompts with right responses, for one supervised update of this weight."""
+        return self.feed.next_examples(coefficient)
+
+    def make_trainer(self) -> Trainer:
+        """The driver program that `trainer.name` asks for."""
+        return self.trainer_class(self.config, self.groups, self.sampling, self.feed)
+
+    def accuracy(self) -> float:
+        """Share of the held-out prompts whose greedy answer is right.
+
+        Raises:
+            DataError: if there are no held-out prompts.
+        """
+        from hybridrl.evaluation.held_out_metrics import evaluate_answers
+
+        if self.held_out is None:
+            raise DataError(
+                "There are no held-out prompts: the data is too small to spare any. Set "
+                "data.eval_path."
+            )
+        actor, reward = self.groups["actor"], self.groups["reward"]
+        held_out = self.put(self.held_out)
+        return evaluate_answers(actor, reward, held_out, self.sampling, self.config)["accuracy"]
+
+    def write_settings(self) -> None:
+        """Writes `config.yaml`, for who resumes the run: from now on it is of this job."""
+        if self._state is not None:
+            self._state.begin()
+        self.directory.write_config(to_yaml(self._as_asked or self.config))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds figures of a step to `metrics.jsonl` and the trackers; says which are none."""
+        metrics = self.checked.figures(metrics, "`Job.write`")
+        for writer in self._writers:
+            writer.write(step, metrics)
+
+    def close(self) -> None:
+        """Ends workers, and Ray if it was started here. Leaves nothing in shared memory. A part
+        that fails to close keeps no other from being closed."""
+        self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Notes how the run has ended, first, for to close may take long; closes everything."""
+        self._outcome, _ = outcome_of(error)
+        if self._state is not None:
+            self._state.end(error)
+        self._opened.close()
+
+    def _close_writer(self, writer: MetricWriter) -> None:
+        writer.close(self._outcome)
+
+    def _start_executor(self) -> Executor:
+        from hybridrl.system.shared_memory import remove_leftovers, remove_shared_memory
+
+        remove_leftovers()
+        self._opened.callback(lambda: remove_shared_memory(self.name))
+        self._devices = Devices(self.config, self.roles, self.directory.path)
+        self._opened.callback(self._devices.close)
+        executor = self._make_executor()
+        self._opened.callback(lambda: self.executor.close())
+        return executor
+
+    def _make_executor(self) -> Executor:
+        return self._devices.executor()
+
+    def _load(self, progress: Callable[[str], None]) -> None:
+        """Model folder, tokenizer and data, and what follows from their sizes."""
+        from hybridrl.evaluation.loaded_sets import EvalSet
+        from hybridrl.planner.computation_dtype import kind_here, with_dtype
+        from hybridrl.planner.job_start import count_models
+        from hybridrl.planner.sample_lengths import read_lengths
+        from hybridrl.rollout import Sampling
+
+        config, rollout = self.config, self.config.rollout
+        folder, said = self.directory.path, config.placement.lengths
+        self._usual_lengths = None if said is None else read_lengths(said, "placement.lengths")
+        found = load_inputs(config, self.roles, folder, is_whole=self._is_whole, progress=progress)
+        self.model_path, self.tokenizer_path = found.model_path, found.tokenizer_path
+        self.tokenizer, rows = found.tokenizer, found.rows
+        self.training, self.held_out, self.examples = rows.training, rows.held_out, rows.examples
+        self.longest_prompt, self.longest_response = rows.longest_prompt, rows.longest_response
+        self.context_length = max(
+            self.longest_prompt + self.longest_response, rows.longest_evaluated
+        )
+        self.remarks = found.remarks
+        self.directory.write_data_report(found.report)
+        self.made_with = made_with(found.model.to_dict(), self.tokenizer)
+        if self.resumed.folder is not None:
+            check_made_with(self.resumed.folder, self.made_with)
+        self.sampling = Sampling(
+            rollout.max_tokens,
+            rollout.temperature,
+            rollout.top_p,
+            rollout.top_k,
+            tuple(rollout.stop),
+            rollout.min_tokens,
+        )
+        self.eval_sets = {
+            name: EvalSet(one, rows.sets[name], self.sampling)
+            for name, one in eval_sets(config).items()
+        }
+        likely = with_dtype(self._with_model(), kind_here(config.devices))
+        with contextlib.suppress(NotPlannedError):  # told when the job is planned
+            count_models(likely, self.roles)
+
+    def _make_feed(self) -> Feed:
+        from hybridrl.trainers.data_feed import Feed
+
+        kind = self.trainer_class.DATA
+        rows = self.training, self.examples
+        return Feed(self.config, kind, *rows, self.tokenizer, self.put, self.beside)
+
+    def _make_plan(self) -> None:
+        from hybridrl.planner.job_start import UNPLANNED, plan_job
+
+        cluster, config = self.executor.cluster, self._with_model()
+        try:
+            self.plan = plan_job(config, cluster, self.placement, self._longest(), self.roles)
+            self.plan_notice = self.plan.notice
+        except NotPlannedError as error:
+            self.plan, self.plan_notice = None, UNPLANNED.format(error=error)
+
+    def _longest(self) -> Lengths:
+        """All samples as long as the data and the settings let them be."""
+        from hybridrl.planner.step.step_calls import Lengths
+
+        return Lengths.alike(self.longest_prompt, self.longest_response)
+
+    def _with_model(self) -> Config:
+        """The settings, with the tiny model's folder if there was none."""
+        return replace(self.config, model=replace(self.config.model, path=self.model_path))
+
+    def publish(self) -> None:
+        """Has the next samples come from the newest weights, however old `placement.staleness`
+        allows them to be."""
+        if self.placement.is_separated:
+            self.groups["actor"].publish()
+
+
+def _new_name() -> str:
+    """Of what workers have in shared memory; those that come after them have another."""
+    return f"hybridrl-{os.getpid()}-{int(time.time())}"
+
+
+def _make_directory(config: Config) -> RunDirectory:
+    run = config.run
+    if run.directory:
+        return RunDirectory.at(Path(run.directory), resumes=config.resume is not None)
+    return RunDirectory.create(Path(run.root), run.name)

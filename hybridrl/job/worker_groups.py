@@ -1,0 +1,221 @@
+"""Roles: which worker plays each, and with what settings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+from hybridrl.algorithms import BradleyTerry
+from hybridrl.checks.models.tokenizer_checks import end_tokens
+from hybridrl.config.effective_settings import counts
+from hybridrl.config.eval_sets import eval_sets
+from hybridrl.config.role_models import model_settings
+from hybridrl.config.schema import (
+    ActorConfig,
+    Config,
+    JudgeConfig,
+    LoraSettings,
+    PreferenceConfig,
+    RewardConfig,
+    RolloutParallelConfig,
+)
+from hybridrl.controller import Worker
+from hybridrl.conversations.rendering import TemplateContext, check_options
+from hybridrl.data.mixture import rewards_of, source_names
+from hybridrl.models import load_tokenizer
+from hybridrl.placement import GENERATOR, Placement
+from hybridrl.systems.low_bits.role_plans import plan_of
+from hybridrl.trainers.role_spec import ACTOR, RoleSpec
+from hybridrl.workers.actor_worker import ActorWorker
+from hybridrl.workers.critic_worker import CriticWorker
+from hybridrl.workers.generator_worker import GeneratorWorker
+from hybridrl.workers.reference_worker import ReferenceWorker
+from hybridrl.workers.reward_model_worker import RewardModelWorker
+from hybridrl.workers.reward_worker import RewardWorker
+from hybridrl.workers.training_engines import ModelSource
+
+Keywords = Mapping[str, Any]
+
+
+class Built(Protocol):
+    """What a job has when its workers are built."""
+
+    config: Config
+    name: str
+    roles: Mapping[str, RoleSpec]
+    trainer_class: Any
+    placement: Placement
+    model_path: str
+    tokenizer_path: str
+    tokenizer: Any
+    context_length: int
+
+
+def worker_of(role: str, job: Built) -> tuple[type[Worker], Keywords]:
+    """The worker class of a role, and the keywords that it is built with."""
+    if role == GENERATOR:
+        return GeneratorWorker, _generator(job)
+    spec = job.roles[role]
+    own = {**model_settings(job.config, role).further, **spec.keywords}
+    if isinstance(spec.worker, str):
+        worker_class, usual = KINDS[spec.worker]
+        return worker_class, {**usual(job, role), **own}
+    named = inspect.signature(spec.worker.__init__).parameters
+    offered = _actor(job, role)
+    return spec.worker, {**{k: v for k, v in offered.items() if k in named}, **own}
+
+
+def _training(job: Built, role: str) -> ActorConfig:
+    """The settings of a model, cut as its place says."""
+    actor = job.config.actor
+    if job.roles[role].path(role, job.config) is not None:  # adapters of the policy's model
+        actor = replace(actor, lora=replace(actor.lora, path=None))
+    return replace(
+        actor,
+        parallel=job.placement.roles[role].parallel,
+        optimizer=model_settings(job.config, role).optimizer_of(actor.optimizer),
+    )
+
+
+def _source(job: Built, path: str | None = None) -> ModelSource:
+    return ModelSource(
+        path=path or job.model_path,
+        tokenizer=job.tokenizer_path,
+        dtype=job.config.model.dtype,
+        context_length=job.context_length,
+        eos_token_ids=end_tokens(job.model_path, job.tokenizer),
+        save_dtype=job.config.model.save_dtype,
+        file_bytes=round(job.config.model.file_gib * 2**30),
+        seed=job.config.run.seed,
+        template=TemplateContext.of(job.config.data.chat_template_options, job.config.data.date),
+    )
+
+
+def _own_source(job: Built, role: str) -> ModelSource:
+    source = _source(job, job.roles[role].path(role, job.config))
+    return replace(source, precision=plan_of(job.config, role))
+
+
+def _actor(job: Built, role: str) -> Keywords:
+    config, beside = job.config, "algorithm.ptx_coefficient"
+    learns_beside = bool(config.algorithm.ptx_coefficient and counts(beside, config))
+    steps = max(0, config.trainer.steps - config.critic.warmup_steps)
+    separated = role == ACTOR and job.placement.is_separated
+    return {
+        "source": replace(_own_source(job, role), adapters=_adapters(config)),
+        "config": _training(job, role),
+        "rollout": config.rollout,
+        "environment": config.environment,
+        "objective": job.trainer_class.objective(config),
+        "temperature": _temperature(job),
+        "updates": steps * (config.actor.updates_per_step + learns_beside),
+        "seed": config.run.seed,
+        "job": job.name,
+        "generates": job.roles[role].generates and not separated,
+    }
+
+
+def _adapters(config: Config) -> LoraSettings | None:
+    """Of those that go to the generator as they are."""
+    return config.actor.lora if config.rollout.adapters == "separate" else None
+
+
+def _generator(job: Built) -> Keywords:
+    config = job.config
+    parallel = job.placement.roles[GENERATOR].parallel
+    return {
+        "source": replace(_source(job), adapters=_adapters(config)),
+        "rollout": replace(
+            config.rollout, parallel=RolloutParallelConfig(parallel.tp, parallel.pp)
+        ),
+        "environment": config.environment,
+        "seed": config.run.seed,
+        "job": job.name,
+        "in_flight": config.placement.in_flight,
+    }
+
+
+def _reference(job: Built, role: str) -> Keywords:
+    return {
+        "source": _own_source(job, role),
+        "config": _training(job, role),
+        "temperature": _temperature(job),
+    }
+
+
+def _temperature(job: Built) -> float:
+    """At which responses are scored and learned from: that of sampling, or 1 where the job samples
+    none and what it learns was written by others."""
+    samples = any(spec.generates for spec in job.roles.values())
+    return job.config.rollout.temperature if samples else 1.0
+
+
+def _critic(job: Built, role: str) -> Keywords:
+    return {
+        "source": _own_source(job, role),
+        "config": _training(job, role),
+        "value_clip": job.config.critic.value_clip,
+        "prefix": "",
+        "updates": _updates(job.config),
+    }
+
+
+def _reward_model(job: Built, role: str) -> Keywords:
+    return {
+        "source": _own_source(job, role),
+        "config": _training(job, role),
+        "objective": BradleyTerry((job.config.preference or PreferenceConfig()).centre),
+        "updates": _updates(job.config),
+    }
+
+
+def _scores(job: Built, role: str, kind: str) -> Keywords:
+    config: RewardConfig = getattr(job.config, kind)
+    sets = eval_sets(job.config) if kind == "reward" else {}
+    return {
+        "config": config,
+        "tokenizer": job.tokenizer_path,
+        "model": _own_source(job, role) if config.model else None,
+        "model_config": replace(_training(job, role), lora=LoraSettings()),
+        "judge": _judge(job, kind, config.judge) if config.judge.path else None,
+        "rollout": job.config.rollout,
+        "kind": kind,
+        "job": job.name,
+        "sources": source_names(job.config.data),
+        "own_functions": rewards_of(job.config.data) if kind == "reward" else {},
+        "verifiers": {name: one.reward for name, one in sets.items() if one.is_verified},
+        "steps": kind == "reward" and job.config.algorithm.step_credit is not None,
+    }
+
+
+def _judge(job: Built, kind: str, config: JudgeConfig) -> ModelSource:
+    source, tokenizer = _source(job, config.path), load_tokenizer(config.path)
+    template = source.template
+    if (options := config.chat_template_options) is not None:
+        check_options(options, tokenizer, f"{kind}.judge.chat_template_options")
+        template = replace(template, options=options)
+    return replace(
+        source,
+        tokenizer=config.path,
+        context_length=config.context,
+        eos_token_ids=end_tokens(config.path, tokenizer),
+        template=template,
+    )
+
+
+def _updates(config: Config) -> int:
+    return config.trainer.steps * config.actor.updates_per_step
+
+
+KINDS: dict[str, tuple[type[Worker], Callable[[Built, str], Keywords]]] = {
+    "actor": (ActorWorker, _actor),
+    "critic": (CriticWorker, _critic),
+    "reference": (ReferenceWorker, _reference),
+    "reward": (RewardWorker, partial(_scores, kind="reward")),
+    "cost": (RewardWorker, partial(_scores, kind="cost")),
+    "reward_model": (RewardModelWorker, _reward_model),
+}
+"""The class and the usual keywords of each kind of `hybridrl.trainers.role_spec.KINDS`."""

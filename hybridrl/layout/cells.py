@@ -1,0 +1,88 @@
+"""Cells: parts of a tensor that the same ranks hold and the same ranks need, whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from hybridrl.layout.boxes import Box, intersection, subtract, volume
+
+
+class Cell(NamedTuple):
+    """A part of a tensor.
+
+    Attributes:
+        holders: The ranks that hold all of it; no other holds any of it.
+        wanted: Which of the wanted boxes it lies in; in the others there is none of it.
+    """
+
+    box: Box
+    holders: tuple[int, ...]
+    wanted: tuple[int, ...]
+
+
+def find_cells(held: Mapping[int, Sequence[Box]], wanted: Sequence[Box]) -> list[Cell]:
+    """The cells of everything that is both held and wanted: disjoint, in order, the same whatever
+    the order of the ranks.
+
+    Args:
+        held: By rank.
+    """
+    distinct = sorted({box for box in wanted if volume(box)})
+    numbers: dict[Box, list[int]] = {box: [] for box in distinct}
+    for number, box in enumerate(wanted):
+        if box in numbers:
+            numbers[box].append(number)
+    found = []
+    for atom, holders in _atoms(held):
+        parts: list[tuple[Box, tuple[int, ...]]] = [(atom, ())]
+        for box in distinct:
+            if intersection(atom, box) is None:
+                continue
+            cut = []
+            for part, inside in parts:
+                if (shared := intersection(part, box)) is not None:
+                    cut.append((shared, (*inside, *numbers[box])))
+                    cut += [(rest, inside) for rest in subtract(part, box)]
+                else:
+                    cut.append((part, inside))
+            parts = cut
+        found += [Cell(part, holders, tuple(sorted(inside))) for part, inside in parts if inside]
+    return sorted(found)
+
+
+def _atoms(held: Mapping[int, Sequence[Box]]) -> list[tuple[Box, tuple[int, ...]]]:
+    """Disjoint boxes of everything that is held, each with the ranks that hold all of it."""
+    by_box: dict[Box, list[int]] = {}
+    for rank in sorted(held):
+        for box in dict.fromkeys(held[rank]):
+            if volume(box):
+                by_box.setdefault(box, []).append(rank)
+    if _is_grid(list(by_box)):
+        return [(box, tuple(holders)) for box, holders in sorted(by_box.items())]
+    atoms: list[tuple[Box, frozenset[int]]] = []
+    for box, ranks in sorted(by_box.items()):
+        holders = frozenset(ranks)
+        refined = []
+        new = [box]
+        for atom, others in atoms:
+            shared = intersection(atom, box)
+            if shared is None:
+                refined.append((atom, others))
+                continue
+            refined += [(part, others) for part in subtract(atom, box)]
+            refined.append((shared, others | holders))
+            new = [part for piece in new for part in subtract(piece, atom)]
+        atoms = refined + [(part, holders) for part in new]
+    return [(box, tuple(sorted(holders))) for box, holders in atoms]
+
+
+def _is_grid(boxes: list[Box]) -> bool:
+    """Whether different boxes are disjoint because in every dim different ranges are. It is enough
+    that they are, not necessary; boxes that come of cutting evenly are."""
+    for ranges in zip(*boxes, strict=True):
+        ordered = sorted(set(ranges))
+        if any(stop > start for (_, stop), (start, _) in pairwise(ordered)):
+            return False
+    return True

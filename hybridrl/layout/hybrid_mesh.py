@@ -1,0 +1,130 @@
+"""Which place each rank has in training and in generation: the numbering of the 3D-HybridEngine.
+
+Training runs on (pp, tp, dp), generation on (rollout_pp, rollout_tp); all ranks do both. Where the
+generation sizes divide the training sizes, each training replica becomes ``micro_dp = pp * tp /
+(rollout_pp * rollout_tp)`` generation replicas. HybridFlow (Sheng et al., EuroSys 2025, section 5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from hybridrl.errors import ConfigError
+from hybridrl.layout.rank_mesh import Coordinate, Mesh
+
+
+@dataclass(frozen=True)
+class HybridMesh:
+    """The nested arrangement: every training shard lies inside its rank's generation shard.
+
+    A generation replica is `rollout_tp` consecutive ranks for each stage, one stage after the
+    other, as vLLM wants them. What makes the shards nest is the order of the training ranks: tensor
+    ranks `t_idx` of one generation shard, ``t_idx // (tp / rollout_tp)``, stand in different
+    replicas of generation. (The paper numbers training consecutively and generation with strides:
+    the same groups under other numbers.)
+
+    Raises:
+        ConfigError: if a size is not positive, or a generation size does not divide its training
+            size.
+    """
+
+    pp: int
+    tp: int
+    dp: int
+    rollout_pp: int = 1
+    rollout_tp: int = 1
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+        for axis in ("pp", "tp"):
+            training, generation = getattr(self, axis), getattr(self, f"rollout_{axis}")
+            if training % generation:
+                possible = [n for n in range(1, training + 1) if training % n == 0]
+                raise ConfigError(
+                    f"rollout.parallel.{axis}={generation} does not divide actor.parallel.{axis}="
+                    f"{training}, so training shards cannot lie inside generation shards. Set "
+                    f"rollout.parallel.{axis} to one of {possible}."
+                )
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.pp * self.tp * self.dp
+
+    @property
+    def micro_dp(self) -> int:
+        """Generation replicas in one training replica."""
+        return self.pp * self.tp // (self.rollout_pp * self.rollout_tp)
+
+    def coordinates(self, rank: int) -> dict[str, Coordinate]:
+        """Where `rank` stands on the axes `dp`, `pp`, `tp` of training, `rollout_dp`, `rollout_pp`,
+        `rollout_tp` of generation, and `micro_dp`: which of its training replica's generation
+        replicas it belongs to."""
+        at = {axis: place.index for axis, place in self._grid.coordinates(rank).items()}
+        inner_pp, inner_tp = self.pp // self.rollout_pp, self.tp // self.rollout_tp
+        return self._place(
+            pp=at["rollout_pp"] * inner_pp + at["inner_pp"],
+            tp=at["rollout_tp"] * inner_tp + at["inner_tp"],
+            dp=at["dp"],
+            rollout_pp=at["rollout_pp"],
+            rollout_tp=at["rollout_tp"],
+            micro_dp=at["inner_pp"] * inner_tp + at["inner_tp"],
+        )
+
+    def training_ranks(self) -> list[list[list[int]]]:
+        """Ranks by their places in training, ``[dp][pp][tp]``: what a torch `DeviceMesh` with these
+        three axes is made of."""
+        ranks = [[[-1] * self.tp for _ in range(self.pp)] for _ in range(self.dp)]
+        for rank in range(self.size):
+            at = self.coordinates(rank)
+            ranks[at["dp"].index][at["pp"].index][at["tp"].index] = rank
+        return ranks
+
+    @cached_property
+    def _grid(self) -> Mesh:
+        axes = {"dp": self.dp, "inner_pp": self.pp // self.rollout_pp}
+        axes |= {"inner_tp": self.tp // self.rollout_tp}
+        return Mesh(axes | {"rollout_pp": self.rollout_pp, "rollout_tp": self.rollout_tp})
+
+    def _place(
+        self, pp: int, tp: int, dp: int, rollout_pp: int, rollout_tp: int, micro_dp: int
+    ) -> dict[str, Coordinate]:
+        return {
+            "dp": Coordinate(dp, self.dp),
+            "pp": Coordinate(pp, self.pp),
+            "tp": Coordinate(tp, self.tp),
+            "rollout_dp": Coordinate(dp * self.micro_dp + micro_dp, self.dp * self.micro_dp),
+            "rollout_pp": Coordinate(rollout_pp, self.rollout_pp),
+            "rollout_tp": Coordinate(rollout_tp, self.rollout_tp),
+            "micro_dp": Coordinate(micro_dp, self.micro_dp),
+        }
+
+
+@dataclass(frozen=True)
+class VanillaMesh(HybridMesh):
+    """HybridFlow-V: both meshes fill consecutive ranks, `tp` first, then `pp`, then `dp`.
+
+    The paper's baseline: some ranks generate with a shard that shares nothing with the one they
+    train, and keep both.
+    """
+
+    def coordinates(self, rank: int) -> dict[str, Coordinate]:
+        """As `HybridMesh.coordinates`."""
+        training = Mesh({"dp": self.dp, "pp": self.pp, "tp": self.tp})
+        axes = {"dp": self.dp, "micro_dp": self.micro_dp}
+        axes |= {"rollout_pp": self.rollout_pp, "rollout_tp": self.rollout_tp}
+        found = training.coordinates(rank) | Mesh(axes).coordinates(rank)
+        return self._place(**{axis: place.index for axis, place in found.items()})
+
+
+def _check_positive(mesh: HybridMesh) -> None:
+    for field in fields(mesh):
+        size = getattr(mesh, field.name)
+        if size < 1:
+            setting = (
+                f"rollout.parallel.{field.name.removeprefix('rollout_')}"
+                if field.name.startswith("rollout_")
+                else f"actor.parallel.{field.name}"
+            )
+            raise ConfigError(f"{setting}={size}: expected 1 or more.")

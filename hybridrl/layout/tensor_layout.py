@@ -1,0 +1,216 @@
+"""Which rank holds which part of every tensor, and what must move from one layout to another.
+
+Bringing weights from training to generation, weights between separate groups, checkpoints on
+another number of ranks and elastic restarts are all a plan (`core.plan`) between two layouts,
+executed by another transport. Nothing here touches a tensor; all sizes are in elements.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hybridrl.errors import LayoutError
+from hybridrl.layout.boxes import Box, volume
+from hybridrl.layout.tensor_pieces import OfRank, Part, Piece, PieceTable, Place
+
+
+class Move(NamedTuple):
+    """A box of a global tensor that rank `sender` has and all `receivers` need, each at the same
+    place of its own memory."""
+
+    name: str
+    box: Box
+    sender: int
+    receivers: tuple[int, ...]
+    source: Place
+    target: Place
+
+    def part(self, box: Box) -> Move:
+        """The same move of a smaller box inside this one."""
+        source = Piece(self.box, *self.source).at(box)
+        target = Piece(self.box, *self.target).at(box)
+        return Move(self.name, box, self.sender, self.receivers, source, target)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which part of every tensor each rank holds.
+
+    Attributes:
+        shapes: The global tensors, by their names in a checkpoint.
+        pieces: By rank, then by global name. A rank that holds nothing may be missing; pieces of
+            one rank may hold the same elements twice, as tied or fused parameters do.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    pieces: Mapping[int, OfRank]
+
+    def of(self, rank: int) -> Layout:
+        """The layout of one rank alone."""
+        here = self.pieces.get(rank)
+        return Layout(self.shapes, {} if here is None else {rank: here})
+
+    def holders(self, name: str) -> Mapping[int, tuple[Piece, ...]]:
+        """By rank the pieces of one tensor."""
+        if isinstance(self.pieces, PieceTable):
+            return self.pieces.holders(name)
+        return {rank: held for rank, here in self.pieces.items() if (held := here.get(name))}
+
+    def tensor(self, name: str, rank: int, number: int) -> str:
+        """The local tensor of one of a rank's pieces."""
+        if isinstance(self.pieces, PieceTable):
+            return self.pieces.tensor(name, rank, number)
+        return self.pieces[rank][name][number].tensor
+
+    def kind(self, name: str) -> Hashable:
+        """The same for tensors that lie alike, in local tensors of whatever name."""
+        if isinstance(self.pieces, PieceTable):
+            return self.pieces.tensors[name][1]
+        return tuple(
+            (rank, tuple((piece.box, piece.start) for piece in held))
+            for rank, held in sorted(self.holders(name).items())
+        )
+
+    def shifted(self, by: int) -> Layout:
+        """The same layout on ranks numbered from `by`, for a plan between separate groups."""
+        if isinstance(self.pieces, PieceTable):
+            return Layout(self.shapes, self.pieces.shifted(by))
+        return Layout(self.shapes, {rank + by: here for rank, here in self.pieces.items()})
+
+    def renamed(self, names: Mapping[str, str]) -> Layout:
+        """The tensors that have a new name in `names`, under it and in its order."""
+        parts = {
+            new: Part(name, self.shapes[name], "whole", lambda piece: piece)
+            for name, new in names.items()
+        }
+        return self.parts(parts)
+
+    def beside(self, other: Layout) -> Layout:
+        """The tensors of this layout and of another one, whose ranks are the same."""
+        shapes = {**self.shapes, **other.shapes}
+        if isinstance(self.pieces, PieceTable) and isinstance(other.pieces, PieceTable):
+            return Layout(shapes, self.pieces.beside(other.pieces))
+        return Layout(
+            shapes, {rank: {**here, **other.pieces[rank]} for rank, here in self.pieces.items()}
+        )
+
+    def parts(self, parts: Mapping[str, Part]) -> Layout:
+        """Tensors that are made of those of this layout, by name."""
+        shapes = {name: part.shape for name, part in parts.items()}
+        if isinstance(self.pieces, PieceTable):
+            return Layout(shapes, self.pieces.parts(parts))
+        pieces = {
+            rank: {
+                name: held
+                for name, part in parts.items()
+                if (held := part.pieces(here.get(part.of, ())))
+            }
+            for rank, here in self.pieces.items()
+        }
+        return Layout(shapes, pieces)
+
+    def to_json(self) -> str:
+        """The layout as JSON text."""
+        pieces = {str(rank): dict(here) for rank, here in self.pieces.items()}
+        return json.dumps({"shapes": dict(self.shapes), "pieces": pieces})
+
+    @classmethod
+    def from_json(cls, text: str) -> Layout:
+        """The layout that `to_json` wrote."""
+        read = json.loads(text)
+        return cls(
+            {name: tuple(shape) for name, shape in read["shapes"].items()},
+            {
+                int(rank): {name: tuple(map(_piece, pieces)) for name, pieces in here.items()}
+                for rank, here in read["pieces"].items()
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What brings tensors from one layout to another.
+
+    Attributes:
+        moves: Between ranks.
+        copies: Inside one rank, from its old to its new tensors.
+    """
+
+    moves: tuple[Move, ...]
+    copies: tuple[Move, ...]
+
+    def received(self) -> Counter[int]:
+        """Elements that each rank gets from others."""
+        found: Counter[int] = Counter()
+        for move in self.moves:
+            size = volume(move.box)
+            for rank in move.receivers:
+                found[rank] += size
+        return found
+
+    def sent(self) -> Counter[int]:
+        """Elements that each rank gives to others."""
+        found: Counter[int] = Counter()
+        for move in self.moves:
+            found[move.sender] += volume(move.box) * len(move.receivers)
+        return found
+
+    def of(self, rank: int) -> Plan:
+        """The part of the plan that a rank takes part in."""
+        moves = (m for m in self.moves if m.sender == rank or rank in m.receivers)
+        return Plan(tuple(moves), tuple(m for m in self.copies if m.sender == rank))
+
+    def to_json(self) -> str:
+        """The plan as JSON text."""
+        return json.dumps({"moves": self.moves, "copies": self.copies})
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote."""
+        read = json.loads(text)
+        return cls(tuple(map(_move, read["moves"])), tuple(map(_move, read["copies"])))
+
+
+def join(layouts: Iterable[Layout]) -> Layout:
+    """One layout of what several say, such as every rank of itself.
+
+    Raises:
+        LayoutError: if two of them give a tensor different shapes, or speak of the same rank.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    pieces: dict[int, OfRank] = {}
+    for layout in layouts:
+        for name, shape in layout.shapes.items():
+            check_shape(name, shapes.setdefault(name, shape), shape)
+        if twice := pieces.keys() & layout.pieces.keys():
+            raise LayoutError(f"Two layouts say what rank {min(twice)} holds; expected one.")
+        pieces.update(layout.pieces)
+    return Layout(shapes, pieces)
+
+
+def check_shape(name: str, first: Sequence[int], second: Sequence[int]) -> None:
+    """Refuses layouts that give a tensor different shapes."""
+    if tuple(first) != tuple(second):
+        raise LayoutError(
+            f"Tensor `{name}` has shape {tuple(first)} in one layout and {tuple(second)} in the "
+            "other; layouts describe the same global tensors."
+        )
+
+
+def _box(read: Any) -> Box:
+    return tuple((start, stop) for start, stop in read)
+
+
+def _piece(read: Any) -> Piece:
+    box, tensor, start = read
+    return Piece(_box(box), tensor, tuple(start))
+
+
+def _move(read: Any) -> Move:
+    name, box, sender, receivers, source, target = read
+    places = [Place(tensor, tuple(start)) for tensor, start in (source, target)]
+    return Move(name, _box(box), sender, tuple(receivers), places[0], places[1])

@@ -1,0 +1,292 @@
+"""What must move from one layout to another, all of it or what one rank takes part in.
+
+A rank of a thousand works out its own moves only, and all ranks agree without a word: who sends
+what depends on nothing but the ranks that hold a cell and those that need it, and all of these see
+it. Tensors that lie alike are looked at once, and ranks that need the same are treated as one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hybridrl.errors import LayoutError
+from hybridrl.layout.boxes import Box, subtract_all, volume
+from hybridrl.layout.cells import Cell, find_cells
+from hybridrl.layout.tensor_layout import Layout, Move, Plan, check_shape
+from hybridrl.layout.tensor_pieces import OfRank, Piece, Place
+
+
+def plan(source: Layout, target: Layout, rank: int | None = None) -> Plan:
+    """What to move so that every element of `target` is written once.
+
+    An element that a rank has is copied there; any other is sent by one rank that has it, so no
+    plan moves less. (A target that holds an element in two places on one rank gets it twice.)
+    Where several ranks have a cell, those that need it are dealt over them so that all send as
+    much of what these ranks have; low ranks serve low ranks, which keeps the traffic of replicas
+    that stand side by side inside each of them. Equal layouts give equal plans.
+
+    Args:
+        rank: Whose part of the plan is wanted, `plan(source, target).of(rank)`; None: all of it.
+
+    Raises:
+        LayoutError: if the source lacks a tensor or a part of it, or has it in another shape. All
+            ranks raise it.
+    """
+    planner = _Planner(source, target, rank)
+    for name, shape in sorted(target.shapes.items()):
+        if name not in source.shapes:
+            raise LayoutError(f"The source layout has no tensor `{name}`, which the target needs.")
+        check_shape(name, source.shapes[name], shape)
+        planner.look_at(name)
+    return planner.plan()
+
+
+class _Alike(NamedTuple):
+    """Ranks, ascending, that need the same."""
+
+    ranks: tuple[int, ...]
+    pieces: OfRank
+
+
+class _Need(NamedTuple):
+    """Ranks that need a cell at the same place.
+
+    Attributes:
+        alike, piece: The class of the first of them, and which of its pieces has the place.
+        receivers: Those that do not hold the cell, in the order of classes.
+        own: Those that do.
+    """
+
+    alike: int
+    piece: int
+    start: tuple[int, ...]
+    receivers: tuple[int, ...]
+    own: tuple[int, ...]
+
+
+class _Job(NamedTuple):
+    """A cell, and who has to do with it.
+
+    Attributes:
+        sources: By holder, in the order in which they are dealt: which of its pieces has the cell,
+            and where.
+        peers: The same number for all cells that have these holders and these needs.
+    """
+
+    box: Box
+    size: int
+    sources: dict[int, tuple[int, tuple[int, ...]]]
+    needs: tuple[_Need, ...]
+    wanting: int
+    peers: int
+
+
+@dataclass
+class _Dealt:
+    """Of all cells of the same peers: their elements, and those that were dealt before."""
+
+    total: int = 0
+    before: int = 0
+
+
+class _Planner:
+    def __init__(self, source: Layout, target: Layout, rank: int | None) -> None:
+        self._source = source
+        self._rank = rank
+        self._classes = _classes(target)
+        self._class_of = {r: i for i, alike in enumerate(self._classes) for r in alike.ranks}
+        self._known: dict[Hashable, list[_Job]] = {}
+        self._peers: dict[Hashable, int] = {}
+        self._receivers: dict[Hashable, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._slices: dict[Hashable, tuple[int, ...]] = {}
+        self._dealt: dict[int, _Dealt] = {}
+        self._jobs: list[tuple[str, list[_Job]]] = []
+
+    def look_at(self, name: str) -> None:
+        """Notes the cells of a tensor."""
+        tensors: dict[str, int] = {}  # by number: layers are alike but for their names
+        wanted = tuple(
+            tuple(
+                (piece.box, piece.start, tensors.setdefault(piece.tensor, len(tensors)))
+                for piece in alike.pieces.get(name, ())
+            )
+            for alike in self._classes
+        )
+        kind = (self._source.kind(name), wanted)
+        if kind not in self._known:
+            self._known[kind] = self._jobs_of(name)
+        jobs = self._known[kind]
+        for job in jobs:
+            if job.wanting and len(job.sources) > 1:
+                self._dealt.setdefault(job.peers, _Dealt()).total += job.size
+        self._jobs.append((name, jobs))
+
+    def plan(self) -> Plan:
+        """The plan for the tensors looked at."""
+        moves: list[Move] = []
+        copies: list[Move] = []
+        for name, jobs in self._jobs:
+            places: dict[Place, Place] = {}  # one object for many moves
+            for job in jobs:
+                box = job.box
+                for sender, low, high in self._shares(job):
+                    source = self._source_place(name, job, sender, places)
+                    for need, receivers in self._between(job, low, high):
+                        if self._is_wanted(sender, receivers):
+                            target = self._target_place(name, need, places)
+                            moves.append(Move(name, box, sender, receivers, source, target))
+                for need in job.needs:
+                    for own in need.own:
+                        if self._rank in (None, own):
+                            source = self._source_place(name, job, own, places)
+                            target = self._target_place(name, need, places)
+                            copies.append(Move(name, box, own, (own,), source, target))
+        return Plan(tuple(moves), tuple(copies))
+
+    def _jobs_of(self, name: str) -> list[_Job]:
+        held = self._source.holders(name)
+        boxes = {rank: [piece.box for piece in pieces] for rank, pieces in held.items()}
+        pieces = [
+            (number, index, piece)
+            for number, alike in enumerate(self._classes)
+            for index, piece in enumerate(alike.pieces.get(name, ()))
+        ]
+        cells = find_cells(boxes, [piece.box for _, _, piece in pieces])
+        self._check_found(name, cells, pieces)
+        own = None if self._rank is None else self._class_of.get(self._rank)
+        found = []
+        for cell in cells:
+            needed = [pieces[number] for number in cell.wanted]
+            if self._rank is None or self._rank in cell.holders or own in {n for n, *_ in needed}:
+                found.append(self._job(cell, needed, held))
+        return found
+
+    def _job(
+        self,
+        cell: Cell,
+        needed: list[tuple[int, int, Piece]],
+        held: Mapping[int, tuple[Piece, ...]],
+    ) -> _Job:
+        # Holders and receivers in the same order: each serves its like before others.
+        last = len(self._classes)
+        holders = sorted(cell.holders, key=lambda rank: (self._class_of.get(rank, last), rank))
+        sources = {}
+        for rank in holders:
+            index = next(i for i, piece in enumerate(held[rank]) if _lies_in(cell.box, piece.box))
+            sources[rank] = (index, held[rank][index].at(cell.box).start)
+        places: dict[Place, list[tuple[int, int]]] = {}
+        for number, index, piece in needed:
+            places.setdefault(piece.at(cell.box), []).append((number, index))
+        needs = tuple(
+            _Need(*found[0], start, *self._receivers_of(tuple(n for n, _ in found), cell))
+            for (_, start), found in places.items()
+        )
+        key = (tuple(holders), tuple(number for number, *_ in needed))
+        peers = self._peers.setdefault(key, len(self._peers))
+        wanting = sum(len(need.receivers) for need in needs)
+        return _Job(cell.box, volume(cell.box), sources, needs, wanting, peers)
+
+    def _receivers_of(
+        self, numbers: tuple[int, ...], cell: Cell
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ranks of classes without those that hold the cell, and these."""
+        key = (numbers, cell.holders)
+        if key not in self._receivers:
+            ranks = [rank for number in numbers for rank in self._classes[number].ranks]
+            holders = set(cell.holders)
+            others = tuple(rank for rank in ranks if rank not in holders)
+            own = tuple(rank for rank in ranks if rank in holders)
+            self._receivers[key] = others, own
+        return self._receivers[key]
+
+    def _shares(self, job: _Job) -> Iterator[tuple[int, int, int]]:
+        """Which of those who want a cell each holder serves: `[low, high)` of them.
+
+        All cells of the same peers are laid in one line, receiver by receiver, which is cut into as
+        many equal parts as there are holders; a cell goes to the part in which its middle lies.
+        """
+        count, holders = job.wanting, len(job.sources)
+        if not count:
+            return
+        if holders == 1:
+            yield next(iter(job.sources)), 0, count
+            return
+        dealt = self._dealt[job.peers]
+        middle = 2 * dealt.before + job.size
+        dealt.before += job.size
+        low = 0
+        for index, sender in enumerate(job.sources, 1):
+            line = 2 * dealt.total * count * index
+            high = -((middle * holders - line) // (2 * dealt.total * holders))
+            high = count if index == holders else min(max(high, 0), count)
+            if low < high:
+                yield sender, low, high
+            low = high
+
+    def _between(self, job: _Job, low: int, high: int) -> Iterator[tuple[_Need, tuple[int, ...]]]:
+        """The receivers `[low, high)` of a cell, by what they need."""
+        first = 0
+        for need in job.needs:
+            start, stop = max(low - first, 0), min(high - first, len(need.receivers))
+            first += len(need.receivers)
+            if start >= stop:
+                continue
+            if stop - start == len(need.receivers):
+                yield need, need.receivers
+                continue
+            key = (id(need.receivers), start, stop)  # they live as long as the planner
+            if key not in self._slices:
+                self._slices[key] = need.receivers[start:stop]
+            yield need, self._slices[key]
+
+    def _is_wanted(self, sender: int, receivers: tuple[int, ...]) -> bool:
+        return self._rank is None or sender == self._rank or self._rank in receivers
+
+    def _source_place(self, name: str, job: _Job, rank: int, places: dict[Place, Place]) -> Place:
+        index, start = job.sources[rank]
+        place = Place(self._source.tensor(name, rank, index), start)
+        return places.setdefault(place, place)
+
+    def _target_place(self, name: str, need: _Need, places: dict[Place, Place]) -> Place:
+        place = Place(self._classes[need.alike].pieces[name][need.piece].tensor, need.start)
+        return places.setdefault(place, place)
+
+    def _check_found(
+        self, name: str, cells: list[Cell], pieces: list[tuple[int, int, Piece]]
+    ) -> None:
+        found: Counter[int] = Counter()
+        for cell in cells:
+            for number in cell.wanted:
+                found[number] += volume(cell.box)
+        for number, (alike, _, piece) in enumerate(pieces):
+            if found[number] < volume(piece.box):
+                lost = subtract_all(piece.box, [cell.box for cell in cells])[0]
+                raise LayoutError(
+                    f"No rank of the source layout holds {list(lost)} of tensor `{name}`, "
+                    f"which rank {self._classes[alike].ranks[0]} of the target layout needs."
+                )
+
+
+def _classes(target: Layout) -> list[_Alike]:
+    """The ranks of a layout by what they need, in the order of the first of each."""
+    seen: dict[int, tuple[OfRank, list[int]]] = {}  # by object: many ranks share one
+    ranks: dict[Hashable, list[int]] = {}
+    pieces: list[OfRank] = []
+    for rank in sorted(target.pieces):
+        here = target.pieces[rank]
+        if id(here) not in seen:
+            key = tuple(sorted((name, held) for name, held in here.items() if held))
+            if key not in ranks:
+                ranks[key] = []
+                pieces.append(here)
+            seen[id(here)] = here, ranks[key]
+        seen[id(here)][1].append(rank)
+    return [_Alike(tuple(alike), here) for alike, here in zip(ranks.values(), pieces, strict=True)]
+
+
+def _lies_in(box: Box, outer: Box) -> bool:
+    pairs = zip(box, outer, strict=True)
+    return all(first <= low and high <= last for (low, high), (first, last) in pairs)

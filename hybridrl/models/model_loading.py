@@ -1,0 +1,220 @@
+"""Models and tokenizers: from a Hugging Face folder or hub name, or tiny ones made from a seed."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
+from transformers.utils import logging
+
+from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
+from hybridrl.errors import ConfigError
+from hybridrl.models.folder_checks import HEAD, quiet, refuse_made_up
+from hybridrl.models.language_model import decoder_of, read_language_model
+from hybridrl.models.meta_model import empty_model
+from hybridrl.models.packed_attention import NAME
+from hybridrl.system.dtypes import DTYPES
+
+logging.disable_progress_bar()
+
+
+def load_config(path: str, setting: str = "model.path") -> PretrainedConfig:
+    """The architecture of the model at `path`, which `setting` names."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    except Exception as error:  # of many kinds: a config.json may hold anything
+        raise ConfigError(
+            f"{setting}={path}: its config.json could not be read: {_first_line(error)}"
+        ) from error
+
+
+def stored_dtype(path: str) -> str:
+    """The precision in which the model at `path` is stored, of those that models are saved in."""
+    names, config = {dtype: name for name, dtype in DTYPES.items()}, load_config(path)
+    said = [getattr(one, "dtype", None) for one in (config, config.get_text_config())]
+    return next((names[dtype] for dtype in said if dtype in names), "float32")
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the model."""
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # libraries raise many kinds
+        raise ConfigError(
+            f"No tokenizer could be loaded from {path} (model.tokenizer, or model.path where that "
+            f"is not set): {_first_line(error)}"
+        ) from error
+
+
+def load_model(path: str, dtype: str) -> PreTrainedModel:
+    """The causal language model at `path`, on the CPU, with packed attention."""
+    try:
+        with quiet():
+            model, found = read_language_model(
+                path, load_config(path), dtype=DTYPES[dtype], attn_implementation=NAME
+            )
+    except Exception as error:  # libraries raise many kinds
+        raise ConfigError(f"model.path={path} could not be loaded: {_first_line(error)}") from error
+    refuse_made_up(found, f"model.path={path}", needs_head=True)
+    return _finished(model)
+
+
+def unread_model(path: str) -> tuple[PreTrainedModel, TensorFiles | None]:
+    """As `load_model` in float32, with parameters on the meta device, and the files in which they
+    are; with weights where they cannot be read by parts, and None where files and model do not have
+    the same numbers."""
+    config = load_config(path)
+    if (found := empty_model(path, config, scalar=False)) is None:
+        model = load_model(path, "float32")
+        return model, _files_of(path, config, model)
+    return _finished(found.model), found.files
+
+
+def load_scalar_model(path: str, dtype: str, *, needs_head: bool = False) -> PreTrainedModel:
+    """The model at `path` with a scalar head, on the CPU, with packed attention.
+
+    A sequence-classification folder with one label keeps its head. A causal language model gets a
+    new one of zeros, which says 0 of everything until it has learned, or is refused.
+
+    Args:
+        needs_head: It will never learn: without a head of its own it is refused.
+    """
+    config = load_config(path)
+    check_labels(config, path)
+    config.num_labels = 1
+    try:
+        with quiet():
+            model, found = read_language_model(
+                path, config, scalar=True, dtype=DTYPES[dtype], attn_implementation=NAME
+            )
+    except Exception as error:  # libraries raise many kinds
+        raise ConfigError(
+            f"{path} could not be loaded with a scalar head: {_first_line(error)}"
+        ) from error
+    refuse_made_up(found, path, needs_head=needs_head)
+    if any(name.startswith(HEAD) for name in found["missing_keys"]):
+        torch.nn.init.zeros_(model.score.weight)
+    return _finished(model)
+
+
+def unread_scalar_model(
+    path: str, *, needs_head: bool = False
+) -> tuple[PreTrainedModel, TensorFiles | None]:
+    """As `load_scalar_model`, and `unread_model`."""
+    config = load_config(path)
+    check_labels(config, path)
+    config.num_labels = 1
+    found = empty_model(path, config, scalar=True)
+    lacks_head = found is not None and "score.weight" not in found.files.shapes
+    if found is None or (needs_head and lacks_head):
+        model = load_scalar_model(path, "float32", needs_head=needs_head)
+        return model, _files_of(path, config, model)
+    return _finished(found.model), found.files
+
+
+def _files_of(path: str, config: PretrainedConfig, model: PreTrainedModel) -> TensorFiles | None:
+    """The files that a model was read from: those of the folder, or of the hub's copy here.
+
+    Raises:
+        ConfigError: if the model had more than a language model, and it could not be saved with it.
+    """
+    folder, is_plain = Path(path), not getattr(config, "quantization_config", None)
+    if is_plain and not folder.is_dir():
+        # If it was not kept, or is no name of the hub, its files stay unknown.
+        with contextlib.suppress(OSError, ValueError):
+            folder = Path(snapshot_download(path, local_files_only=True))
+    if is_plain and folder.is_dir() and (files := TensorFiles(folder)).shapes:
+        return files
+    if decoder_of(model) is not model.base_model:
+        raise ConfigError(
+            f"{path}: only the language model of a {type(model).__name__} is trained. Its other "
+            "tensors are copied when it is saved, which needs safetensors files that are not "
+            "quantised. Save it as such first, with save_pretrained of its class."
+        )
+    return None
+
+
+def check_labels(config: PretrainedConfig, who: str) -> None:
+    """Refuses a classifier of more than one label.
+
+    Raises:
+        ConfigError: begins with `who`.
+    """
+    classifies = any("Classification" in name for name in config.architectures or ())
+    if classifies and config.num_labels != 1:
+        raise ConfigError(
+            f"{who} classifies into {config.num_labels} labels; a critic or a reward model has "
+            "one (num_labels=1)."
+        )
+
+
+def _finished(model: PreTrainedModel) -> PreTrainedModel:
+    model.config.use_cache = False
+    return model
+
+
+def tiny_config(
+    *, hidden_size: int, layers: int, heads: int, context: int, experts: int = 0
+) -> PretrainedConfig:
+    """The architecture of `make_tiny_model`, but for its vocabulary: Qwen2's, or with experts
+    Qwen3's, where a token meets as many parameters."""
+    shape = {
+        "hidden_size": hidden_size,
+        "intermediate_size": 4 * hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        # Half as many where that can be: each is read by equally many heads.
+        "num_key_value_heads": next(n for n in range(max(1, heads // 2), 0, -1) if heads % n == 0),
+        "max_position_embeddings": context,
+        "tie_word_embeddings": True,
+    }
+    if not experts:
+        return Qwen2Config(**shape)
+    chosen = min(2, experts)
+    return Qwen3MoeConfig(
+        **shape,
+        head_dim=hidden_size // heads,
+        moe_intermediate_size=4 * hidden_size // chosen,
+        num_experts=experts,
+        num_experts_per_tok=chosen,
+        norm_topk_prob=True,
+    )
+
+
+def make_tiny_model(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, *, seed: int, **shape: int
+) -> Path:
+    """Writes a model of random weights and its tokenizer to `folder`.
+
+    Args:
+        shape: See `tiny_config`.
+    """
+    config = tiny_config(**shape)
+    config.vocab_size = len(tokenizer)
+    config.bos_token_id = tokenizer.bos_token_id
+    config.eos_token_id = tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -1,0 +1,176 @@
+"""Whether a model may be trained on packed samples: by trial, of a small copy, not by its name.
+
+The copy has the model's class and settings and random weights. It scores samples as training does,
+and transformers scores each alone. Where these differ, the model would be trained on wrong
+log-probabilities without a word: because something besides attention hands on states from token to
+token (a convolution, a recurrence), which goes on into the next sample of a packed row; or because
+attention or head do something that the packed forward does not know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hybridrl.batch.batch import Batch
+from hybridrl.errors import ConfigError
+from hybridrl.models.language_model import build_language_model, check_scalar, decoder_of
+from hybridrl.models.packed_attention import NAME
+from hybridrl.models.packed_models import CausalPolicy, ScalarModel
+from hybridrl.models.packing import PackedSamples, Rows
+from hybridrl.models.shrunk_config import VOCABULARY, shrunk
+
+LENGTHS = (11, 40, 7)
+"""Of the samples: the second is longer than a window and than what rotary positions were made
+for."""
+TOLERANCE = 1e-3
+"""Of a log-probability. Rounding is below 1e-4, what is wrong above 1e-2."""
+MOST_PARAMETERS = 50_000_000
+"""A copy with more would cost seconds."""
+
+
+ADDS_POSITIONS = ("bloom", "mpt")
+"""Types of models that always do."""
+NEW_LINE = "\n"
+_admitted: dict[str, Rows] = {}
+
+
+def admit(config: PretrainedConfig, path: str, *, scalar: bool = False) -> Rows:
+    """How samples are to be laid out for the model, which is tried the first time it is asked for.
+
+    Args:
+        scalar: The model has a scalar head instead of logits.
+
+    Raises:
+        ConfigError: in either way its log-probabilities, or values, would be wrong.
+    """
+    known = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+    key = repr((sorted(known.items()), scalar))
+    if key not in _admitted:
+        _admitted[key] = _tried(config, path, scalar)
+    return _admitted[key]
+
+
+def _tried(config: PretrainedConfig, path: str, scalar: bool) -> Rows:
+    who = f"{path} ({config.model_type})"
+    if scalar:
+        check_scalar(config, who)
+    rows, off = _trial(config, who, scalar)
+    if rows is not None:
+        return rows
+    raise ConfigError(
+        f"{who} cannot be trained here: {'values' if scalar else 'log-probabilities'} of samples "
+        f"would be off by up to {off:.2g}, {_cause(config, who, scalar)} Qwen, Llama, Mistral, "
+        "Gemma 3, OLMo, Phi 3, GLM, DeepSeek 3 and many others work."
+    )
+
+
+def _trial(config: PretrainedConfig, who: str, scalar: bool) -> tuple[Rows | None, float]:
+    """How samples can be laid out (None: in no way), and how far the last way was off."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        samples = [torch.randint(VOCABULARY, (length,)) for length in LENGTHS]
+        try:
+            ours, alone = twins(shrunk(config), scalar)
+            expected = torch.cat([said_alone(alone, sample) for sample in samples])
+        except Exception as error:  # of whatever kind: nobody knows what models will come
+            raise ConfigError(
+                f"{who} cannot be trained here: a small copy of it, which would prove that its "
+                f"samples can be packed, does not run ({type(error).__name__}: "
+                f"{str(error).partition(NEW_LINE)[0][:300]})."
+            ) from error
+        batch = Batch.from_columns(
+            {"prompt_ids": [x[:1] for x in samples], "response_ids": [x[1:] for x in samples]}
+        )
+        off = math.inf
+        for rows in Rows:
+            model = ScalarModel(ours, "before", rows) if scalar else CausalPolicy(ours, rows)
+            try:
+                outputs = model.train()(PackedSamples.of(batch, torch.device("cpu"), rows))
+            except Exception as error:
+                raise ConfigError(
+                    f"{who} cannot be trained here: its attention does not go through the "
+                    "interface of transformers that packed samples need "
+                    f"({type(error).__name__}: {error})."
+                ) from error
+            off = _difference(outputs[model.OUTPUTS[0]], expected)
+            if off <= TOLERANCE:
+                return rows, off
+    return None, off
+
+
+def _cause(config: PretrainedConfig, who: str, scalar: bool) -> str:
+    """Why the forwards differ, proven where it is a setting: without it they do not."""
+    for words, settings in _suspects(config).items():
+        without = copy.deepcopy(config)
+        for name, value in settings.items():
+            setattr(without.get_text_config(), name, value)
+        with contextlib.suppress(Exception):  # it may not run so
+            if settings and _trial(without, who, scalar)[0] is not None:
+                return f"because {words} ({', '.join(sorted(settings))} in its config.json)."
+    if config.model_type in ADDS_POSITIONS or getattr(config, "alibi", False):
+        return "because positions are added to the scores of its attention (ALiBi)."
+    return (
+        "because its attention or its head does what the packed forward does not know, such as "
+        "an encoder, or a scale or a bias of the logits."
+    )
+
+
+def _suspects(config: PretrainedConfig) -> dict[str, dict[str, float | None]]:
+    """Settings that change a forward, and without what value they would not."""
+    set_so = config.get_text_config().to_dict()
+    drops = [n for n, v in set_so.items() if "drop" in n and isinstance(v, float) and v > 0]
+    return {
+        "it drops out while it is trained, unless you set to 0 what says so": dict.fromkeys(
+            drops, 0.0
+        ),
+        "it has a scale of the logits": {"logit_scale": 1.0} if set_so.get("logit_scale") else {},
+    }
+
+
+@torch.no_grad()
+def twins(config: PretrainedConfig, scalar: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Two models of the same random weights: one as it is trained, one of transformers.
+
+    Args:
+        config: See `shrunk`.
+    """
+    if scalar:
+        config.num_labels = 1
+    with torch.device("meta"):
+        meta = build_language_model(config, scalar=scalar, attn_implementation="eager")
+    if (size := sum(p.numel() for p in meta.parameters())) > MOST_PARAMETERS:
+        raise ValueError(f"it would still have {size:,} parameters")
+    ours, alone = (
+        build_language_model(
+            config, scalar=scalar, dtype=torch.float32, attn_implementation=attention
+        ).eval()
+        for attention in (NAME, "eager")
+    )
+    for parameter in ours.parameters():  # biases and norms must matter, too
+        if parameter.ndim > 1:
+            parameter *= 5
+        else:
+            parameter += 0.3 * torch.randn_like(parameter)
+    alone.load_state_dict(ours.state_dict())
+    return ours, alone
+
+
+def said_alone(model: PreTrainedModel, sample: Tensor) -> Tensor:
+    """What transformers says of a sample that is alone: log-probabilities of its tokens after the
+    first, or the values before these."""
+    row = sample[None]
+    if model.get_output_embeddings() is None:
+        return model.score(decoder_of(model)(row, use_cache=False).last_hidden_state[0, :-1])[:, 0]
+    scores = torch.log_softmax(model(row, use_cache=False).logits[0, :-1], 1)
+    return scores.gather(1, sample[1:, None])[:, 0]
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    off = float((found - expected).abs().max())
+    return off if math.isfinite(off) else math.inf

@@ -1,0 +1,332 @@
+"""Under which names, and in which form, transformers keeps a model's parameters in files.
+
+Most stand in them as they are. Of experts, which a model has together in one parameter, files have
+each matrix alone. Instead of a table, transformers' own conversion to files is run on tensors
+without memory: what it makes are views of the parameters, which tell their boxes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from hybridrl.checkpoint.tensors.file_plan import MODEL
+from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles, TensorInFiles
+from hybridrl.layout.boxes import Box, intersection, relative, volume, whole
+from hybridrl.layout.tensor_layout import Layout
+from hybridrl.layout.tensor_pieces import Part, Piece, PieceTable
+from hybridrl.layout.tensor_views import storage, view_box
+from hybridrl.models.lora import adapter_names, has_adapters
+
+ADAPTER_STEM = "adapter_model"
+"""What the name of an adapter's file begins with, as peft has it."""
+CARRIED = "carried/"
+"""Begins the local names of tensors that are copied from file to file."""
+OUTPUT = "lm_head"
+"""What heads over the vocabulary are called."""
+aten = torch.ops.aten
+
+
+class StoredPart(NamedTuple):
+    """A tensor in files that is a box of a parameter.
+
+    Attributes:
+        name: Of the tensor.
+        parameter: Of which it is a part.
+        box: Which part. First dims of one index may be lacking in the tensor.
+        shape: Of the tensor.
+    """
+
+    name: str
+    parameter: str
+    box: Box
+    shape: tuple[int, ...]
+
+    @property
+    def lacking(self) -> int:
+        """Dims of the parameter that the tensor has not."""
+        return len(self.box) - len(self.shape)
+
+    def inside(self, box: Box) -> Box:
+        """Where in the tensor a smaller box of the parameter is."""
+        return relative(box, self.box)[self.lacking :]
+
+
+class StoredForm(NamedTuple):
+    """How a model's weights stand in files.
+
+    Attributes:
+        stem: What the names of the files begin with.
+        parts: The tensors in them; with adapters, theirs alone.
+        source: The files that the model was read from; None: it was not, or in another form.
+        carried: Names of those of its tensors that are no part of the model, such as towers and
+            heads that are not built. They stand beside the parts as they are in `source`.
+    """
+
+    stem: str
+    parts: tuple[StoredPart, ...]
+    source: TensorFiles | None = None
+    carried: tuple[str, ...] = ()
+
+    def by_parameter(self) -> dict[str, list[StoredPart]]:
+        """The tensors that each parameter is in."""
+        found: dict[str, list[StoredPart]] = {}
+        for part in self.parts:
+            found.setdefault(part.parameter, []).append(part)
+        return found
+
+    def layout(self, layout: Layout) -> Layout:
+        """Which part of each tensor the ranks hold that hold these parts of the parameters. What a
+        rank holds of the index i of a parameter that is divided is called `<parameter>/<i>`,
+        counted from the first that it holds; see `index_of`."""
+        return layout.parts(
+            {
+                part.name: Part(
+                    part.parameter, part.shape, (part.box, part.shape), partial(_piece, part)
+                )
+                for part in self.parts
+            }
+        )
+
+    def all_tensors(self, layout: Layout) -> Layout:
+        """`layout` and the carried tensors, of which each rank can read all."""
+        own = self.layout(layout)
+        if self.source is None or not self.carried:
+            return own
+        shapes = {name: self.source.shapes[name] for name in self.carried}
+        here = tuple(layout.pieces)
+        kinds = {shape: number for number, shape in enumerate(dict.fromkeys(shapes.values()))}
+        columns = tuple(
+            ((Piece(whole(shape), "", (0,) * len(shape)),),) * len(here) for shape in kinds
+        )
+        tensors = {name: (CARRIED + name, kinds[shape]) for name, shape in shapes.items()}
+        carried = Layout(shapes, PieceTable(here, columns, tensors))
+        return own.beside(carried)
+
+    def carried_tensors(self) -> dict[str, TensorInFiles]:
+        """They, by their local names in `all_tensors`."""
+        return {
+            CARRIED + name: TensorInFiles(self.source, name)
+            for name in self.carried
+            if self.source is not None
+        }
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of the carried tensors."""
+        return {name: self.source.dtypes[name] for name in self.carried if self.source is not None}
+
+
+def _piece(part: StoredPart, piece: Piece) -> Piece | None:
+    if (shared := intersection(piece.box, part.box)) is None:
+        return None
+    tensor, start = piece.at(shared)
+    first, start = start[: part.lacking], start[part.lacking :]
+    return Piece(part.inside(shared), "/".join([tensor, *map(str, first)]), start)
+
+
+def index_of(parts: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A local tensor of `StoredForm.layout`, of what a rank holds of the parameters."""
+    parameter, *indices = name.split("/")
+    return parts[parameter][tuple(map(int, indices))]
+
+
+def most_bytes(stem: str, file_bytes: int) -> int:
+    """Of one file: peft opens a single one only, so an adapter's is never split."""
+    return sys.maxsize if stem == ADAPTER_STEM else file_bytes
+
+
+def stored_form(
+    model: PreTrainedModel,
+    shapes: Mapping[str, tuple[int, ...]],
+    source: TensorFiles | None = None,
+) -> StoredForm | None:
+    """The form in which a model is saved whose parameters have these names and shapes: that of the
+    files which it was read from, else that of transformers, or peft; None if tensors of files are
+    not parts of the parameters.
+
+    Args:
+        source: The files that the model was read from.
+    """
+    if has_adapters(model):
+        names = adapter_names(model, shapes)
+        return StoredForm(
+            ADAPTER_STEM,
+            tuple(_whole_part(stored, name, shapes[name]) for name, stored in names.items()),
+        )
+    found = {} if source is None else as_read(model, shapes, source.shapes)
+    new = {name: shape for name, shape in shapes.items() if name not in found}
+    made = _converted(model, new) if new else ()
+    if made is None:
+        return None
+    for part in made:
+        found.setdefault(part.parameter, []).append(part)
+    parts = tuple(part for name in shapes for part in found[name])
+    if source is None:
+        return StoredForm(MODEL, parts)
+    here = {part.name for part in parts}
+    here |= {name for name in source.shapes if is_replaced(model, name)}
+    return StoredForm(MODEL, parts, source, tuple(n for n in source.shapes if n not in here))
+
+
+def as_read(
+    model: PreTrainedModel,
+    shapes: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, tuple[int, ...]],
+) -> dict[str, list[StoredPart]]:
+    """The tensors that each parameter was read from, and those that are tied to it.
+
+    Args:
+        shapes: Of the parameters.
+        stored: Shapes of the tensors in the files.
+    """
+    found = {
+        name: list(parts)
+        for name, parts in parts_in_files(model, shapes, stored).items()
+        if all(stored[part.name] == part.shape for part in parts)
+    }
+    tied = model.all_tied_weights_keys
+    if tied:
+        used = {part.name for parts in found.values() for part in parts}
+        others = _renamed(model, [name for name in stored if name not in used])
+        for name, other in others.items():
+            if (owner := tied.get(name)) in shapes and stored[other] == shapes[owner]:
+                found.setdefault(owner, []).append(_whole_part(other, owner, shapes[owner]))
+    return found
+
+
+def is_replaced(model: PreTrainedModel, stored: str) -> bool:
+    """Whether a tensor is of the head over the vocabulary, and the model has a scalar one."""
+    is_head = stored.rpartition(".")[0].rpartition(".")[2] == OUTPUT
+    return is_head and model.get_output_embeddings() is None
+
+
+def as_named(stem: str, shapes: Mapping[str, tuple[int, ...]]) -> StoredForm:
+    """Every parameter as it is."""
+    return StoredForm(stem, tuple(_whole_part(name, name, of) for name, of in shapes.items()))
+
+
+def parts_in_files(
+    model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], stored: Iterable[str]
+) -> dict[str, tuple[StoredPart, ...]]:
+    """Of each parameter that is in files, as it is or in parts, the tensors that it is in.
+
+    Args:
+        shapes: Of the parameters, by name.
+        stored: Names of the tensors in the files.
+    """
+    there = {name: name for name in stored}
+    found = _whole_parts(shapes, there)
+    others = {name: shape for name, shape in shapes.items() if name not in found}
+    if not others:
+        return found
+    divided = _divided(model, others)
+    if len(divided) < len(others) or any(p.name not in there for parts in divided for p in parts):
+        there |= _renamed(model, [name for name in there if name not in shapes])
+        found |= _whole_parts(others, there)
+    for parts in divided:
+        if parts[0].parameter in found:
+            continue
+        names = _renamed(model, [p.name for p in parts]) if parts[0].name not in there else {}
+        canonical = {before: after for after, before in names.items()}
+        here = [there.get(canonical.get(part.name, part.name)) for part in parts]
+        if all(name is not None for name in here):
+            found[parts[0].parameter] = tuple(
+                part._replace(name=str(name)) for part, name in zip(parts, here, strict=True)
+            )
+    return found
+
+
+def _whole_parts(
+    shapes: Mapping[str, tuple[int, ...]], there: Mapping[str, str]
+) -> dict[str, tuple[StoredPart, ...]]:
+    return {
+        name: (_whole_part(there[stored_name(name)], name, shape),)
+        for name, shape in shapes.items()
+        if stored_name(name) in there
+    }
+
+
+def _divided(
+    model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]
+) -> list[list[StoredPart]]:
+    """The tensors that transformers makes of each of these parameters."""
+    by_stored_name = {stored_name(name): name for name in shapes}
+    found: dict[str, list[StoredPart]] = {}
+    for part in _converted(model, {s: shapes[name] for s, name in by_stored_name.items()}) or ():
+        name = by_stored_name[part.parameter]
+        found.setdefault(name, []).append(part._replace(parameter=name))
+    return list(found.values())
+
+
+def _renamed(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
+    """Names of tensors in files by what transformers calls them while it reads them, before it puts
+    experts together: files that were published long ago have other names than it saves."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    known, prefix = model.state_dict(), model.base_model_prefix
+    return {rename_source_key(name, renamings, [], prefix, known)[0]: name for name in stored}
+
+
+def stored_name(name: str) -> str:
+    """What a parameter beside which there is an adapter is called in the model's own files."""
+    return name.replace(".base_layer.", ".")
+
+
+def is_converted(model: PreTrainedModel) -> bool:
+    """Whether files have other tensors than the parameters: of some models each expert alone."""
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return any(isinstance(one, WeightConverter) for one in conversions)
+
+
+def _whole_part(name: str, parameter: str, shape: tuple[int, ...]) -> StoredPart:
+    return StoredPart(name, parameter, whole(shape), tuple(shape))
+
+
+def _converted(
+    model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[StoredPart, ...] | None:
+    """The tensors that transformers makes of parameters of these names and shapes; None if they do
+    not only divide and rename them, or leave some out."""
+    mine = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    owners = {storage(tensor): name for name, tensor in mine.items()}
+    with _CopiesAreViews():
+        stored = revert_weight_conversion(model, dict(mine))
+    left_out = set(model._keys_to_ignore_on_save or ())
+    parts, covered = [], Counter[str]()
+    for name, tensor in stored.items():
+        if name in left_out:
+            continue
+        owner = owners.get(storage(tensor))
+        box = None if owner is None else view_box(tensor, mine[owner])
+        if owner is None or box is None:
+            return None
+        parts.append(StoredPart(name, owner, box, tuple(tensor.shape)))
+        covered[owner] += volume(box)
+    if any(covered[name] != tensor.numel() for name, tensor in mine.items()):
+        return None
+    return tuple(parts)
+
+
+class _CopiesAreViews(TorchDispatchMode):
+    """Inside, a copy of a tensor is the tensor: its elements are the same ones."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is aten.clone.default:
+            return args[0].view_as(args[0])
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,112 @@
+"""FSDP2's reduce-scatter with fewer bytes: encoded parts, summed in float32 where they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridrl.compress.codec import Codec
+from hybridrl.compress.grouped_integers import GroupedIntegers
+
+INT8 = GroupedIntegers(8, 512)
+INT4 = GroupedIntegers(4, 128, hadamard=True)
+"""What SDP4Bit takes within a node and between nodes."""
+
+
+@dataclass(frozen=True)
+class Hop:
+    """An exchange over some ranks after which each has the sum of its part.
+
+    Args:
+        group: These ranks.
+        codec: Of what travels; a rank's own part stays as it is. None: float32 as it is.
+    """
+
+    group: dist.ProcessGroup
+    codec: Codec | None
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of the part that is this rank's.
+
+        Args:
+            values: Float32, flat: as many equal parts as there are ranks, in their order.
+
+        Returns:
+            Flat. Parts are added in the order of the ranks, so that it is the same every time.
+        """
+        rank, parts = self.group.rank(), values.view(self.group.size(), -1)
+        numel = parts.shape[1]
+        if self.codec is None:
+            arrived = torch.empty_like(values)
+            dist.all_to_all_single(arrived, values.contiguous(), group=self.group)
+            return _sum(arrived.view_as(parts))
+        sizes = [self.codec.size(numel)] * len(parts)
+        sizes[rank] = 0
+        sent, received = torch.empty(2, sum(sizes), dtype=torch.uint8, device=values.device)
+        for part, out, size in zip(parts, sent.split(sizes), sizes, strict=True):
+            if size:
+                self.codec.encode(part, out)
+        dist.all_to_all_single(received, sent, sizes, sizes, group=self.group)
+        codec = self.codec
+        return _sum(
+            parts[rank] if number == rank else codec.decode(encoded, numel, torch.float32)
+            for number, encoded in enumerate(received.split(sizes))
+        )
+
+
+def _sum(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """In their order, one at a time in memory."""
+    coming = iter(parts)
+    total = next(coming).clone()
+    for part in coming:
+        total += part
+    return total
+
+
+class CompressedReduceScatter:
+    """Sums gradients over ranks in one or two hops; what FSDP2's `set_custom_reduce_scatter` takes.
+    Source: SDP4Bit, arXiv 2410.15526, section 3.2. Unlike there, the Hadamard transform is the
+    second hop's alone, since integers of 8 bits gain little by it.
+
+    What is lost is lost: there is no feedback of errors, which would take a float32 copy of all
+    gradients on each rank. A gradient that is not finite arrives as one.
+
+    Args:
+        hops: One over all ranks; or one over the ranks of each node, then one over the ranks that
+            have the same place on all nodes.
+        order: Of the ranks' parts before the first hop, as their numbers; None: as they are. With
+            two hops: for each place on a node, for each node, the rank there.
+    """
+
+    def __init__(self, hops: Sequence[Hop], order: Sequence[int] | None = None) -> None:
+        self._hops = hops
+        self._order = order
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory for gradients before and after."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """As `torch.distributed.reduce_scatter_tensor`; done when it returns, on the current
+        stream."""
+        assert op == dist.ReduceOp.SUM, "`fsdp.shard` has gradients summed"
+        values = input_tensor
+        if self._order is not None:
+            parts = values.view(len(self._order), -1)
+            values = torch.cat([parts[number] for number in self._order])
+        for hop in self._hops:
+            values = hop.sum(values)
+        output_tensor.copy_(values)

@@ -1,0 +1,121 @@
+"""From `parallel.gradients` to the way that gradients are summed."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from hybridrl.compress.codec import Codec
+from hybridrl.errors import ConfigError
+from hybridrl.parallel.compressed_collectives import INT4, INT8, CompressedReduceScatter, Hop
+from hybridrl.parallel.measured_reduction import MeasuredSums
+from hybridrl.parallel.nodes import ranks_by_node
+from hybridrl.parallel.reduction_timing import HopWay
+
+AUTO = "auto"
+CODECS: dict[str, Codec | None] = {"float32": None, "int8": INT8, "int4": INT4}
+WITHIN, BETWEEN = ("float32", "int8"), ("float32", "int8", "int4")
+"""What `auto` may take within a node and between nodes. Not the largest values alone: what they
+leave out has to be kept on every rank, four bytes for each gradient of the whole model, which is
+the memory that sharding is there to save."""
+
+GradientSums = CompressedReduceScatter | MeasuredSums
+
+
+def make_reduce_scatter(
+    kind: str, rows: Sequence[Sequence[int]], device: torch.device | None = None
+) -> GradientSums | None:
+    """What sums the gradients of the row of ranks that this one is in. Collective over the default
+    process group.
+
+    Args:
+        kind: See `ParallelConfig.gradients`.
+        rows: Ranks that share parameters.
+        device: This rank's, on which `auto` measures; None: the CPU.
+
+    Returns:
+        None for `full`, and for a rank that is in no row or alone in it: torch's own way.
+
+    Raises:
+        ConfigError: on every rank, if two levels cannot be made of the rows.
+    """
+    if kind == "full" or len(rows[0]) == 1:
+        return None
+    rows = [sorted(row) for row in rows]
+    if kind == "int8":
+        group = _own_group(rows)
+        return None if group is None else CompressedReduceScatter([Hop(group, INT8)])
+    nodes = _nodes()
+    if kind == AUTO:
+        return _measured(rows, nodes, device or torch.device("cpu"))
+    levels = _Levels(rows, nodes)
+    hops = levels.hops(INT8, INT4)
+    return CompressedReduceScatter(hops, levels.order) if hops else None
+
+
+class _Levels:
+    """The groups of two hops: within each node, then between nodes. Collective."""
+
+    def __init__(self, rows: Sequence[Sequence[int]], nodes: Sequence[str]) -> None:
+        tables = [ranks_by_node(row, nodes) for row in rows]
+        self.inside = _own_group([places for table in tables for places in table])
+        self.across = _own_group(
+            [list(one) for table in tables for one in zip(*table, strict=True)]
+        )
+        self.order: list[int] = []
+        for row, table in zip(rows, tables, strict=True):
+            if dist.get_rank() in row:
+                places = zip(*table, strict=True)
+                self.order = [row.index(there) for place in places for there in place]
+
+    def hops(self, inside: Codec | None, across: Codec | None) -> list[Hop]:
+        """Those that have more than one rank."""
+        both = ((self.inside, inside), (self.across, across))
+        return [Hop(group, codec) for group, codec in both if group is not None]
+
+
+def _measured(
+    rows: Sequence[Sequence[int]], nodes: Sequence[str], device: torch.device
+) -> MeasuredSums | None:
+    """All that `auto` may choose from, what loses nothing first."""
+    group = _own_group(rows)
+    try:
+        tables = [ranks_by_node(row, nodes) for row in rows]
+    except ConfigError:  # nodes with more ranks than others: one hop
+        tables = []
+    counts = {(len(table), len(table[0])) for table in tables}
+    on_nodes, on_each = counts.pop() if len(counts) == 1 else (1, 1)
+    levels = _Levels(rows, nodes) if on_nodes > 1 and on_each > 1 else None
+    if group is None:
+        return None
+    one_hop = BETWEEN if on_nodes > 1 and on_each == 1 else WITHIN
+    ways = [HopWay(name, [Hop(group, CODECS[name])]) for name in one_hop]
+    if levels is not None:
+        ways += [
+            HopWay(f"{inside}+{across}", levels.hops(CODECS[inside], CODECS[across]), levels.order)
+            for across in BETWEEN
+            for inside in WITHIN
+        ]
+    return MeasuredSums(ways, group, device)
+
+
+def _own_group(groups: list[list[int]]) -> dist.ProcessGroup | None:
+    """None for a rank that is in none of them, or alone."""
+    mine, _ = dist.new_subgroups_by_enumeration(groups)
+    return mine if mine is not None and mine.size() > 1 else None
+
+
+def _nodes() -> list[str]:
+    """For each rank, the address from which it reaches the first: one for all ranks of a node."""
+    found: list[str] = [""] * dist.get_world_size()
+    first = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)
+    family, kind, _, _, address = first[0]
+    with socket.socket(family, kind) as towards_first:
+        # Nothing is sent: to connect a datagram socket only looks the way up.
+        towards_first.connect(address)
+        dist.all_gather_object(found, towards_first.getsockname()[0])
+    return found

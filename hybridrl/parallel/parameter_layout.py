@@ -1,0 +1,122 @@
+"""The layout of a model that is cut over a mesh: which part of every parameter each rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from hybridrl.layout.boxes import chunk_range, volume, whole
+from hybridrl.layout.tensor_layout import Layout, join
+from hybridrl.layout.tensor_pieces import Piece, PieceTable, local_pieces
+from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.tensor_parallel import Cut
+from hybridrl.parallel.values import all_values
+
+_Held = tuple[Piece, ...]
+
+
+def training_layout(
+    parameters: Mapping[str, nn.Parameter], cuts: Mapping[str, Cut], mesh: ParallelMesh
+) -> Layout:
+    """The layout over all ranks of `mesh`. Collective.
+
+    Args:
+        parameters: This rank's, under the names of a checkpoint, sharded by FSDP or not.
+        cuts: Of those that are cut over tensor-parallel ranks.
+    """
+    index, shapes, pieces = mesh.index("tp"), {}, {}
+    for name, parameter in parameters.items():
+        cut = cuts.get(name)
+        shapes[name] = whole_shape(parameter, cut)
+        pieces[name] = pieces_of("", parameter, cut, index)
+    mine = Said.of_pieces(pieces)
+    if (group := mesh.group()) is None:
+        return layout_of([shapes], [mine])
+    found: list[Said | None] = [None] * group.size()
+    dist.all_gather_object(found, mine, group=group)
+    return layout_of(all_values(shapes, group), [said for said in found if said is not None])
+
+
+class Said(NamedTuple):
+    """What a rank says of its parameters, in few bytes: layers lie alike.
+
+    Attributes:
+        kinds: Different pieces, whatever the name of the parameter.
+        of: Which of these each parameter is.
+    """
+
+    kinds: tuple[_Held, ...]
+    of: npt.NDArray[np.int32]
+
+    @classmethod
+    def of_pieces(cls, pieces: Mapping[str, _Held]) -> Said:
+        """Of pieces in local tensors without a name."""
+        kinds: dict[_Held, int] = {}
+        of = [kinds.setdefault(held, len(kinds)) for held in pieces.values()]
+        return cls(tuple(kinds), np.array(of, np.int32))
+
+
+def layout_of(shapes: Sequence[Mapping[str, tuple[int, ...]]], ranks: Sequence[Said]) -> Layout:
+    """The layout of all ranks.
+
+    Args:
+        shapes: Of each rank's parameters; one object where they are the same, as they are but for
+            those of other pipeline stages.
+        ranks: What each says of these.
+    """
+    stages = {id(stage): stage for stage in shapes}
+    every = join(Layout(stage, {}) for stage in stages.values()).shapes
+    place = {name: number for number, name in enumerate(every)}
+    columns_of = {key: [place[name] for name in stage] for key, stage in stages.items()}
+    kinds: dict[_Held, int] = {(): 0}
+    held = np.zeros((len(ranks), len(every)), np.int32)  # by rank and parameter
+    for rank, (stage, said) in enumerate(zip(shapes, ranks, strict=True)):
+        numbers = np.array([kinds.setdefault(kind, len(kinds)) for kind in said.kinds], np.int32)
+        held[rank, columns_of[id(stage)]] = numbers[said.of]
+    pieces = list(kinds)
+    columns: dict[bytes, int] = {}
+    found, tensors = [], {}
+    for name, number in place.items():
+        column = held[:, number]
+        key = column.tobytes()
+        if key not in columns:
+            columns[key] = len(found)
+            found.append(tuple(pieces[kind] for kind in column.tolist()))
+        tensors[name] = (name, columns[key])
+    return Layout(every, PieceTable(tuple(range(len(ranks))), tuple(found), tensors))
+
+
+def pieces_of(name: str, parameter: nn.Parameter, cut: Cut | None, index: int) -> tuple[Piece, ...]:
+    """What this rank holds of a parameter: tensor parallelism cuts first, FSDP what is left."""
+    held = list(whole(parameter.shape))  # of what tensor parallelism has left
+    if isinstance(parameter, DTensor):
+        places = parameter.device_mesh.get_coordinate()
+        for axis, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard):
+                start, stop = held[placement.dim]
+                count = parameter.device_mesh.size(axis)
+                low, high = chunk_range(stop - start, places[axis], count)
+                held[placement.dim] = (start + low, start + high)
+    if cut is None:
+        return local_pieces(name, tuple(held))
+    found, at = [], 0
+    for start, stop in cut.bounds[index]:
+        low, high = (max(at, min(side, at + stop - start)) for side in held[cut.dim])
+        box, place = list(held), [0] * len(held)
+        box[cut.dim] = (low - at + start, high - at + start)
+        place[cut.dim] = low - held[cut.dim][0]
+        if volume(tuple(box)):
+            found.append(Piece(tuple(box), name, tuple(place)))
+        at += stop - start
+    return tuple(found)
+
+
+def whole_shape(parameter: nn.Parameter, cut: Cut | None) -> tuple[int, ...]:
+    """Of a parameter, however it is cut."""
+    return tuple(parameter.shape) if cut is None else cut.shape

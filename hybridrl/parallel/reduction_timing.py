@@ -1,0 +1,156 @@
+"""What each way of summing gradients takes on these ranks: measured together, in a few seconds.
+
+All ways take turns at each size, so that what else the machine and the link do falls on all. Every
+rank is told the time of the slowest one.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridrl.parallel.compressed_collectives import CompressedReduceScatter, Hop
+from hybridrl.parallel.reduction_choice import FULL, NOTHING, Curve, Part, Way
+from hybridrl.system.device_traits import Moment
+
+LEAST, STEP, MOST = 1 << 12, 4, 1 << 24
+"""Values that are summed: the fewest, how many times as many come next, and the most."""
+LONG = 0.1
+"""Seconds. What takes longer is measured at no larger size."""
+TURNS, MOST_TURNS, ENOUGH = 3, 9, 0.03
+"""At each size: the fewest, and the most while they do not take so many seconds of each way."""
+
+Work = Callable[[torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class HopWay:
+    """One way: its name, its hops, and the order of parts before them (see
+    `CompressedReduceScatter`)."""
+
+    name: str
+    hops: Sequence[Hop]
+    order: Sequence[int] | None = None
+
+    @property
+    def sums(self) -> CompressedReduceScatter:
+        """What does it."""
+        return CompressedReduceScatter(self.hops, self.order)
+
+
+def measured_ways(
+    ways: Sequence[HopWay], largest: int, group: dist.ProcessGroup, device: torch.device
+) -> list[Way]:
+    """`full` and these ways, with what their hops take. Collective over the group.
+
+    Args:
+        largest: Values of the largest unit.
+        group: All ranks that share parameters.
+    """
+    orders: dict[Hop, Sequence[int] | None] = {}
+    for way in ways:
+        for number, hop in enumerate(way.hops):
+            orders.setdefault(hop, way.order if number == 0 else None)
+    works = [_whole_sum(group), *(_one_hop(hop, order) for hop, order in orders.items())]
+    whole, *hops = _curves(works, min(largest, MOST), group, device)
+    curves = dict(zip(orders, hops, strict=True))
+    found = [Way(FULL, (Part(1.0, NOTHING, whole),))]
+    for way in ways:
+        parts, share = [], 1.0
+        for hop in way.hops:
+            parts.append(_part(hop, share, curves))
+            share /= hop.group.size()
+        found.append(Way(way.name, tuple(parts)))
+    return found
+
+
+def reduce_scatter(
+    out: torch.Tensor, values: torch.Tensor, op: Any, group: dist.ProcessGroup
+) -> None:
+    """torch's own, by the name that it has in this version."""
+    named = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    named(out, values, op=op, group=group)
+
+
+def agreed(figures: Sequence[float], operation: Any, group: dist.ProcessGroup) -> list[float]:
+    """The same on all ranks."""
+    together = torch.tensor(figures, dtype=torch.float64)
+    dist.all_reduce(together, operation, group=group)
+    return [float(figure) for figure in together]
+
+
+def _part(hop: Hop, share: float, curves: dict[Hop, Curve]) -> Part:
+    """Of what a hop takes, the link has what as many bytes of float32 take; the codec the rest."""
+    whole, exact = curves[hop], curves.get(Hop(hop.group, None))
+    if hop.codec is None or exact is None:
+        return Part(share, NOTHING, whole)
+    ranks, codec, link = hop.group.size(), [], []
+    for values, taken in whole.points:
+        sent = min(taken, exact(hop.codec.size(int(values) // ranks) * ranks / 4))
+        link.append((values, sent))
+        codec.append((values, taken - sent))
+    return Part(share, Curve(tuple(codec)), Curve(tuple(link)))
+
+
+def _whole_sum(group: dist.ProcessGroup) -> Work:
+    def work(values: torch.Tensor) -> None:
+        out = values.new_empty(len(values) // group.size())
+        reduce_scatter(out, values, dist.ReduceOp.SUM, group)
+
+    return work
+
+
+def _one_hop(hop: Hop, order: Sequence[int] | None) -> Work:
+    sums = CompressedReduceScatter([hop], order)
+
+    def work(values: torch.Tensor) -> None:
+        out = values.new_empty(len(values) // hop.group.size())
+        sums(out, values, hop.group, dist.ReduceOp.SUM)
+
+    return work
+
+
+def _curves(
+    works: Sequence[Work], largest: int, group: dist.ProcessGroup, device: torch.device
+) -> list[Curve]:
+    """Of each work at two sizes or more: more values until it is enough."""
+    found: list[list[tuple[float, float]]] = [[] for _ in works]
+    ranks = group.size()  # of any hop a multiple
+    largest = ranks * -(-largest // ranks)
+    least = numel = ranks * -(-LEAST // ranks)
+    going = list(range(len(works)))
+    while going:
+        values = torch.randn(numel, device=device)
+        if numel == least:
+            for work in works:  # connections are made, kernels compiled
+                work(values)
+        for number, seconds in zip(
+            going, _seconds([works[number] for number in going], values, group), strict=True
+        ):
+            found[number].append((float(numel), seconds))
+        if numel >= largest and numel > least:
+            break
+        if numel > least:
+            going = [number for number in going if found[number][-1][1] <= LONG]
+        numel = max(STEP * least, min(STEP * numel, largest))
+    return [Curve(tuple(points)) for points in found]
+
+
+def _seconds(works: Sequence[Work], values: torch.Tensor, group: dist.ProcessGroup) -> list[float]:
+    """The median of each."""
+    taken: list[list[float]] = [[] for _ in works]
+    turns, total = 0, 0.0
+    while turns < TURNS or (total < ENOUGH * len(works) and turns < MOST_TURNS):
+        for work, seconds in zip(works, taken, strict=True):
+            begin = Moment(values.device)
+            work(values)
+            mine = Moment(values.device).since(begin)
+            seconds += agreed([mine], dist.ReduceOp.MAX, group)
+            total += seconds[-1]
+        turns += 1
+    return [statistics.median(seconds) for seconds in taken]

@@ -1,0 +1,208 @@
+"""Sequence parallelism: the tokens of a packed micro-batch are divided over ranks, by Ulysses and
+a ring together.
+
+All ranks of a sequence-parallel group get the same samples. Each runs the model on its own tokens
+(`core.zigzag` says which); only attention needs those of others. Between the ranks of a Ulysses
+group tokens are exchanged for heads, and the rings go across these groups. What the model says of
+each response token, a few numbers, is then gathered, and every rank works out the same loss. A
+rank's gradients are those of its tokens: the sum over the group is the whole gradient.
+
+What is sent: see `ulysses` (whose tokens are those of one ring rank) and `ring_attention` (whose
+key-value heads are those of one Ulysses rank), for every layer, and once `token_gather`: 4 bytes
+times the response tokens of the rank that has most, for each number and each other rank.
+
+Source: "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI" (Fang and
+Zhao, 2024).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridrl.errors import ConfigError
+from hybridrl.models.packed_attention import causal_attention
+from hybridrl.models.packing import PackedSamples, Packing, Rows
+from hybridrl.models.teacher_kl import Candidates
+from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.ring_attention import RingPlan, ring_attention
+from hybridrl.parallel.token_gather import Reading, gather_tokens
+from hybridrl.parallel.ulysses import HeadExchange
+from hybridrl.parallel.zigzag import even_bounds, rank_places, ring_rows
+
+
+class SequenceParallel:
+    """The ranks that hold the tokens of a micro-batch together, and how they divide them.
+    Collective.
+
+    Args:
+        mesh: Its `ring` and `ulysses` axes are neighbours, `ulysses` the inner one.
+    """
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self.ring, self.ulysses = mesh.size("ring"), mesh.size("ulysses")
+        self._ring_group, self._ulysses_group = mesh.group("ring"), mesh.group("ulysses")
+        self._group = mesh.group("ring", "ulysses")
+        self._ring_rank = mesh.index("ring")
+        self._rank = self._ring_rank * self.ulysses + mesh.index("ulysses")
+        assert self._rank == dist.get_rank(self._group)
+        if self._ring_group is not None:
+            # NCCL wants all ranks in the first message of a group; in a ring some may have nothing.
+            dist.all_reduce(torch.zeros(1, device=mesh.device), group=self._ring_group)
+
+    @classmethod
+    def of(cls, mesh: ParallelMesh) -> SequenceParallel | None:
+        """That of a mesh, or None if it does not divide sequences."""
+        return None if mesh.group("ring", "ulysses") is None else cls(mesh)
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return self.ring * self.ulysses
+
+    def split(self, samples: PackedSamples, shift: int = 0) -> PackedSamples:
+        """This rank's part of a packed micro-batch, which every rank of the group has.
+
+        Args:
+            shift: So many places after a token's predictor the model says something of the token
+                (see `PackedModel.shift`).
+
+        Returns:
+            This rank's tokens, and those response tokens that the model reads there. A rank
+            without tokens gets one that nobody sees or reads, for no model runs on none.
+            `response_bounds` and the packing's bounds stay those of the whole.
+        """
+        device = samples.input_ids.device
+        cu_seqlens = samples.packing.cu_seqlens.to("cpu", torch.int64)
+        rows = ring_rows(cu_seqlens, self.ring)
+        places = rank_places(rows, self.ulysses)
+        mine = places[self._rank]
+        reading = Reading.of(samples.predictors.cpu() + shift, places, self._rank, device)
+        exchange = plan = None
+        if self.ulysses > 1:
+            bounds = even_bounds(len(rows[self._ring_rank].places), self.ulysses)
+            counts = torch.tensor(bounds).diff().tolist()
+            exchange = HeadExchange(self._ulysses_group, counts)
+        if self.ring > 1:
+            plan = RingPlan.of(self._ring_group, rows, device)
+        starts = cu_seqlens[torch.bucketize(mine, cu_seqlens, right=True) - 1]
+        held = HeldTokens(
+            tokens=len(mine),
+            position_ids=_not_empty(mine - starts).to(device),
+            packing=samples.packing,
+            reading=reading,
+            exchange=exchange,
+            plan=plan,
+        )
+        return PackedSamples(
+            input_ids=_not_empty(samples.input_ids[0, mine.to(device)])[None],
+            packing=dataclasses.replace(
+                samples.packing,
+                split=held,
+                real=_part(samples.packing.real, mine.to(device), False),
+                routes=_part(samples.packing.routes, mine.to(device), -1),
+            ),
+            predictors=reading.local - shift,
+            targets=samples.targets[reading.mine],
+            response_bounds=samples.response_bounds,
+            candidates=samples.candidates
+            and Candidates(*(part[reading.mine] for part in samples.candidates)),
+        )
+
+    def gather(self, outputs: dict[str, Tensor], samples: PackedSamples) -> dict[str, Tensor]:
+        """What the model says of all response tokens of the micro-batch, in their usual order.
+        Collective; in backward each rank takes the gradient of its own part.
+
+        Args:
+            outputs: Of the model for `samples`, `[this rank's response tokens]` or `[this rank's
+                response tokens, numbers]` each.
+            samples: What `split` gave.
+        """
+        held = samples.packing.split
+        assert isinstance(held, HeldTokens)
+        columns = [x if x.ndim > 1 else x[:, None] for x in outputs.values()]
+        gathered = gather_tokens(torch.cat(columns, 1), held.reading, self._group)
+        parts = gathered.split([x.shape[1] for x in columns], dim=1)
+        named = zip(outputs.items(), parts, strict=True)
+        return {name: part.squeeze(1) if x.ndim == 1 else part for (name, x), part in named}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HeldTokens:
+    """The tokens of a packed row that this rank holds: a `hybridrl.models.packing.SplitRow`.
+
+    Attributes:
+        tokens: How many.
+        position_ids: Their positions in their samples; a 0 if there are none.
+        packing: Of the whole row.
+        reading: Which response tokens are read on which rank.
+        exchange: Of tokens for heads; None without Ulysses.
+        plan: Of the ring; None without one.
+    """
+
+    tokens: int
+    position_ids: Tensor
+    packing: Packing
+    reading: Reading
+    exchange: HeadExchange | None
+    plan: RingPlan | None
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """Causal attention inside the samples, `[this rank's tokens, heads, head_dim]` in and out;
+        k and v have the key-value heads. Collective, forward and backward."""
+        real = [x[: self.tokens] for x in (q, k, v)]
+        heads = q.shape[1]
+        if self.exchange:
+            qkv = self.exchange.to_heads(*real)
+            heads //= len(self.exchange.counts)
+        else:
+            qkv = torch.cat(real, dim=1)
+        if self.plan:
+            check_window(window)
+            out = ring_attention(qkv, heads, self.plan, scale or q.shape[-1] ** -0.5)
+        else:  # the exchange has brought this rank the whole row
+            key_value_heads = (qkv.shape[1] - heads) // 2
+            parts = qkv.split([heads, key_value_heads, key_value_heads], dim=1)
+            out = causal_attention(*parts, self.packing, scale, window)
+        out = self.exchange.to_tokens(out) if self.exchange else out
+        return out if self.tokens else torch.cat([out, torch.zeros_like(q)])
+
+
+def check_window(window: int | None) -> None:
+    """Raises `ConfigError` for windows in which a ring of several ranks cannot attend.
+
+    Args:
+        window: Tokens that a query sees, if fewer than the longest sample has.
+    """
+    if window is not None:
+        raise ConfigError(
+            f"The model's attention has windows of {window} tokens, shorter than the longest "
+            "sample, which ring attention cannot do. Use `actor.parallel.ulysses` in place of "
+            "`actor.parallel.ring`, or turn the windows off in the model's configuration."
+        )
+
+
+def check_rows(rows: Rows, ranks: int) -> None:
+    """Raises `ConfigError` for a model whose samples cannot be divided over so many ranks."""
+    if ranks > 1 and rows is Rows.PADDED:
+        raise ConfigError(
+            "The model hands on states from token to token besides attention, by convolutions or "
+            "recurrences, so its sequences cannot be divided over ranks. Set "
+            "actor.parallel.ring=1 and actor.parallel.ulysses=1."
+        )
+
+
+def _part(of_tokens: Tensor | None, mine: Tensor, of_none: int) -> Tensor | None:
+    """What is known of this rank's tokens, and `of_none` of the one that stands for none."""
+    if of_tokens is None:
+        return None
+    return of_tokens[mine] if len(mine) else of_tokens.new_full((1, *of_tokens.shape[1:]), of_none)
+
+
+def _not_empty(x: Tensor) -> Tensor:
+    return x if len(x) else x.new_zeros(1)

@@ -1,0 +1,86 @@
+"""FSDP2's all-gather of weights with fewer bytes: what has changed, in 4 bits, is added to a copy
+that every rank keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from hybridrl.compress.grouped_integers import GroupedIntegers
+
+DIFFERENCES = GroupedIntegers(4, 512)
+
+
+def add_difference(held: torch.Tensor, encoded: torch.Tensor) -> None:
+    """What a receiver does with encoded `wanted - held`.
+
+    Args:
+        held: What it has: flat, of any precision. It is added to in float32 and rounded once, so
+            all receivers with the same bits before have the same bits after.
+    """
+    change = DIFFERENCES.decode(encoded, held.numel(), torch.float32)
+    held.copy_(change.add_(held))
+
+
+class DifferenceAllGather:
+    """Gathers the weights of one FSDP unit; what FSDP2's `set_custom_all_gather` takes. Source:
+    SDP4Bit, arXiv 2410.15526, section 3.1 (qWD).
+
+    The first gather is in full, and all ranks keep what came, in the precision of computation: a
+    unit's memory for good, where FSDP frees it (ZeRO-2's). After an optimizer step each rank sends
+    what its weights are now less what the others have of them. Since that is the difference, what
+    4 bits lose of it is part of the next one, and nothing adds up. All other gathers, of further
+    micro-batches, of backwards and of scoring, take the copy and send nothing.
+
+    A weight that is not finite makes its group NaN on all ranks, until weights are gathered anew.
+    """
+
+    def __init__(self) -> None:
+        self._held: torch.Tensor | None = None
+        self._is_behind = False
+
+    def weights_stepped(self) -> None:
+        """The optimizer changed the weights: the next gather sends by how much. On every rank."""
+        self._is_behind = True
+
+    def begin_anew(self) -> None:
+        """The weights are others, such as a checkpoint's: the next gather is in full. On every
+        rank."""
+        self._held = None
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory for the unit's weights."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        """As `torch.distributed.all_gather_into_tensor`; done when it returns, on the current
+        stream."""
+        if self._held is None:
+            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+            self._held = output_tensor.clone()
+        else:
+            if self._is_behind:
+                self._send_differences(self._held, input_tensor, group)
+            output_tensor.copy_(self._held)
+        self._is_behind = False
+
+    def _send_differences(
+        self, held: torch.Tensor, wanted: torch.Tensor, group: dist.ProcessGroup
+    ) -> None:
+        """Also what is this rank's own becomes what the others have of it."""
+        parts = held.view(group.size(), -1)
+        encoded = DIFFERENCES.encode(wanted.float() - parts[group.rank()])
+        received = encoded.new_empty(group.size() * len(encoded))
+        dist.all_gather_into_tensor(received, encoded, group=group)
+        for part, its in zip(parts, received.view(group.size(), -1), strict=True):
+            add_difference(part, its)

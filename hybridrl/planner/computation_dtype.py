@@ -1,0 +1,60 @@
+"""`model.dtype=auto`: the precision that a job computes in, once it is known on what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from hybridrl.config.schema import Config
+from hybridrl.errors import NotPlannedError
+from hybridrl.models import load_config
+from hybridrl.planner.memory.model_shape import shape_of
+from hybridrl.system.device_traits import bfloat16_from
+from hybridrl.system.dtypes import AUTO
+
+
+def with_dtype(config: Config, kind: str) -> Config:
+    """The settings with the name of a precision in place of `auto`: bfloat16 on accelerators; on
+    CPUs too, where they multiply it and the model is large enough, else float32.
+
+    Args:
+        config: With the model's folder.
+        kind: Of the job's devices. CPUs are taken to be like those of this machine.
+    """
+    if config.model.dtype != AUTO:
+        return config
+    least = bfloat16_from(kind)
+    chosen = "float32"
+    if least is not None and (not least or _has_parameters(config, least)):
+        chosen = "bfloat16"
+    return replace(config, model=replace(config.model, dtype=chosen))
+
+
+def notice(asked: Config, config: Config, kind: str) -> str:
+    """A sentence for people whose results change with the processor; empty if theirs do not.
+
+    Args:
+        asked: As the settings were.
+        config: As `with_dtype` gave them.
+    """
+    if asked.model.dtype != AUTO or kind != "cpu" or config.model.dtype != "bfloat16":
+        return ""
+    return (
+        "model.dtype=auto: this model computes in bfloat16, which this machine's processor "
+        "multiplies at more than the speed of float32; model.dtype=float32 rounds less."
+    )
+
+
+def kind_here(devices: str) -> str:
+    """The kind of devices that a job is likely to get: what `devices` says, or what is here."""
+    if devices != AUTO:
+        return devices
+    return "cuda" if torch.accelerator.is_available() else "cpu"
+
+
+def _has_parameters(config: Config, least: int) -> bool:
+    try:
+        return shape_of(load_config(str(config.model.path)), "float32").parameters.all >= least
+    except NotPlannedError:
+        return False

@@ -1,0 +1,243 @@
+"""What a plan has to know of each role: what it is called for, the shape of its model and of each
+device's part of it, and how it packs its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from hybridrl.config.role_models import model_settings
+from hybridrl.config.schema import Config
+from hybridrl.layout.training_mesh import devices_of, training_mesh
+from hybridrl.models import load_config
+from hybridrl.placement import ACTOR, GENERATOR, Placement, RolePlace
+from hybridrl.placement.separation import way_of_weights
+from hybridrl.planner.memory.model_part import CHECKPOINT, ModelPart, generation_copy
+from hybridrl.planner.memory.model_shape import ModelShape, shape_of
+from hybridrl.planner.step.call_recorder import recorded_calls
+from hybridrl.planner.step.step_calls import Sizes, micro_batches
+from hybridrl.system.cluster_spec import Cluster
+from hybridrl.system.dtypes import DTYPES
+from hybridrl.trainers.role_spec import RoleSpec
+
+
+class Planner:
+    """The roles of one job.
+
+    Attributes:
+        calls: Of a step, in order.
+        batches: Micro-batches of each role and phase that runs a model.
+        notice: A sentence if the calls had to be guessed; else empty.
+        generators: The roles that generate.
+        sleeps: Whether these give their memory back while others work.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        cluster: Cluster,
+        placement: Placement,
+        sizes: Sizes,
+        roles: Mapping[str, RoleSpec],
+    ) -> None:
+        self.config, self.cluster, self.placement, self.sizes = config, cluster, placement, sizes
+        self.roles = roles
+        self.calls, self.notice = recorded_calls(config, sizes, placement, roles)
+        self.generators = {call.role for call in self.calls if call.phase == "generate"}
+        self.sleeps = cluster.is_cuda and config.rollout.engine == "vllm"
+        self._begin()
+
+    def _begin(self) -> None:
+        self.batches = {
+            (call.role, call.phase): micro_batches(
+                self.config, self.sizes, call, self.placement.roles[call.role]
+            )
+            for call in self.calls
+            if call.phase in ("score", "train") and self.has_model(call.role)
+        }
+        self._stages: dict[str, list[int]] = {}
+        self._parts: dict[tuple[str, int], ModelPart] = {}
+
+    def of_role(self, role: str, place: RolePlace, config: Config) -> Planner:
+        """What has to be known of one role alone, if it lived there.
+
+        Args:
+            config: Settings that do not change the calls of a step.
+        """
+        alone = copy(self)
+        alone.config, alone.placement = config, Placement(self.placement.strategy, {role: place})
+        alone.calls = [call for call in self.calls if call.role == role]
+        alone.generators = self.generators & {role}
+        alone._begin()
+        return alone
+
+    def has_model(self, role: str) -> bool:
+        """Whether a role holds a model that is cut over its devices."""
+        return role == GENERATOR or self.roles[role].has_model(role, self.config)
+
+    def rollout_tp(self, role: str) -> int:
+        """Devices of a role that share a copy while generating."""
+        if role == GENERATOR:
+            return devices_of(self.placement.roles[GENERATOR].parallel)
+        return self.config.rollout.parallel.ranks
+
+    def stages(self, role: str) -> list[int]:
+        """The pipeline stage of each of a role's devices, in rank order."""
+        if role not in self._stages:
+            self._stages[role] = self._stages_of(role)
+        return self._stages[role]
+
+    def _stages_of(self, role: str) -> list[int]:
+        place = self.placement.roles[role]
+        if place.parallel.pp == 1:
+            return [0] * len(place.devices)
+        share = self.rollout_tp(role) if role in self.generators else 1
+        mesh = training_mesh(len(place.devices), place.parallel, share)
+        return [mesh.coordinates(rank)["pp"].index for rank in range(len(place.devices))]
+
+    def part(self, role: str, stage: int) -> ModelPart:
+        """What one device of a pipeline stage holds of a role's model."""
+        if (role, stage) not in self._parts:
+            self._parts[role, stage] = self._part_of(role, stage)
+        return self._parts[role, stage]
+
+    def _part_of(self, role: str, stage: int) -> ModelPart:
+        place, actor, shape = self.placement.roles[role], self.config.actor, self.shape(role)
+        parallel, is_cuda = place.parallel, self.cluster.is_cuda
+        optimizer = model_settings(self.config, role).optimizer_of(actor.optimizer)
+        base, more = divmod(shape.layers, parallel.pp * parallel.chunks)
+        chunks = range(stage, parallel.pp * parallel.chunks, parallel.pp)
+        offload = actor.offload_parameters and is_cuda
+        shards = parallel.shards or len(place.devices) // (parallel.tp * parallel.pp)
+        return ModelPart(
+            shape,
+            layers=sum(base + (chunk < more) for chunk in chunks),
+            ends=(stage == 0, stage == parallel.pp - 1),
+            shards=shards,
+            micro_batches_held=parallel.pp - stage,
+            trains=self.trains(role),
+            device=self.cluster.kind,
+            offload_parameters=offload,
+            offload_optimizer=actor.offload_optimizer and is_cuda and not offload,
+            moment=DTYPES[optimizer.moments].itemsize,
+            by_difference=shards > 1 and self.trains(role) and parallel.weights != "full",
+        )
+
+    def trains(self, role: str) -> bool:
+        """Whether a role learns."""
+        return role != GENERATOR and bool(self.roles[role].trains)
+
+    def path(self, role: str) -> str:
+        """Where a role's model comes from."""
+        own = None if role == GENERATOR else self.roles[role].path(role, self.config)
+        return own or self.config.model.path
+
+    def generation_shape(self, role: str) -> ModelShape:
+        """Of one rank's part of the copy that a role generates with: with `rollout=pipeline` of a
+        stage that has as many layers as the others, and both ends."""
+        parallel: Any = self.config.rollout.parallel
+        if role == GENERATOR:
+            parallel = self.placement.roles[GENERATOR].parallel
+        shape = shape_at(self.path(role), self.config, tp=parallel.tp)
+        return replace(shape, layers=-(-shape.layers // parallel.pp))
+
+    def shape(self, role: str, whole: bool = False) -> ModelShape:
+        """Of one rank's part of a role's model, or of all of it."""
+        return shape_at(
+            self.path(role),
+            self.config,
+            tp=1 if whole else self.placement.roles[role].parallel.tp,
+            scalar=role != GENERATOR and bool(self.roles[role].scalar),
+            trains=self.trains(role),
+        )
+
+    def checkpoint_bytes(self, role: str) -> float:
+        """Host memory that a device's share of a role's checkpoints takes while training goes on:
+        the copy that is written; and those that `checkpoint.memory_copies` asks for, twice, because
+        the one before stays until a new one is whole."""
+        settings = self.config.checkpoint
+        if not (settings.wanted and settings.asynchronous):
+            return 0.0
+        if not (self.has_model(role) and self.trains(role)):
+            return 0.0
+        whole = CHECKPOINT * self.shape(role, whole=True).parameters.trained
+        share = whole / len(self.placement.roles[role].devices)
+        return share * (1 + 2 * self.nodes_of_a_copy)
+
+    @property
+    def nodes_of_a_copy(self) -> int:
+        """On how many nodes a checkpoint is in memory; 0: on none."""
+        others = self.config.checkpoint.memory_copies
+        return min(others + 1, len(self.cluster.nodes)) if others else 0
+
+    def sync_bytes(self, role: str) -> float:
+        """What the busiest device of a role that generates receives: what its part of the
+        generation copy lacks of its part of the training weights."""
+        shape = self.generation_shape(role)
+        if role == GENERATOR:
+            return generation_copy(shape)
+        place = self.placement.roles[role]
+        if len(place.devices) == 1:
+            return 0.0
+        cut = place.parallel.tp * place.parallel.pp
+        parts = cut * (place.parallel.shards or len(place.devices) // cut)
+        whole = self.shape(role, whole=True).parameters.all
+        if self.config.actor.lora.rank:  # whole tensors: adapters, or weights with them inside
+            counts = self.shape(role, whole=True).parameters
+            separate = self.config.rollout.adapters == "separate"
+            return (counts.trained if separate else whole) * 4.0 * (1 - 1 / parts)
+        return max(0.0, generation_copy(shape) - shape.item * whole / parts)
+
+    def record_bytes(self, role: str) -> float:
+        """Host memory for a device's record of the weights that the generator has, of those who
+        send and of those who receive differences."""
+        places = self.placement.roles
+        if role not in (ACTOR, GENERATOR) or self.config.actor.lora.rank:
+            return 0.0
+        if not {ACTOR, GENERATOR} <= places.keys():
+            return 0.0
+        ends = [*places[ACTOR].devices, *places[GENERATOR].devices]
+        devices = self.cluster.devices
+        if way_of_weights(self.config, (devices[number] for number in ends))[1] == "full":
+            return 0.0
+        if role == GENERATOR:
+            return generation_copy(self.generation_shape(role))
+        whole = self.shape(role, whole=True)
+        return whole.item * whole.parameters.all / len(places[role].devices)
+
+
+_SHAPES: dict[tuple[object, ...], ModelShape] = {}
+"""What was counted before, by what it depends on."""
+
+
+def shape_at(
+    path: str, config: Config, *, tp: int = 1, scalar: bool = False, trains: bool = False
+) -> ModelShape:
+    """One of `tp` ranks' part of the model in a folder, as a job computes with it."""
+    lora, checkpointing = config.actor.lora, config.actor.gradient_checkpointing
+    adapters = repr(lora) if trains and lora.rank else ""
+    of_any: tuple[object, ...] = (path, config.model.dtype, tp, scalar, adapters)
+    key = (*of_any, checkpointing) if trains else of_any  # who only scores keeps nothing
+    if key not in _SHAPES:
+        found = shape_of(
+            _model_config(path),
+            config.model.dtype,
+            tp=tp,
+            scalar=scalar,
+            checkpointing=checkpointing,
+            lora=lora if trains else None,
+        )
+        _SHAPES[key] = found
+        _SHAPES.setdefault(of_any, found)
+        _SHAPES.setdefault((*of_any, checkpointing), found)
+    return _SHAPES[key]
+
+
+@cache
+def _model_config(path: str) -> PretrainedConfig:
+    return load_config(path)

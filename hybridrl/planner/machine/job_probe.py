@@ -1,0 +1,64 @@
+"""What a job's own devices do in a second, measured by its hosts before it places its roles: with
+their threads, all at once, over the network that is between them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from hybridrl.controller import ONE_TO_ALL, Worker, WorkerGroup, transfer
+from hybridrl.controller.executor import Executor
+from hybridrl.parallel.process_group import join
+from hybridrl.planner.machine.device_rates import Rates
+from hybridrl.planner.machine.layer_probe import collectives, measure_layers
+from hybridrl.system.cluster_spec import Cluster
+
+ROLE = "probe"
+MESSAGE = 8 << 20
+"""Bytes that devices of a node, or all devices, gather."""
+
+
+class ProbeWorker(Worker):
+    """A rank of what is measured; see `planner.probe`."""
+
+    @transfer(ONE_TO_ALL)
+    def measure(self, path: str, dtype: str, tokens: int, length: int) -> dict[str, float]:
+        """Layers of a model, and a gather of one of them."""
+        join(self.context)
+        place = (self.context.rank, self.context.world_size, self.context.device_kind)
+        return measure_layers(*place, torch.get_num_threads(), path, dtype, tokens, length)
+
+    @transfer(ONE_TO_ALL)
+    def measure_link(self) -> dict[str, float]:
+        """A gather of `MESSAGE` bytes."""
+        device = join(self.context)
+        return collectives(device, self.context.world_size, MESSAGE)
+
+
+def probe_job(executor: Executor, path: str, dtype: str, tokens: int, length: float) -> Rates:
+    """Measures; see `planner.probe.probe`, which does so without a job.
+
+    Raises:
+        WorkerError: if a host fails.
+    """
+    cluster = executor.cluster
+    every = range(len(cluster.devices))
+    group = WorkerGroup(executor, ROLE, ProbeWorker, every)
+    found = group.measure(path, dtype, tokens, round(length)).get()
+    mean = {name: sum(one[name] for one in found) / len(found) for name in found[0]}
+    if len(cluster.nodes) > 1:
+        mean |= _links(executor, cluster, mean["network"])
+    return Rates(**mean, source=f"a probe of {len(found)} device(s) by their hosts")
+
+
+def _links(executor: Executor, cluster: Cluster, all_devices: float) -> dict[str, float]:
+    """Of one device: to others of its node, and its share of the network, of which a ring over all
+    devices has that of each device of a node."""
+    node = cluster.devices[0].node
+    near = [number for number, device in enumerate(cluster.devices) if device.node == node]
+    link = math.inf
+    if len(near) > 1:
+        group = WorkerGroup(executor, f"{ROLE} of a node", ProbeWorker, near)
+        link = min(one["link"] for one in group.measure_link().get())
+    return {"link": link, "network": all_devices / len(near)}

@@ -1,0 +1,227 @@
+"""What all roles on a device take of it together, call by call."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from hybridrl.placement import GENERATOR
+from hybridrl.planner.job_roles import Planner, shape_at
+from hybridrl.planner.machine.device_catalog import GIB
+from hybridrl.planner.memory.model_part import (
+    Parts,
+    cache_bytes,
+    generating_with_transformers,
+    generation_copy,
+)
+from hybridrl.system.device_traits import message_bytes
+from hybridrl.system.formatting import readable_bytes
+from hybridrl.trainers.role_spec import SCORING
+
+PROCESS = {"cpu": 0.5 * GIB, "cuda": 1.5 * GIB}
+"""Of a process that holds nothing yet: on CPUs what Python, torch and transformers have loaded and
+keep, on GPUs the context, the kernels and the buffers of NCCL."""
+VLLM_PROCESS = {"cpu": 0.35 * GIB, "cuda": 0.0}
+"""What importing vLLM adds."""
+ENGINE_ROOM = GIB
+"""What vLLM takes of its share on a GPU beside weights and cache: activations, captured graphs."""
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """The fullest moment of a device while a role works.
+
+    Attributes:
+        parts: Bytes by what they are for, of all roles on the device.
+    """
+
+    role: str
+    phase: str
+    parts: Mapping[str, float]
+
+    @property
+    def bytes(self) -> float:
+        """All of them."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Devices that hold the same.
+
+    Attributes:
+        devices: Their numbers.
+        phases: Of each role in turn.
+    """
+
+    devices: tuple[int, ...]
+    phases: tuple[PhaseMemory, ...]
+
+    @property
+    def fullest(self) -> PhaseMemory:
+        """The phase that takes most."""
+        return max(self.phases, key=lambda phase: phase.bytes)
+
+
+def memory_of(planner: Planner) -> list[DeviceMemory]:
+    """Of every device on which a role lives."""
+    alike: defaultdict[tuple[tuple[tuple[str, int], ...], str], list[int]] = defaultdict(list)
+    for device, made in enumerate(planner.cluster.devices):
+        here = tuple(
+            (role, planner.stages(role)[place.devices.index(device)])
+            for role, place in planner.placement.roles.items()
+            if device in place.devices
+        )
+        alike[here, made.model].append(device)
+    return [
+        DeviceMemory(tuple(devices), tuple(_phases(planner, dict(here), devices[0])))
+        for (here, _), devices in alike.items()
+        if here
+    ]
+
+
+def lacking_of(planner: Planner) -> str:
+    """A sentence if the generator's share of a GPU has no room for what it must hold."""
+    if not planner.generators or not planner.sleeps:
+        return ""
+    shapes = [planner.generation_shape(role) for role in planner.generators]
+    share, tokens = planner.config.rollout.memory_share, planner.sizes.sample_tokens
+    least = ENGINE_ROOM + max(
+        generation_copy(shape, planner.config.rollout.quantization) + cache_bytes(shape, tokens)
+        for shape in shapes
+    )
+    places = [planner.placement.roles[role].devices for role in planner.generators]
+    room = share * min(planner.cluster.memory_of(device) for place in places for device in place)
+    if room >= least:
+        return ""
+    return (
+        f"rollout.memory_share={share} of a device is {readable_bytes(room)}, but the generator's "
+        f"weights with the cache of one sample take {readable_bytes(least)}"
+    )
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """What a role takes of a device of a stage of its pipeline.
+
+    Attributes:
+        resident: Between calls.
+        loaded: Once it is built: no moments yet, which come with the first update, and no copies
+            for checkpoints.
+        awake: Of a generator that sleeps later, while it is built: vLLM takes its share whole.
+        working: What each phase adds.
+    """
+
+    resident: Parts
+    loaded: Parts
+    awake: Parts
+    working: Mapping[str, Parts]
+
+
+def role_memory(planner: Planner, role: str, stage: int, memory: float) -> RoleMemory:
+    """Of a role on a device.
+
+    Args:
+        memory: Bytes that the device has.
+    """
+    resident = _resident(planner, role, stage, memory)
+    phases = dict.fromkeys(call.phase for call in planner.calls if call.role == role)
+    awakes = planner.sleeps and role in planner.generators
+    return RoleMemory(
+        resident,
+        {n: size for n, size in resident.items() if n not in ("optimizer", "checkpoint")},
+        _generating(planner, role, "generate", memory) if awakes else {},
+        {phase: _working(planner, role, stage, phase, memory) for phase in phases},
+    )
+
+
+def process_bytes(planner: Planner, roles: Collection[str]) -> float:
+    """Of the process of a device with these roles, before they are built."""
+    kind = planner.cluster.kind
+    generates = planner.generators.intersection(roles)
+    is_vllm = generates and planner.config.rollout.engine == "vllm"
+    return PROCESS[kind] + (VLLM_PROCESS[kind] if is_vllm else 0.0)
+
+
+def _phases(planner: Planner, stages: Mapping[str, int], device: int) -> Iterable[PhaseMemory]:
+    """Of the roles on a device, each a stage of its pipeline."""
+    memory = planner.cluster.memory_of(device)
+    process = {"process": process_bytes(planner, stages)}
+    taken = {role: role_memory(planner, role, stage, memory) for role, stage in stages.items()}
+    found = {}
+    before: Parts = process
+    for role, own in taken.items():  # built one after the other, each beside those before
+        if own.loaded or role in planner.generators:
+            before = _sum([before, own.loaded])
+            found[role, "load"] = PhaseMemory(role, "load", _sum([before, own.awake]))
+    offloaded = planner.cluster.is_cuda and planner.config.actor.offload_between_calls
+    for role, phase in ((call.role, call.phase) for call in planner.calls if call.role in taken):
+        there = [taken[role]] if offloaded else list(taken.values())
+        parts = [process, *(own.resident for own in there), taken[role].working[phase]]
+        found[role, phase] = PhaseMemory(role, phase, _sum(parts))
+    # Roles without a model that are never called are idle.
+    idle = _sum([process, *(own.resident for own in taken.values())])
+    return found.values() or [PhaseMemory(next(iter(stages)), "idle", idle)]
+
+
+def _resident(planner: Planner, role: str, stage: int, memory: float) -> Parts:
+    """What a role has on a device between calls."""
+    rollout, found = planner.config.rollout, Parts()
+    if role != GENERATOR and planner.has_model(role):
+        found = planner.part(role, stage).resident()
+    if not planner.cluster.is_cuda and (size := planner.checkpoint_bytes(role)):
+        found["checkpoint"] = size
+    if not planner.cluster.is_cuda and (size := planner.record_bytes(role)):
+        found["weight record"] = size
+    if role in planner.generators and not planner.sleeps:
+        found["generation copy"] = generation_copy(
+            planner.generation_shape(role), rollout.quantization
+        )
+        if rollout.engine == "vllm":
+            found["kv_cache"] = rollout.kv_cache_gib * GIB
+    kind = None if role == GENERATOR else planner.roles[role].worker
+    judge = getattr(planner.config, str(kind)).judge if kind in SCORING else None
+    if judge is not None and judge.path:
+        if planner.sleeps:
+            found["judge"] = judge.memory_share * memory
+        else:
+            copy = generation_copy(shape_at(judge.path, planner.config))
+            found["judge"] = copy + rollout.kv_cache_gib * GIB
+    return found
+
+
+def _working(planner: Planner, role: str, stage: int, phase: str, memory: float) -> Parts:
+    """What a phase adds."""
+    if phase in ("sync", "generate"):
+        return _generating(planner, role, phase, memory)
+    if not planner.has_model(role):
+        return {}
+    part, batch = planner.part(role, stage), planner.batches[role, phase]
+    return (part.training if phase == "train" else part.scoring)(batch, planner.sizes)
+
+
+def _generating(planner: Planner, role: str, phase: str, memory: float) -> Parts:
+    rollout, shape = planner.config.rollout, planner.generation_shape(role)
+    found: Parts = {}
+    if phase == "sync":  # at most all that comes in and goes out
+        room = message_bytes(planner.cluster.kind)
+        found["messages"] = min(room, 2 * planner.sync_bytes(role))
+    if planner.sleeps:
+        found["generation copy"] = generation_copy(shape, rollout.quantization)
+        if phase == "generate":
+            room = rollout.memory_share * memory - found["generation copy"]
+            found["kv_cache"] = max(0.0, room)
+    elif rollout.engine != "vllm" and phase == "generate":
+        replicas = len(planner.placement.roles[role].devices) // planner.rollout_tp(role)
+        rows = min(-(-planner.sizes.samples // replicas), rollout.max_sequences)
+        return generating_with_transformers(shape, planner.sizes, rows)
+    return found
+
+
+def _sum(several: Iterable[Parts]) -> Parts:
+    found: defaultdict[str, float] = defaultdict(float)
+    for parts in several:
+        for name, size in parts.items():
+            found[name] += size
+    return dict(found)

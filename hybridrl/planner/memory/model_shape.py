@@ -1,0 +1,319 @@
+"""What a model is to a planner: its parameters, and what a token costs on its way through it.
+
+Both are counted on torch's meta device, without memory. The transformers model is built whole, so
+that every layer counts as what it is, and once more a few layers deep, to run forward and backward
+(`token_bytes`). No table per architecture is needed, and what autograd saves is what it will save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hybridrl.config.schema import LoraSettings
+from hybridrl.errors import HybridRLError, NotPlannedError
+from hybridrl.models.activation_checkpointing import FULL, NONE, OFFLOAD, set_checkpointing
+from hybridrl.models.language_model import build_language_model, decoder_of
+from hybridrl.models.lora import add_adapters
+from hybridrl.planner.memory.token_bytes import ALIKE, ATTENTION, TokenBytes, token_bytes
+from hybridrl.system.dtypes import DTYPES
+
+DEPTHS = (2, 3)
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+CHOSEN = ("num_experts_per_tok", "experts_per_token", "top_k_experts")
+"""What configurations call the number of experts, and of those that a token goes to."""
+WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+"""What they call the widths that are cut over tensor-parallel ranks."""
+WITHOUT_CACHE = ("linear_attention", "mamba", "conv")
+"""Kinds of layers whose states do not grow with a sample."""
+REPEATED = 0.9
+"""Share of the layers that have their like a period later where a model counts as periodic."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Parameters: all, and those that are trained."""
+
+    all: int
+    trained: int
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.all + other.all, self.trained + other.trained)
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(self.all - other.all, self.trained - other.trained)
+
+    def times(self, number: float) -> Counts:
+        return Counts(round(self.all * number), round(self.trained * number))
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """One tensor-parallel rank's part of a model.
+
+    Attributes:
+        layers: Of the whole model. What is of one layer is an average over all of them.
+        hidden: Width of the states between layers.
+        vocabulary: Rows of the output embedding that this rank has; 1 for a scalar head.
+        key_value: Elements of keys and values of a token in one layer.
+        query: Elements of the queries of a token in one layer.
+        layer, embedding, head, norm: Parameters of one layer, and of what is around the layers;
+            `head` is that of the output, whether it is the embedding's own tensor or not.
+        tied: Whether output and input embedding are one.
+        tensors: Number of parameters of a layer.
+        active_of_layer: Parameters of one layer that a token is multiplied with: of experts, as
+            many as it goes to.
+        item: Bytes of an element in computation.
+        training, scoring: Memory of a token in forward and backward, and in a forward alone.
+    """
+
+    layers: int
+    hidden: int
+    vocabulary: int
+    key_value: int
+    query: int
+    layer: Counts
+    embedding: Counts
+    head: Counts
+    norm: Counts
+    tied: bool
+    tensors: int
+    active_of_layer: int
+    item: int
+    training: TokenBytes
+    scoring: TokenBytes
+
+    @property
+    def parameters(self) -> Counts:
+        """Of this rank, all layers."""
+        return self.layer.times(self.layers) + self._around
+
+    @property
+    def active(self) -> int:
+        """Of all parameters those that a token meets."""
+        return self.active_of_layer * self.layers + self._around.all
+
+    @property
+    def _around(self) -> Counts:
+        return self.embedding + self.norm + (Counts(0, 0) if self.tied else self.head)
+
+
+_counted: dict[str, ModelShape] = {}
+
+
+def shape_of(
+    config: PretrainedConfig,
+    dtype: str,
+    *,
+    tp: int = 1,
+    scalar: bool = False,
+    checkpointing: str = NONE,
+    lora: LoraSettings | None = None,
+) -> ModelShape:
+    """The part of one of `tp` ranks.
+
+    Args:
+        config: Of the whole model.
+        dtype: Name of the precision of computation.
+        scalar: With a scalar head instead of logits.
+        checkpointing: As `actor.gradient_checkpointing`.
+        lora: Adapters; None trains all.
+    """
+    lora = lora if lora and lora.rank else None
+    known = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+    key = repr((sorted(known.items()), dtype, tp, scalar, checkpointing, lora))
+    if key not in _counted:
+        try:
+            _counted[key] = _count(config, dtype, tp, scalar, checkpointing, lora)
+        except HybridRLError:
+            raise
+        except Exception as error:  # of whatever kind: nobody knows what models will come
+            raise NotPlannedError(
+                f"What a token of a {config.model_type} model takes cannot be counted, so nothing "
+                f"can be planned ({type(error).__name__}: {error})."
+            ) from error
+    return _counted[key]
+
+
+def _count(
+    config: PretrainedConfig,
+    dtype: str,
+    tp: int,
+    scalar: bool,
+    checkpointing: str,
+    lora: LoraSettings | None,
+) -> ModelShape:
+    number = config.get_text_config().num_hidden_layers
+    whole = narrowed(config, tp, number)
+    item = DTYPES[dtype].itemsize
+    if _has_experts(whole):  # whose products torch can count in this precision only
+        dtype = "bfloat16"
+    model = _build(whole, dtype, scalar, lora)
+    layers = _layers(model, number)
+    kinds = [_kind_of(layer, n, whole) for n, layer in enumerate(layers)]
+    depths = _depths(kinds)
+    shallow, deep = (_build(narrowed(whole, 1, n), dtype, scalar, lora) for n in depths)
+    text = whole.get_text_config()
+    layer = _counts(p for one in layers for p in one.parameters()).times(1 / number)
+    embedding = model.get_input_embeddings().weight
+    output = model.score if scalar else model.get_output_embeddings()
+    head = output.weight if hasattr(output, "weight") else next(output.parameters())
+    tied = head is embedding
+    known = _counts([embedding] if tied else [embedding, head])
+    if checkpointing != NONE:
+        for few in (shallow, deep):
+            set_checkpointing(few, FULL if checkpointing == OFFLOAD else checkpointing)
+    share = item / DTYPES[dtype].itemsize
+    training = token_bytes(shallow, deep, depths, trains=True)
+    if checkpointing == OFFLOAD:  # the states between layers are on the host
+        states = text.hidden_size * DTYPES[dtype].itemsize
+        training = replace(training, per_layer=max(0.0, training.per_layer - states))
+    types = getattr(text, "layer_types", None) or ()
+    attends = 1 - sum(kind in WITHOUT_CACHE for kind in types) / number
+    return ModelShape(
+        layers=number,
+        hidden=text.hidden_size,
+        vocabulary=1 if scalar else head.shape[0],
+        key_value=round(attends * _key_value(text)),
+        query=round(attends * _query_width(text) * _heads(text)),
+        layer=layer,
+        embedding=_counts([embedding]),
+        head=_counts([head]),
+        norm=_counts(model.parameters()) - layer.times(number) - known,
+        tied=tied,
+        tensors=sum(len(list(one.parameters())) for one in layers) // number,
+        active_of_layer=layer.all - round(_idle(model) / number),
+        item=item,
+        training=training.times(share),
+        scoring=token_bytes(shallow, deep, depths, trains=False).times(share),
+    )
+
+
+def _layers(model: PreTrainedModel, number: int) -> Sequence[nn.Module]:
+    """The decoder's layers, by the list that is as long as there are."""
+    lists = (m for m in decoder_of(model).modules() if isinstance(m, nn.ModuleList))
+    return next(list(found) for found in lists if len(found) == number)
+
+
+def _kind_of(layer: nn.Module, number: int, config: PretrainedConfig) -> tuple[object, ...]:
+    """What layers have in common that take the same: kinds of states, and shapes of parameters."""
+    types = getattr(config.get_text_config(), "layer_types", None) or ()
+    kind = types[number] if number < len(types) and types[number] not in ALIKE else ""
+    return kind, *((name, p.shape) for name, p in layer.named_parameters())
+
+
+def _has_experts(config: PretrainedConfig) -> bool:
+    return _first(config, EXPERTS) > 1
+
+
+def _first(config: PretrainedConfig, names: Sequence[str]) -> int:
+    """What the configuration says under the first of these names that it has; else 1."""
+    text = config.get_text_config()
+    return next((value for name in names if (value := getattr(text, name, None))), 1)
+
+
+def _idle(model: nn.Module) -> float:
+    """Parameters of experts to which a token does not go."""
+    here = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    return here * (1 - _first(model.config, CHOSEN) / _first(model.config, EXPERTS))
+
+
+def _depths(kinds: Sequence[object]) -> tuple[int, int]:
+    """How deep the two models are whose difference is what a layer takes: where layers differ, on
+    average over as many as come again and again. A few that begin a model may be others."""
+    number = len(kinds)
+    for period in range(1, number):
+        again = sum(kinds[n] == kinds[n + period] for n in range(number - period))
+        if again >= REPEATED * (number - period):
+            return DEPTHS if period == 1 else (period, 2 * period)
+    return (number, 2 * number) if number > 1 else DEPTHS
+
+
+def _head_width(text: PretrainedConfig) -> int:
+    return getattr(text, "head_dim", None) or text.hidden_size // _heads(text)
+
+
+def _query_width(text: PretrainedConfig) -> float:
+    """Of a head: the mean of what is multiplied for its scores and for its values."""
+    if width := getattr(text, "qk_head_dim", None):
+        return (width + text.v_head_dim) / 2
+    return _head_width(text)
+
+
+def _key_value(text: PretrainedConfig) -> int:
+    """Elements of the cache that an attending layer has of a token; latent ones where there are."""
+    if rank := getattr(text, "kv_lora_rank", None):
+        return rank + text.qk_rope_head_dim
+    return 2 * _head_width(text) * _key_value_heads(text)
+
+
+def _heads(text: PretrainedConfig) -> int:
+    return getattr(text, "num_attention_heads", None) or 1  # without attention
+
+
+def _key_value_heads(text: PretrainedConfig) -> int:
+    return getattr(text, "num_key_value_heads", None) or _heads(text)
+
+
+def narrowed(config: PretrainedConfig, tp: int, layers: int) -> PretrainedConfig:
+    """A model of so many layers, the last of all, that is as wide as a rank's part: its matrices
+    are those of a narrower model."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    before = text.num_hidden_layers - layers
+    if tp > 1:
+        text.head_dim = _head_width(text)
+        text.num_key_value_heads = max(1, _key_value_heads(text) // tp)
+        text.num_attention_heads //= tp
+        for name in WIDTHS:
+            if width := getattr(text, name, None):
+                setattr(text, name, math.ceil(width / tp))
+        text.vocab_size = math.ceil(text.vocab_size / tp)
+    text.pad_token_id = 0  # some models compute with it
+    text.bos_token_id = text.eos_token_id = None
+    if not before:
+        return config
+    for name in ("layer_types", "mlp_layer_types"):
+        if kinds := getattr(text, name, None):
+            with contextlib.suppress(AttributeError):  # it follows from others
+                setattr(text, name, [kinds[n % len(kinds)] for n in range(before, before + layers)])
+    text.num_hidden_layers = layers
+    if dense := getattr(text, "first_k_dense_replace", None):
+        text.first_k_dense_replace = max(0, dense - max(0, before))
+    if dense := getattr(text, "mlp_only_layers", None):
+        text.mlp_only_layers = [n - before for n in dense if n >= before]
+    if getattr(text, "num_kv_shared_layers", None):
+        text.num_kv_shared_layers = 0  # whose own are among those left out
+    return config
+
+
+def _build(
+    config: PretrainedConfig, dtype: str, scalar: bool, lora: LoraSettings | None
+) -> PreTrainedModel:
+    if scalar:
+        config.num_labels = 1
+    with torch.device("meta"):
+        model = build_language_model(
+            config, scalar=scalar, dtype=DTYPES[dtype], attn_implementation=ATTENTION
+        )
+    if not scalar:
+        model.tie_weights()
+    model.config.use_cache = False
+    if lora is not None:
+        with torch.device("meta"):
+            add_adapters(model, lora)
+    return model.train()
+
+
+def _counts(parameters: Any) -> Counts:
+    parameters = list(parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    return Counts(sum(p.numel() for p in parameters), trained)

@@ -1,0 +1,195 @@
+"""A plan as a person reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.table import Table
+
+from hybridrl.layout.training_mesh import devices_of
+from hybridrl.planner.job_plan import Plan
+from hybridrl.planner.step.step_time import Times
+from hybridrl.system.formatting import gib
+
+SHORT = {
+    "load": "loads",
+    "train": "trains",
+    "score": "scores",
+    "generate": "generates",
+    "sync": "syncs",
+}
+
+
+def tables(plan: Plan) -> list[Table]:
+    """All that a plan says in tables."""
+    found = [roles_table(plan), memory_table(plan)]
+    return found if plan.times is None else [*found, time_table(plan, plan.times)]
+
+
+def time_table(plan: Plan, times: Times) -> Table:
+    """Seconds of each role's phases, and of the step."""
+    table = _table(f"time of a step, by {times.source}", ["call", "devices"], ["seconds"])
+    for (role, phase), seconds in times.phases.items():
+        where = ranges(plan.placement.roles[role].devices)
+        table.add_row(f"{role} {SHORT[phase]}", where, f"{seconds:.3g}")
+    beside = f", {times.overlap:.0%} of the work beside other work" if times.overlap > 0.005 else ""
+    table.add_row(f"a step{beside}", "", f"{times.step:.3g}", style="bold")
+    return table
+
+
+def roles_table(plan: Plan) -> Table:
+    """Role by device: where it lives, how it is cut, with whom it shares."""
+    table = _table("where roles live", ["role"], ["parameters"], ["devices", "cut", "beside"])
+    for role, place in plan.placement.roles.items():
+        table.add_row(
+            role,
+            _parameters(plan, role),
+            ranges(place.devices),
+            cut(plan, role),
+            ", ".join(plan.placement.co_residents(role)) or "nobody",
+        )
+    return table
+
+
+def _parameters(plan: Plan, role: str) -> str:
+    """How many a role's model has: `30.5B, 3.35B active`."""
+    if role not in plan.parameters:
+        return ""
+    size, active = plan.parameters[role], plan.active[role]
+    return count(size) if size == active else f"{count(size)}, {count(active)} active"
+
+
+def memory_table(plan: Plan) -> Table:
+    """Each phase of each group of like devices, in GiB, against capacity."""
+    phases = [phase for device in plan.memory for phase in device.phases]
+    names = list(dict.fromkeys(name for phase in phases for name in phase.parts))
+    table = _table(
+        f"memory of a device in GiB, of {_memories(plan)}",
+        ["devices", "while"],
+        [*names, "together", "of all"],
+    )
+    for device in plan.memory:
+        for number, phase in enumerate(device.phases):
+            share = phase.bytes / plan.cluster.memory_of(device.devices[0])
+            table.add_row(
+                ranges(device.devices) if number == 0 else "",
+                f"{phase.role} {SHORT.get(phase.phase, phase.phase)}",
+                *(gib(size) if (size := phase.parts.get(name, 0)) else "." for name in names),
+                gib(phase.bytes),
+                f"{share:.0%}",
+                style="bold red" if share > 1 else "bold" if phase is device.fullest else "",
+            )
+    return table
+
+
+def _memories(plan: Plan) -> str:
+    """What devices have, of each model."""
+    cluster = plan.cluster
+    found = {model: gib(cluster.models[model].memory) for model in cluster.model_names}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    return ", ".join(f"{memory} ({model})" for model, memory in found.items())
+
+
+def _table(
+    title: str, left: Iterable[str], right: Iterable[str], more: Iterable[str] = ()
+) -> Table:
+    """Without rows: columns of words, of numbers, and of words again."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for names, side in ((left, "left"), (right, "right"), (more, "left")):
+        for name in names:
+            table.add_column(name, justify=side)  # type: ignore[arg-type]
+    return table
+
+
+def sizes_lines(plan: Plan) -> list[str]:
+    """The derived sizes."""
+    sizes, longest = plan.sizes, ""
+    if sizes.longest_response > sizes.response_tokens:
+        longest = f" (the longest {sizes.longest_response:,.0f})"
+    lines = [
+        f"devices     {plan.cluster}, "
+        f"placement {plan.placement.strategy}, {plan.config.model.dtype}",
+        f"step        {sizes.prompts:,} prompts, {sizes.samples:,} samples of "
+        f"{sizes.prompt_tokens:.4g} + {sizes.response_tokens:.4g} tokens{longest} = "
+        f"{sizes.tokens:,} tokens, {sizes.updates} update(s)",
+    ]
+    for (role, phase), batch in plan.batches.items():
+        if phase == "train":
+            lines.append(
+                f"            {role} learns from {batch.total:,} tokens a device and update, in "
+                f"{batch.count} micro-batch(es) of up to {batch.tokens:,}"
+            )
+    if plan.times is not None:
+        lines += [
+            f"gradients   {role}.parallel.gradients="
+            f"{plan.placement.roles[role].parallel.gradients}: {choice.sentence()}"
+            for role, choice in plan.times.sums.items()
+            if plan.placement.roles[role].parallel.gradients != "full"
+        ]
+    if plan.sync_bytes:
+        lines.append(f"sync        {gib(plan.sync_bytes)} GiB to each device")
+    return lines
+
+
+def short(plan: Plan) -> list[str]:
+    """Roles on devices and what they take, a line each, for the start of a run."""
+    width = max(len(role) for role in plan.placement.roles)
+    total = len(plan.cluster.devices)
+    lines = []
+    for role, place in plan.placement.roles.items():
+        here = set(place.devices)
+        marks = " ".join(str(d) if d in here else "." for d in range(total))
+        where = f"on {marks if total <= 16 else ranges(place.devices)}"
+        how = cut(plan, role)
+        lines.append(f"  {role:<{width}}  {where}" + (f"  {how}" if how != "whole" else ""))
+    phase = plan.fullest.fullest
+    there = plan.cluster.memory_of(plan.fullest.devices[0])
+    lines.append(
+        f"memory      up to {gib(phase.bytes)} of {gib(there)} GiB a "
+        f"device, while {phase.role} {SHORT.get(phase.phase, phase.phase)}"
+    )
+    if plan.host_bytes:
+        size = gib(plan.host_bytes)
+        lines.append(f"checkpoints up to {size} GiB of a node's memory{_kept(plan)}")
+    return lines
+
+
+def _kept(plan: Plan) -> str:
+    """Where the memory of nodes has a copy."""
+    if not (nodes := plan.nodes_of_a_copy):
+        return ""
+    if nodes == 1:
+        return "; there is 1 node, and when it is lost the files are read"
+    return f"; each is on {nodes} nodes, of which {nodes - 1} may be lost"
+
+
+def cut(plan: Plan, role: str) -> str:
+    """How a role's model is cut: `dp=4 tp=2`."""
+    if role not in plan.parameters and role != "generator":
+        return "whole"
+    place = plan.placement.roles[role]
+    found = {"dp": len(place.devices) // devices_of(place.parallel)}
+    found |= {name: getattr(place.parallel, name) for name in ("ring", "ulysses", "pp", "tp")}
+    if place.parallel.shards:
+        found["shards"] = place.parallel.shards
+    return " ".join(f"{name}={size}" for name, size in found.items() if size > 1) or "whole"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`0-3, 6` for 0, 1, 2, 3, 6."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def count(number: int) -> str:
+    """6,738,415,616 as `6.7B`."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)

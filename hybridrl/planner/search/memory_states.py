@@ -1,0 +1,116 @@
+"""How roles fill the devices that they share, and which cuts and combinations of them need not be
+looked at: those than which another one is better in every respect."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from operator import le
+from typing import NamedTuple
+
+from hybridrl.planner.search.search_terms import Option
+from hybridrl.planner.step.step_calls import Call
+from hybridrl.planner.step.step_graph import FLOW
+
+
+class MemoryState(NamedTuple):
+    """Some roles on some devices. All of its numbers only grow as more roles come.
+
+    Attributes:
+        seconds: By stage of the flow, or call by call.
+        memory: Of each kind of device: what is there between calls; the most that a phase adds to
+            it; what is built; the most while it is built; the most of a role alone.
+    """
+
+    seconds: tuple[float, ...]
+    memory: tuple[tuple[str, float, float, float, float, float], ...]
+    chosen: tuple[Option, ...]
+    process: float
+    offloads: bool = False
+
+    @classmethod
+    def of(cls, kinds: Iterable[str], process: float) -> MemoryState:
+        """No roles yet."""
+        memory = tuple((kind, process, 0.0, process, 0.0, process) for kind in kinds)
+        return cls((), memory, (), process)
+
+    def with_option(
+        self, option: Option, seconds: Sequence[float], offloads: bool, apart: bool = False
+    ) -> MemoryState:
+        """With a role more.
+
+        Args:
+            apart: Its seconds count beside the others', not in their sum.
+        """
+        together = (*self.seconds, *seconds)
+        if not apart and self.seconds and seconds:
+            together = tuple(a + b for a, b in zip(self.seconds, seconds, strict=True))
+        memory = []
+        for kind, resident, most, built, loading, alone in self.memory:
+            taken = option.taken[kind]
+            works = max(taken.working, default=-math.inf)
+            built += taken.loaded
+            if taken.loaded or taken.awake:
+                loading = max(loading, built + taken.awake)
+            alone = max(alone, self.process + taken.resident + works)
+            memory.append(
+                (kind, resident + taken.resident, max(most, works), built, loading, alone)
+            )
+        chosen = (*self.chosen, option)
+        return MemoryState(tuple(together), tuple(memory), chosen, self.process, offloads)
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """All of them."""
+        return (*self.seconds, *(number for one in self.memory for number in one[1:]))
+
+    def full(self, room: Mapping[str, float]) -> float:
+        """Bytes needed over bytes there are, at the fullest moment of the fullest device: while
+        roles are built, one after the other, and while each works, beside the others or
+        (`offloads`) without them."""
+        return max(
+            max(loading, alone if self.offloads else resident + most) / room[kind]
+            for kind, resident, most, _, loading, alone in self.memory
+        )
+
+
+def undominated_states(
+    states: Sequence[MemoryState], room: Mapping[str, float]
+) -> list[MemoryState]:
+    """Those that fit, without those that another one is at least as good as in everything."""
+    fitting = [state for state in states if state.full(room) <= 1]
+    kept: list[tuple[tuple[float, ...], MemoryState]] = []
+    for numbers, _, state in sorted(
+        (state.numbers, number, state) for number, state in enumerate(fitting)
+    ):  # whoever is better in everything comes first
+        if not any(all(map(le, known, numbers)) for known, _ in kept):
+            kept.append((numbers, state))
+    return [state for _, state in kept]
+
+
+def stages_of(calls: Sequence[Call], seconds: Sequence[float]) -> list[float]:
+    """Seconds by stage of the flow."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for call, taken in zip(calls, seconds, strict=True):
+        found[call.phase] += taken
+    return [sum(found[phase] for phase in phases) for phases, _, _ in FLOW]
+
+
+def leanness(option: Option) -> float:
+    """Bytes of the fullest device that it takes."""
+    return max(taken.fullest for taken in option.taken.values())
+
+
+def undominated(options: Sequence[Option]) -> list[Option]:
+    """Without those that another one is at least as good as, in each call and in memory."""
+
+    def numbers(option: Option) -> tuple[float, ...]:
+        taken = [(t.resident, t.loaded, t.awake, *t.working) for t in option.taken.values()]
+        return (*option.seconds, *(number for one in taken for number in one))
+
+    kept: list[tuple[tuple[float, ...], Option]] = []
+    for found, _, option in sorted((numbers(o), n, o) for n, o in enumerate(options)):
+        if not any(all(map(le, known, found)) for known, _ in kept):
+            kept.append((found, option))
+    return [option for _, option in kept]

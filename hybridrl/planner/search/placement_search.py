@@ -1,0 +1,319 @@
+"""The search for a placement: which roles share devices, how many these are, how each model is cut,
+and which settings make it fit.
+
+HybridFlow's Algorithm 1 (Sheng et al., EuroSys 2025): all set partitions of the roles, all numbers
+of devices for the sets, the best cut of each model; memory is the first cut, a replay of the steps
+the judge. It finds what going through all of them finds, by bounds: a way to place the roles takes
+at least what the quickest cut of each would take if it fitted, so those that seem quickest are
+looked at first, until none is left that could be among the best.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import product
+from typing import Any, NamedTuple
+
+from hybridrl.planner.search.memory_states import (
+    MemoryState,
+    leanness,
+    stages_of,
+    undominated,
+    undominated_states,
+)
+from hybridrl.planner.search.placement_space import Shape, marks, ranges, shapes
+from hybridrl.planner.search.search_terms import Costs, Found, Objective, Option, Report, Settings
+from hybridrl.planner.step.step_calls import Call
+from hybridrl.planner.step.step_graph import FLOW, SteadySteps
+
+SHOWN = 5
+
+
+class _Way(NamedTuple):
+    """A way to place roles, with what it takes at least."""
+
+    bound: tuple[float, ...]
+    number: int
+    shape: Shape
+    variant: int
+    devices: tuple[range, ...]
+
+
+def search(
+    costs: Costs,
+    objective: Objective | None = None,
+    *,
+    deadline_s: float = 60.0,
+    accept: Callable[[Found], bool] = lambda found: True,
+    shown: int = SHOWN,
+    among: Sequence[Shape] | None = None,
+) -> Report:
+    """The best ways to place the roles, one of each shape.
+
+    Args:
+        deadline_s: Seconds after which the best so far is given.
+        accept: Asked of each that would be among the best: whether a job would start so.
+        shown: How many.
+        among: Shapes to look at; None: all that there are.
+    """
+    if among is None:
+        among = list(shapes(costs.roles, costs.learning, costs.generator))
+    return _Search(costs, objective or Objective(), deadline_s, accept, shown, among).run()
+
+
+class _Search:
+    def __init__(
+        self,
+        costs: Costs,
+        objective: Objective,
+        deadline_s: float,
+        accept: Callable[[Found], bool],
+        shown: int,
+        among: Sequence[Shape],
+    ) -> None:
+        self.costs, self.objective, self.accept, self.shown = costs, objective, accept, shown
+        self.among = among
+        self.begin = time.monotonic()
+        self.until = self.begin + deadline_s
+        self._options: dict[Any, list[Option]] = {}
+        self._least: dict[Any, tuple[float, ...] | None] = {}
+        self._fronts: dict[Any, list[tuple[Option, ...]]] = {}
+        self._lacks: dict[Any, float] = {}
+        self._refused: set[Any] = set()
+        self._best: dict[Shape, Found] = {}
+
+    def run(self) -> Report:
+        """All of it."""
+        report = Report()
+        ways = self._ways()
+        report.ways = len(ways) * len(self.costs.variants)
+        report.complete = time.monotonic() <= self.until  # else there may be more of them
+        heapify(ways)
+        while ways:
+            way = heappop(ways)
+            limit = self._limit()
+            if limit is not None and way.bound >= limit:
+                break
+            if time.monotonic() > self.until:
+                report.complete = False
+                break
+            best = self._best.get(way.shape)
+            if best is not None and way.bound >= best.value:
+                continue
+            report.looked_at += 1
+            lacks = self._judge(way)
+            if lacks is not None:
+                known = report.misfits.get(way.shape, lacks)
+                report.misfits[way.shape] = min(known, lacks)
+            if way.variant == 0:
+                self._push_variants(way, ways)
+        report.best = sorted(self._best.values(), key=lambda found: found.value)[: self.shown]
+        for shape in self._best:
+            report.misfits.pop(shape, None)
+        report.seconds = time.monotonic() - self.begin
+        return report
+
+    def _push_variants(self, way: _Way, ways: list[_Way]) -> None:
+        """The same with other settings, which take no less; while they can be better than what was
+        found."""
+        best = self._best.get(way.shape)
+        total = sum(len(devices) for devices in way.devices)
+        calls = self.costs.calls(way.shape)
+        for number in range(1, len(self.costs.variants)):
+            if best is None or way.bound < best.value:
+                variant = self.costs.variants[number]
+                bound = self._bound(way.shape, calls, variant, way.devices, total)
+                if bound is not None:
+                    value = self.objective.of(bound, total)
+                    heappush(ways, way._replace(bound=value, variant=number))
+
+    def _limit(self) -> tuple[float, ...] | None:
+        """What a way has to be below to be shown."""
+        values = sorted(found.value for found in self._best.values())
+        return values[self.shown - 1] if len(values) >= self.shown else None
+
+    def _totals(self) -> list[int]:
+        """Numbers of devices that may be used."""
+        found = marks(self.costs.devices)[1:]
+        return found if self.objective.with_fewer else found[-1:]
+
+    def _ways(self) -> list[_Way]:
+        found: list[_Way] = []
+        for total in self._totals():
+            borders = marks(total)
+            for shape in self.among:
+                calls = self.costs.calls(shape)
+                for parts in ranges(borders, len(shape.sets), self.costs.differ):
+                    bound = self._bound(shape, calls, self.costs.variants[0], parts, total)
+                    if bound is not None:
+                        value = self.objective.of(bound, total)
+                        found.append(_Way(value, len(found), shape, 0, tuple(parts)))
+                if time.monotonic() > self.until:
+                    return found
+        return found
+
+    def _bound(
+        self,
+        shape: Shape,
+        calls: Sequence[Call],
+        variant: Settings,
+        parts: Sequence[range],
+        total: int,
+    ) -> float | None:
+        """Seconds that a step takes at least; None: some role cannot be cut over its devices."""
+        common = [0.0] * len(FLOW)
+        for role in shape.everywhere:
+            least = self._least_of(shape, calls, variant, role, range(total))
+            if least is None:
+                return None
+            common = [a + b for a, b in zip(common, least, strict=True)]
+        sums = []
+        for roles, devices in zip(shape.sets, parts, strict=True):
+            of_set = [0.0] * len(FLOW)
+            for role in roles:
+                least = self._least_of(shape, calls, variant, role, devices)
+                if least is None:
+                    return None
+                of_set = [a + b for a, b in zip(of_set, least, strict=True)]
+            sums.append(of_set)
+        if self._staleness(shape):
+            return max(sum(of_set) + sum(common) for of_set in sums)
+        return sum(common) + sum(max(stage) for stage in zip(*sums, strict=True))
+
+    def _staleness(self, shape: Shape) -> int:
+        generator = self.costs.generator
+        apart = generator is not None and generator[1] in shape.roles
+        return self.costs.staleness if apart else 0
+
+    def _options_of(
+        self, variant: Settings, shape: Shape, role: str, devices: range
+    ) -> list[Option]:
+        key = variant, self._kind(shape), role, devices
+        if key not in self._options:
+            found = self.costs.options(variant, shape, role, devices)
+            self._options[key] = undominated(found)
+        return self._options[key]
+
+    def _kind(self, shape: Shape) -> bool:
+        """What the options of a role depend on: whether the generator is a role of its own."""
+        return self.costs.generator is not None and self.costs.generator[1] in shape.roles
+
+    def _least_of(
+        self, shape: Shape, calls: Sequence[Call], variant: Settings, role: str, devices: range
+    ) -> tuple[float, ...] | None:
+        """By stage of the flow, the seconds of a role's quickest cut."""
+        key = variant, self._kind(shape), role, devices
+        if key not in self._least:
+            options = self._options_of(variant, shape, role, devices)
+            own = [call for call in calls if call.role == role]
+            self._least[key] = None
+            if options:
+                stages = [stages_of(own, option.seconds) for option in options]
+                self._least[key] = tuple(min(times) for times in zip(*stages, strict=True))
+        return self._least[key]
+
+    def _judge(self, way: _Way) -> float | None:
+        """Notes the best cuts of a way, if it is the best of its shape so far; gives what it lacks
+        of memory (needed over there) if it does not fit."""
+        shape, variant = way.shape, self.costs.variants[way.variant]
+        total = sum(len(devices) for devices in way.devices)
+        calls = self.costs.calls(shape)
+        where = {role: range(total) for role in shape.everywhere}
+        for roles, devices in zip(shape.sets, way.devices, strict=True):
+            where |= dict.fromkeys(roles, devices)
+        of_everywhere = [
+            self._options_of(variant, shape, role, range(total)) for role in shape.everywhere
+        ]
+        lacks, fits = math.inf, False
+        for base in product(*of_everywhere):
+            fronts = []
+            lack = 0.0
+            for roles, devices in zip(shape.sets, way.devices, strict=True):
+                front, least = self._front(way, base, roles, devices)
+                fronts.append(front)
+                lack = max(lack, least)
+            lacks = min(lacks, lack)
+            for chosen in product(*fronts):
+                fits = True
+                cuts = dict(zip(shape.everywhere, base, strict=True))
+                for roles, options in zip(shape.sets, chosen, strict=True):
+                    cuts |= zip(roles, options, strict=True)
+                self._note(way, calls, where, cuts, total)
+        return None if fits else lacks
+
+    def _note(
+        self,
+        way: _Way,
+        calls: Sequence[Call],
+        where: Mapping[str, range],
+        cuts: Mapping[str, Option],
+        total: int,
+    ) -> None:
+        rest = {role: iter(option.seconds) for role, option in cuts.items()}
+        timed = [(call, next(rest[call.role])) for call in calls if call.role in rest]
+        steps = SteadySteps(timed, where, self._staleness(way.shape))
+        value = self.objective.of(steps.seconds, total)
+        before = self._best.get(way.shape)
+        limit = self._limit()
+        if before is not None and value >= before.value:
+            return
+        if before is None and limit is not None and value >= limit:
+            return
+        found = Found(
+            value,
+            steps.seconds,
+            way.shape,
+            self.costs.variants[way.variant],
+            dict(where),
+            {role: option.cut for role, option in cuts.items()},
+        )
+        if self.accept(found):
+            self._best[way.shape] = found
+
+    def _front(
+        self, way: _Way, base: tuple[Option, ...], roles: tuple[str, ...], devices: range
+    ) -> tuple[list[tuple[Option, ...]], float]:
+        """The ways to cut the models of a set that fit its devices, but for those that are slower
+        in everything than another; and how full the leanest is."""
+        shape, variant = way.shape, self.costs.variants[way.variant]
+        key = (
+            way.variant,
+            self._kind(shape),
+            shape.everywhere,
+            tuple(map(id, base)),
+            roles,
+            devices,
+        )
+        if key not in self._fronts:
+            per_role = [self._options_of(variant, shape, role, devices) for role in roles]
+            process = self.costs.process(shape, (*shape.everywhere, *roles))
+            room = self.costs.capacities(devices)
+            offloads = self.costs.offloads(variant)
+            calls = self.costs.calls(shape)
+            start = MemoryState.of(room, process)
+            for option in base:
+                start = start.with_option(option, (), offloads)
+            states = [start]
+            for role, options in zip(roles, per_role, strict=True):
+                own = [call for call in calls if call.role == role]
+                states = undominated_states(
+                    [
+                        # Of roles that share all of their devices with the same others, only what
+                        # they take together in each stage of the flow counts.
+                        state.with_option(option, stages_of(own, option.seconds), offloads)
+                        if not base
+                        else state.with_option(option, option.seconds, offloads, apart=True)
+                        for state in states
+                        for option in options
+                    ],
+                    room,
+                )
+            self._fronts[key] = [state.chosen[len(base) :] for state in states]
+            leanest = start
+            for options in per_role:
+                leanest = leanest.with_option(min(options, key=leanness), (), offloads)
+            self._lacks[key] = leanest.full(room)
+        return self._fronts[key], self._lacks[key]

@@ -1,0 +1,326 @@
+"""What a search has to know of a job: the cuts of each role's model over some devices, what each
+takes of them, and for how long. From the planner, one role at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from hybridrl.checks.machine.placement_checks import check_model_fits, placed_roles, wanted_roles
+from hybridrl.config.changed import changed
+from hybridrl.config.schema import Config, ParallelConfig
+from hybridrl.errors import ConfigError
+from hybridrl.layout.training_mesh import check_sizes, devices_of
+from hybridrl.models import load_config
+from hybridrl.placement import ACTOR, GENERATOR, Placement, Role, RolePlace
+from hybridrl.planner.computation_dtype import with_dtype
+from hybridrl.planner.job_roles import Planner
+from hybridrl.planner.machine.device_rates import Rates
+from hybridrl.planner.memory.device_memory import RoleMemory, lacking_of, process_bytes, role_memory
+from hybridrl.planner.search.placement_space import LARGEST_PP, LARGEST_TP, Shape, powers
+from hybridrl.planner.search.search_terms import Found, Option, Settings, Taken
+from hybridrl.planner.step.call_time import CallClock
+from hybridrl.planner.step.step_calls import Call, Lengths, sizes_of
+from hybridrl.system.cluster_spec import Cluster
+from hybridrl.trainers.role_spec import RoleSpec
+
+HALVINGS = 2
+"""Of `actor.tokens_per_microbatch`, that may make a job fit."""
+
+
+class Cut(NamedTuple):
+    """How a role's model is cut.
+
+    Attributes:
+        rollout_tp: While it generates where it trains; 0: it does not.
+    """
+
+    parallel: ParallelConfig
+    rollout_tp: int = 0
+
+
+class PlannedCosts:
+    """Of a job; see `Costs`. What is set by hand stays: `tp` and `pp` of more than 1, a model's own
+    `models.<role>.parallel`, checkpointing and offloading.
+
+    Args:
+        config: With folders for models.
+        cluster: With memory of its devices.
+        rates: Of every device, or of each.
+        lengths: Of its samples; None: the longest that are allowed.
+        roles: Of the job; None: those of its trainer.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        cluster: Cluster,
+        rates: Rates | Sequence[Rates],
+        lengths: Lengths | None = None,
+        roles: Mapping[str, RoleSpec] | None = None,
+    ) -> None:
+        self.config = config = with_dtype(config, cluster.kind)
+        self.cluster, self.lengths = cluster, lengths
+        self.specs = wanted_roles(config, roles)
+        self.rates = rates if isinstance(rates, Sequence) else [rates] * len(cluster.devices)
+        self.placed = {role.name: role for role in placed_roles(config, self.specs)}
+        self.devices = len(cluster.devices)
+        self.differ = len(set(map(id, self.rates))) > 1 or len(cluster.model_names) > 1
+        self.staleness = config.placement.staleness
+        self._configs = {variant: changed(config, list(variant)) for variant in self._variants()}
+        self.variants: list[Settings] = list(self._configs)
+        self._planners: dict[bool, Planner] = {}
+        has_model = {name: self._has_model(name) for name in self.placed}
+        generates = [name for name, role in self.placed.items() if role.generation is not None]
+        self.generator = (ACTOR, GENERATOR) if ACTOR in generates and self.devices > 1 else None
+        if config.executor == "inline":
+            self.generator = None
+        # Functions and judges take nothing of a device here, and live with what makes samples.
+        self.roles = [name for name in self.placed if has_model[name] or name in generates]
+        self.beside = [name for name in self.placed if name not in self.roles]
+        self.learning = [name for name in self.roles if self.placed[name].trains]
+        self._options: dict[Any, list[Option]] = {}
+        self._models: dict[str, Any] = {}
+
+    def calls(self, shape: Shape) -> Sequence[Call]:
+        """See `Costs`."""
+        return [call for call in self._planner(shape).calls if call.role not in self.beside]
+
+    def process(self, shape: Shape, roles: Sequence[str]) -> float:
+        """See `Costs`."""
+        return process_bytes(self._planner(shape), roles)
+
+    def offloads(self, variant: Settings) -> bool:
+        """See `Costs`."""
+        return self.cluster.is_cuda and self._configs[variant].actor.offload_between_calls
+
+    def capacities(self, devices: range) -> Mapping[str, float]:
+        """See `Costs`."""
+        models = self.cluster.models
+        return {self._model(d): models[self._model(d)].memory for d in devices}
+
+    def options(self, variant: Settings, shape: Shape, role: str, devices: range) -> list[Option]:
+        """See `Costs`."""
+        apart = role in (ACTOR, GENERATOR) and GENERATOR in shape.roles
+        key = variant, apart, role, self._alike(devices)
+        if key not in self._options:
+            self._options[key] = self._options_of(*key[:3], devices)
+        return self._options[key]
+
+    def placement(self, found: Found) -> Placement:
+        """Where every role lives."""
+        places = {}
+        home = GENERATOR if GENERATOR in found.where else next(iter(found.where))
+        if home != GENERATOR and ACTOR in found.where:
+            home = ACTOR
+        for name in [*self.placed, GENERATOR]:
+            if name in found.where:
+                places[name] = RolePlace(tuple(found.where[name]), found.cuts[name].parallel)
+            elif name in self.beside:
+                places[name] = RolePlace(tuple(found.where[home]), self.placed[name].parallel)
+        return Placement("auto", places)
+
+    def settings(self, found: Found) -> Settings:
+        """Beside the placement, the settings that differ from what was asked."""
+        rollout = self.config.rollout
+        changes = list(found.variant)
+        tp = max((cut.rollout_tp for cut in found.cuts.values()), default=0)
+        if GENERATOR in found.cuts:
+            tp = found.cuts[GENERATOR].parallel.tp
+        if tp and tp != rollout.parallel.tp:
+            changes.append(("rollout.parallel.tp", tp))
+        if self.staleness and GENERATOR not in found.where:
+            changes.append(("placement.staleness", 0))
+        if self.config.placement.in_flight and GENERATOR not in found.where:
+            changes.append(("placement.in_flight", False))
+        return tuple(changes)
+
+    def _variants(self) -> list[Settings]:
+        """From what costs nothing to what costs most time."""
+        actor, rollout = self.config.actor, self.config.rollout
+        longest = self.config.data.max_prompt_tokens + rollout.max_tokens
+        tokens = [actor.tokens_per_microbatch]
+        while len(tokens) <= HALVINGS and tokens[-1] // 2 >= longest:
+            tokens.append(tokens[-1] // 2)
+        recompute = [actor.gradient_checkpointing]
+        if actor.gradient_checkpointing in ("none", "selective"):
+            recompute.append("full")
+        offload = [(actor.offload_between_calls, actor.offload_optimizer)]
+        if self.cluster.is_cuda:
+            offload += [(True, offload[0][1]), (True, True)]
+        found: list[Settings] = []
+        for between, optimizer in dict.fromkeys(offload):
+            for checkpointing in recompute:
+                for number in tokens:
+                    settings = {
+                        "actor.tokens_per_microbatch": number,
+                        "actor.gradient_checkpointing": checkpointing,
+                        "actor.offload_between_calls": between,
+                        "actor.offload_optimizer": optimizer,
+                    }
+                    asked = vars(actor)
+                    found.append(
+                        tuple(
+                            (name, value)
+                            for name, value in settings.items()
+                            if value != asked[name.removeprefix("actor.")]
+                        )
+                    )
+        return found
+
+    def _has_model(self, name: str) -> bool:
+        return name == GENERATOR or bool(self.specs[name].has_model(name, self.config))
+
+    def _planner(self, shape: Shape) -> Planner:
+        apart = GENERATOR in shape.roles
+        if apart not in self._planners:
+            everywhere = tuple(range(self.devices))
+            places = {name: RolePlace(everywhere) for name in self.placed}
+            if apart:
+                places[GENERATOR] = RolePlace(everywhere)
+            sizes = sizes_of(self.config, self.lengths)
+            placement = Placement("auto", places)
+            self._planners[apart] = Planner(self.config, self.cluster, placement, sizes, self.specs)
+        return self._planners[apart]
+
+    def _model(self, device: int) -> str:
+        return self.cluster.devices[device].model
+
+    def _alike(self, devices: range) -> tuple[Any, ...]:
+        """What counts of some devices: what they are, how fast, and how they lie in nodes."""
+        runs: list[tuple[Any, ...]] = []
+        node = None
+        for number in devices:
+            device = self.cluster.devices[number]
+            if device.node != node:
+                runs.append((device.model, id(self.rates[number]), 0))
+                node = device.node
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        return tuple(runs)
+
+    def _options_of(
+        self, variant: Settings, apart: bool, role: str, devices: range
+    ) -> list[Option]:
+        shape = Shape(((role, GENERATOR) if apart else (role,),))
+        base = self._planner(shape)
+        rates = Rates.of_slowest(self.rates[device] for device in devices)
+        found = []
+        for cut in self._cuts(role, apart, [run[-1] for run in self._alike(devices)]):
+            config = self._configs[variant]
+            if cut.rollout_tp and cut.rollout_tp != config.rollout.parallel.tp:
+                parallel = replace(config.rollout.parallel, tp=cut.rollout_tp)
+                config = replace(config, rollout=replace(config.rollout, parallel=parallel))
+            alone = base.of_role(role, RolePlace(tuple(devices), cut.parallel), config)
+            if lacking_of(alone):
+                continue
+            clock = CallClock(alone, rates)
+            seconds = tuple(clock.seconds(call) for call in alone.calls)
+            taken = {model: self._taken(alone, role, model) for model in self.capacities(devices)}
+            found.append(Option(cut, seconds, taken))
+        return found
+
+    def _taken(self, alone: Planner, role: str, model: str) -> Taken:
+        """Of the stage that takes most, in each respect."""
+        memory = self.cluster.models[model].memory
+        stages = [
+            _totals(role_memory(alone, role, stage, memory))
+            for stage in range(alone.placement.roles[role].parallel.pp)
+        ]
+        return Taken(
+            max(one.resident for one in stages),
+            max(one.loaded for one in stages),
+            max(one.awake for one in stages),
+            tuple(max(phase) for phase in zip(*(one.working for one in stages), strict=True)),
+        )
+
+    def _cuts(self, role: str, apart: bool, runs: Sequence[int]) -> list[Cut]:
+        """Every way to cut a role's model over devices that lie so in nodes: a tensor-parallel
+        group stays inside a node."""
+        place = self._place_of(role)
+        number = sum(runs)
+        if role == GENERATOR:
+            asked = self.config.rollout.parallel.tp
+            tps = self._tps(runs, asked, self._may_cut_generation())
+            return [
+                Cut(parallel)
+                for tp in tps
+                if self._allowed(role, parallel := replace(place.parallel, tp=tp), number, 1)
+            ]
+        parallel = replace(place.parallel, dp=None)
+        may_cut = self._may_cut(role)
+        found = []
+        pps = [parallel.pp]
+        if may_cut and parallel.pp == 1:
+            pps = powers(min(LARGEST_PP, number))
+        generates = place.generation is not None and not (apart and role == ACTOR)
+        for pp in pps:
+            for tp in self._tps(runs, parallel.tp, may_cut):
+                cut = replace(parallel, tp=tp, pp=pp)
+                if number % devices_of(cut):
+                    continue
+                rollouts = [0]
+                if generates:
+                    rollout = self.config.rollout.parallel
+                    rollouts = self._tps(runs, rollout.tp, self._may_cut_generation())
+                for rollout_tp, shards in product(rollouts, self._shards(cut, runs, may_cut)):
+                    ranks = max(1, rollout_tp * self.config.rollout.parallel.pp)
+                    whole = replace(cut, shards=shards)
+                    if self._allowed(role, whole, number, ranks if rollout_tp else 1):
+                        found.append(Cut(whole, rollout_tp))
+        return found
+
+    def _shards(self, cut: ParallelConfig, runs: Sequence[int], free: bool) -> list[int | None]:
+        """As asked; or over all devices, or over those of a node, with copies on the others."""
+        near = min(runs) // (cut.pp * cut.tp)
+        if cut.shards is not None or not free or len(runs) == 1 or near < 2:
+            return [cut.shards]
+        return [None, near]
+
+    def _place_of(self, role: str) -> Role:
+        if role == GENERATOR:
+            generation = self.placed[ACTOR].generation or ParallelConfig()
+            return Role(GENERATOR, parallel=generation)
+        return self.placed[role]
+
+    def _tps(self, runs: Sequence[int], asked: int, free: bool) -> list[int]:
+        """Sizes of tensor-parallel groups that lie inside nodes."""
+        if asked > 1 or not free:
+            return [asked]
+        return [tp for tp in powers(LARGEST_TP) if all(run % tp == 0 for run in runs)]
+
+    def _may_cut(self, role: str) -> bool:
+        adapts = self.placed[role].trains and self.config.actor.lora.rank
+        own = (self.config.models.get(role) or {}).get("parallel")
+        return self._has_model(role) and not adapts and own is None
+
+    def _may_cut_generation(self) -> bool:
+        return self.config.rollout.engine == "vllm"
+
+    def _allowed(self, role: str, parallel: ParallelConfig, number: int, ranks: int) -> bool:
+        """Whether the sizes fit each other and the model."""
+        if not self._has_model(role):
+            return True
+        path = self._planner(Shape(((role,),))).path(role) if role != GENERATOR else None
+        path = path or self.config.model.path
+        if path not in self._models:
+            self._models[path] = load_config(path)
+        try:
+            check_sizes(number, parallel, ranks)
+            check_model_fits(parallel, self._models[path], path)
+            if ranks > 1:
+                generation = ParallelConfig(tp=ranks // self.config.rollout.parallel.pp)
+                check_model_fits(generation, self._models[path], path)
+        except ConfigError:
+            return False
+        return True
+
+
+def _totals(memory: RoleMemory) -> Taken:
+    return Taken(
+        sum(memory.resident.values()),
+        sum(memory.loaded.values()),
+        sum(memory.awake.values()),
+        tuple(sum(parts.values()) for parts in memory.working.values()),
+    )

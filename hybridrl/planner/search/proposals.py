@@ -1,0 +1,198 @@
+"""`placement=auto`: the placement and the settings with which a job is quickest here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hybridrl.checks.machine.placement_checks import check_placement
+from hybridrl.config.changed import changed
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError
+from hybridrl.placement import Placement
+from hybridrl.planner.job_plan import Plan, make_plan
+from hybridrl.planner.machine.device_rates import Rates
+from hybridrl.planner.search.placement_search import search
+from hybridrl.planner.search.planned_costs import PlannedCosts
+from hybridrl.planner.search.search_terms import Found, Objective, Report, Settings
+from hybridrl.planner.step.step_calls import Lengths
+from hybridrl.system.cluster_spec import Cluster
+from hybridrl.trainers.role_spec import RoleSpec
+
+SECONDS_PER_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A way to run a job.
+
+    Attributes:
+        settings: That differ from what was asked, beside the placement.
+        config: With these settings.
+        plan: What it takes, as at the start of such a job.
+    """
+
+    found: Found
+    settings: Settings
+    config: Config
+    plan: Plan
+
+    @property
+    def placement(self) -> Placement:
+        """Where every role lives."""
+        return self.plan.placement
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, by its plan: with functions and judges, which a search leaves out."""
+        return self.plan.times.step if self.plan.times else self.found.step
+
+    def to_json(self) -> str:
+        """As a placement.json, with the settings that belong to it."""
+        return json.dumps(
+            {**json.loads(self.placement.to_json()), "settings": dict(self.settings)}, indent=2
+        )
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """What a search for a job has found.
+
+    Attributes:
+        best: In order.
+        report: How it went.
+        refused: Sentences about ways that a start would have refused.
+    """
+
+    best: Sequence[Proposal]
+    report: Report
+    refused: Sequence[str]
+
+
+def propose(
+    config: Config,
+    cluster: Cluster,
+    rates: Rates | Sequence[Rates],
+    lengths: Lengths | None = None,
+    roles: Mapping[str, RoleSpec] | None = None,
+    *,
+    longest: Lengths | None = None,
+    objective: Objective | None = None,
+    deadline_s: float = 60.0,
+) -> Proposals:
+    """The best ways to run a job, each of which passes the checks of a start.
+
+    Args:
+        config: With folders for models.
+        cluster: With memory of its devices.
+        rates: Of every device, or of each.
+        lengths: Of its samples; None: the longest that are allowed.
+        roles: Of the job; None: those of its trainer.
+        longest: For which there has to be memory; None: for `lengths`.
+        objective: What is to be small; None: the seconds of a step.
+
+    Raises:
+        ConfigError: if nothing fits, or nothing was found in time.
+    """
+    costs = PlannedCosts(config, cluster, rates, lengths, roles)
+    made: dict[int, Proposal] = {}
+    refused: list[str] = []
+
+    def accept(found: Found) -> bool:
+        settings = costs.settings(found)
+        total = max(devices.stop for devices in found.where.values())
+        used = cluster.take(range(total))
+        placement = costs.placement(found)
+        config_ = changed(costs.config, list(settings))
+        if total < len(cluster.devices):
+            config_ = replace(config_, num_devices=total)
+            settings = (*settings, ("num_devices", total))
+        some = rates[:total] if isinstance(rates, Sequence) else rates
+        try:
+            check_placement(config_, used, costs.specs, placement)
+            plan = make_plan(config_, used, placement, lengths, some, costs.specs)
+            fullest = plan
+            if longest is not None and longest != lengths:
+                fullest = make_plan(config_, used, placement, longest, roles=costs.specs)
+        except ConfigError as error:
+            refused.append(str(error))
+            return False
+        if not fullest.fits():
+            filled = fullest.filled(fullest.fullest)
+            refused.append(f"{found.shape}: device memory is filled to {filled:.0%}")
+            return False
+        made[id(found)] = Proposal(found, settings, config_, plan)
+        return True
+
+    report = search(costs, objective, deadline_s=deadline_s, accept=accept)
+    best = [made[id(found)] for found in report.best]
+    if not best and not report.complete:
+        raise ConfigError(
+            f"placement=auto had found nothing for {cluster} when its {deadline_s:g} s were over; "
+            f"{report.looked_at} ways had been looked at. Take longer, by `hybridrl plan "
+            "--search --deadline 300 --out mine.json`, or another placement, such as "
+            "placement=flattening."
+        )
+    if not best:
+        least = min(report.misfits.values(), default=float("inf"))
+        why = f"of all that was looked at the leanest fills a device to {least:.0%}"
+        if least == float("inf") or least <= 1:
+            why = refused[0] if refused else "the models cannot be cut over so many devices"
+        raise ConfigError(
+            f"placement=auto found nothing that fits {cluster}: {why}. Take more or larger "
+            "devices or a smaller model, or set actor.offload_parameters=true."
+        )
+    return Proposals(best, report, list(dict.fromkeys(refused)))
+
+
+def prices_of(text: str) -> dict[str, float]:
+    """`H100=2.5,L4=0.7`, by the name of a device.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    found = {}
+    for part in text.split(","):
+        name, _, price = part.strip().partition("=")
+        try:
+            found[name] = float(price)
+        except ValueError:
+            found[name] = 0.0
+        if not name or not 0 < found[name] < float("inf"):
+            raise ConfigError(
+                f"--price {text}: write dollars an hour of each kind of device: H100=2.5,L4=0.7."
+            )
+    return found
+
+
+def per_dollar(prices: Mapping[str, float], cluster: Cluster) -> Objective:
+    """That a token of samples costs little.
+
+    Args:
+        prices: Dollars an hour of a device, by its model.
+
+    Raises:
+        ConfigError: if a model of the cluster has no price.
+    """
+    known = {name.lower(): price for name, price in prices.items()}
+    missing = [name for name in cluster.model_names if _price(known, name) is None]
+    if missing:
+        raise ConfigError(
+            f"--price {','.join(f'{n}={p:g}' for n, p in prices.items())}: {missing[0]} has no "
+            f"price. Write --price {missing[0]}=2.5, dollars an hour, for each kind of device."
+        )
+    each = [_price(known, device.model) or 0.0 for device in cluster.devices]
+    return Objective(lambda step, devices: (step * sum(each[:devices]) / SECONDS_PER_HOUR,), True)
+
+
+def _price(known: Mapping[str, float], name: str) -> float | None:
+    return known.get(name.lower(), known.get(name.split("-")[0].lower()))
+
+
+def fewest_devices(within_s: float) -> Objective:
+    """As few devices as a step can be done with in so many seconds; of as many, the quickest."""
+    return Objective(
+        lambda step, devices: (float(step > within_s), devices if step <= within_s else step, step),
+        True,
+    )

@@ -1,0 +1,157 @@
+"""What a search has found, for a person: the best ways side by side, and why the others lose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from rich.table import Table
+
+from hybridrl.placement import ACTOR, GENERATOR
+from hybridrl.planner.plan_tables import SHORT, ranges
+from hybridrl.planner.search.proposals import Proposal, Proposals
+from hybridrl.planner.step.graph_replay import OVER
+from hybridrl.system.formatting import gib, readable_seconds
+
+SAME = 0.005
+"""Shares that differ by less are alike to a person."""
+
+
+def side_by_side(found: Proposals, tokens_per_dollar: Callable[[Proposal], float] | None) -> Table:
+    """A column for each proposal, the best first."""
+    table = Table(title="the best ways", title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    for number, _ in enumerate(found.best, 1):
+        table.add_column(str(number), overflow="fold")
+
+    def row(name: str, cell: Callable[[Proposal], str], **style: str) -> None:
+        table.add_row(name, *(cell(one) for one in found.best), **style)
+
+    row("seconds of a step", lambda p: f"{p.seconds:.3g}", style="bold")
+    row("samples/s", lambda p: f"{p.plan.sizes.samples / p.seconds:.3g}")
+    if tokens_per_dollar is not None:
+        row("tokens a dollar", lambda p: f"{tokens_per_dollar(p):,.0f}")
+    for role in dict.fromkeys(role for one in found.best for role in one.placement.roles):
+        row(f"{role}: devices", lambda p, role=role: _where(p, role))
+        row("  cut", lambda p, role=role: _cut(p, role))
+        for phase in ("sync", "generate", "score", "train"):
+            if any(_seconds(one).get((role, phase), 0.0) for one in found.best):
+                row(
+                    f"  {SHORT[phase]}",
+                    lambda p, role=role, phase=phase: _number(_seconds(p).get((role, phase))),
+                )
+    row("fullest device, GiB", _memory)
+    row("idle", lambda p: f"{p.plan.times.idle_share:.0%}" if p.plan.times else "")
+    return table
+
+
+def settings_lines(found: Proposals) -> list[str]:
+    """The settings that each proposal needs beside those asked for, a line each."""
+    return [
+        f"{number}: {' '.join(words(one.settings)) or 'settings as asked'}"
+        for number, one in enumerate(found.best, 1)
+    ]
+
+
+def reasons(found: Proposals) -> list[str]:
+    """A sentence about each of the others, and about what was not possible."""
+    best, *others = found.best
+    said = [f"{number}: {why(best, other)}" for number, other in enumerate(others, 2)]
+    report = found.report
+    if report.misfits:
+        tightest = sorted(report.misfits.items(), key=lambda one: one[1])
+        named = ", ".join(f"{shape} ({lack:.0%} of a device)" for shape, lack in tightest[:3])
+        said.append(
+            f"{len(report.misfits)} other way(s) to share devices seemed quicker and do not fit, "
+            f"the leanest of them: {named}"
+        )
+    said += [f"refused: {sentence}" for sentence in found.refused[:2]]
+    how = "none that is left can be better" if report.complete else "the time was over"
+    seen = f"{report.looked_at} of {report.ways:,} ways were looked at"
+    said.append(f"{seen} in {readable_seconds(report.seconds)}; {how}.")
+    return said
+
+
+def why(best: Proposal, other: Proposal) -> str:
+    """Why a proposal is behind another one."""
+    longer = other.seconds / best.seconds - 1
+    start = f"{longer:.1%} longer" if longer >= SAME else "about as quick"
+    used, before = (len(one.plan.cluster.devices) for one in (other, best))
+    if used != before:
+        start += f", on {used} device(s) (1: {before})"
+    first, then = _by_part(best), _by_part(other)
+    slower = {
+        part: seconds - first.get(part, 0.0)
+        for part, seconds in then.items()
+        if seconds - first.get(part, 0.0) > SAME * best.seconds
+    }
+    said = []
+    for part in sorted(slower, key=lambda part: -slower[part])[:2]:
+        role, phase = part
+        said.append(
+            f"{role} {SHORT[phase]} for {readable_seconds(then[part])} on {_devices(other, part)} "
+            f"device(s) (1: {readable_seconds(first.get(part, 0.0))} on {_devices(best, part)})"
+        )
+    idle = (other.plan.times.idle if other.plan.times else {}) or {}
+    at_best = best.plan.times.idle_share if best.plan.times else 0.0
+    if sum(idle.values()) > at_best + SAME:
+        cause = next(iter(idle))
+        said.append(
+            f"its devices are idle for {sum(idle.values()):.0%} of the time (1: {at_best:.0%}), "
+            f"mostly {'with' if cause == OVER else 'waiting for'} {cause.replace('.', ' to ')}"
+        )
+    if not said:
+        said.append("calls that the first makes side by side take turns" if longer >= SAME else "")
+    return f"{start}: {'; '.join(said)}" if said[0] else start
+
+
+def words(settings: tuple[tuple[str, object], ...]) -> list[str]:
+    """Settings as the command line takes them."""
+    return [
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in settings
+    ]
+
+
+def _by_part(proposal: Proposal) -> dict[tuple[str, str], float]:
+    """Seconds by role and phase; of a generator apart as the actor's."""
+    return {
+        (ACTOR if role == GENERATOR else role, phase): seconds
+        for (role, phase), seconds in _seconds(proposal).items()
+    }
+
+
+def _devices(proposal: Proposal, part: tuple[str, str]) -> int:
+    role, phase = part
+    roles = proposal.placement.roles
+    apart = role == ACTOR and phase in ("sync", "generate") and GENERATOR in roles
+    place = roles.get(GENERATOR if apart else role)
+    return len(place.devices) if place else 0
+
+
+def _seconds(proposal: Proposal) -> Mapping[tuple[str, str], float]:
+    return proposal.plan.times.phases if proposal.plan.times else {}
+
+
+def _number(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.3g}"
+
+
+def _where(proposal: Proposal, role: str) -> str:
+    place = proposal.placement.roles.get(role)
+    return ranges(place.devices) if place else ""
+
+
+def _cut(proposal: Proposal, role: str) -> str:
+    place = proposal.placement.roles.get(role)
+    if place is None or role not in proposal.found.cuts:
+        return ""
+    sizes = {name: getattr(place.parallel, name) for name in ("pp", "tp", "ring", "ulysses")}
+    said = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    rollout = proposal.found.cuts[role].rollout_tp
+    return ", ".join([*said, *([f"generates tp={rollout}"] if rollout > 1 else [])]) or "dp"
+
+
+def _memory(proposal: Proposal) -> str:
+    plan = proposal.plan
+    there = plan.cluster.memory_of(plan.fullest.devices[0])
+    return f"{gib(plan.fullest.fullest.bytes)} of {gib(there)}"

@@ -1,0 +1,133 @@
+"""What a search for a placement is told, and what it tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from hybridrl.planner.search.placement_space import Shape
+from hybridrl.planner.step.step_calls import Call
+
+Settings = tuple[tuple[str, Any], ...]
+
+
+class Taken(NamedTuple):
+    """Bytes of a device that a role takes; see `RoleMemory`.
+
+    Attributes:
+        working: By phase.
+    """
+
+    resident: float
+    loaded: float
+    awake: float
+    working: tuple[float, ...]
+
+    @property
+    def fullest(self) -> float:
+        """At the fullest moment of the role alone."""
+        return max(self.loaded + self.awake, self.resident + max(self.working, default=0.0))
+
+
+class Option(NamedTuple):
+    """A way to cut a role's model over some devices.
+
+    Attributes:
+        cut: What it is called in a plan; opaque here.
+        seconds: Of each of its calls, in the order of calls.
+        taken: Of a device, by its model.
+    """
+
+    cut: Any
+    seconds: tuple[float, ...]
+    taken: Mapping[str, Taken]
+
+
+class Costs(Protocol):
+    """What a search has to know.
+
+    Attributes:
+        roles, learning: Roles that hold models, and those of them that learn.
+        generator: See `shapes`.
+        devices: How many there are.
+        differ: Whether devices differ, so that it matters which ones a role gets.
+        variants: Settings of a whole job that may make it fit. With the first, what was asked, no
+            call of any cut takes longer than with another.
+        staleness: What a separated generator may have, in steps.
+    """
+
+    roles: Sequence[str]
+    learning: Sequence[str]
+    generator: tuple[str, str] | None
+    devices: int
+    differ: bool
+    variants: Sequence[Settings]
+    staleness: int
+
+    def calls(self, shape: Shape) -> Sequence[Call]:
+        """Of a step, in order."""
+
+    def options(self, variant: Settings, shape: Shape, role: str, devices: range) -> list[Option]:
+        """Every way to cut a role's model over these devices."""
+
+    def capacities(self, devices: range) -> Mapping[str, float]:
+        """Bytes that these devices have, by model."""
+
+    def process(self, shape: Shape, roles: Sequence[str]) -> float:
+        """Bytes of a process with these roles."""
+
+    def offloads(self, variant: Settings) -> bool:
+        """Whether roles leave a device while another one works there."""
+
+
+class Found(NamedTuple):
+    """A way to place all roles.
+
+    Attributes:
+        value: What is to be small; see `Objective`.
+        step: Seconds.
+        where: Devices of each role.
+        cuts: Of each role.
+    """
+
+    value: tuple[float, ...]
+    step: float
+    shape: Shape
+    variant: Settings
+    where: Mapping[str, range]
+    cuts: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is to be small.
+
+    Attributes:
+        of: `(seconds of a step, devices) -> value`.
+        with_fewer: Whether fewer devices than there are can be better.
+    """
+
+    of: Callable[[float, int], tuple[float, ...]] = lambda step, devices: (step,)
+    with_fewer: bool = False
+
+
+@dataclass
+class Report:
+    """What a search has found.
+
+    Attributes:
+        best: Of each of the best shapes its best, in order.
+        looked_at: Ways to place the roles that were judged, of `ways` that there are.
+        misfits: Shapes of which no way that was looked at fits, with the least that lacks there:
+            bytes needed over bytes there are.
+        complete: Whether nothing better can be left; else the time was over.
+        seconds: That it took.
+    """
+
+    best: list[Found] = field(default_factory=list)
+    looked_at: int = 0
+    ways: int = 0
+    misfits: dict[Shape, float] = field(default_factory=dict)
+    complete: bool = True
+    seconds: float = 0.0

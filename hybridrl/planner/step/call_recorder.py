@@ -1,0 +1,247 @@
+"""The calls of a step, recorded: the driver program itself runs, on groups that only note what they
+are called for and on tables that know nothing but their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hybridrl.batch.batch import Batch
+from hybridrl.config.schema import Config
+from hybridrl.controller import BatchRef, Worker
+from hybridrl.controller.expected_columns import UNKNOWN
+from hybridrl.controller.shards import Rows, Shards
+from hybridrl.controller.table_expression import Concat, Node
+from hybridrl.placement import ACTOR, GENERATOR, Placement
+from hybridrl.planner.step.step_calls import Call, Sizes
+from hybridrl.rollout import Sampling
+from hybridrl.trainers import load_roles, load_trainer
+from hybridrl.trainers.role_spec import RoleSpec, played_by
+
+PHASES = {"generate": "generate", "compute": "score", "update": "train"}
+"""What a method does, by the first word of its name."""
+
+
+def recorded_calls(
+    config: Config, sizes: Sizes, placement: Placement, roles: Mapping[str, RoleSpec]
+) -> tuple[list[Call], str]:
+    """The calls of one step, in order, of the roles that are placed: a job may be built with fewer
+    than its trainer needs. And a sentence if the program could not be recorded, and these are what
+    its roles usually do.
+
+    Args:
+        roles: Those of the job, beside those of the trainer.
+    """
+    trainer_class, own = load_trainer(config.trainer.name), load_roles(config)
+    noted: list[tuple[str, str, str, int]] = []
+    groups = {role: _Group(role, spec, sizes, noted) for role, spec in own.items()}
+    notice = ""
+    try:
+        trainer = trainer_class(config, groups, Sampling(1), _Feed(trainer_class.DATA, sizes))
+        if trainer.TRAINS:
+            # What is different in the first steps, while only critics learn, is not what is asked.
+            for _ in range(config.critic.warmup_steps + 1):
+                noted.clear()
+                trainer.step()
+        else:
+            trainer.evaluate(_table(sizes.samples, 1))
+    except Exception as error:  # whatever a user's program does with numbers that are none
+        notice = (
+            f"The step of trainer.name={config.trainer.name} could not be planned by running it "
+            f"without data ({type(error).__name__}: {error}); the plan assumes what its roles "
+            "usually do: each of them once, on all samples."
+        )
+        noted[:] = _usual(own, sizes)
+    syncs = trainer_class.TRAINS
+    calls = []
+    for call in _merged(noted):
+        player = played_by({**own, **roles}, call.role, config)
+        if player == ACTOR and call.phase == "generate" and placement.is_separated:
+            player = GENERATOR
+        calls.append(replace(call, role=player))
+    generators = dict.fromkeys(call.role for call in calls if call.phase == "generate")
+    first = [Call(role, "sync", sizes.samples) for role in generators if syncs]
+    return [call for call in [*first, *calls] if call.role in placement.roles], notice
+
+
+def _merged(noted: Iterable[tuple[str, str, str, int]]) -> list[Call]:
+    """Updates of a role by one method as one call, where the first of them was."""
+    found: dict[Any, Call] = {}
+    for number, (role, method, phase, rows) in enumerate(noted):
+        key = (role, method) if phase == "train" else number
+        if key in found:
+            before = found[key]
+            rows, updates = rows + before.samples, before.updates + 1
+            found[key] = replace(before, samples=rows, updates=updates)
+        else:
+            found[key] = Call(role, phase, rows)
+    return list(found.values())
+
+
+def _usual(roles: Mapping[str, RoleSpec], sizes: Sizes) -> list[tuple[str, str, str, int]]:
+    """Everybody who can generates; then all score; then those who learn do."""
+    n = sizes.samples
+    generate = [(r, "generate", "generate", n) for r, spec in roles.items() if spec.generates]
+    score = [(r, "score", "score", n) for r, spec in roles.items() if not spec.generates]
+    update = [(r, "train", "train", n // sizes.updates) for r, spec in roles.items() if spec.trains]
+    return generate + score + update * sizes.updates
+
+
+class _Group:
+    """Stands for a worker group; notes what it is called for."""
+
+    def __init__(
+        self, role: str, spec: RoleSpec, sizes: Sizes, noted: list[tuple[str, str, str, int]]
+    ) -> None:
+        self.devices = [0]
+        self._role, self._noted, self._sizes = role, noted, sizes
+        self._worker = spec.worker if isinstance(spec.worker, type) else None
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("__"):
+            raise AttributeError(method)
+        phase, returns_batch = _phase(method, self._worker)
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            given = [*arguments, *keywords.values()]
+            table = next((value for value in given if isinstance(value, _Table)), None)
+            rows = table.rows if table is not None else np.arange(self._sizes.samples)
+            if phase is not None:
+                self._noted.append((self._role, method, phase, len(rows)))
+            return _Table(_Rows(rows)) if returns_batch else _Result()
+
+        return call
+
+
+def _phase(method: str, worker: type[Worker] | None) -> tuple[str | None, bool]:
+    """What a method does in a step (None: nothing that counts), and whether it returns a batch. Of
+    a class of the user's, `@transfer` says more than the name."""
+    phase = PHASES.get(method.split("_")[0])
+    marked = getattr(getattr(worker, method, None), "__transfer__", None)
+    if marked is None:
+        return phase, phase in ("generate", "score")
+    if phase is None:
+        phase = "score" if marked.returns_batch else None
+    return phase, marked.returns_batch
+
+
+class _Result:
+    """Stands for a handle: metrics of nothing, which are 0."""
+
+    def get(self) -> Any:
+        return _Figures()
+
+    def done_within(self, seconds: float | None) -> bool:
+        return True
+
+
+class _Figures(dict[str, float]):
+    def __missing__(self, name: str) -> float:
+        return 0.0
+
+
+class _Feed:
+    """Stands for the data."""
+
+    data: Any = None
+    tokenizer: Any = None
+    numbered = 0
+
+    def __init__(self, kind: str, sizes: Sizes) -> None:
+        self._kind, self._sizes = kind, sizes
+
+    def next_batch(self) -> BatchRef:
+        pairs = self._kind == "pairs"
+        return _table(self._sizes.samples if pairs else self._sizes.prompts, 2 if pairs else 1)
+
+    def next_examples(self, coefficient: float = 1.0) -> BatchRef:
+        return _table(self._sizes.prompts, 1)
+
+    def put(self, batch: Batch) -> BatchRef:
+        return _table(len(batch), 1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows(Node):
+    """Rows, by the number of the prompt that each is about."""
+
+    prompts: Rows
+    columns = UNKNOWN
+
+    @property
+    def known_rows(self) -> int:
+        return len(self.prompts)
+
+    def num_rows(self) -> int:
+        return len(self.prompts)
+
+    def tokens(self) -> dict[str, Rows]:
+        return {}
+
+    def read(self, rows: Rows, names: frozenset[str] | None) -> Batch | None:
+        return None
+
+    def shards(self) -> list[Shards]:
+        return []
+
+
+@dataclass(frozen=True, eq=False)
+class _Table(BatchRef):
+    """Stands for a table: all of its columns are there, and none holds anything."""
+
+    @property
+    def rows(self) -> Rows:
+        return _rows(self.node)
+
+    def __or__(self, other: BatchRef) -> BatchRef:
+        return self
+
+    def select(self, *columns: str) -> BatchRef:
+        return self
+
+    def by_parts(self) -> list[BatchRef]:
+        return [self]
+
+    def take(self, rows: Sequence[int] | Rows) -> BatchRef:
+        return _Table(_Rows(self.rows[np.asarray(rows, dtype=np.int64)]))
+
+    def repeat(self, times: int) -> BatchRef:
+        return _Table(_Rows(np.repeat(self.rows, times)))
+
+    def split(self, parts: int, balance: str = "rows") -> list[BatchRef]:
+        return [_Table(_Rows(part)) for part in np.array_split(self.rows, parts)]
+
+    def apply(self, function: Any, columns: Iterable[str], **options: Any) -> BatchRef:
+        return self
+
+    def collect(self, columns: Iterable[str] | None = None, *, partial: bool = False) -> Batch:
+        """Numbers: the samples of a prompt score 0 and 1 in turn, each is an episode of one branch,
+        everything else is 0."""
+        rows = self.rows
+        found = {name: np.zeros(len(rows), np.float32) for name in columns or ()}
+        scores = np.arange(len(rows), dtype=np.float32) % 2
+        values = {
+            **dict.fromkeys(("scores", "outcomes", "shaped_scores"), scores),
+            "group_id": rows,
+            "episode": np.arange(len(rows)),
+            "branches": np.ones(len(rows), np.int64),
+        }
+        return Batch.from_columns(found | {k: v for k, v in values.items() if k in (columns or k)})
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def _table(rows: int, together: int) -> BatchRef:
+    return _Table(_Rows(np.arange(rows) // together))
+
+
+def _rows(node: Node) -> Rows:
+    """Of a table, or of several that `BatchRef.concat` laid one below the other."""
+    if isinstance(node, Concat):
+        return np.concatenate([_rows(table) for table in node.tables])
+    assert isinstance(node, _Rows)
+    return node.prompts

@@ -1,0 +1,320 @@
+"""How long each call of a step lasts, from the rates of the devices of its role."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from hybridrl.layout.training_mesh import devices_of
+from hybridrl.parallel.reduction_choice import Choice
+from hybridrl.planner.machine.device_rates import Rates
+from hybridrl.planner.memory.model_part import MASTER, ModelPart, cache_bytes, generation_copy
+from hybridrl.planner.memory.model_shape import ModelShape
+from hybridrl.planner.step.gradient_sums import Links, chosen, units_of, ways
+from hybridrl.planner.step.operator_work import (
+    DECODE,
+    FORWARD,
+    HEAD,
+    HEAD_TRAIN,
+    OPTIMIZER,
+    TRAIN,
+    Work,
+)
+from hybridrl.planner.step.step_calls import Call
+
+if TYPE_CHECKING:
+    from hybridrl.planner.job_roles import Planner
+
+HOST_LINK = 20e9
+"""Bytes per second between an accelerator and its host, of what is offloaded."""
+HALVING = 2 * math.log(2)
+"""How many times as many samples as are not finished `rollout=transformers` has under way, where
+they finish one after the other: it drops those that are when they are half of all."""
+ADAM_TOUCHES = 10
+"""Times that AdamW and the gradients' norm and scaling read or write an element."""
+LOGIT_TOUCHES = 24
+"""Times that an update reads or writes a logit; scoring does half as often."""
+SMALL_OPS = {
+    "call": 700,
+    "sample": 7,
+    "tensor": 7,
+    "synced tensor": 200,
+    "vllm step": 300,
+    "vllm sample": 28,
+    "transformers step": 40,
+    "transformers layer": 260,
+}
+"""What costs no arithmetic, in small operations: a call of a group and a sample in it; a tensor
+that the optimizer steps, or a sync brings to the generator; a token-step of a generator, and a
+sample or a layer in it. Counted once, from the default job and one more; the probe says what a
+small operation takes."""
+
+
+class Ring(NamedTuple):
+    """What a collective costs ranks that may lie on several nodes. A ring goes through the network
+    cards of those of its ranks that are on a node, each with a part of the data; rings side by
+    side, as tensor parallelism makes them, share the cards of their node.
+
+    Attributes:
+        rate: Bytes per second that each rank receives.
+        delay: Seconds of going round, whatever the size.
+    """
+
+    rate: float
+    delay: float
+
+
+class CallClock:
+    """Seconds of the calls of a role, whose devices have these rates.
+
+    Attributes:
+        sums: See `Times`; known once the call is.
+    """
+
+    def __init__(self, planner: Planner, rates: Rates) -> None:
+        self.sums: dict[str, Choice] = {}
+        self.planner, self.rates = planner, rates
+        self.devices = planner.cluster.devices
+
+    def seconds(self, call: Call) -> float:
+        """Of one call on its devices."""
+        place = self.planner.placement.roles[call.role]
+        rows = call.samples / len(place.devices)
+        fixed = SMALL_OPS["call"] * call.updates + SMALL_OPS["sample"] * rows
+        driver = fixed * self.rates.small_op
+        if call.phase == "sync":
+            return self._sync(call.role)
+        if call.phase == "generate":
+            return driver + self._generate(call)
+        if not self.planner.has_model(call.role):
+            return driver
+        stages = range(place.parallel.pp)
+        parts = [self.planner.part(call.role, stage) for stage in stages]
+        work = self._train if call.phase == "train" else self._score
+        slowest = max(work(call, part) for part in parts)
+        batch = self.planner.batches[call.role, call.phase]
+        bubble = (batch.count + len(stages) - 1) / batch.count
+        moves = 0.0
+        if self.planner.cluster.is_cuda and self.planner.config.actor.offload_between_calls:
+            moves = 2 * max(sum(part.resident().values()) for part in parts) / HOST_LINK
+        return driver + moves + slowest * bubble
+
+    def _score(self, call: Call, part: ModelPart) -> float:
+        rates, batch = self.rates, self.planner.batches[call.role, "score"]
+        compute = self._layers(part, batch.count, batch.total, False)
+        compute += self._head(part, batch.total, 2, LOGIT_TOUCHES / 2)
+        moved = part.shape.item * part.parameters.all
+        rounds = 1 if part.is_small else batch.count
+        copies = 3 * rounds * moved / rates.memory
+        received = part.gathers(rounds, False)
+        return self._with_transfer(compute + copies, call, part, received, rounds)
+
+    def _train(self, call: Call, part: ModelPart) -> float:
+        rates, batch = self.rates, self.planner.batches[call.role, "train"]
+        again = self.planner.config.actor.gradient_checkpointing in ("full", "offload")
+        compute = self._layers(part, batch.count, batch.total, True)
+        compute += self._layers(part, batch.count, batch.total, False) if again else 0.0
+        compute += self._head(part, batch.total, 8, LOGIT_TOUCHES)
+        gathers = batch.count * (1 if part.is_small else 2)
+        reduces = 1 if part.is_small else batch.count
+        gathered = gathers * part.shape.item * part.parameters.all
+        received = part.gathers(gathers, True)
+        reduced = reduces * MASTER * part.parameters.trained
+        copies = (3 * gathered + 4 * reduced) / rates.memory
+        elements = part.parameters.trained / part.shards
+        step = ADAM_TOUCHES * MASTER * elements / rates.memory
+        if rates.costs is not None and elements:
+            step = rates.costs.seconds(Work(OPTIMIZER, elements))
+        step += SMALL_OPS["tensor"] * part.shape.tensors * part.layers * rates.small_op
+        actor, is_cuda = self.planner.config.actor, self.planner.cluster.is_cuda
+        if is_cuda and actor.offload_optimizer and not actor.offload_parameters:
+            step += 2 * 2 * part.moment * part.parameters.trained / part.shards / HOST_LINK
+        backward = compute * (1 / 2 if again else 2 / 3) / batch.count
+        codec, link = self._sum(call.role, part, backward)
+        coding, summing = reduces * codec, reduces * (link + self._between_copies(call.role, part))
+        compute += copies + coding
+        one = self._with_transfer(compute, call, part, received, gathers, summing, coding)
+        return call.updates * (one + step)
+
+    def _sum(self, role: str, part: ModelPart, backward: float) -> tuple[float, float]:
+        """Seconds of codecs and of the link, to sum all gradients once."""
+        place = self.planner.placement.roles[role]
+        row = part.shards * devices_of(replace(place.parallel, ring=1, ulysses=1))
+        nodes = {self.devices[device].node for device in place.devices[:row]}
+        rates, ring = self.rates, self._ring(role, part.shards)
+        links = Links(rates.memory, rates.link, rates.network, ring.rate, rates.sums)
+        found = ways(links, part.device, part.shards, len(nodes))
+        choice = chosen(place.parallel.gradients, part, found, backward)
+        self.sums[role] = choice
+        pairs = Counter(zip(units_of(part), choice.ways, strict=True)).items()
+        return (
+            sum(count * found[name].codec(values) for (values, name), count in pairs),
+            sum(count * (found[name].link(values) + ring.delay) for (values, name), count in pairs),
+        )
+
+    def _between_copies(self, role: str, part: ModelPart) -> float:
+        """Seconds to sum gradients over ranks that have the same shards (`parallel.shards`)."""
+        place = self.planner.placement.roles[role]
+        cut = part.shards * place.parallel.tp * place.parallel.pp
+        if (copies := len(place.devices) // cut) == 1:
+            return 0.0
+        ring, units = self._ring(role, copies, part.shards), units_of(part)
+        moved = 2 * (1 - 1 / copies) * MASTER * sum(units) / part.shards
+        return moved / ring.rate + 2 * len(units) * ring.delay
+
+    def _layers(self, part: ModelPart, count: int, tokens: float, trains: bool) -> float:
+        """All layers over all micro-batches: matrix products and attention."""
+        rates, shape = self.rates, part.shape
+        length = self.planner.sizes.sample_tokens
+        if rates.costs is not None:
+            work = _layer(TRAIN if trains else FORWARD, shape, tokens / count, length)
+            return part.layers * count * rates.costs.seconds(work)
+        passes = 3 if trains else 1
+        # Two operations for each parameter, and causal attention over half of the sample.
+        operations = 2 * shape.active_of_layer + 2 * length * shape.query
+        overhead, rate = rates.forward_overhead, rates.forward
+        if trains:
+            overhead, rate = rates.training_overhead, rates.training
+        return part.layers * (count * overhead + tokens * passes * operations / rate)
+
+    def _head(self, part: ModelPart, tokens: float, operations: int, touches: float) -> float:
+        """The output embedding: `operations` for each of its parameters and response tokens."""
+        if not part.ends[1] or part.shape.vocabulary == 1:
+            return 0.0
+        shape, sizes = part.shape, self.planner.sizes
+        tokens *= sizes.response_tokens / sizes.sample_tokens
+        if self.rates.costs is not None:
+            op = HEAD if operations == 2 else HEAD_TRAIN
+            parameters = float(shape.head.all)
+            work = Work(op, tokens, 1.0, shape.hidden, parameters, item=shape.item)
+            return self.rates.costs.seconds(work)
+        products = operations * tokens * shape.head.all / self.rates.forward
+        return products + touches * MASTER * tokens * shape.vocabulary / self.rates.memory
+
+    def _with_transfer(
+        self,
+        compute: float,
+        call: Call,
+        part: ModelPart,
+        size: float,
+        rounds: int,
+        summing: float = 0.0,
+        coding: float = 0.0,
+    ) -> float:
+        """GPUs gather the next layer while they compute; CPUs have one thread for both.
+
+        Args:
+            size: Bytes that are gathered.
+            rounds: Times that each unit is.
+            summing: Seconds of the link besides.
+            coding: Of the computation, what the link waits for.
+        """
+        ring, units = self._ring(call.role, part.shards), 1 if part.is_small else part.layers + 1
+        moved = size * (1 - 1 / part.shards) / ring.rate + rounds * units * ring.delay + summing
+        tp = self.planner.placement.roles[call.role].parallel.tp
+        if tp > 1:  # two sums of the states in a layer's forward, two in its backward
+            batch = self.planner.batches[call.role, call.phase]
+            states = batch.total * part.shape.hidden * part.shape.item * part.layers
+            sums = 4 if call.phase == "train" else 2
+            compute += sums * self._tensor_sum(states, tp, batch.count * part.layers)
+        return max(compute, moved + coding) if self.planner.cluster.is_cuda else compute + moved
+
+    def _tensor_sum(self, size: float, tp: int, times: float) -> float:
+        """Seconds of sums over a tensor-parallel group, of so many bytes in all, in so many
+        messages. Inside a node they go down and up a tree."""
+        hops = 2 * math.ceil(math.log2(tp))
+        return 2 * (1 - 1 / tp) * size / self.rates.link + times * hops * self.rates.hop
+
+    def _ring(self, role: str, ranks: int, apart: int = 1) -> Ring:
+        """Of so many ranks with the same part of a model that tensors and pipelines cut.
+
+        Args:
+            apart: Of ranks that are counted without such cuts, from each to the next.
+        """
+        place, rates = self.planner.placement.roles[role], self.rates
+        stride = apart * place.parallel.tp * place.parallel.pp
+        nodes = [self.devices[device].node for device in place.devices[: ranks * stride]]
+        if len(set(nodes)) == 1:
+            return Ring(rates.link, (ranks - 1) * rates.hop)
+        near = max(1, nodes.count(nodes[0]) // stride)
+        far = math.ceil(ranks / near)
+        delay = (ranks - far) * rates.hop + far * rates.network_hop
+        return Ring(min(rates.link, rates.network * near), delay)
+
+    def _wire(self, devices: Sequence[int]) -> float:
+        """Bytes per second that each of these receives of a sync, in which all take part."""
+        nodes = [self.devices[device].node for device in devices]
+        if len(set(nodes)) == 1:
+            return self.rates.link
+        return min(self.rates.link, self.rates.network * nodes.count(nodes[0]))
+
+    def _sync(self, role: str) -> float:
+        shape = self.planner.generation_shape(role)
+        place = self.planner.placement.roles[role]
+        copies = 4 * generation_copy(shape) / self.rates.memory
+        small = SMALL_OPS["synced tensor"] * shape.tensors * shape.layers * self.rates.small_op
+        return copies + small + self.planner.sync_bytes(role) / self._wire(place.devices)
+
+    def _generate(self, call: Call) -> float:
+        planner, rates = self.planner, self.rates
+        rollout, sizes = planner.config.rollout, planner.sizes
+        shape = planner.generation_shape(call.role)
+        replicas = len(planner.placement.roles[call.role].devices) / planner.rollout_tp(call.role)
+        rows = max(1.0, call.samples / replicas)
+        at_once = min(rows, rollout.max_sequences)
+        steps, running = self._decoding(rows, at_once)
+        length = sizes.prompt_tokens + sizes.longest_response / 2
+        kv = cache_bytes(shape, running * length)
+        operations = 2 * shape.active_of_layer * shape.layers
+        head = 2 * running * shape.head.all / rates.forward
+        head += 8 * MASTER * running * shape.vocabulary / rates.memory
+        copy = generation_copy(shape, rollout.quantization) / rates.memory
+        products = max(copy, operations * running / rates.forward)
+        layers = shape.layers * rates.forward_overhead
+        if rates.costs is not None:
+            work = _layer(DECODE, shape, running, length)
+            products, layers, kv = shape.layers * rates.costs.seconds(work), 0.0, 0.0
+        if rollout.engine == "vllm":
+            layers = 0.0 if planner.cluster.is_cuda and rollout.cuda_graphs else layers
+            small = SMALL_OPS["vllm step"] + SMALL_OPS["vllm sample"] * running
+            prompts = rows / max(1, rollout.samples_per_prompt)
+        else:  # its cache grows by copying
+            small = SMALL_OPS["transformers step"] + running
+            small += SMALL_OPS["transformers layer"] * shape.layers
+            kv *= 3
+            prompts = rows
+        step = layers + products + head + kv / rates.memory + small * rates.small_op
+        tp = planner.rollout_tp(call.role)
+        if tp > 1:  # a layer sums twice
+            states = 2 * shape.layers * running * shape.hidden * shape.item
+            step += self._tensor_sum(states, tp, 2 * shape.layers)
+        prefill = operations * prompts * sizes.prompt_tokens / rates.forward
+        if rates.costs is not None:
+            tokens = at_once * sizes.prompt_tokens
+            first = rates.costs.seconds(_layer(FORWARD, shape, tokens, sizes.prompt_tokens))
+            prefill = shape.layers * first * prompts / at_once
+        return steps * step + prefill
+
+    def _decoding(self, rows: float, at_once: float) -> tuple[float, float]:
+        """The token-steps of a replica, and how many samples are under way in the mean of them.
+        All wait for the longest response, beside fewer and fewer others.
+
+        Args:
+            rows: That it generates, of which so many can be under way.
+        """
+        sizes, rounds = self.planner.sizes, max(1.0, rows / at_once)
+        if self.planner.config.rollout.engine == "vllm":  # whose places are filled again at once
+            steps = rounds * sizes.response_tokens + sizes.longest_response - sizes.response_tokens
+            return steps, rows * sizes.response_tokens / steps
+        share = sizes.response_tokens / sizes.longest_response
+        return rounds * sizes.longest_response, at_once * min(1.0, HALVING * share)
+
+
+def _layer(op: str, shape: ModelShape, tokens: float, length: float) -> Work:
+    return Work(
+        *(op, max(1.0, tokens), max(1.0, length), shape.hidden, shape.active_of_layer),
+        *(shape.query, shape.key_value, shape.item),
+    )

@@ -1,0 +1,113 @@
+"""How good predictions were: runs that were made, against what would have been said of them.
+
+Of each run what its plan says of a step, and what a replay of its own record does. Of each pair of
+runs that differ in settings or in their number of devices, what a question to the one says of the
+other. The errors are kept, and every later answer comes with what they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import NamedTuple
+
+from hybridrl.config.presets import leaves
+from hybridrl.errors import ConfigError
+from hybridrl.planner.machine.measurement_cache import cache_file, write_cached
+from hybridrl.planner.step.graph_replay import replay
+from hybridrl.planner.what_if.questions import Question, predict
+from hybridrl.planner.what_if.recorded_run import RecordedRun
+from hybridrl.planner.what_if.replanning import planned_seconds
+
+PLAN, REPLAY, ASKED = "plan", "replay", "whatif"
+FILE = "backtests.json"
+"""In the cache."""
+KEPT = 500
+"""Errors that are kept, the newest."""
+_NO_TIME = ("run.", "observe.", "metrics", "checkpoint.", "recover.", "ray.", "trainer.steps")
+_NO_TIME += ("eval.", "warmup.", "resume", "fork", "controller.", "guard.", "num_devices")
+"""Settings that a step's time does not depend on, or that are looked at in another way."""
+
+
+class Tested(NamedTuple):
+    """A prediction and what was measured.
+
+    Attributes:
+        kind: `PLAN`, `REPLAY` or `ASKED`.
+        what: For people.
+        predicted, measured: Seconds of a step.
+    """
+
+    kind: str
+    what: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """As a share of what was measured, with its sign."""
+        return self.predicted / self.measured - 1
+
+
+def backtest(runs: Sequence[RecordedRun]) -> list[Tested]:
+    """What would have been said of these runs, of those that can be asked for it."""
+    found = []
+    runs = list({run.folder.resolve(): run for run in runs}.values())
+    for run in runs:
+        name = run.folder.name
+        found.append(Tested(PLAN, name, planned_seconds(run), run.seconds))
+        again = replay(run.graph).makespan / run.held
+        found.append(Tested(REPLAY, name, again, run.seconds))
+    for run in runs:
+        for other in runs:
+            question = None if run is other else between(run, other)
+            if question is None:
+                continue
+            with contextlib.suppress(ConfigError):  # it cannot be asked, as of other placements
+                said = predict(run, question).seconds
+                what = f"{run.folder.name} -> {other.folder.name}"
+                found.append(Tested(ASKED, what, said, other.seconds))
+    return found
+
+
+def between(run: RecordedRun, other: RecordedRun) -> Question | None:
+    """What to ask the one so that it is like the other; None where that is no question of settings,
+    or none at all."""
+    before, after = asdict(run.config), asdict(other.config)
+    if run.config.algorithm != other.config.algorithm:
+        return None
+    was, now = dict(leaves(before)), dict(leaves(after))
+    changes = [
+        (key, value)
+        for key, value in now.items()
+        if value != was.get(key) and not key.startswith(_NO_TIME)
+    ]
+    devices = len(other.cluster.devices)
+    if any(key.startswith(("placement", "model.", "data", "environment")) for key, _ in changes):
+        return None
+    if not changes and devices == len(run.cluster.devices):
+        return None  # how far two runs of the same are apart is no error of a prediction
+    return Question(changes, devices if devices != len(run.cluster.devices) else None)
+
+
+def keep(found: Sequence[Tested]) -> None:
+    """Notes how far questions were off, for `spread`."""
+    errors = _kept() | {one.what: round(one.error, 4) for one in found if one.kind == ASKED}
+    write_cached(cache_file(FILE), json.dumps(dict(list(errors.items())[-KEPT:])))
+
+
+def spread() -> float | None:
+    """The median of how far earlier answers were off, as a share; None if nobody has looked."""
+    errors = _kept().values()
+    return statistics.median(map(abs, errors)) if errors else None
+
+
+def _kept() -> dict[str, float]:
+    """By what was asked: whoever asks again changes what is known, and adds nothing."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        kept = json.loads(cache_file(FILE).read_text())
+        return {what: float(error) for what, error in kept.items()}
+    return {}

@@ -1,0 +1,192 @@
+"""What-if: a graph with other seconds, on other devices, with longer responses; to be replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hybridrl.planner.step.graph_replay import NOWHERE, Graph, Node, Replayed, replay
+from hybridrl.planner.what_if.recorded_graph import DRIVER, OTHER
+
+OWN = "own"
+"""In place of devices: as many as before, which nobody else has."""
+BY_RESPONSE = {"generate": 1.0}
+"""By phase, the part of its seconds that grows with the length of responses: all of a generation's.
+Of the other phases those of the tokens of responses, if it is known how many these are."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """Some nodes: those that are all of what is said here.
+
+    Attributes:
+        role, phase: Empty: any.
+        ranks, places: None: any.
+    """
+
+    role: str = ""
+    phase: str = ""
+    ranks: frozenset[int] | None = None
+    places: frozenset[int] | None = None
+
+    def __call__(self, node: Node) -> bool:
+        return (
+            self.role in ("", node.role)
+            and self.phase in ("", node.phase)
+            and (self.ranks is None or node.rank in self.ranks)
+            and (self.places is None or node.place in self.places)
+        )
+
+
+def with_speed(graph: Graph, where: Callable[[Node], bool], speed: float) -> Graph:
+    """Some nodes so many times as fast: a device that is mended, a link that is wider."""
+    nodes = [
+        node._replace(seconds=node.seconds / speed, wire=node.wire / speed) if where(node) else node
+        for node in graph.nodes
+    ]
+    return replace(graph, nodes=nodes)
+
+
+def with_links(graph: Graph, speed: float) -> Graph:
+    """All links so many times as fast: of each node what it waits for them, not what it works."""
+    nodes = [
+        node._replace(seconds=node.seconds - node.wire * (1 - 1 / speed), wire=node.wire / speed)
+        for node in graph.nodes
+    ]
+    return replace(graph, nodes=nodes)
+
+
+def moved(
+    graph: Graph,
+    role: str,
+    places: Sequence[int],
+    planned: Mapping[str, float] | None = None,
+) -> Graph:
+    """A role on other devices. Where these are as many as before, each rank goes to one of them. On
+    fewer or more each has another share of the work, and its seconds are in proportion; ranks that
+    are too many have nothing to do, and what others did is done by as many as there are.
+
+    Args:
+        places: In rank order; new numbers are new devices.
+        planned: By phase, how many times as long it takes, where that is known better.
+    """
+    names = list(graph.places)
+    for place in places:
+        names += [f"device {number}" for number in range(len(names), place + 1)]
+    before = {node.rank for node in graph.nodes if node.role == role and node.place >= 0}
+    share = len(before) / len(places)
+    numbers: dict[int, list[int]] = {}  # of each node of before, those that stand for it
+    joined: dict[tuple[int, ...], int] = {}  # by what was waited for
+    nodes: list[Node] = []
+    for number, node in enumerate(graph.nodes):
+        after = tuple(new for old in node.after for new in numbers[old])
+        if len(after) > len(node.after) and not node.segment:
+            # Thousands that each wait for thousands all wait for one node that does.
+            if node.after not in joined:
+                joined[node.after] = len(nodes)
+                nodes.append(Node(DRIVER, OTHER, 0, 0, 0.0, after=after))
+            after = (joined[node.after],)
+        if node.role != role or node.place < 0:
+            numbers[number] = [len(nodes)]
+            nodes.append(node._replace(after=after))
+            continue
+        ranks = [r for r in range(len(places)) if r % len(before) == node.rank]
+        if not ranks:  # whoever waited for it waits for what it waited for
+            numbers[number] = list(after)
+            continue
+        # A later part of a call goes on where the same rank was.
+        afters = [(one,) for one in after] if node.segment else [after] * len(ranks)
+        seconds = node.seconds * (planned or {}).get(node.phase, share)
+        tokens = round(node.tokens * share)
+        numbers[number] = list(range(len(nodes), len(nodes) + len(ranks)))
+        nodes += [
+            node._replace(rank=rank, place=places[rank], seconds=seconds, after=own, tokens=tokens)
+            for rank, own in zip(ranks, afters, strict=True)
+        ]
+    return Graph(nodes, names, graph.links)
+
+
+def with_scoring_overlapped(graph: Graph, role: str, parts: int) -> Graph:
+    """Samples scored by a role in so many parts of equal size, each as it leaves the generator, not
+    all once the last is made. As if samples were finished evenly: of what scoring takes, all but
+    the last part is hidden, as far as there is generation to hide it in.
+
+    Args:
+        role: Whose scoring keeps no device from generating, such as reward functions.
+    """
+    nodes: list[Node] = []
+    generating: list[float] = []  # seconds of the generation that each node comes right after
+    for node in graph.nodes:
+        before = max((generating[number] for number in node.after), default=0.0)
+        if node.role == role and node.phase == "score":
+            hidden = min(node.seconds, before) * (1 - 1 / parts)
+            node = node._replace(seconds=node.seconds - hidden)
+            before -= hidden
+        elif node.phase == "generate":
+            before = node.seconds
+        elif node.phase != OTHER:
+            before = 0.0
+        nodes.append(node)
+        generating.append(before)
+    return replace(graph, nodes=nodes)
+
+
+def with_longer_responses(graph: Graph, times: float, share: float = 0.5) -> Graph:
+    """Responses so many times as long.
+
+    Args:
+        share: Of the tokens of samples, those of responses as they were; what trains and scores
+            works on all tokens, what generates makes responses.
+    """
+    parts = {"score": share, "train": share, **BY_RESPONSE}
+
+    def longer(node: Node) -> Node:
+        part = parts.get(node.phase, 0.0)
+        return node._replace(seconds=node.seconds * (1 - part + part * times))
+
+    return replace(graph, nodes=[longer(node) for node in graph.nodes])
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What is to be different.
+
+    Attributes:
+        speeds: Nodes, and so many times as fast as they shall be.
+        places: Devices of roles.
+        responses: So many times as long.
+        response_share: See `with_longer_responses`.
+    """
+
+    speeds: Sequence[tuple[Callable[[Node], bool], float]] = ()
+    places: Mapping[str, Sequence[int]] | None = None
+    responses: float = 1.0
+    response_share: float = 0.5
+
+
+def replay_scaled(graph: Graph, changes: Changes) -> Replayed:
+    """What comes of a graph with these changes: first speeds, then devices, then lengths."""
+    for where, speed in changes.speeds:
+        graph = with_speed(graph, where, speed)
+    for role, places in (changes.places or {}).items():
+        graph = moved(graph, role, places)
+    if changes.responses != 1.0:
+        graph = with_longer_responses(graph, changes.responses, changes.response_share)
+    return replay(graph)
+
+
+def slowest_rank(graph: Graph) -> tuple[Where, float] | None:
+    """The rank that most others wait for, and how many times as fast it would be at the median of
+    its peers; None where ranks are alike."""
+    taken: dict[tuple[str, int], float] = {}
+    for node in graph.nodes:
+        if node.together != NOWHERE:
+            key = node.role, node.rank
+            taken[key] = taken.get(key, 0.0) + node.seconds
+    worst: tuple[Where, float] | None = None
+    for (role, rank), seconds in taken.items():
+        peers = sorted(s for (other, _), s in taken.items() if other == role)
+        middle = peers[(len(peers) - 1) // 2]
+        if middle and seconds / middle > (worst[1] if worst else 1.0):
+            worst = Where(role, ranks=frozenset([rank])), seconds / middle
+    return worst

@@ -1,0 +1,184 @@
+"""What a run would have taken otherwise: its recorded steps, changed and replayed.
+
+What was measured is changed in proportion to what the planner says: a setting that makes the plan's
+training 1.3 times as long makes the recorded training 1.3 times as long. So only the difference is
+predicted. Links need no plan: each rank's record says what it waited for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hybridrl.config.changed import Setting
+from hybridrl.errors import ConfigError
+from hybridrl.placement import GENERATOR
+from hybridrl.placement.disaggregated_actor import PARTS
+from hybridrl.planner.step.graph_replay import NOWHERE, Graph, Replayed, replay
+from hybridrl.planner.what_if.graph_changes import (
+    OWN,
+    Where,
+    moved,
+    slowest_rank,
+    with_links,
+    with_longer_responses,
+    with_scoring_overlapped,
+    with_speed,
+)
+from hybridrl.planner.what_if.recorded_run import RecordedRun
+from hybridrl.planner.what_if.replanning import planned_otherwise
+from hybridrl.system.cluster_spec import Link
+
+REWARD = "reward"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be different.
+
+    Attributes:
+        settings: Of the job, names with values.
+        devices: How many there are; None: as many as there were.
+        link: How many times as fast links are.
+        moves: By role, its devices, or `OWN`.
+        responses: How many times as long.
+        longer: By role, or `role.phase`, how many times as long it takes.
+        fix_slowest: Whether the rank that others wait for is as fast as they.
+        overlap_scoring: Whether samples are scored as they finish, as those of a generator are
+            that has devices of its own.
+    """
+
+    settings: Sequence[Setting] = ()
+    devices: int | None = None
+    link: float = 1.0
+    moves: Mapping[str, str | Sequence[int]] = field(default_factory=dict)
+    responses: float = 1.0
+    longer: Mapping[str, float] = field(default_factory=dict)
+    fix_slowest: bool = False
+    overlap_scoring: bool = False
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What came of it.
+
+    Attributes:
+        measured: Seconds of a step of the run.
+        before, after: The replay of `steps` steps, as it was and changed.
+        held: How many steps the replay is of; see `RecordedRun.held`.
+        slowest: The rank that was mended, if one was.
+        unseen: Settings that change nothing in the plan, of which so nothing was predicted.
+    """
+
+    measured: float
+    before: Replayed
+    after: Replayed
+    steps: int
+    held: float
+    slowest: str = ""
+    unseen: Sequence[str] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, as predicted."""
+        return self.after.makespan / self.held
+
+    @property
+    def replayed(self) -> float:
+        """Of a step, replayed as it was."""
+        return self.before.makespan / self.held
+
+    @property
+    def change(self) -> float:
+        """-0.3: a step takes 30% less."""
+        return self.after.makespan / self.before.makespan - 1
+
+
+def predict(run: RecordedRun, question: Question) -> Prediction:
+    """The answer to a question.
+
+    Raises:
+        ConfigError: for roles, devices and settings that cannot be.
+    """
+    _check_names(run, question)
+    graph = run.graph
+    before, said, unseen = replay(graph), "", []
+    if question.fix_slowest:
+        found = slowest_rank(graph)
+        if found is None:
+            said = "no rank keeps others waiting"
+        else:
+            where, speed = found
+            said = f"{where.role} rank {min(where.ranks or [0])}, {speed:.2f} times as fast"
+            graph = with_speed(graph, where, speed)
+    if question.link != 1.0:
+        graph = with_links(graph, question.link)
+    for name, times in question.longer.items():
+        role, _, phase = name.partition(".")
+        graph = with_speed(graph, Where(role, phase), 1 / times)
+    if question.responses != 1.0:
+        prompt, response, _ = run.lengths
+        share = response / (prompt + response)
+        graph = with_longer_responses(graph, question.responses, share)
+    if question.settings or question.devices is not None:
+        graph, unseen = planned_otherwise(run, graph, question.settings, question.devices)
+    if question.overlap_scoring:
+        graph = with_scoring_overlapped(graph, REWARD, PARTS)
+    for role, asked in question.moves.items():
+        graph = moved(graph, role, _places(graph, role, asked))
+    return Prediction(run.seconds, before, replay(graph), len(run.steps), run.held, said, unseen)
+
+
+def _check_names(run: RecordedRun, question: Question) -> None:
+    roles = sorted({node.role for node in run.graph.nodes if node.place != NOWHERE})
+    phases = {(node.role, node.phase) for node in run.graph.nodes}
+    for role in question.moves:
+        if role not in roles:
+            raise ConfigError(f"--move {role}=...: the run has the roles {', '.join(roles)}.")
+    is_late = (REWARD, "score") in phases and GENERATOR not in roles
+    if question.overlap_scoring and (not is_late or run.config.reward.model):
+        raise ConfigError(
+            "--overlap scoring: for runs in which reward functions wait until all samples are "
+            "made; a generator with devices of its own has them scored as they finish."
+        )
+    for name in question.longer:
+        role, _, phase = name.partition(".")
+        if role not in roles or (phase and (role, phase) not in phases):
+            known = sorted({f"{r}.{p}" for r, p in phases if r in roles})
+            raise ConfigError(
+                f"--scale {name}=...: name `responses`, a role, or one of {', '.join(known)}."
+            )
+
+
+def _places(graph: Graph, role: str, asked: str | Sequence[int]) -> Sequence[int]:
+    """Numbers of devices."""
+    mine = sorted({node.place for node in graph.nodes if node.role == role and node.place >= 0})
+    if asked == OWN:
+        return range(len(graph.places), len(graph.places) + len(mine))
+    if isinstance(asked, str):
+        others = {node.place for node in graph.nodes if node.role == asked and node.place >= 0}
+        if not others:
+            raise ConfigError(
+                f"--move {role}={asked}: name devices by their numbers (2,3), another role, or "
+                f"`{OWN}`."
+            )
+        return sorted(others)
+    return asked
+
+
+def link_speed(run: RecordedRun, wanted: Link) -> float:
+    """How many times as fast links of this rate are as those of a run.
+
+    Raises:
+        ConfigError: if nobody knows those of the run.
+    """
+    nodes = run.cluster.nodes
+    host = run.cluster.hosts.get(nodes[0])
+    if host is None:
+        raise ConfigError(
+            f"--set link=...: {run.folder}/cluster.json does not say how fast the run's links are. "
+            "Say how many times as fast: --set link=2x; or write `hosts` into that file, as "
+            "`hybridrl cluster probe --json` prints them."
+        )
+    now = host.network if len(nodes) > 1 else host.inside
+    return wanted.bandwidth / now.bandwidth

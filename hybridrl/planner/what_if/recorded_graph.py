@@ -1,0 +1,190 @@
+"""The graph of what was done, from the records of calls: to be replayed, as it was or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from hybridrl.batch.call_record import Record
+from hybridrl.planner.step.graph_replay import NOWHERE, Graph, Node
+
+OTHER = "other"
+"""What a call does outside of its phases."""
+DRIVER = "driver"
+LEAST_SECONDS = 1e-4
+"""Less between two phases is not worth a node."""
+WAIT_SECONDS = 1e-3
+"""Ranks that waited longer may have waited for each other."""
+SENDS, RECEIVES = "send_weights", "receive_weights"
+"""Methods of two roles that move weights together: the call of the one comes right after that of
+the other."""
+SAME_END = 0.05
+"""As a share of what they did: ranks of a collective were seen to end no farther apart."""
+
+
+class Piece(NamedTuple):
+    """A part of a call: one of its phases, or what is between two of them.
+
+    Attributes:
+        start, end: Seconds, as in its record.
+        waited: Of these, for other ranks.
+    """
+
+    phase: str
+    start: float
+    end: float
+    waited: float
+
+
+def graph_of(
+    records: Sequence[Record],
+    begin: float | None = None,
+    end: float | None = None,
+    offsets: Mapping[int, float] | None = None,
+) -> Graph:
+    """The graph of the calls of a step, or of several.
+
+    A call comes after those whose results it was given, and after what ran on its devices before.
+    What passed besides until it began is its lag: replayed as it is, the graph takes as long as it
+    took.
+
+    Args:
+        records: One per call and rank, as an executor gives them.
+        begin, end: When the driver began and ended, seconds since the epoch by its clock; None:
+            with the first and the last call.
+        offsets: Seconds that the clock of a device's host is ahead of the driver's, by device; see
+            `clock_offsets`.
+    """
+    # Hosts work in the order of calls.
+    done = sorted((r for r in records if r.host >= 0 and r.end), key=lambda r: (r.call, r.rank))
+    shift = {record.host: (offsets or {}).get(record.host, 0.0) for record in done}
+    starts = [record.start - shift[record.host] for record in done]
+    origin = min([*starts, *([] if begin is None else [begin])], default=0.0)
+    places = max((record.host for record in done), default=-1) + 1
+    first = min(starts, default=origin) - origin
+    nodes = [Node(DRIVER, "begin", 0, 0, max(0.0, first))]
+    ends = [nodes[0].seconds]
+    pieces = [pieces_of(record, shift[record.host] + origin) for record in done]
+    together, own, wire = collectives(done, pieces)
+    last_of_call: dict[int, list[int]] = {}
+    last_of_host: dict[int, int] = {}
+    for number, record in enumerate(done):
+        after = [node for call in record.reads for node in last_of_call.get(call, ())] or [0]
+        before = last_of_host.get(record.host, 0)
+        ready = max(ends[node] for node in (*after, before))
+        begins = record.start - shift[record.host] - origin
+        lag = max(0.0, begins - ready)
+        for segment, piece in enumerate(pieces[number]):
+            nodes.append(
+                Node(
+                    record.role,
+                    piece.phase,
+                    segment,
+                    record.rank,
+                    own[number][segment],
+                    record.host,
+                    tuple(after),
+                    lag,
+                    together[number][segment],
+                    record.tokens,
+                    wire[number][segment],
+                )
+            )
+            ends.append(piece.end)
+            after, lag = [len(nodes) - 1], 0.0
+        last_of_host[record.host] = len(nodes) - 1
+        last_of_call.setdefault(record.call, []).append(len(nodes) - 1)
+    if end is not None:
+        finish = max(ends)
+        nodes.append(
+            Node(
+                DRIVER,
+                "end",
+                0,
+                0,
+                max(0.0, end - origin - finish),
+                after=tuple(node for some in last_of_call.values() for node in some) or (0,),
+            )
+        )
+    return Graph(nodes, [f"device {place}" for place in range(places)])
+
+
+def pieces_of(record: Record, zero: float = 0.0) -> list[Piece]:
+    """The phases of a call and what lies between them, without overlap. What it waited outside of
+    phases is in the longest of the pieces between them.
+
+    Args:
+        zero: What its clock showed at the moment from which the pieces are counted: only by one
+            clock it can be seen which ranks ended together.
+    """
+    found: list[Piece] = []
+    at = record.start
+    for span in sorted(record.spans, key=lambda span: span.start):
+        start, end = max(at, span.start), min(span.end, record.end)
+        if end <= start:
+            continue
+        if start - at > LEAST_SECONDS:
+            found.append(Piece(OTHER, at, start, 0.0))
+            at = start
+        found.append(Piece(span.phase, at, end, min(span.waited, end - at)))
+        at = end
+    if record.end - at > LEAST_SECONDS or not found:
+        found.append(Piece(OTHER, at, record.end, 0.0))
+    else:
+        found[-1] = found[-1]._replace(end=record.end)
+    rest = (record.waited or 0.0) - sum(piece.waited for piece in found)
+    others = [number for number, piece in enumerate(found) if piece.phase == OTHER]
+    if rest > 0 and others:
+        longest = max(others, key=lambda number: found[number].end - found[number].start)
+        piece = found[longest]
+        found[longest] = piece._replace(waited=min(rest, piece.end - piece.start))
+    return [one._replace(start=one.start - zero, end=one.end - zero) for one in found]
+
+
+def collectives(
+    records: Sequence[Record], pieces: Sequence[Sequence[Piece]]
+) -> tuple[list[list[int]], list[list[float]], list[list[float]]]:
+    """For each piece of each record: the number of those that ended together, the seconds without
+    those in which it waited for slower ranks, and of these the link's: what the rank that waited
+    least did wait, which was not for the others."""
+    wire = [[0.0] * len(some) for some in pieces]
+    together = [[NOWHERE] * len(some) for some in pieces]
+    own = [[piece.end - piece.start for piece in some] for some in pieces]
+    by_call: dict[int, list[int]] = {}
+    sent = {record.call for record in records if record.method == SENDS}
+    for number, record in enumerate(records):
+        receives = record.method == RECEIVES and record.call - 1 in sent
+        by_call.setdefault(record.call - receives, []).append(number)
+    made = 0
+    for members in by_call.values():
+        if len(members) < 2:
+            continue
+        for segments in _alike([pieces[number] for number in members]):
+            of_ranks = [pieces[n][s] for n, s in zip(members, segments, strict=True)]
+            lengths = [piece.end - piece.start for piece in of_ranks]
+            apart = max(p.end for p in of_ranks) - min(p.end for p in of_ranks)
+            waited = max(piece.waited for piece in of_ranks)
+            if waited < WAIT_SECONDS:
+                continue
+            least = min(piece.waited for piece in of_ranks)
+            end_together = apart <= max(WAIT_SECONDS, SAME_END * max(lengths))
+            for number, segment, piece in zip(members, segments, of_ranks, strict=True):
+                wire[number][segment] = least
+                if end_together:
+                    together[number][segment] = made
+                    own[number][segment] -= piece.waited - least
+            made += end_together
+    return together, own, wire
+
+
+def _alike(of_ranks: Sequence[Sequence[Piece]]) -> Iterator[tuple[int, ...]]:
+    """For each piece that all ranks have, its number in each: the first training of one is the
+    first training of the others, whatever lies between."""
+    places: list[dict[str, list[int]]] = []
+    for some in of_ranks:
+        places.append({})
+        for number, piece in enumerate(some):
+            places[-1].setdefault(piece.phase, []).append(number)
+    for phase, mine in places[0].items():
+        if all(len(others.get(phase, ())) == len(mine) for others in places):
+            yield from zip(*(others[phase] for others in places), strict=True)

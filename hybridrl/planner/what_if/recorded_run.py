@@ -1,0 +1,163 @@
+"""A run that was recorded: its settings, its devices, and its last steps as a graph."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hybridrl.batch.call_record import Record
+from hybridrl.config.changed import Setting, changed
+from hybridrl.config.load import read_settings
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError, DataError
+from hybridrl.placement import Placement
+from hybridrl.planner.step.graph_replay import Graph
+from hybridrl.planner.step.step_calls import Lengths
+from hybridrl.planner.what_if.recorded_graph import graph_of
+from hybridrl.run_files.metric_reader import read_metrics
+from hybridrl.run_files.recorded_steps import NEWEST_BYTES, RecordedStep, read_steps
+from hybridrl.system.cluster_spec import Cluster
+
+WARM = 1
+"""Steps at the beginning that are left out where there are others: everything is done for the first
+time in them."""
+
+_T = TypeVar("_T")
+
+MADE = ("initial_model", "model")
+"""Where the model of a run is that was made on the spot: as it began, and as it ended."""
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What a run has left of how it went.
+
+    Attributes:
+        folder: Its own.
+        config: Its settings, with the folder of its model where that was made.
+        cluster: Its devices.
+        placement: Where its roles lived.
+        steps: Of its last start.
+    """
+
+    folder: Path
+    config: Config
+    cluster: Cluster
+    placement: Placement
+    steps: Sequence[RecordedStep]
+
+    @classmethod
+    def at(cls, folder: Path, last: int = 10) -> RecordedRun:
+        """Reads it.
+
+        Args:
+            last: So many of its newest steps at most.
+
+        Raises:
+            ConfigError: if the folder lacks something.
+        """
+        files = [folder / name for name in ("config.yaml", "cluster.json", "placement.json")]
+        for file in files:
+            if not file.is_file():
+                raise ConfigError(
+                    f"{folder} has no {file.name}. Name the folder of a run, such as runs/latest, "
+                    "which has made a step."
+                )
+        try:
+            steps = read_steps(folder, NEWEST_BYTES)
+        except DataError as error:
+            raise ConfigError(str(error)) from error
+        config = read_settings(files[0])
+        if config.model.path is None:
+            made = next((folder / name for name in MADE if (folder / name).is_dir()), folder)
+            config = replace(config, model=replace(config.model, path=str(made)))
+        cluster = _read(files[1], Cluster.from_json)
+        placement, settings = _read(files[2], _placement_and_settings)
+        config = changed(config, settings)
+        kept = steps[WARM:][-last:] or steps
+        return cls(folder, config, cluster, placement, kept)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Of these steps, one right after the other: what passed between them, such as an
+        evaluation, is left out."""
+        begin, end = self.steps[0].begin, self.steps[0].begin
+        records = []
+        for step in self.steps:
+            records += [_shifted(record, step.begin - end) for record in step.records]
+            end += step.end - step.begin
+        return graph_of(records, begin, end, self._ahead)
+
+    @cached_property
+    def held(self) -> float:
+        """How many steps the graph is of: with `placement.staleness` it begins before the first of
+        them, with the samples that this one learned from."""
+        took = sum(step.end - step.begin for step in self.steps)
+        starts = [
+            record.start - self._ahead.get(record.host, 0.0)
+            for record in self.steps[0].records
+            if record.host >= 0
+        ]
+        before = max(0.0, self.steps[0].begin - min(starts, default=math.inf))
+        return len(self.steps) * (1 + before / took)
+
+    @property
+    def _ahead(self) -> Mapping[int, float]:
+        return self.steps[-1].ahead
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of a step, in the mean of these."""
+        return statistics.fmean(step.end - step.begin for step in self.steps)
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        """Of the samples of these steps."""
+        config = self.config
+        numbers = {step.step for step in self.steps}
+        rows = [r for r in read_metrics(self.folder / "metrics.jsonl") if r["step"] in numbers]
+        response = _mean(rows, "response/length_mean", config.rollout.max_tokens)
+        longest = _mean(rows, "response/length_max", response)
+        if observed := _mean(rows, "response/observed_tokens", 0.0):  # between the model's turns
+            share = 1 + observed / max(1.0, _mean(rows, "response/tokens", observed))
+            response, longest = response * share, longest * share
+        samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
+        tokens = sum(
+            one.tokens for step in self.steps for one in step.records if one.phases.get("generate")
+        )
+        prompt = tokens / samples / len(self.steps) - response
+        if prompt < 1:
+            prompt = config.data.max_prompt_tokens
+        return Lengths(prompt, max(1.0, response), max(1.0, longest))
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], name: str, otherwise: float) -> float:
+    found = [row[name] for row in rows if name in row]
+    return statistics.fmean(found) if found else otherwise
+
+
+def _read(file: Path, parse: Callable[[str], _T]) -> _T:
+    try:
+        return parse(file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is no text in UTF-8.") from error
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def _placement_and_settings(text: str) -> tuple[Placement, list[Setting]]:
+    """Where roles lived; and the settings that a search chose with that, which config.yaml does not
+    have: it says what was asked."""
+    placement = Placement.from_json(text)
+    return placement, list(json.loads(text).get("settings", {}).items())
+
+
+def _shifted(record: Record, earlier: float) -> Record:
+    spans = [s._replace(start=s.start - earlier, end=s.end - earlier) for s in record.spans]
+    return replace(record, start=record.start - earlier, end=record.end - earlier, spans=spans)

@@ -1,0 +1,180 @@
+"""A run's calls with other settings, or on other devices: each in proportion to its plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from hybridrl.checks.machine.placement_checks import check_placement
+from hybridrl.config.changed import Setting, changed
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError
+from hybridrl.placement import Placement
+from hybridrl.planner.computation_dtype import with_dtype
+from hybridrl.planner.job_plan import make_plan
+from hybridrl.planner.machine.cluster_probe import with_makers_rates, with_rates
+from hybridrl.planner.machine.device_rates import Rates
+from hybridrl.planner.machine.layer_probe import probe
+from hybridrl.planner.named_models import with_described_models
+from hybridrl.planner.step.graph_replay import Graph
+from hybridrl.planner.step.step_calls import sizes_of
+from hybridrl.planner.step.step_time import Times
+from hybridrl.planner.what_if.graph_changes import Where, moved, with_speed
+from hybridrl.planner.what_if.recorded_run import RecordedRun
+from hybridrl.system.cluster_spec import Cluster
+from hybridrl.systems.operator_costs.cost_store import has_costs, rates_of
+from hybridrl.trainers import load_roles
+
+Phases = Mapping[tuple[str, str], float]
+ASKED_OTHERWISE = {
+    "num_devices": "ask --set devices=...",
+    "placement.staleness": "it moves whole calls: ask `hybridrl plan` with it and without it.",
+    **dict.fromkeys(
+        ("rollout.max_tokens", "data.max_prompt_tokens", "data.max_response_tokens"),
+        "it is a limit, and samples are as long as they were: ask --scale responses=2x.",
+    ),
+}
+"""Settings that no plan for samples as long as they were, on these devices, has an answer to."""
+
+
+def planned_otherwise(
+    run: RecordedRun, graph: Graph, settings: Sequence[Setting], number: int | None
+) -> tuple[Graph, list[str]]:
+    """With other settings, on other devices: each call in proportion to its plans. And the settings
+    without which the plan would be the same.
+
+    Raises:
+        ConfigError: for settings that no plan of these calls has in it.
+    """
+    _check_settings(run, settings)
+    old = _times(run, run.config, run.cluster, run.placement).phases
+    placement, new = _otherwise(run, settings, number)
+    ratios = {key: new[key] / old[key] for key in old.keys() & new.keys() if old[key]}
+    if placement is run.placement:
+        for (role, phase), ratio in ratios.items():
+            graph = with_speed(graph, Where(role, phase), 1 / ratio)
+    else:
+        for role, place in placement.roles.items():
+            of_role = {phase: ratio for (name, phase), ratio in ratios.items() if name == role}
+            if any(node.role == role and node.place >= 0 for node in graph.nodes):
+                graph = moved(graph, role, place.devices, of_role)
+    unseen = []
+    for setting in settings:
+        rest = [one for one in settings if one is not setting]
+        with suppress(ConfigError):  # the others cannot be without it
+            if _otherwise(run, rest, number) == (placement, new):
+                unseen.append(setting[0])
+    return graph, unseen
+
+
+def _otherwise(
+    run: RecordedRun, settings: Sequence[Setting], number: int | None
+) -> tuple[Placement, Phases]:
+    """Where roles live with these settings on so many devices, and what their calls take then."""
+    config, cluster, placement = changed(run.config, list(settings)), run.cluster, run.placement
+    are_others = number is not None and number != len(cluster.devices)
+    if are_others:
+        cluster = of_size(cluster, number)
+        config = replace(config, num_devices=number)
+    if are_others or any(_places_roles(name) for name, _ in settings):
+        _check_free(config, are_others)
+        placement = check_placement(config, cluster)
+        if placement.is_separated != run.placement.is_separated:
+            raise ConfigError(
+                f"--set: with placement={config.placement.strategy} other devices would generate "
+                "than in the run, of which nothing is recorded. Ask `hybridrl plan` with the "
+                "settings and without them."
+            )
+    with with_described_models(config) as described:
+        return placement, _times(run, described, cluster, placement).phases
+
+
+def _places_roles(setting: str) -> bool:
+    """Whether it says where roles live, or how they are cut."""
+    return setting.startswith("placement.") or ".parallel." in setting
+
+
+def _check_free(config: Config, are_others: bool) -> None:
+    """Refuses placements that cannot be made again: by device numbers, which other devices do not
+    have, or by a search."""
+    strategy = config.placement.strategy
+    if are_others and strategy in ("explicit", "file"):
+        raise ConfigError(
+            f"--set devices=...: placement={strategy} names devices by their numbers. Add --set "
+            "placement.strategy=flattening, or another one."
+        )
+    if strategy == "auto":
+        raise ConfigError(
+            "--set: placement=auto would search anew, which `hybridrl plan --search` does. Add "
+            "--set placement.strategy=flattening, or another one."
+        )
+
+
+def of_size(cluster: Cluster, number: int) -> Cluster:
+    """Its first devices; or all of them, and more like the first one on as many nodes more."""
+    there, per_node = cluster.devices, cluster.devices_per_node
+    if number <= len(there):
+        return cluster.take(range(number))
+    new = [
+        replace(there[0], node=f"node {len(cluster.nodes) + n // per_node}", index=n % per_node)
+        for n in range(number - len(there))
+    ]
+    hosts = dict(cluster.hosts)
+    if hosts:
+        hosts |= dict.fromkeys((device.node for device in new), hosts[there[0].node])
+    return Cluster([*there, *new], cluster.models, hosts)
+
+
+def _check_settings(run: RecordedRun, settings: Sequence[Setting]) -> None:
+    for name, _ in settings:
+        if name in ASKED_OTHERWISE:
+            raise ConfigError(f"--set {name}=...: {ASKED_OTHERWISE[name]}")
+    before, after = (set(load_roles(c)) for c in (run.config, changed(run.config, list(settings))))
+    if different := before ^ after:
+        names = ", ".join(name for name, _ in settings)
+        raise ConfigError(
+            f"--set {names}: the run has recorded the roles {', '.join(sorted(before))}, and the "
+            f"job would differ by {', '.join(sorted(different))}. Ask `hybridrl plan` with the "
+            "setting and without it."
+        )
+
+
+def planned_seconds(run: RecordedRun) -> float:
+    """Of a step of a run, as its plan has it, for samples as long as they were."""
+    return _times(run, run.config, run.cluster, run.placement).step
+
+
+def _times(run: RecordedRun, config: Config, cluster: Cluster, placement: Placement) -> Times:
+    """By the plan of these settings, for samples as long as those of the run."""
+    dtype = with_dtype(config, cluster.kind).model.dtype
+    rates: Rates | Sequence[Rates]
+    known = cluster if cluster.rates_known else with_makers_rates(cluster)
+    if known is not None:
+        rates = Rates.known(known, dtype)
+    elif has_costs(cluster, dtype):
+        rates = rates_of(with_rates(cluster), dtype)
+    else:
+        sizes = sizes_of(run.config, run.lengths)
+        tokens = min(run.config.actor.tokens_per_microbatch or sizes.tokens, sizes.tokens)
+        number, length = cluster.devices_per_node, sizes.sample_tokens
+        rates = _probed(str(config.model.path), dtype, cluster.kind, number, tokens, length)
+    plan = make_plan(config, known or cluster, placement, run.lengths, rates)
+    assert plan.times is not None  # for there are rates
+    return plan.times
+
+
+@lru_cache(maxsize=8)
+def _probed(path: str, dtype: str, kind: str, number: int, tokens: int, length: float) -> Rates:
+    """Of so many devices of this machine, at once; the same for all plans of a question, of which
+    the differences are to be told."""
+    if kind != "cpu" and not torch.accelerator.is_available():
+        raise ConfigError(
+            f"The run had {kind} devices that nobody knows and that are not here to be measured. "
+            "Write their `models` into its cluster.json, as `hybridrl cluster probe --json` prints "
+            "them there."
+        )
+    return probe(path, dtype, Cluster.of_one_node(kind, number), tokens, length)

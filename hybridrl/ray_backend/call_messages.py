@@ -1,0 +1,99 @@
+"""What travels between driver and hosts as bytes: requests, and replies where they are plain.
+
+Ray's own pickler takes any object, at a third of a millisecond each; it also counts references, so
+that the references in a request are set apart from it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from hybridrl.controller.group_call import Invoke, Request, Result
+from hybridrl.controller.shards import Shards
+from hybridrl.ray_backend.ray_import import ray
+
+
+class Head(NamedTuple):
+    """What is for one rank, before the body that is for all: a `RankPart` or a `Context`, the
+    call's name, and whether it returns a batch."""
+
+    part: Any
+    role: str
+    method: str
+    returns_batch: bool
+
+
+class _Packer(ray.cloudpickle.Pickler):
+    """Writes a number in the place of each result."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.numbers: dict[Result, int] = {}
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, Result):
+            number = self.numbers.setdefault(value, len(self.numbers))
+            return number, value.columns, value.rows
+        return None
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, result: Callable[..., Shards]) -> None:
+        super().__init__(file)
+        self._result = result
+
+    def persistent_load(self, identity: Any) -> Shards:
+        return self._result(*identity)
+
+
+def pack(request: Request) -> tuple[bytes, list[Result]]:
+    """A request as bytes, classes and functions of the driver's script by value; and the results
+    of other calls in it."""
+    if isinstance(request, Invoke) and is_plain((request.arguments, request.keywords)):
+        return pickle.dumps(request, pickle.HIGHEST_PROTOCOL), []  # a tenth of the time
+    file = io.BytesIO()
+    packer = _Packer(file)
+    packer.dump(request)
+    return file.getvalue(), list(packer.numbers)
+
+
+def addressed(head: Any, body: bytes) -> bytes:
+    """A message of two parts: what is for one receiver, before what is for all."""
+    return pickle.dumps(head, pickle.HIGHEST_PROTOCOL) + body
+
+
+def open_head(message: bytes) -> tuple[Any, bytes]:
+    """The head, and the body as it is."""
+    file = io.BytesIO(message)
+    head = pickle.load(file)
+    return head, message[file.tell() :]
+
+
+def unpack(body: bytes, result: Callable[..., Shards]) -> Request:
+    """The request; `result` makes what stands for another call's result, from its number in the
+    request, its columns and its rows."""
+    return _Unpacker(io.BytesIO(body), result).load()
+
+
+def seal(content: Any, values: Sequence[Any]) -> Any:
+    """Replies as bytes, if their values are plain: neither references, which Ray has to count, nor
+    objects of classes that the other side might not be able to import."""
+    return pickle.dumps(content, pickle.HIGHEST_PROTOCOL) if is_plain(values) else content
+
+
+def unseal(message: Any) -> Any:
+    """What was sealed; anything else as it is."""
+    return pickle.loads(message) if type(message) is bytes else message
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is built of Python's own values only."""
+    kind = type(value)
+    if kind is dict:
+        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+    if kind in (tuple, list):
+        return all(map(is_plain, value))
+    return kind in (type(None), bool, int, float, str)

@@ -1,0 +1,147 @@
+"""How group calls travel from the driver to the hosts: three verbs, and the direct way."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from hybridrl.controller.group_call import Reply, Result
+from hybridrl.ray_backend.call_messages import Head, addressed, unseal
+from hybridrl.ray_backend.ray_import import ray
+from hybridrl.ray_backend.remote_result import Refs
+
+
+class Order(NamedTuple):
+    """What is needed of a call to deliver it; see `Call`."""
+
+    number: int
+    role: str
+    method: str
+    hosts: Sequence[int]
+    parts: Sequence[Any]
+    returns_batch: bool
+
+
+class Lost(NamedTuple):
+    """There is no reply: the host died, or Ray could not send what the method returned."""
+
+    text: str
+    died: bool
+
+
+Event = tuple[int, int, Reply | Lost]
+"""Number of a call, a rank of it, and its reply."""
+
+
+class Transport(ABC):
+    """Carries all calls by one way, so that every host does them in the order of the driver."""
+
+    @abstractmethod
+    def send(self, order: Order, body: bytes, results: Sequence[Result]) -> Any:
+        """Makes a call, in whose request are these results of other calls; gives what `fetch`
+        finds its own result by."""
+
+    @abstractmethod
+    def poll(self, numbers: Sequence[int], seconds: float) -> deque[Event]:
+        """Waits until these calls are done, for so long at most: what has come of them, and of all
+        others. Whoever has taken note of an event takes it off the list, so that none is lost in an
+        interrupt; one may come twice."""
+
+    @abstractmethod
+    def fetch(self, data: Any, index: int) -> Any:
+        """A reference to a shard of a result."""
+
+    def helpers(self) -> list[Any]:
+        """Actors besides the hosts, which end with the job."""
+        return []
+
+
+class DirectTransport(Transport):
+    """One call of Ray's for each host: the least delay, and a cost to the caller that grows with
+    the number of hosts.
+
+    Args:
+        actors: The hosts.
+        gathers: Whether the replies of a call's ranks are put together on a host, for its readers:
+            many ranks that read the replies of many would take long.
+    """
+
+    def __init__(self, actors: Sequence[Any], gathers: bool = False) -> None:
+        self._actors = actors
+        self._gathers = gathers
+        self._pending: dict[Any, tuple[int, int]] = {}
+        self._replies: dict[int, list[Any]] = {}
+        self._events: deque[Event] = deque()
+
+    def send(self, order: Order, body: bytes, results: Sequence[Result]) -> Refs:
+        return self.deliver(order, body, [result.data for result in results])
+
+    def deliver(self, order: Order, body: bytes, references: Sequence[Refs]) -> Refs:
+        """As `send`, with the references to the results."""
+        options: dict[str, Any] = {}
+        if references:
+            # The same for all: many hosts would take long to be told one by one.
+            options["references"] = ray.put(references) if self._gathers else references
+        if order.method == "__init__":
+            first = self._actors[order.hosts[0]]
+            options["rendezvous"] = first.listen.remote(order.role)
+        replies, shards = [], []
+        for host, part in zip(order.hosts, order.parts, strict=True):
+            head = Head(part, order.role, order.method, order.returns_batch)
+            run = self._actors[host].run
+            if order.returns_batch:
+                run = run.options(num_returns=2)
+            made = run.remote(addressed(tuple(head), body), **options)
+            shard, reply = made if order.returns_batch else (None, made)
+            self._pending[reply] = (order.number, len(replies))
+            replies.append(reply)
+            shards.append(shard)
+        self._replies[order.number] = replies
+        if not order.returns_batch:
+            return Refs((), ())
+        chosen = [rank for rank, part in enumerate(order.parts) if part.answers]
+        answers = [replies[rank] for rank in chosen]
+        if self._gathers and len(chosen) > 1:
+            answers = [self._actors[order.hosts[chosen[0]]].gather.remote(answers)]
+        hosts = [order.hosts[rank] for rank in chosen]
+        return Refs(answers, [shards[rank] for rank in chosen], hosts)
+
+    def poll(self, numbers: Sequence[int], seconds: float) -> deque[Event]:
+        wanted = [reply for n in numbers for reply in self._replies.get(n, ())]
+        wanted = [reply for reply in wanted if reply in self._pending]
+        if wanted:
+            # All at once, because each question costs. If some are late or lost, each is looked at.
+            with suppress(ray.exceptions.GetTimeoutError, ray.exceptions.RayError):
+                self._take(wanted, ray.get(wanted, timeout=seconds))
+        if self._pending:
+            pending = list(self._pending)
+            ready, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
+            try:
+                self._take(ready, ray.get(ready))
+            except ray.exceptions.RayError:
+                for reply in ready:
+                    self._look(reply)
+        return self._events
+
+    def fetch(self, data: Refs, index: int) -> Any:
+        return data.shards[index]
+
+    def _look(self, reply: Any) -> None:
+        try:
+            found = ray.get(reply)
+        except (ray.exceptions.RayTaskError, ray.exceptions.RaySystemError) as error:
+            found = Lost(str(error), died=False)
+        except ray.exceptions.RayError as error:
+            found = Lost(str(error), died=True)
+        self._take([reply], [found])
+
+    def _take(self, replies: Sequence[Any], found: Sequence[Any]) -> None:
+        for reference, reply in zip(replies, found, strict=True):
+            number, rank = self._pending[reference]
+            self._events.append((number, rank, unseal(reply)))
+            del self._pending[reference]
+            if not any(other in self._pending for other in self._replies.get(number, ())):
+                self._replies.pop(number, None)

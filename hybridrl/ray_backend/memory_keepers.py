@@ -1,0 +1,95 @@
+"""Keepers of checkpoints: a process on each node of a job that has copies in its memory. The driver
+starts them, and they outlive the hosts: a job that has lost some goes on from what is there."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import fsspec
+import numpy as np
+
+from hybridrl.checkpoint.copies.memory_files import SCHEME, Keeper, KeptFiles
+from hybridrl.ray_backend.ray_import import ray
+
+SILENCE_SECONDS = 30.0
+"""How long a keeper, whose calls take milliseconds, may take for an answer."""
+
+
+@ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
+class RayKeeper(Keeper):
+    """A `Keeper` in a process of its own."""
+
+    def __init__(self) -> None:
+        # Ctrl-C in a terminal reaches every process of the job; only the driver decides.
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        super().__init__()
+
+
+class Keepers:
+    """Those of one job.
+
+    Args:
+        others: On so many nodes besides its own is what a process writes.
+
+    Attributes:
+        url: Of the folder of their files, for every process of the job.
+    """
+
+    def __init__(self, others: int) -> None:
+        self._job = f"{others + 1}-{uuid.uuid4().hex[:12]}"
+        self._actors: dict[str, Any] = {}
+        self.url = f"{SCHEME}://{self._job}"
+
+    def start(self, nodes: Iterable[str]) -> None:
+        """Has one on each of these nodes, anew where one was lost. Does not wait for them."""
+        there = ray.util.list_named_actors()
+        for node in sorted(set(nodes)):
+            if not any(name.startswith(f"{self._job}/{node}/") for name in there):
+                name = f"{self._job}/{node}/{len(self._actors)}"  # of a lost one it is not free
+                pin = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, False)
+                made = RayKeeper.options(name=name, scheduling_strategy=pin)
+                self._actors[name] = made.remote()  # which ends with its handle
+
+    def close(self) -> None:
+        """Ends all of them."""
+        for actor in self._actors.values():
+            ray.kill(actor)
+        self._actors.clear()
+
+
+class RayKeptFiles(KeptFiles):
+    """The files of `Keepers`, which are found by their names."""
+
+    def keepers(self, job: str) -> list[Any]:
+        names = sorted(n for n in ray.util.list_named_actors() if n.startswith(f"{job}/"))
+        here = f"{job}/{ray.get_runtime_context().get_node_id()}/"
+        found = []
+        for name in [*(n for n in names if n >= here), *(n for n in names if n < here)]:
+            with contextlib.suppress(ValueError):  # it has just ended
+                found.append(ray.get_actor(name))
+        return found
+
+    def ask(self, keepers: Sequence[Any], method: str, *arguments: Any) -> list[Any]:
+        # In the object store an array is sent to several at once, and read where it lies.
+        stored = [ray.put(a) if isinstance(a, np.ndarray) else a for a in arguments]
+        asked = [getattr(keeper, method).remote(*stored) for keeper in keepers]
+        until, answers = time.monotonic() + SILENCE_SECONDS, list[Any]()
+        for answer in asked:
+            try:
+                answers.append(ray.get(answer, timeout=max(0.0, until - time.monotonic())))
+            except ray.exceptions.GetTimeoutError:
+                said = f"a process that keeps copies did not answer within {SILENCE_SECONDS:g} s"
+                answers.append(OSError(said))
+            except ray.exceptions.RayError as error:
+                why = str(error).partition("\n")[0]
+                answers.append(OSError(f"a process that keeps copies is lost: {why}"))
+        return answers
+
+
+fsspec.register_implementation(SCHEME, RayKeptFiles, clobber=True)

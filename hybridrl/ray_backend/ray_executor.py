@@ -1,0 +1,335 @@
+"""RayExecutor: one Ray actor per device."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pickle
+import sys
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hybridrl.batch.batch import Batch
+from hybridrl.batch.call_record import Record
+from hybridrl.controller.executor import Executor, warn_of_unfinished
+from hybridrl.controller.failures import Death, Hosts, explain, out_of_memory
+from hybridrl.controller.group_call import Call, Failure, Reply, Request, Result
+from hybridrl.controller.shards import ShardInfo
+from hybridrl.errors import CallTimeoutError, ConfigError, DataError, LostError, WorkerError
+from hybridrl.ray_backend import connection as ray_cluster
+from hybridrl.ray_backend.call_messages import pack, seal
+from hybridrl.ray_backend.call_transport import DirectTransport, Event, Lost, Order, Transport
+from hybridrl.ray_backend.cluster_nodes import by_address, table
+from hybridrl.ray_backend.connection import Connection
+from hybridrl.ray_backend.host_supervisor import Supervision
+from hybridrl.ray_backend.ray_host import RayHost
+from hybridrl.ray_backend.ray_import import ray
+from hybridrl.ray_backend.relay_transport import RelayTransport
+from hybridrl.ray_backend.remote_result import Refs
+from hybridrl.system import user_code
+from hybridrl.system.cluster_spec import Cluster, Device, DeviceModel, choose_devices
+
+CLOSE_SECONDS = 4.0
+"""How long hosts may take to close their workers before they are ended."""
+LOOK_SECONDS = 1.0
+"""How soon a failure of another call than those waited for is seen."""
+ROOT_CAUSE_SECONDS = 1.0
+"""After a failure, how long to listen for an earlier one or a death that may be its cause."""
+DIRECT_HOSTS = 8
+"""Up to so many hosts are called one by one, which is quickest; more, through a relay, so that the
+driver's cost hardly grows with their number."""
+
+
+class RayExecutor(Executor):
+    """Hosts on a Ray cluster: the one at `address`, or one that is started here and ended again.
+
+    Args:
+        devices: `cpu`, `cuda` or `auto`.
+        num_devices: How many hosts; None: every GPU, or two CPU slots.
+        address: `auto`, `ray://...` or `host:port` joins a cluster; None starts a local one.
+        connection: In place of an address: a connection that is left open, for other executors to
+            come.
+        timeout_s: Longest time a call may run.
+        heartbeat_s: A host that does not answer for so long while it has a call is named.
+        start_timeout_s: Longest wait for the cluster to give the devices.
+        cpus_per_host: None: the cores are shared out.
+        preload: Modules that the hosts import at once, while the driver prepares.
+        paths: What every node of a cluster has to see, by the setting that it comes from.
+        folders, written: Folders and URLs that workers read, and the settings of those that they
+            write to.
+
+    Raises:
+        ConfigError: if the cluster has fewer devices, does not give them in time, or has nodes
+            that cannot take part.
+        LostError: if a host ends while it starts.
+
+    Attributes:
+        cpus_per_host: Cores of each host.
+        nodes: Where each host lives, by Ray's name for it.
+    """
+
+    def __init__(
+        self,
+        devices: str = "auto",
+        num_devices: int | None = None,
+        *,
+        address: str | None = None,
+        connection: Connection | None = None,
+        run_directory: Path | None = None,
+        timeout_s: float = 1800.0,
+        heartbeat_s: float = 60.0,
+        start_timeout_s: float = 120.0,
+        cpus_per_host: float | None = None,
+        preload: Sequence[str] = (),
+        paths: Mapping[str, Path] | None = None,
+        folders: Mapping[str, str] | None = None,
+        written: Collection[str] = (),
+    ) -> None:
+        super().__init__()
+        self.run_directory = run_directory.absolute() if run_directory else None
+        self._timeout = timeout_s
+        self._heartbeat = heartbeat_s
+        for module in user_code.loaded_files():  # whose names mean nothing to workers
+            ray.cloudpickle.register_pickle_by_value(module)
+        self._shares_connection = connection is not None
+        self._connection = connection or Connection(address)
+        self._bundles = None
+        try:
+            self._nodes = {node.id: node for node in ray_cluster.nodes()}
+            kind, number = self._choose(devices, num_devices, cpus_per_host or 1.0)
+            share = ray_cluster.share(list(self._nodes.values()), number) if kind == "cpu" else 1.0
+            cpus = cpus_per_host or (share if self._connection.is_own else 1.0)
+            self.cpus_per_host = cpus
+            self._bundles = ray_cluster.reserve(kind, number, cpus, start_timeout_s)
+            if self._connection.joined or len(self._nodes) > 1:
+                seen = {setting: str(path.absolute()) for setting, path in (paths or {}).items()}
+                ray_cluster.check_nodes(
+                    self._bundles, start_timeout_s, seen, folders or {}, written
+                )
+            self._start_hosts(kind, number, cpus, preload, start_timeout_s)
+        except BaseException:
+            self._connection.keep_logs()
+            self._give_back()
+            raise
+
+    def _choose(self, devices: str, number: int | None, cpus_per_host: float) -> tuple[str, int]:
+        nodes = list(self._nodes.values())
+        gpus = int(sum(node.gpus for node in nodes))
+        slots = sum(node.slots("cpu", cpus_per_host) for node in nodes)
+        try:
+            return choose_devices(devices, number, gpus, slots)
+        except ConfigError as error:
+            raise ConfigError(f"{error} The nodes of the Ray cluster:\n{table(nodes)}") from None
+
+    def _start_hosts(
+        self, kind: str, number: int, cpus: float, preload: Sequence[str], start_timeout_s: float
+    ) -> None:
+        hosts = [
+            RayHost.options(
+                num_cpus=cpus,
+                num_gpus=1 if kind == "cuda" else 0,
+                scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                    self._bundles, placement_group_bundle_index=index
+                ),
+            ).remote(str(Path.cwd()))
+            for index in range(number)
+        ]
+        for host in hosts:
+            host.preload.remote(preload)
+        try:
+            asked = [host.identity.remote(kind) for host in hosts]
+            identities = ray.get(asked, timeout=start_timeout_s)
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
+            why = out_of_memory(str(error)) or f" {error}"
+            raise LostError(f"A host process ended before it could start.{why}") from None
+        except ray.exceptions.GetTimeoutError:
+            raise WorkerError(
+                f"The {number} host processes did not start within {start_timeout_s:g} s "
+                "(ray.start_timeout_s): a node is overloaded, or Ray's own logs say more."
+            ) from None
+        # The devices of a node are neighbours, so that what talks most stays inside it.
+        order = sorted(
+            range(number),
+            key=lambda index: by_address(identities[index].node, identities[index].address),
+        )
+        self._hosts = [hosts[index] for index in order]
+        self._identities = [identities[index] for index in order]
+        self._known = Hosts(self._identities, self._roles, self.run_directory)
+        self._supervision = Supervision(
+            self._hosts,
+            self._known,
+            self._nodes,
+            self._connection,
+            timeout_s=self._timeout,
+            heartbeat_s=self._heartbeat,
+            oldest=self._oldest,
+            notify=lambda sentence: self.notify(sentence),
+        )
+        self._transport: Transport = DirectTransport(self._hosts)
+        if number > DIRECT_HOSTS:
+            self._transport = RelayTransport(self._hosts, self._timeout)
+        self.nodes = [identity.node for identity in self._identities]
+        if len(set(self.nodes)) > 1:
+            for host in self._hosts:
+                host.introduce.remote(self._hosts, self.nodes)
+        devices = [
+            Device(kind, one.address, i, one.model) for i, one in enumerate(self._identities)
+        ]
+        accelerators = [one for one in self._identities if one.model]
+        memory = {
+            name: min(one.memory for one in accelerators if one.model == name)
+            for name in {one.model for one in accelerators}
+        }
+        self.cluster = Cluster(devices, {name: DeviceModel(m) for name, m in memory.items()})
+
+    def _send(self, call: Call, request: Request, returns_batch: bool) -> Any:
+        if len(self._pending) == 1:  # nobody had anything to do before
+            self._supervision.work_begins()
+        try:
+            body, results = pack(request)
+        except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
+            raise DataError(
+                f"The call {call.name} cannot be sent: {type(error).__name__}: {error}. What a "
+                "method is called with, and functions given to `apply`, must be picklable."
+            ) from error
+        order = Order(call.number, call.role, call.method, call.hosts, call.parts, returns_batch)
+        return self._transport.send(order, body, results)
+
+    def _store(self, batch: Batch, info: ShardInfo) -> Refs:
+        reply = Reply(Record("driver", 0, "put"), info=info)
+        return Refs([ray.put(seal(reply, []))], [ray.put(batch)])
+
+    def fetch(self, result: Result, index: int) -> Batch:
+        begin = time.monotonic()
+        while True:
+            try:
+                return ray.get(self._transport.fetch(result.data, index), timeout=LOOK_SECONDS)
+            except ray.exceptions.GetTimeoutError:
+                self._check()
+                if time.monotonic() - begin < self._timeout:
+                    continue
+                name = result.call.name if result.call is not None else "put"
+                sentence = (
+                    f"A batch that {name} made could not be fetched within {self._timeout:g} s "
+                    "(controller.timeout_s): its node is overloaded, or the network does not reach "
+                    "it."
+                )
+                raise self._ended(CallTimeoutError(sentence)) from None
+            except ray.exceptions.ObjectLostError as error:
+                sentence = f"A batch was lost with the node on which it lay: {error}"
+                raise self._ended(LostError(sentence)) from None
+
+    def wait(self, calls: Sequence[Call], limit: float | None = None) -> bool:
+        until = math.inf if limit is None else time.monotonic() + limit
+        at_most = min(LOOK_SECONDS, self._supervision.patience)
+        while late := [call for call in calls if not call.is_done]:
+            if not self.takes_calls:
+                raise self.refusal()
+            left = max(0.0, until - time.monotonic())
+            self._look([call.number for call in late], min(left, at_most))
+            if not left:
+                return all(call.is_done for call in calls)
+            self._check()
+        return True
+
+    def clocks_ahead(self) -> dict[int, float]:
+        return self._supervision.clocks_ahead()
+
+    def _check(self) -> None:
+        """To be called while something is waited for; see `Supervision.check`."""
+        try:
+            self._supervision.check()
+        except LostError as error:
+            if self._connection.fault():  # hosts may still work
+                raise
+            raise self._ended(error) from None
+
+    def close(self) -> None:
+        if self._bundles is None:  # closed before
+            return
+        if self.takes_calls:
+            if sys.exc_info()[0] is None:  # else there is an error, which says enough
+                warn_of_unfinished(self._pending)
+            closing = [host.close.remote() for host in self._hosts]
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
+        self.takes_calls = False
+        self._pending.clear()
+        if self._connection.is_whole:  # else they end with the cluster, which cannot be asked
+            for actor in [*self._hosts, *self._transport.helpers()]:
+                ray.kill(actor, no_restart=True)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Gives the devices back to the cluster, and leaves it."""
+        if self._bundles is not None and self._connection.is_whole:
+            ray.util.remove_placement_group(self._bundles)
+        self._bundles = None
+        if not self._shares_connection:
+            self._connection.close()
+
+    def _look(self, numbers: Sequence[int], seconds: float) -> None:
+        """Takes note of what has come of calls, waiting so long for these; raises if one failed."""
+        try:
+            found = self._note(self._transport.poll(numbers, seconds))
+        except WorkerError as error:  # of the relay
+            fault = self._connection.fault()
+            raise self._ended(LostError(fault) if fault else error) from None
+        if found:
+            self._fail(found)
+
+    def _note(self, events: deque[Event]) -> list[Failure | Death]:
+        """Enters replies into the table of calls; what went wrong among them."""
+        found: list[Failure | Death] = []
+        while events:
+            number, rank, reply = events[0]
+            if (call := self._pending.get(number)) is not None:
+                if isinstance(reply, Lost):
+                    found.append(_loss(call, rank, reply))
+                else:
+                    call.replies[rank] = reply
+                    found += [reply.failure] if reply.failure is not None else []
+                    if call.is_done:
+                        self._finished(call)
+            events.popleft()
+        return found
+
+    def _fail(self, found: list[Failure | Death]) -> NoReturn:
+        """Raises the error behind failures. A rank that dies makes its peers fail in their
+        collectives: listens a moment for all of them. Of a node that is lost the peers know first,
+        and Ray last: so it is asked for."""
+        self.takes_calls = False  # whatever else happens
+        until = time.monotonic() + ROOT_CAUSE_SECONDS
+        while self._pending and (left := until - time.monotonic()) > 0:
+            with contextlib.suppress(WorkerError):  # of the relay, which has told enough
+                found += self._note(self._transport.poll(list(self._pending), left))
+        if fault := self._connection.fault():
+            raise self._ended(LostError(fault))
+        found += self._supervision.lost()
+        raise self._ended(explain(self._supervision.by_one_clock(found), self._known))
+
+    def _ended(self, error: WorkerError) -> WorkerError:
+        """The error, after which no call can be made."""
+        self.takes_calls, self.failure = False, str(error).partition("\n")[0]
+        return error
+
+    def _oldest(self, host: int) -> tuple[Call, int] | None:
+        """The first call on a host that is not done there, and which rank it is."""
+        for call in list(self._pending.values()):
+            for rank, at in enumerate(call.hosts):
+                if at == host and call.replies[rank] is None:
+                    return call, rank
+        return None
+
+
+def _loss(call: Call, rank: int, lost: Lost) -> Failure | Death:
+    if lost.died:
+        return Death(call, rank, lost.text)
+    message = (
+        f"what it returned could not be sent to the driver. A method that is not `-> Batch` may "
+        f"return what can be pickled: numbers, texts, lists, dictionaries. {lost.text.strip()}"
+    )
+    return Failure(call.role, rank, call.method, message, "", time.time())

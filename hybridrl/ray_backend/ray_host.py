@@ -1,0 +1,170 @@
+"""RayHost: the Ray actor that holds the roles of one device. Importing this needs Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import ipaddress
+import logging
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import psutil
+
+from hybridrl.batch.batch import Batch
+from hybridrl.batch.call_record import Record
+from hybridrl.controller.failures import Identity
+from hybridrl.controller.group_call import Reply
+from hybridrl.controller.host_health import Snapshot, Status
+from hybridrl.controller.shards import Rows
+from hybridrl.controller.worker import Rendezvous
+from hybridrl.controller.worker_host import Host, failure_of
+from hybridrl.errors import ConfigError, HybridRLError
+from hybridrl.ray_backend.call_messages import open_head, seal, unpack, unseal
+from hybridrl.ray_backend.ray_import import ray
+from hybridrl.ray_backend.remote_result import Neighbourhood, Refs, RemoteResult
+from hybridrl.system.garbage_collection import no_collection
+from hybridrl.system.redaction import redact_output
+
+PRELOAD = "preload"
+
+
+@ray.remote(
+    concurrency_groups={"work": 1, "health": 3, "data": 4}, max_restarts=0, max_task_retries=0
+)
+class RayHost:
+    """A `Host` in a process of its own.
+
+    A call comes as a message of a `Head` for this rank and a request for all, and the references
+    that belong into it.
+
+    Args:
+        folder: The driver's working folder, so that relative paths mean the same here.
+    """
+
+    def __init__(self, folder: str) -> None:
+        # Ctrl-C in a terminal reaches every process of the job; only the driver decides.
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        redact_output()
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+        _use_network_of(ray.util.get_node_ip_address())
+        with contextlib.suppress(OSError):  # no such folder here: then paths must be absolute
+            os.chdir(folder)
+        self._host = Host()
+        self._around = Neighbourhood()
+
+    @ray.method(concurrency_group="health")
+    def listen(self, role: str) -> Rendezvous:
+        return self._host.listen(role, ray.util.get_node_ip_address())
+
+    @ray.method(concurrency_group="health")
+    def identity(self, kind: str) -> Identity:
+        node = ray.get_runtime_context().get_node_id()
+        known = Identity(ray.util.get_node_ip_address(), os.getpid(), node)
+        if kind == "cpu":  # of which the node has what it has
+            return known
+        from hybridrl.system.device_traits import name_and_memory
+
+        model, memory = name_and_memory()
+        return known._replace(model=model, memory=memory)
+
+    @ray.method(concurrency_group="work")
+    def preload(self, modules: Sequence[str]) -> None:
+        # It works, as far as anybody asks, but on no call.
+        with self._host.receiving(Record("host", 0, PRELOAD)), no_collection():
+            for module in modules:
+                # What is missing is reported when it is used.
+                with contextlib.suppress(ImportError, HybridRLError):
+                    importlib.import_module(module)
+        gc.freeze()  # vLLM collects three times while it starts, for half a second each
+
+    @ray.method(concurrency_group="work")
+    def run(
+        self,
+        message: bytes,
+        references: Sequence[Refs] = (),
+        rendezvous: Rendezvous | None = None,
+    ) -> Any:
+        """Does this rank's part of a group call. Returns the reply, after the batch if the call
+        returns one."""
+        head, body = open_head(message)
+        part, role, method, returns_batch = head
+        rank = getattr(part, "rank", part[0] if isinstance(part, tuple) else 0)
+        try:
+            with self._host.receiving(Record(role, rank, method)):
+                request = unpack(
+                    body, lambda n, *known: RemoteResult(references[n], *known, self._around)
+                )
+        except Exception as error:
+            batch, reply = None, _unreadable(role, part, method, error)
+        else:
+            if rendezvous is not None:
+                part = replace(part, rendezvous=rendezvous)
+            batch, reply = self._host.run(request, part)
+        sealed = seal(reply, [reply.value])
+        return (batch, sealed) if returns_batch else sealed
+
+    @ray.method(concurrency_group="data")
+    def gather(self, replies: Sequence[Any]) -> Any:
+        """The replies of a call's ranks as one object, for those who read its result."""
+        found = [unseal(reply) for reply in ray.get(list(replies))]
+        return seal(found, [reply.value for reply in found])
+
+    @ray.method(concurrency_group="data")
+    def rows(self, shard: Sequence[Any], rows: Rows, names: Sequence[str]) -> Batch:
+        """What a host on another node wants of a shard that lies here."""
+        return ray.get(shard[0]).select(names).take(rows)
+
+    @ray.method(concurrency_group="health")
+    def introduce(self, actors: Sequence[Any], nodes: Sequence[str]) -> None:
+        """Tells the hosts of a job that has several nodes, and where each lives."""
+        here = ray.get_runtime_context().get_node_id()
+        self._around = Neighbourhood(actors, nodes, here)
+
+    @ray.method(concurrency_group="work")
+    def close(self) -> None:
+        try:
+            self._host.close()
+        except Exception:  # the job is over: it may not keep the other hosts from closing
+            logging.getLogger(__name__).exception("Closing failed:")
+
+    @ray.method(concurrency_group="health")
+    def status(self) -> Status:
+        return self._host.status()
+
+    @ray.method(concurrency_group="health")
+    def clock(self) -> float:
+        return time.time()
+
+    @ray.method(concurrency_group="health")
+    def snapshot(self) -> Snapshot:
+        return self._host.snapshot()
+
+
+def _unreadable(role: str, part: Any, method: str, error: Exception) -> Reply:
+    record = Record(role, getattr(part, "rank", getattr(part, "index", 0)), method)
+    cause = ConfigError(
+        f"The call {role}.{method} could not be read: {type(error).__name__}: {error}. A worker's "
+        "class and all that it is called with must be importable where the workers run: install "
+        "the module that defines them, or define them in the driver's own script."
+    )
+    cause.__cause__ = error
+    return Reply(record, failure=failure_of(cause, record))
+
+
+def _use_network_of(address: str) -> None:
+    """Lets gloo and vLLM use the network on which Ray's nodes meet. By themselves they take the
+    address that the machine's name stands for, often 127.0.0.1 or 127.0.1.1. NCCL looks for itself,
+    and for InfiniBand."""
+    os.environ.setdefault("VLLM_HOST_IP", address)
+    if ipaddress.ip_address(address).is_loopback:
+        address = "127.0.0.1"  # its interface answers at all others, and lists this one
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(found.address == address for found in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

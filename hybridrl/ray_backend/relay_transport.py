@@ -1,0 +1,165 @@
+"""The relay, a process that makes the driver's calls: so many hosts cost it no more than few."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from hybridrl.controller.group_call import Result
+from hybridrl.errors import LostError
+from hybridrl.ray_backend.call_messages import addressed, open_head, seal, unseal
+from hybridrl.ray_backend.call_transport import DirectTransport, Event, Order, Transport
+from hybridrl.ray_backend.ray_import import ray
+from hybridrl.ray_backend.remote_result import Refs
+
+SILENCE_SECONDS = 60.0
+"""How long the relay, which has nothing else to do, may take for an answer at most."""
+
+
+@ray.remote(
+    num_cpus=0, concurrency_groups={"calls": 1, "answers": 4}, max_restarts=0, max_task_retries=0
+)
+class Relay:
+    """Makes calls in the order in which they come, on one thread, and keeps the references to their
+    results; on others it waits for replies. It opens no request, and no batch passes through it."""
+
+    def __init__(self) -> None:
+        # Ctrl-C in a terminal reaches every process of the job; only the driver decides.
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._made: dict[int, Refs] = {}
+        self._last = 0  # call that was made
+        self._news = threading.Condition()
+        self._error: Exception | None = None
+        self._polling = threading.Lock()
+        self._events: list[Event] = []  # that the driver may not have got
+        self._told = 0  # events before them
+
+    @ray.method(concurrency_group="calls")
+    def connect(self, actors: list[Any]) -> None:
+        self._direct = DirectTransport(actors, gathers=True)
+
+    @ray.method(concurrency_group="calls", num_returns=0)
+    def send(self, message: bytes, stored: Sequence[Refs] = ()) -> None:
+        """Makes a call. The head says which results are in its request: those of a call by its
+        number, those of what the driver has stored as None, in their order; and which results
+        nobody will ask for any more."""
+        (order, wanted, unused), body = open_head(message)
+        order, of_driver = Order(*order), iter(stored)
+        try:
+            for number in unused:
+                del self._made[number]
+            found = [next(of_driver) if number is None else self._made[number] for number in wanted]
+            self._made[order.number] = self._direct.deliver(order, body, found)
+        except Exception as error:  # nobody looks at the result of this method
+            self._error = error
+            raise
+        with self._news:
+            self._last = order.number
+            self._news.notify_all()
+
+    @ray.method(concurrency_group="answers")
+    def poll(self, question: bytes) -> Any:
+        """See `Transport.poll`; the question also says how many events the driver has got, for an
+        answer is lost if the driver is interrupted."""
+        (numbers, seconds, got), _ = open_head(question)
+        with self._news:
+            made = self._news.wait_for(lambda: self._last >= max(numbers, default=0), seconds)
+            if not made:
+                if self._error is not None:
+                    raise self._error
+                return seal((self._told, []), [])
+        with self._polling:
+            del self._events[: got - self._told]
+            self._told = got
+            came = self._direct.poll(numbers, seconds)
+            self._events += came
+            came.clear()
+            events = list(self._events)
+        return seal((got, events), [getattr(event[2], "value", None) for event in events])
+
+    @ray.method(concurrency_group="answers")
+    def shards(self, number: int) -> Sequence[Any]:
+        """The references to the batches that a call returned, which has been waited for."""
+        return self._made[number].shards
+
+
+class Relayed:
+    """Stands for the result of a call that the relay made, for as long as anybody may ask for it.
+
+    Attributes:
+        shards: References to the batches, when the driver has asked for them.
+    """
+
+    def __init__(self, number: int, unused: deque[int]) -> None:
+        self.number = number
+        self.shards: Sequence[Any] | None = None
+        self._unused = unused
+
+    def __del__(self) -> None:
+        self._unused.append(self.number)
+
+
+class RelayTransport(Transport):
+    """One call of Ray's for each group call. The references to results stay with the relay, which
+    puts them into later calls.
+
+    Args:
+        actors: The hosts.
+        silence_s: How long the relay may take for an answer.
+    """
+
+    def __init__(self, actors: Sequence[Any], silence_s: float = SILENCE_SECONDS) -> None:
+        self._silence_s = min(silence_s, SILENCE_SECONDS)
+        # Beside the driver: if their node is lost, so is the job.
+        node = ray.get_runtime_context().get_node_id()
+        near = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=True)
+        self._relay = Relay.options(scheduling_strategy=near).remote()
+        self._relay.connect.remote(list(actors))
+        self._unused: deque[int] = deque()
+        self._got = 0
+        self._events: deque[Event] = deque()
+
+    def send(self, order: Order, body: bytes, results: Sequence[Result]) -> Relayed:
+        data = [result.data for result in results]
+        stored = [refs for refs in data if isinstance(refs, Refs)]
+        wanted = [None if isinstance(one, Refs) else one.number for one in data]
+        unused = [self._unused.popleft() for _ in range(len(self._unused))]
+        message = addressed((tuple(order), wanted, unused), body)
+        self._relay.send.remote(message, *([stored] if stored else []))
+        return Relayed(order.number, self._unused)
+
+    def poll(self, numbers: Sequence[int], seconds: float) -> deque[Event]:
+        question = addressed((list(numbers), seconds, self._got), b"")
+        told, events = unseal(self._ask(self._relay.poll.remote(question), seconds))
+        self._events += events[max(0, self._got - told) :]
+        self._got = max(self._got, told + len(events))
+        return self._events
+
+    def fetch(self, data: Relayed | Refs, index: int) -> Any:
+        if data.shards is None:
+            data.shards = self._ask(self._relay.shards.remote(data.number))
+        return data.shards[index]
+
+    def helpers(self) -> list[Any]:
+        return [self._relay]
+
+    def _ask(self, answer: Any, seconds: float = 0.0) -> Any:
+        """What the relay answers, which may take it so long."""
+        try:
+            return ray.get(answer, timeout=seconds + self._silence_s)
+        except ray.exceptions.GetTimeoutError:
+            raise LostError(
+                "The relay, the process that passes the driver's calls on to the hosts, did not "
+                f"answer within {self._silence_s:g} s: it was stopped, or its node is overloaded."
+            ) from None
+        except ray.exceptions.RayActorError as error:
+            raise LostError(
+                "The relay, the process that passes the driver's calls on to the hosts, died: it "
+                "was killed from outside (kill -9, the kernel's out-of-memory killer) or its node "
+                f"was lost. Start the job again.\n{error}"
+            ) from None

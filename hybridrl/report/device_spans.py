@@ -1,0 +1,311 @@
+"""What each device of a run did at every moment, and what it waited for while it did nothing.
+
+A device is busy in the pieces of its calls, but for what it waited in them for slower ranks. What
+is left is cut where the reason for waiting changes: a call whose result is needed, an evaluation,
+a checkpoint, the data, or the driver itself. So the spans of a device follow each other without a
+hole, from the beginning of the first step to the end of the last.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from hybridrl.batch.call_record import Record
+from hybridrl.planner.what_if.recorded_graph import DRIVER, OTHER, Piece, collectives, pieces_of
+from hybridrl.run_files.beside_steps import CHECKPOINT, DATA, EVALUATION, KEEPING
+from hybridrl.run_files.recorded_steps import RecordedStep, read_steps
+
+GENERATE, SCORE, LOG_PROB, ADVANTAGE, UPDATE, SYNC, SAVE, IDLE = (
+    *("generate", "score", "log-prob", "advantage", "update", "sync", "save", "idle"),
+)
+PHASES = (GENERATE, SCORE, LOG_PROB, ADVANTAGE, UPDATE, SYNC, SAVE, OTHER, IDLE)
+"""In the order in which they are shown."""
+PEERS, OVER = "peers", "nothing to do"
+"""Causes of idleness. Others are `DRIVER`, those of `beside_steps`, and calls, which are named
+`role.phase`."""
+WORDS = {
+    PEERS: "waiting for slower ranks",
+    DATA: "waiting for data",
+    EVALUATION: "during an evaluation",
+    CHECKPOINT: "during a checkpoint",
+    KEEPING: "while figures and samples were kept",
+    OVER: "nothing left to do",
+    DRIVER: "waiting for the driver",
+}
+_LEAST_SECONDS = 1e-6
+_SAVING = ("save_state", "start_saving", "finish_saving", "save_model")
+
+
+class DeviceSpan(NamedTuple):
+    """A time in which a device did one thing, or waited for one.
+
+    Attributes:
+        device: Its number.
+        step: The number of the step that it belongs to; of what is between two steps, the later.
+        role, rank, method: Of the call; empty and -1 while the device was between two calls.
+        phase: One of `PHASES`.
+        start, end: Seconds since the first recorded step began, by the driver's clock.
+        tokens: That were worked on; the longest span of a call has them all.
+        cause: Of idle spans, what it waited for: `PEERS`, `DRIVER`, `OVER`, `DATA`,
+            `EVALUATION`, `CHECKPOINT`, `KEEPING`, or `role.phase`.
+            Of others, `EVALUATION` or `CHECKPOINT` if they were for one, else empty.
+    """
+
+    device: int
+    step: int
+    role: str
+    rank: int
+    method: str
+    phase: str
+    start: float
+    end: float
+    tokens: int = 0
+    cause: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it was."""
+        return self.end - self.start
+
+
+def device_spans(run_folder: Path, last: int | None = None) -> list[DeviceSpan]:
+    """The spans of a run, by device and in the order of time.
+
+    Args:
+        last: Of so many of the newest steps; None: of all that are recorded since the run was last
+            started.
+
+    Raises:
+        DataError: if the run has recorded no steps.
+    """
+    return spans_of(read_steps(run_folder), devices_in(run_folder), last)
+
+
+def devices_in(run_folder: Path) -> set[int]:
+    """Those that roles of a run live on, as far as its `placement.json` can be read."""
+    try:
+        roles = json.loads((run_folder / "placement.json").read_text(encoding="utf-8"))["roles"]
+        return {int(device) for role in roles.values() for device in role["devices"]}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
+
+
+def spans_of(
+    steps: Sequence[RecordedStep], devices: Iterable[int] = (), last: int | None = None
+) -> list[DeviceSpan]:
+    """The spans of recorded steps.
+
+    Args:
+        devices: Those that are to have spans even if no call ran on them.
+        last: See `device_spans`.
+    """
+    origin = steps[0].begin
+    shown = steps if last is None else steps[-last:]
+    context = steps[max(0, len(steps) - len(shown) - 1) :]
+    busy = _busy(context, origin)
+    begin, end = shown[0].begin - origin, shown[-1].end - origin
+    reasons = _Reasons(context, origin)
+    found: list[DeviceSpan] = []
+    for device in sorted({*devices, *busy}):
+        at = begin
+        for span, call in busy.get(device, ()):
+            if span.end <= begin:
+                continue
+            if span.start - at > _LEAST_SECONDS:
+                found += reasons.idle(device, at, span.start, call)
+            if span.end > max(at, span.start):
+                found.append(span._replace(start=max(at, span.start)))
+                at = span.end
+        if end - at > _LEAST_SECONDS:
+            found += reasons.idle(device, at, end, None)
+    return found
+
+
+def idle_by_cause(spans: Iterable[DeviceSpan]) -> dict[int, dict[str, float]]:
+    """By device, the share of its time that it was idle, by cause, the largest first."""
+    whole: dict[int, float] = defaultdict(float)
+    idle: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for span in spans:
+        whole[span.device] += span.seconds
+        if span.phase == IDLE:
+            idle[span.device][span.cause] += span.seconds
+    return {
+        device: {
+            cause: seconds / whole[device]
+            for cause, seconds in sorted(idle[device].items(), key=lambda one: -one[1])
+        }
+        for device in whole
+    }
+
+
+def in_words(cause: str) -> str:
+    """A cause of idleness, for people."""
+    return WORDS.get(cause, f"waiting for {cause}")
+
+
+def _busy(
+    steps: Sequence[RecordedStep], origin: float
+) -> dict[int, list[tuple[DeviceSpan, Record]]]:
+    """By device, what it did in its calls, and waited in them, in the order of time."""
+    found: dict[int, list[tuple[DeviceSpan, Record]]] = defaultdict(list)
+    for step in steps:
+        for records, about in ((step.between, _about(step)), (step.records, {})):
+            done = [record for record in records if record.host >= 0 and record.end]
+            pieces = [pieces_of(r, origin + step.ahead.get(r.host, 0.0)) for r in done]
+            own = collectives(done, pieces)[1]
+            for record, parts, worked in zip(done, pieces, own, strict=True):
+                for span in _of_call(step.step, record, parts, worked):
+                    cause = span.cause or about.get(record.call, "")
+                    found[record.host].append((span._replace(cause=cause), record))
+    for spans in found.values():
+        spans.sort(key=lambda one: (one[0].start, one[0].end))
+    return found
+
+
+def _about(step: RecordedStep) -> dict[int, str]:
+    """What each call between two steps was for."""
+    found = {}
+    for record in step.between:
+        start = record.start - step.ahead.get(record.host, 0.0)
+        found[record.call] = next(
+            (span.phase for span in step.driver if span.start <= start <= span.end), ""
+        )
+    return found
+
+
+def _of_call(
+    step: int, record: Record, pieces: Sequence[Piece], own: Sequence[float]
+) -> Iterator[DeviceSpan]:
+    lengths = [piece.end - piece.start for piece in pieces]
+    longest = lengths.index(max(lengths))
+    named = [piece.phase for piece in pieces if piece.phase != OTHER]
+    main = _phase(record, max(named, key=record.phases.__getitem__) if named else OTHER)
+    for number, (piece, seconds) in enumerate(zip(pieces, own, strict=True)):
+        phase = main if piece.phase == OTHER else _phase(record, piece.phase)
+        start, end = piece.start, piece.end
+        worked = min(end, start + seconds)
+        tokens = record.tokens if number == longest else 0
+        call = record.host, step, record.role, record.rank, record.method
+        yield DeviceSpan(*call, phase, start, worked, tokens)
+        if end - worked > _LEAST_SECONDS:  # ranks of a collective end together: it waited at last
+            yield DeviceSpan(*call, IDLE, worked, end, cause=PEERS)
+
+
+def _phase(record: Record, phase: str) -> str:
+    """A phase of a call, as it is shown."""
+    if record.role == DRIVER:
+        return ADVANTAGE
+    if record.method in _SAVING:
+        return SAVE
+    if phase == "score":
+        return LOG_PROB if "log_prob" in record.method else SCORE
+    return {"train": UPDATE, "generate": GENERATE, "sync": SYNC}.get(phase, OTHER)
+
+
+class _Call(NamedTuple):
+    """All ranks of a call."""
+
+    number: int
+    start: float
+    end: float
+    cause: str
+    devices: frozenset[int]
+
+
+class _Reasons:
+    """Why devices were idle.
+
+    Args:
+        steps: That were recorded.
+        origin: The moment, of the epoch, from which seconds are counted.
+    """
+
+    def __init__(self, steps: Sequence[RecordedStep], origin: float) -> None:
+        self._windows = [(step.end - origin, step.step) for step in steps]
+        self._driver = sorted(
+            (span.start - origin, span.end - origin, span.phase)
+            for step in steps
+            for span in step.driver
+        )
+        self._calls = sorted(_calls(steps, origin), key=lambda call: call.start)
+        self._starts = [call.start for call in self._calls]
+        self._longest = max((call.end - call.start for call in self._calls), default=0.0)
+
+    def idle(
+        self, device: int, start: float, end: float, until: Record | None
+    ) -> Iterator[DeviceSpan]:
+        """Spans of a time without a call.
+
+        Args:
+            until: The call that ended it; None: none came.
+        """
+        first = bisect_left(self._starts, start - self._longest)
+        behind = bisect_left(self._starts, end)
+        running = [
+            call
+            for call in self._calls[first:behind]
+            if call.end > start and (until is None or call.number < until.call)
+        ]
+        doing = [one for one in self._driver if one[1] > start and one[0] < end]
+        cuts = {start, end}
+        for begin, finish, *_ in [*doing, *((call.start, call.end) for call in running)]:
+            cuts |= {moment for moment in (begin, finish) if start < moment < end}
+        cuts |= {moment for moment, _ in self._windows if start < moment < end}
+        edges, made = sorted(cuts), None
+        for a, b in pairwise(edges):
+            cause = self._cause(device, (a + b) / 2, until, running, doing)
+            step = self._step_at((a + b) / 2)
+            if made is not None and (made.cause, made.step) == (cause, step):
+                made = made._replace(end=b)
+                continue
+            if made is not None:
+                yield made
+            made = DeviceSpan(device, step, "", -1, "", IDLE, a, b, cause=cause)
+        if made is not None:
+            yield made
+
+    def _cause(
+        self,
+        device: int,
+        moment: float,
+        until: Record | None,
+        running: Sequence[_Call],
+        doing: Sequence[tuple[float, float, str]],
+    ) -> str:
+        acts = [phase for begin, end, phase in doing if begin <= moment < end]
+        if aside := next((act for act in acts if act != DATA), ""):
+            return aside
+        now = [call for call in running if call.start <= moment < call.end]
+        needed = [call for call in now if until is not None and call.number in until.reads]
+        if not needed and DATA in acts:
+            return DATA
+        if until is None and now:
+            return OVER
+        for call in [*needed, *now[::-1]]:
+            return PEERS if device in call.devices else call.cause
+        return DRIVER if until is not None or not running else OVER
+
+    def _step_at(self, moment: float) -> int:
+        at = bisect_left(self._windows, (moment, -1))
+        return self._windows[min(at, len(self._windows) - 1)][1]
+
+
+def _calls(steps: Sequence[RecordedStep], origin: float) -> Iterator[_Call]:
+    for step in steps:
+        by_number: dict[int, list[Record]] = defaultdict(list)
+        for record in (*step.records, *step.between):
+            by_number[record.call].append(record)
+        for number, ranks in by_number.items():
+            shifts: Mapping[int, float] = step.ahead
+            start = min(rank.start - shifts.get(rank.host, 0.0) for rank in ranks) - origin
+            end = max(rank.end - shifts.get(rank.host, 0.0) for rank in ranks) - origin
+            first = ranks[0]
+            phase = _phase(first, max(first.phases, key=first.phases.__getitem__, default=OTHER))
+            cause = f"{first.role}.{phase}" if first.role != DRIVER else phase
+            yield _Call(number, start, end, cause, frozenset(rank.host for rank in ranks))

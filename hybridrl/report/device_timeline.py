@@ -1,0 +1,108 @@
+"""The timeline of a report: what each device did in the newest steps, role by role."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridrl.console.phase_colors import PHASE_COLOURS
+from hybridrl.errors import DataError
+from hybridrl.report.device_spans import (
+    ADVANTAGE,
+    GENERATE,
+    IDLE,
+    LOG_PROB,
+    OTHER,
+    PHASES,
+    SAVE,
+    SCORE,
+    SYNC,
+    UPDATE,
+    DeviceSpan,
+    devices_in,
+    idle_by_cause,
+    in_words,
+    spans_of,
+)
+from hybridrl.run_files.recorded_steps import NEWEST_BYTES, RecordedStep, read_steps
+
+MOST_STEPS = 20
+MOST_SPANS = 12_000
+COLOURS = {
+    GENERATE: PHASE_COLOURS["generate"],
+    SCORE: PHASE_COLOURS["score"],
+    LOG_PROB: "#b98a5e",
+    ADVANTAGE: "#9377d6",
+    UPDATE: PHASE_COLOURS["train"],
+    SYNC: PHASE_COLOURS["sync"],
+    SAVE: "#7d8a2e",
+    OTHER: PHASE_COLOURS["other"],
+    IDLE: "",
+}
+_MICROSECONDS = 6
+
+
+def timeline(run: Path) -> dict[str, Any]:
+    """The newest steps of a run, as many as there is room for.
+
+    Returns:
+        `steps`: number, start and end of each; `devices`: number, `roles`, and `idle`, its share of
+        the time by cause; `spans`: place of its device, of its role (-1: idle), of its phase, of
+        its name, then start, seconds, rank and tokens. Seconds count from the first step shown.
+        `note`: what is left out, or why there is nothing.
+    """
+    if not (run / "steps.jsonl").is_file():
+        return _nothing("No step has been recorded.")
+    try:
+        steps = read_steps(run, NEWEST_BYTES)
+    except DataError as error:
+        return _nothing(str(error))
+    devices = devices_in(run)
+    count = min(MOST_STEPS, len(steps))
+    spans = spans_of(steps, devices, count)
+    while len(spans) > MOST_SPANS and count > 1:
+        count = max(1, min(count - 1, count * MOST_SPANS // len(spans)))
+        spans = spans_of(steps, devices, count)
+    return _as_data(steps, spans, count)
+
+
+def _nothing(note: str) -> dict[str, Any]:
+    return {"steps": [], "devices": [], "spans": [], "phases": [], "note": note}
+
+
+def _as_data(
+    steps: Sequence[RecordedStep], spans: Sequence[DeviceSpan], count: int
+) -> dict[str, Any]:
+    shown = steps[-count:]
+    begin = shown[0].begin
+    earlier = begin - steps[0].begin
+    by_device: dict[int, list[DeviceSpan]] = defaultdict(list)
+    for span in spans:
+        by_device[span.device].append(span)
+    idle = idle_by_cause(spans)
+    names: dict[str, int] = {}
+    rows, devices = [], []
+    for place, (device, own) in enumerate(by_device.items()):
+        roles = list(dict.fromkeys(span.role for span in own if span.role))
+        causes = {in_words(cause): share for cause, share in idle[device].items()}
+        devices.append({"device": device, "roles": roles, "idle": causes})
+        for span in own:
+            name = in_words(span.cause) if span.phase == IDLE else span.method
+            lane = roles.index(span.role) if span.role else -1
+            where = place, lane, PHASES.index(span.phase), names.setdefault(name, len(names))
+            start = round(span.start - earlier, _MICROSECONDS)
+            seconds = round(span.seconds, _MICROSECONDS)
+            rows.append([*where, start, seconds, span.rank, span.tokens])
+    return {
+        "steps": [
+            [one.step, *(round(at - begin, _MICROSECONDS) for at in (one.begin, one.end))]
+            for one in shown
+        ],
+        "devices": devices,
+        "spans": rows,
+        "names": list(names),
+        "phases": [[phase, COLOURS[phase]] for phase in PHASES],
+        "note": f"The newest {count} of {len(steps)} recorded steps." if count < len(steps) else "",
+    }

@@ -1,0 +1,400 @@
+"""Advice on what is learned: rewards, updates, samples."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+
+from hybridrl.report.advice import Advice, tip, warning
+from hybridrl.report.run_evidence import Change, Evidence, Group
+
+DEAD_SHOWN, DEAD_TOO_MANY = 0.3, 0.8
+"""Shares of prompts whose samples all score alike. On the built-in task 0.2 to 0.6 are usual."""
+REFILLS = "grpo"
+"""The program that can have groups replaced (`algorithm.dynamic_sampling`)."""
+COMPARE = REFILLS, "online_dpo"
+"""Programs that learn from how the samples of a prompt differ. A critic's values, a greedy answer,
+a teacher or answers to imitate are learned from where all score alike, too."""
+OF_BATCH = "reinforce_plus_plus"
+"""The advantage of the first that compares with the whole batch."""
+SOLVED = 0.9
+"""As a share of the way from the least to the largest score: what is left is luck."""
+CUT_SHOWN, CUT_TOO_MANY = 0.03, 0.15
+CLIPPED = 0.25
+MISMATCH_TOO_MUCH = {"float32": 1e-3}
+MISMATCH_OF_OTHERS = 0.05
+"""Of `mismatch/k3`, in nats a token, by `model.dtype`: more than rounding explains."""
+MISMATCH_SHOWN = 0.1
+"""Of what is too much: from there on it is worth a look, and a rise is no chance."""
+RISES = 3.0
+"""A mismatch that has become so many times as large rises."""
+DOUBTS = 4.0
+"""Standard errors that are no chance."""
+FALL, RISE = 0.35, 0.25
+"""Of the spread of rewards: what is less is neither."""
+FALL_MATTERS = 0.5
+"""More than the fall itself, for other faults come of it."""
+LOWER, FAR_LOWER = 3.0, 10.0
+"""Rates are to be divided by."""
+FLAT_ENTROPY = 0.1
+"""As a share of the entropy of the first steps."""
+SPIKE = 10.0
+"""Times the median norm of gradients."""
+LONGER = 1.3
+RULED_BY_LENGTH = 0.7
+"""Correlation of score and length within the groups: what is more is a score of lengths."""
+GROUPS_TO_TELL = 8
+FAILED = 0.01
+IMPATIENT = 10
+"""Steps before which no run has to have learned anything."""
+
+
+def dead_groups(seen: Evidence) -> Iterator[Advice]:
+    """Prompts whose samples all score alike teach nothing to what compares them."""
+    groups = seen.groups if _compares(seen) else []
+    dead = [group for group in groups if max(group.scores) == min(group.scores)]
+    share = len(dead) / len(groups) if groups else 0.0
+    if share < DEAD_SHOWN or _fall(seen) is not None:  # what fell that far is all alike
+        return
+    scores = [score for group in groups for score in group.scores]
+    low, high = min(scores), max(scores)
+    if low == high and any(seen.values("reward/std")):  # earlier ones differed
+        rewards = seen.values("reward/mean")
+        low, high = min(low, *rewards), max(high, *rewards)
+    top = sum(group.scores[0] == high for group in dead) / len(dead) if high > low else 0.0
+    numbers = {"dead_share": share, "groups": len(groups), "dead_at_best_score": top}
+    title = f"{share:.0%} of {len(groups)} groups have zero variance: they teach nothing"
+    if high > low and statistics.fmean(scores) > low + SOLVED * (high - low):
+        action = "The data is solved: harder prompts, or the run can end (eval.stop)."
+        yield tip(title, numbers, action, share)
+        return
+    if high == low:
+        cause = f"All samples score {low:g}: see whether the reward tells responses apart"
+    elif top > 0.5:
+        cause = "Most of them are always right: take harder prompts (data.sampler=pass_rate)"
+    else:
+        cause = "Most of them are never right: take easier prompts"
+        cause += " or a warm-up (warmup.steps)" if _has_right_answers(seen) else ""
+    config = seen.config
+    more = ", or have them replaced (algorithm.dynamic_sampling=true)"
+    if config is not None and (config.algorithm.dynamic_sampling or config.trainer.name != REFILLS):
+        more = f", or more samples of each (now {config.rollout.samples_per_prompt})"
+    say = warning if share >= DEAD_TOO_MANY else tip
+    yield say(title, numbers, f"{cause}{more}.", share)
+
+
+def collapse(seen: Evidence) -> Iterator[Advice]:
+    """A reward that had been higher by more than chance."""
+    fall = _fall(seen)
+    if fall is None:
+        return
+    numbers = {"reward_best": fall.first, "reward_last": fall.last} | _rate(seen)
+    title = f"the reward fell from {fall.first:.3g} to {fall.last:.3g}"
+    if entropy := seen.change("policy/entropy"):
+        numbers |= {"entropy_first": entropy.first, "entropy_last": entropy.last}
+        title += f", entropy went from {entropy.first:.2g} to {entropy.last:.2g}"
+    # Evaluations that fall, answers cut and samples all alike come of it.
+    severity = FALL_MATTERS + (fall.first - fall.last) / max(seen.values("reward/std"))
+    yield warning(title, numbers, _lower_rate(seen, FAR_LOWER), severity)
+
+
+def clipped(seen: Evidence) -> Iterator[Advice]:
+    """Updates that move the policy beyond what the loss takes."""
+    share = seen.recent("policy/clip_fraction")
+    if share is None or share < CLIPPED:
+        return
+    title = f"the clip fraction is {share:.2g}: updates move the policy too far"
+    numbers = {"clip_fraction": share} | _rate(seen)
+    yield warning(title, numbers, _lower_rate(seen), 2 * share)
+
+
+def gradients(seen: Evidence) -> Iterator[Advice]:
+    """Updates that were left out, and norms that stand out."""
+    roles = ("policy", "critic", "cost_critic")
+    of_all = sum(seen.values("guard/skipped"))
+    skipped = of_all or sum(sum(seen.values(f"{role}/skipped_updates")) for role in roles)
+    if skipped:
+        title = f"{skipped:.0f} updates were left out: their numbers were not finite"
+        action = (
+            f"{_lower_rate(seen)} bad-steps/ has what they learned from; "
+            "model.dtype=float32 tells whether it is the precision."
+        )
+        share = skipped / max(1, len(seen.rows))
+        yield warning(title, {"skipped": skipped}, action, 0.3 + share)
+    norms = seen.values("policy/grad_norm")
+    if len(norms) < 5:
+        return
+    middle, most = statistics.median(norms), max(norms[2:])
+    limit = 1.0 if seen.config is None else seen.config.actor.optimizer.max_grad_norm
+    if middle > 0 and most > SPIKE * middle and (most > 10 * limit or not limit):
+        steps = [row["step"] for row in seen.rows if row.get("policy/grad_norm") == most]
+        step = steps[-1]
+        title = f"the gradient's norm rose to {most:.3g} at step {step}, usually {middle:.2g}"
+        action = (
+            "Look at the samples of that step; a lower actor.optimizer.max_grad_norm "
+            f"(now {limit:g}) or learning rate holds it."
+        )
+        yield tip(title, {"most": most, "median": middle, "step": step}, action, 0.5)
+
+
+def mismatch(seen: Evidence) -> Iterator[Advice]:
+    """How far the generator is from the model that is trained."""
+    change = seen.change("mismatch/k3")
+    dtype = "" if seen.config is None else seen.config.model.dtype
+    stale = max(seen.values("staleness/max"), default=0.0)
+    # Samples of an older policy differ by what it has learned since.
+    limit = MISMATCH_OF_OTHERS if stale else MISMATCH_TOO_MUCH.get(dtype, MISMATCH_OF_OTHERS)
+    if change is None or change.last < MISMATCH_SHOWN * limit:
+        return
+    rising = not stale and change.last > RISES * max(change.first, 1e-12)
+    numbers = {"k3_first": change.first, "k3_last": change.last, "staleness": stale}
+    how = f"rising, from {change.first:.2g} to" if rising else "at"
+    title = f"mismatch KL between generator and trainer is {how} {change.last:.2g} nats a token"
+    correction = "auto" if seen.config is None else seen.config.algorithm.correction
+    action = "Make both compute alike (model.dtype, rollout.quantization)"
+    if stale:
+        title += f", at a staleness of up to {stale:.0f}"
+        action = "Let samples be less old (placement.staleness), or lower the rate"
+    elif rising:
+        action = "See whether it gets the weights that are trained (rollout.verify_weights=true)"
+        action += "; make both compute alike (model.dtype, rollout.quantization)"
+    if correction in ("auto", "none"):
+        action += ", or weigh samples by it (algorithm.correction=truncate)"
+    severity = math.log10(change.last / limit) / 3 + 0.4
+    say = warning if change.last >= limit or rising else tip
+    yield say(title, numbers, f"{action}.", severity)
+
+
+def cut(seen: Evidence) -> Iterator[Advice]:
+    """Answers that end because they must."""
+    share = seen.recent("response/truncated")
+    if share is None or share < CUT_SHOWN:
+        return
+    numbers = {"truncated": share, "length": seen.recent("response/length_mean") or 0.0}
+    title = f"{share:.0%} of the responses end at the limit"
+    action = "Raise rollout.max_tokens"
+    if seen.config is not None:
+        numbers["max_tokens"] = seen.config.rollout.max_tokens
+        title += f" of {seen.config.rollout.max_tokens} tokens"
+        if not seen.config.algorithm.overlong_buffer:
+            action += ", or have long responses cost something (algorithm.overlong_buffer)"
+    yield (warning if share >= CUT_TOO_MANY else tip)(title, numbers, f"{action}.", share)
+
+
+def length_hacking(seen: Evidence) -> Iterator[Advice]:
+    """Scores that follow the length of answers. In episodes that says nothing: who asks a tool, or
+    plays on, has more tokens, and that may be what the task is."""
+    groups = [] if _is_played(seen) else seen.groups
+    related = [r for group in groups if (r := _correlation(group)) is not None]
+    together = statistics.fmean(related) if len(related) >= GROUPS_TO_TELL else 0.0
+    lengths, rewards = seen.change("response/length_mean"), seen.change("reward/mean")
+    grown = 1.0 if lengths is None or not lengths.first else lengths.last / lengths.first
+    rose = rewards is not None and _rose(seen, rewards)
+    by_growth = grown >= LONGER and rose and not _is_better(seen)
+    if together < RULED_BY_LENGTH and not by_growth:
+        return
+    numbers = {"correlation": together, "length_ratio": grown}
+    parts = []
+    if together >= RULED_BY_LENGTH:
+        parts.append(
+            f"among samples of a prompt, score and length go together (correlation {together:.2f} "
+            f"in {len(related)} groups)"
+        )
+    if by_growth and rewards is not None and lengths is not None:
+        numbers |= {"reward_first": rewards.first, "reward_last": rewards.last}
+        parts.append(
+            f"the reward rose from {rewards.first:.3g} to {rewards.last:.3g} as responses grew "
+            f"from {lengths.first:.3g} to {lengths.last:.3g} tokens, and "
+            + ("evaluations did not rise" if seen.evaluated else "no evaluation tells of more")
+        )
+    title = f"length itself seems to be rewarded: {'; '.join(parts)}"
+    action = (
+        "Read the longest samples; reward.shorter or algorithm.overlong_buffer hold length, and "
+        "reward.check measures what is meant without rewarding it."
+    )
+    yield warning(title, numbers, action, max(together, 0.6 if by_growth else 0.0))
+
+
+def entropy(seen: Evidence) -> Iterator[Advice]:
+    """A policy that tries nothing any more, and does not get better."""
+    change, rewards = seen.change("policy/entropy"), seen.change("reward/mean")
+    if change is None or rewards is None or seen.steps < IMPATIENT:
+        return
+    if change.first <= 0 or change.last > FLAT_ENTROPY * change.first or _rose(seen, rewards):
+        return
+    title = f"entropy fell from {change.first:.2g} to {change.last:.2g}, and rewards are no higher"
+    action = (
+        "Have the policy go on trying: algorithm.clip_high=0.28, algorithm.entropy_coefficient, or "
+        "a lower rate."
+    )
+    numbers = {"entropy_first": change.first, "entropy_last": change.last}
+    yield warning(title, numbers, action, 1 - change.last / change.first)
+
+
+def standstill(seen: Evidence) -> Iterator[Advice]:
+    """A reward that chance explains."""
+    rewards, spread = seen.change("reward/mean"), seen.recent("reward/std")
+    if rewards is None or not spread or seen.steps < IMPATIENT:
+        return
+    if abs(rewards.last - rewards.first) > 2 * math.sqrt(2) * seen.reward_doubt():
+        return
+    if _is_at_its_best(seen):
+        return
+    title = (
+        f"the reward has not moved by more than chance in {seen.steps} steps "
+        f"({rewards.first:.3g} to {rewards.last:.3g})"
+    )
+    numbers = {"reward_first": rewards.first, "reward_last": rewards.last} | _rate(seen)
+    action = "Try a higher actor.optimizer.learning_rate, more prompts a step, or easier prompts."
+    yield tip(title, numbers, action, 0.8)
+
+
+def rewards_fail(seen: Evidence) -> Iterator[Advice]:
+    """Samples without a score."""
+    for name, said in {
+        "reward/failures": "could not be scored",
+        "reward/timeouts": "took longer to be scored than reward.timeout_s",
+        "reward/dropped": "were left out of updates",
+    }.items():
+        lost, samples = sum(seen.values(name)), _samples(seen)
+        if not samples or lost / samples < FAILED:
+            continue
+        action = "The logs of the reward role name the rows; see reward.on_error, reward.timeout_s."
+        title = f"{lost / samples:.1%} of the samples {said} ({lost:.0f})"
+        numbers = {name.partition("/")[2]: lost, "samples": samples}
+        yield warning(title, numbers, action, lost / samples)
+
+
+def evaluations_fall(seen: Evidence) -> Iterator[Advice]:
+    """What was held out is answered worse than at first."""
+    for name, first, last in seen.evaluated:
+        if last["high"] < first["low"]:
+            title = (
+                f"{name} fell from {first['value']:.3g} ({first['low']:.3g} to {first['high']:.3g})"
+                f" to {last['value']:.3g} ({last['low']:.3g} to {last['high']:.3g})"
+            )
+            numbers = {"first": first["value"], "last": last["value"]}
+            action = (
+                "What is rewarded is not what is evaluated, or updates are too large: compare "
+                "samples, and try a lower actor.optimizer.learning_rate."
+            )
+            yield warning(title, numbers, action, 0.7)
+
+
+def critic(seen: Evidence) -> Iterator[Advice]:
+    """Values that explain nothing."""
+    explained = seen.recent("critic/explained_variance")
+    if explained is not None and seen.steps >= IMPATIENT and explained < 0:
+        title = f"the critic explains nothing of the returns (explained variance {explained:.2g})"
+        action = "Try a higher models.critic.optimizer.learning_rate, or steps of the critic alone."
+        yield tip(title, {"explained_variance": explained}, action, 0.6)
+
+
+LEARNING = (
+    *(dead_groups, collapse, clipped, gradients, mismatch, cut, length_hacking, entropy),
+    *(standstill, rewards_fail, evaluations_fall, critic),
+)
+
+
+def _is_played(seen: Evidence) -> bool:
+    """Whether samples are episodes."""
+    config = seen.config
+    if config is None:
+        return False
+    return bool(config.rollout.episode or config.rollout.serve or config.environment.name)
+
+
+def _compares(seen: Evidence) -> bool:
+    """Whether samples of a prompt are compared with each other; a program of the user's is not
+    known."""
+    config = seen.config
+    if config is None:
+        return True
+    return config.trainer.name in COMPARE and config.algorithm.advantage != OF_BATCH
+
+
+def _has_right_answers(seen: Evidence) -> bool:
+    """Whether warm-up has something to imitate: built-in tasks have, environments have not."""
+    if seen.config is None:
+        return False
+    data = seen.config.data
+    sources = [said for said in data.sources.values() if isinstance(said, Mapping)]
+    tasks = [said.get("task") for said in sources] or [data.task]
+    return any(task not in (None, "environment") for task in tasks)
+
+
+def _fall(seen: Evidence) -> Change | None:
+    """The reward at its best and at last, if it fell by more than chance: from its best window on,
+    or right after the first steps, which updates that are too large may end at once."""
+    rewards, spreads = seen.values("reward/mean"), seen.values("reward/std")
+    change = seen.change("reward/mean")
+    if change is None or seen.config is None or len(rewards) < 3 or len(spreads) != len(rewards):
+        return None
+    least = FALL * max(spreads)
+    if not least:
+        return None
+    window = max(1, min(10, len(rewards) // 3))
+    ends = range(window, len(rewards) - window + 1)
+    best = max(statistics.fmean(rewards[end - window : end]) for end in ends)
+    if best - change.last >= max(least, DOUBTS * seen.reward_doubt()):
+        return Change(best, change.last)
+    variance = statistics.fmean(spread**2 for spread in spreads)  # as if nothing had changed
+    for steps in range(1, window + 1):
+        first, rest = statistics.fmean(rewards[:steps]), statistics.fmean(rewards[steps:])
+        more = 1 / steps + 1 / (len(rewards) - steps)
+        doubt = math.sqrt(variance * more / seen.config.data.prompts_per_step)
+        if min(first - rest, first - change.last) >= max(least, DOUBTS * doubt):
+            return Change(first, change.last)
+    return None
+
+
+def _rate(seen: Evidence) -> dict[str, float]:
+    rates = seen.values("policy/learning_rate")
+    if not rates:
+        return {}
+    rate = max(rates) if seen.config is None else seen.config.actor.optimizer.learning_rate
+    return {"learning_rate": rate}
+
+
+def _lower_rate(seen: Evidence, times: float = LOWER) -> str:
+    rate = _rate(seen).get("learning_rate")
+    if not rate:
+        return "Lower actor.optimizer.learning_rate."
+    return f"Lower the rate: actor.optimizer.learning_rate={rate / times:.1g} (now {rate:.2g})."
+
+
+def _rose(seen: Evidence, rewards: Change) -> bool:
+    spread = max(seen.values("reward/std"), default=0.0)
+    doubt = max(seen.reward_doubt(), seen.scatter("reward/mean"))
+    least = max(2 * math.sqrt(2) * doubt, RISE * spread, 1e-9)
+    return rewards.last - rewards.first > least
+
+
+def _is_better(seen: Evidence) -> bool:
+    """Whether what is meant got better, too, where anything says so."""
+    return any(last["value"] > first["high"] for _, first, last in seen.evaluated)
+
+
+def _is_at_its_best(seen: Evidence) -> bool:
+    scores = [score for group in seen.groups for score in group.scores]
+    reward = seen.recent("reward/mean")
+    if not scores or reward is None or max(scores) == min(scores):
+        return False
+    return reward > min(scores) + SOLVED * (max(scores) - min(scores))
+
+
+def _correlation(group: Group) -> float | None:
+    if _is_constant(group.scores) or _is_constant(group.lengths):
+        return None
+    return statistics.correlation(group.scores, group.lengths)
+
+
+def _is_constant(values: Sequence[float]) -> bool:
+    return max(values) == min(values)
+
+
+def _samples(seen: Evidence) -> float:
+    """Of all steps."""
+    found = zip(seen.values("response/tokens"), seen.values("response/length_mean"), strict=False)
+    return sum(tokens / length for tokens, length in found if length)

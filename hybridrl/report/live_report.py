@@ -1,0 +1,105 @@
+"""A run that somebody looks at: the parts of its report, made again when its files have changed,
+and no more often than costs little."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridrl.report.report_content import Content
+from hybridrl.run_files.run_status import state_of
+from hybridrl.run_files.strict_json import to_json
+
+MOST_OF_A_CORE = 0.05
+"""Of the time, which making one part takes at most."""
+_METRICS, _STEPS, _STATUS = ("metrics.jsonl", "steps.jsonl", "status.json")
+READ = {
+    "head": (_METRICS, _STATUS, "summary.json", "config.yaml"),
+    "words": (_METRICS, _STEPS, _STATUS, "evaluations.json"),
+    "curves": (_METRICS, "evaluations.json"),
+    "timeline": (_STEPS,),
+    "samples": ("samples", "tokens", "config.yaml"),
+    "data": ("data-report.json",),
+    "settings": ("config.yaml",),
+    "state": (
+        *(_METRICS, _STATUS, "evaluations.json", "recoveries.jsonl"),
+        *("logs", "logs/*", "checkpoints", "bad-steps"),
+    ),
+}
+"""The files and folders of a run that each part is made of."""
+
+
+class Part:
+    """What is made of files, for many who ask at once.
+
+    Args:
+        make: Makes it.
+        stamp: What changes when the files do.
+    """
+
+    def __init__(self, make: Callable[[], Any], stamp: Callable[[], Any]) -> None:
+        self._make, self._stamp = make, stamp
+        self._lock = threading.Lock()
+        self._made, self._text, self._due = "", "", 0.0
+
+    def version(self) -> str:
+        """Changes when `text` would."""
+        stamp = _short(self._stamp())
+        return stamp if self._is_due(stamp) else self._made
+
+    def text(self) -> str:
+        """It, as JSON."""
+        with self._lock:
+            stamp = _short(self._stamp())  # before it is read: what changes meanwhile counts later
+            if self._is_due(stamp):
+                began = time.monotonic()
+                self._text = to_json(self._make())
+                ended = time.monotonic()
+                self._made, self._due = stamp, ended + (ended - began) / MOST_OF_A_CORE
+            return self._text
+
+    def _is_due(self, stamp: str) -> bool:
+        return not self._made or (stamp != self._made and time.monotonic() >= self._due)
+
+
+class Watched:
+    """The report of a run, by parts.
+
+    Args:
+        content: What makes them.
+    """
+
+    def __init__(self, content: Content) -> None:
+        self.name = content.run.name
+        folders = [content.run.path, *(one.path for one in content.against)]
+        self.parts = {
+            name: Part(make, lambda names=READ[name]: list(stamps(folders, names)))
+            for name, make in content.parts.items()
+        }
+
+    def versions(self) -> Mapping[str, str]:
+        """Of all parts."""
+        return {name: part.version() for name, part in self.parts.items()}
+
+
+def stamps(folders: Iterable[Path], names: Iterable[str]) -> Iterator[Any]:
+    """When these files were changed and how large they are; the state of each run, too, which
+    changes without a file when a job is killed."""
+    for folder in folders:
+        for name in names:
+            for file in sorted(folder.glob(name)) if "*" in name else [folder / name]:
+                try:
+                    found = file.stat()
+                except OSError:
+                    continue
+                yield name, found.st_mtime_ns, found.st_size
+            if name == _STATUS:
+                yield state_of(folder)
+
+
+def _short(stamp: Any) -> str:
+    return f"{zlib.crc32(repr(stamp).encode()):08x}"

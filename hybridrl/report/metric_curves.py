@@ -1,0 +1,87 @@
+"""The metrics of a run as series for curves: few enough points, the extremes among them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridrl.run_files.metric_reader import series
+
+MOST_POINTS = 1000
+"""Of a series; of a longer one the least and the greatest value of each stretch are kept."""
+MOST_OF_OTHERS = 200
+"""Of a series that is not among the first ones that are looked at."""
+DIGITS = 5
+
+PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
+    ("Reward", "", (("reward/mean", "reward"), ("cost/mean", "cost"))),
+    (
+        "Response length",
+        "tokens",
+        (("response/length_mean", "mean"), ("response/length_max", "longest")),
+    ),
+    ("Cut at the limit", "share", (("response/truncated", "share"),)),
+    ("Entropy", "nats per token", (("policy/entropy", "entropy"),)),
+    (
+        "KL",
+        "nats per token",
+        (("policy/kl", "to the reference"), ("policy/approx_kl", "of the update")),
+    ),
+    ("Mismatch with the generator", "k3", (("mismatch/k3", "k3"),)),
+    ("Clip fraction", "share", (("policy/clip_fraction", "share"),)),
+    (
+        "Gradient norm",
+        "",
+        (("policy/grad_norm", "policy"), ("critic/grad_norm", "critic")),
+    ),
+    ("Loss", "", (("policy/loss", "policy"), ("critic/loss", "critic"))),
+    ("Throughput", "tokens/s", (("throughput/tokens_per_second", "tokens/s"),)),
+    ("Staleness", "updates", (("staleness/mean", "mean"), ("staleness/max", "most"))),
+)
+"""The curves that are shown first: title, unit, and the metrics with their labels."""
+FIRST = {name for _, _, shown in PANELS for name, _ in shown}
+
+
+def curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All metrics of a run by name, each `{"x": steps, "y": values}`, and how much was left out."""
+    names = sorted({name for row in rows for name in row if name != "step"})
+    found, thinned = {}, 0
+    for name in names:
+        is_first = name in FIRST or name.startswith(("time/", "eval/")) or name == "accuracy"
+        steps, values = _finite(rows, name)
+        if not steps:
+            continue
+        x, y = thin(steps, values, MOST_POINTS if is_first else MOST_OF_OTHERS)
+        thinned += len(x) < len(steps) and is_first
+        found[name] = {"x": x, "y": [_short(value) for value in y]}
+    note = f"Of long curves {MOST_POINTS:,} points are drawn, extremes included." if thinned else ""
+    return {"series": found, "steps": [row["step"] for row in rows][-1:], "note": note}
+
+
+def thin(steps: Sequence[int], values: Sequence[float], most: int) -> tuple[list[int], list[float]]:
+    """At most `most` points, in their order: of each of equal stretches the least and greatest."""
+    if len(steps) <= most:
+        return list(steps), list(values)
+    stretches = most // 2
+    kept: list[int] = []
+    for part in range(stretches):
+        first, end = part * len(steps) // stretches, (part + 1) * len(steps) // stretches
+        inner = range(first, end)
+        ends = {min(inner, key=values.__getitem__), max(inner, key=values.__getitem__)}
+        kept += sorted(ends)
+    return [steps[index] for index in kept], [values[index] for index in kept]
+
+
+def _finite(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    steps, values = series(list(rows), name)
+    pairs = [
+        (step, float(value))
+        for step, value in zip(steps, values, strict=True)
+        if math.isfinite(value)
+    ]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

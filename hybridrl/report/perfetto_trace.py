@@ -1,0 +1,50 @@
+"""The spans of a run as a trace for ui.perfetto.dev: devices, roles, and why they waited."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybridrl.report.device_spans import IDLE, DeviceSpan, in_words
+from hybridrl.report.trace_events import Slice, events_of
+from hybridrl.run_files.strict_json import to_json
+from hybridrl.system.storage import replacing
+
+WAITS = "waiting"
+"""The row of a device on which it stands what it waited for."""
+
+
+def write_trace(spans: Sequence[DeviceSpan], file: Path) -> None:
+    """Writes a trace; its first span begins at 0.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
+    begin = min((span.start for span in spans), default=0.0)
+    run = max((span.device for span in spans), default=-1) + 1
+    slices = [*_steps(spans, begin, run), *(_slice(span, begin) for span in spans)]
+    trace = {"displayTimeUnit": "ms", "traceEvents": events_of(slices, {run: "run"})}
+    with replacing(file, "`--out`") as part:
+        part.write_text(to_json(trace), encoding="utf-8")
+
+
+def _slice(span: DeviceSpan, begin: float) -> Slice:
+    times = span.start - begin, span.end - begin
+    if span.phase == IDLE:
+        said = {"step": span.step, "cause": span.cause}
+        return Slice(span.device, WAITS, in_words(span.cause), IDLE, *times, said)
+    said = {"step": span.step, "rank": span.rank, "method": span.method, "tokens": span.tokens}
+    name = f"{span.phase} ({span.cause})" if span.cause else span.phase
+    return Slice(span.device, span.role, name, span.phase, *times, said)
+
+
+def _steps(spans: Sequence[DeviceSpan], begin: float, run: int) -> list[Slice]:
+    """A row with the steps; one may begin on a device before all have ended the one before."""
+    ends: dict[int, float] = {}
+    for span in spans:
+        ends[span.step] = max(span.end - begin, ends.get(span.step, 0.0))
+    slices, at = [], 0.0
+    for step in sorted(ends):
+        slices.append(Slice(run, "steps", f"step {step}", "step", at, max(at, ends[step])))
+        at = max(at, ends[step])
+    return slices

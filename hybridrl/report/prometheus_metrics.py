@@ -1,0 +1,65 @@
+"""The newest figures of runs as Prometheus reads them (text format 0.0.4)."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridrl.run_files.run_status import state_of
+
+TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PREFIX = "hybridrl_"
+STEP, AGE, STATE = (f"{PREFIX}{name}" for name in ("step", "step_age_seconds", "run_state"))
+
+
+def gauge(metric: str) -> str:
+    """`reward/mean` -> `hybridrl_reward_mean`."""
+    return PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
+
+
+def exposition(runs: Mapping[Path, Sequence[Mapping[str, Any]]]) -> str:
+    """All figures of some runs.
+
+    Args:
+        runs: The rows of each run, by its folder, as `read_metrics` gives them.
+    """
+    samples: dict[str, list[str]] = {}
+    meanings: dict[str, str] = {}
+    for folder, rows in runs.items():
+        for name, meaning, labels, value in _samples(folder, rows):
+            if meanings.setdefault(name, meaning) == meaning:  # two may be written alike
+                shown = ",".join(f'{key}="{_escaped(one)}"' for key, one in labels.items())
+                samples.setdefault(name, []).append(f"{name}{{{shown}}} {value!r}")
+    lines = []
+    for name, found in samples.items():
+        help_text = meanings[name].replace("\\", "\\\\").replace("\n", "\\n")
+        lines += [f"# HELP {name} {help_text}", f"# TYPE {name} gauge", *found]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _samples(
+    folder: Path, rows: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, str, dict[str, str], float]]:
+    run = {"run": folder.name}
+    state = state_of(folder)[0] or "unknown"
+    yield STATE, "1, with the state of the run as a label", {**run, "state": state}, 1
+    if not rows:
+        return
+    yield STEP, "the newest step", run, rows[-1]["step"]
+    try:
+        age = time.time() - (folder / "metrics.jsonl").stat().st_mtime
+    except OSError:
+        return
+    yield AGE, "seconds since figures were last written", run, round(age, 1)
+    newest: dict[str, float] = {}
+    for row in rows:
+        newest.update(row)
+    for name in sorted(newest.keys() - {"step"}):
+        yield gauge(name), name, run, newest[name]
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

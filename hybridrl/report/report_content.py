@@ -1,0 +1,160 @@
+"""What stands in the report of a run, part by part, as plain data."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any
+
+from hybridrl import __version__
+from hybridrl.config.presets import algorithm_of
+from hybridrl.console.phase_colors import PHASE_COLOURS, PHASES
+from hybridrl.report.device_timeline import timeline
+from hybridrl.report.metric_curves import PANELS, curves
+from hybridrl.report.report_tables import Planned, memory_table, planned_memory
+from hybridrl.report.sample_browser import samples
+from hybridrl.report.settings import differences
+from hybridrl.report.words import words
+from hybridrl.run_files.evaluation_log import newest_of_sets
+from hybridrl.run_files.metric_reader import GrowingMetrics
+from hybridrl.run_files.run_reader import RunFolder
+
+Rows = Sequence[Mapping[str, Any]]
+TROUBLES = {
+    "policy/skipped_updates": "updates left out, their gradient was not finite",
+    "critic/skipped_updates": "updates of the critic left out, their gradient was not finite",
+    "cost_critic/skipped_updates": "updates of the cost critic left out, as those of the critic",
+    "reward/failures": "samples whose reward function failed",
+    "reward/timeouts": "samples whose reward function took too long",
+    "reward/dropped": "samples without a reward, left out",
+}
+"""Metrics that are 0 in a healthy run."""
+
+
+class Content:
+    """The report of a run, beside others.
+
+    Args:
+        against: Runs that are compared with it.
+    """
+
+    def __init__(self, run: RunFolder, against: Sequence[RunFolder] = ()) -> None:
+        self.run, self.against = run, list(against)
+        self._metrics = {one.path: GrowingMetrics(one.metrics_file) for one in (run, *against)}
+        self._reading = threading.Lock()
+        self.parts: Mapping[str, Callable[[], Any]] = {
+            "head": self.head,
+            "words": lambda: words(self.run, self.against),
+            "curves": self.curves,
+            "timeline": lambda: timeline(self.run.path),
+            "samples": lambda: samples(self.run),
+            "data": lambda: self.run.data_report(),
+            "settings": self.settings,
+            "state": self.state,
+        }
+
+    def data(self) -> dict[str, Any]:
+        """All parts."""
+        return {name: make() for name, make in self.parts.items()}
+
+    def head(self) -> dict[str, Any]:
+        """What run this is, and what has become of it."""
+        rows = self.rows()
+        settings, summary = self.run.settings(), self.run.summary()
+        trained = [row["step"] for row in rows if "time/step" in row]
+        return {
+            "name": self.run.name,
+            "folder": str(self.run.path),
+            "against": [one.name for one in self.against],
+            "status": self.run.status(),
+            "step": trained[-1] if trained else 0,
+            "steps": _at(settings, "trainer", "steps"),
+            "algorithm": algorithm_of(settings),
+            "model": _at(settings, "model", "path"),
+            "tokens": summary.get("tokens_generated"),
+            "seconds": sum(row["time/step"] for row in rows if "time/step" in row),
+            "seed": summary.get("seed", _at(settings, "run", "seed")),
+            "command": summary.get("command"),
+            "versions": summary.get("versions"),
+            "commit": summary.get("git_commit"),
+            "made": datetime.now(UTC).isoformat(timespec="seconds"),
+            "by": __version__,
+        }
+
+    def curves(self) -> dict[str, Any]:
+        """Of the run and of the others: their series and evaluations."""
+        return {
+            "panels": PANELS,
+            "phases": [[phase, PHASE_COLOURS[phase]] for phase in PHASES],
+            "runs": [
+                {
+                    "name": one.name,
+                    **curves(self.rows(one)),
+                    "evaluations": _evaluated(one.evaluations()),
+                }
+                for one in (self.run, *self.against)
+            ],
+        }
+
+    def settings(self) -> dict[str, Any]:
+        """What is set, and how that differs from the defaults or from the other runs."""
+        others = [one.settings() for one in self.against]
+        return {
+            "runs": [self.run.name, *(one.name for one in self.against)],
+            "defaults": differences(self.run.settings()),
+            "against": differences(self.run.settings(), others) if others else None,
+            "text": self.run.settings_text(),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Memory, evaluations, and what went wrong."""
+        rows = self.rows()
+        return {
+            "memory": memory_table(rows, self._planned),
+            "evaluations": newest_of_sets(self.run.evaluations()),
+            "recoveries": self.run.recoveries(),
+            "failed_episodes": self.run.failed_episodes(),
+            "warnings": self.run.warnings(),
+            "bad_steps": self.run.bad_steps(),
+            "checkpoints": self.run.checkpoints(),
+            "troubles": _wrong_figures(rows),
+        }
+
+    def rows(self, run: RunFolder | None = None) -> Rows:
+        """The metrics of the run, or of another one here."""
+        with self._reading:
+            return self._metrics[(run or self.run).path].rows()
+
+    @cached_property
+    def _planned(self) -> Planned:
+        return planned_memory(self.run)
+
+
+def _evaluated(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A series for each metric of each set: `[step, value, low, high]`."""
+    found: dict[tuple[str, str], list[list[Any]]] = {}
+    for entry in entries:
+        for name, one in entry["sets"].items():
+            for metric, figure in (one.get("metrics") or {}).items():
+                point = [entry["step"], *(figure.get(each) for each in ("value", "low", "high"))]
+                if point[1] is not None:
+                    found.setdefault((name, metric), []).append(point)
+    return [{"set": name, "metric": metric, "points": p} for (name, metric), p in found.items()]
+
+
+def _wrong_figures(rows: Rows) -> list[dict[str, Any]]:
+    """Counts of things that should not happen, over the whole run."""
+    found = []
+    for name, what in TROUBLES.items():
+        steps = [row for row in rows if row.get(name)]
+        if steps:
+            total = sum(row[name] for row in steps)
+            found.append({"name": name, "what": what, "total": total, "steps": len(steps)})
+    return found
+
+
+def _at(settings: Mapping[str, Any], group: str, name: str) -> Any:
+    inner = settings.get(group)
+    return inner.get(name) if isinstance(inner, dict) else None

@@ -1,0 +1,251 @@
+"""The live page: reports of runs, served on this machine only, to whoever has the token.
+
+    http://127.0.0.1:<port>/<token>/                    a run, or a table of the runs of a folder
+                                   /runs/<a>,<b>/       run a, with b beside it
+                                   /metrics             for Prometheus
+
+A page asks for `versions`, and then for each `part/<name>` that is new. Nothing is written, and
+nothing but the files of runs is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import json
+import math
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from hybridrl.errors import ConfigError
+from hybridrl.report import prometheus_metrics as prometheus
+from hybridrl.report.html_page import OF_RUNS, SCRIPTS, page, page_of_runs, policy
+from hybridrl.report.live_report import Part, Watched
+from hybridrl.report.report_content import Content
+from hybridrl.report.run_table import Runs
+from hybridrl.run_files.metric_reader import GrowingMetrics
+from hybridrl.run_files.run_reader import RunFolder, check_runs, is_run, runs_in
+from hybridrl.run_files.run_status import RUNNING, state_of
+
+HOST = "127.0.0.1"
+PATIENCE_S = 10.0
+"""So long a browser may take for a request."""
+MOST_OPEN = 64
+"""Connections; one more ends the one that was opened first."""
+_HTML, _JSON = "text/html; charset=utf-8", "application/json"
+
+
+class Site:
+    """What is served: a run, or the runs of a folder.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        ConfigError: if it is neither a run's nor one with runs.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.run = RunFolder(path) if is_run(path) else None
+        check_runs(path)
+        self.runs = Runs(path.resolve())
+        self._watched: dict[str, Watched] = {}
+        self._metrics: dict[Path, GrowingMetrics] = {}
+        self._lock = threading.Lock()
+
+    def page(self, names: str) -> str | None:
+        """That of some runs; of none: of the run, or the table. None: there are no such runs."""
+        if not names and self.run is None:
+            return page_of_runs(f"{self.runs.folder.name}: runs")
+        watched = self.watched(names)
+        return None if watched is None else page(watched.name, {}, live=True)
+
+    def parts(self, names: str) -> Mapping[str, Part] | None:
+        """Of the same page, by name."""
+        if not names and self.run is None:
+            return {"runs": self.runs.part}
+        watched = self.watched(names)
+        return None if watched is None else watched.parts
+
+    def watched(self, names: str) -> Watched | None:
+        """The first of these runs, names with commas between, with the others beside it."""
+        with self._lock:
+            if names not in self._watched:
+                whole = self.runs.named(names) if names else self.run  # a name may have commas
+                runs = [whole] if whole else [self.runs.named(name) for name in names.split(",")]
+                if None in runs or (names and self.run is not None):
+                    return None
+                found = [run for run in runs if run is not None]
+                self._watched[names] = Watched(Content(found[0], found[1:]))
+            return self._watched[names]
+
+    def metrics(self) -> str:
+        """For Prometheus: the newest figures of the run, or of all that are running."""
+        if self.run is not None:
+            folders = [self.run.path]
+        else:
+            everything = runs_in(self.runs.folder)
+            folders = [folder for folder in everything if state_of(folder)[0] == RUNNING]
+        with self._lock:
+            growing = {
+                folder: self._metrics.get(folder) or GrowingMetrics(folder / "metrics.jsonl")
+                for folder in folders
+            }
+            self._metrics = growing
+            return prometheus.exposition({folder: one.rows() for folder, one in growing.items()})
+
+
+class Server(ThreadingHTTPServer):
+    """Listens from the beginning; `serve_forever` answers.
+
+    Args:
+        port: 0: any that is free.
+        token: What its addresses begin with; empty: a new one.
+
+    Raises:
+        ConfigError: if the port is taken, or may not be used.
+    """
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, site: Site, port: int = 0, token: str = "") -> None:
+        self.site = site
+        self.token = token or secrets.token_urlsafe(24)
+        self._open: dict[socket.socket, float] = {}  # and when they are ended, unless they ask
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            why = "is taken by another program" if error.errno == errno.EADDRINUSE else str(error)
+            raise ConfigError(
+                f"--port {port} {why}. Name another one, or 0 for any that is free."
+            ) from error
+        except OverflowError as error:
+            raise ConfigError(f"--port {port}: must be a number from 0 to 65535.") from error
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://{HOST}:{self.server_port}/{self.token}/"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answers in a thread of its own, as long as there are few."""
+        if len(self._open) >= MOST_OPEN:
+            self._end(next(iter(self._open), None))
+        self._open[request] = time.monotonic() + PATIENCE_S
+        super().process_request(request, client_address)
+
+    def keep(self, request: Any, patience_s: float = PATIENCE_S) -> None:
+        """It has shown the token: its time begins anew."""
+        if request in self._open:
+            self._open[request] = time.monotonic() + patience_s
+
+    def service_actions(self) -> None:
+        """Ends those that have sent a head too slowly."""
+        now = time.monotonic()
+        for request in [one for one, until in list(self._open.items()) if until < now]:
+            self._end(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Closes a connection."""
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def _end(self, request: Any) -> None:
+        if self._open.pop(request, None) is not None:
+            with contextlib.suppress(OSError):  # its thread closes it
+                request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that went away is no error of ours, and any other is answered by a 500."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "hybridrl", ""
+    timeout = PATIENCE_S
+
+    def do_GET(self) -> None:
+        """Answers a page, its parts, or the metrics."""
+        # A page of another site that a name leads here (DNS rebinding) brings the other's name. The
+        # port may be another one: that of a tunnel.
+        if self.headers.get("Host", "").partition(":")[0] not in (HOST, "localhost"):
+            self._refuse(HTTPStatus.FORBIDDEN)
+            return
+        path = [unquote(part) for part in urlsplit(self.path).path.split("/")[1:]]
+        if path == ["metrics"] and self._is_token(self._bearer()):
+            path.insert(0, "")
+        elif not path or not self._is_token(path[0]):
+            self._refuse(HTTPStatus.NOT_FOUND)
+            return
+        elif len(path) == 1:
+            self._answer(b"", _HTML, HTTPStatus.MOVED_PERMANENTLY, Location=f"/{path[0]}/")
+            return
+        self.server.keep(self.connection, math.inf)  # as long as the answer takes
+        try:
+            self._route(path[1:])
+        except ConnectionError:
+            raise
+        except Exception as error:  # such as a file that is being replaced: asked for again soon
+            said = f"{type(error).__name__}: {error}".encode(errors="replace")
+            self._answer(said, "text/plain; charset=utf-8", HTTPStatus.INTERNAL_SERVER_ERROR)
+        self.server.keep(self.connection)
+
+    def _route(self, path: list[str]) -> None:
+        names = ""
+        if path[0] == "runs" and len(path) > 2:
+            names, path = path[1], path[2:]
+        site = self.server.site
+        match path:
+            case [""] if (text := site.page(names)) is not None:
+                scripts = OF_RUNS if not names and site.run is None else SCRIPTS
+                headers = {"Content-Security-Policy": f"{policy(scripts)}; frame-ancestors 'none'"}
+                self._answer(text.encode(), _HTML, **headers)
+            case ["metrics"] if not names:
+                self._answer(site.metrics().encode(), prometheus.TYPE)
+            case ["versions"] if (found := site.parts(names)) is not None:
+                versions = {name: part.version() for name, part in found.items()}
+                self._answer(json.dumps(versions).encode(), _JSON)
+            case ["part", name] if name in (found := site.parts(names) or {}):
+                self._answer(found[name].text().encode(), _JSON)
+            case _:
+                self._refuse(HTTPStatus.NOT_FOUND)
+
+    def _bearer(self) -> str:
+        kind, _, token = self.headers.get("Authorization", "").partition(" ")
+        return token.strip() if kind.lower() == "bearer" else ""
+
+    def _is_token(self, said: str) -> bool:
+        return hmac.compare_digest(said.encode(errors="replace"), self.server.token.encode())
+
+    def _refuse(self, status: HTTPStatus) -> None:
+        self._answer(f"{status.phrase}\n".encode(), "text/plain; charset=utf-8", status)
+
+    def _answer(
+        self, content: bytes, kind: str, status: HTTPStatus = HTTPStatus.OK, **headers: str
+    ) -> None:
+        self.send_response(status)
+        always = {
+            "Content-Type": kind,
+            "Content-Length": str(len(content)),
+            "Cache-Control": "no-store",
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+        }
+        for name, value in {**always, **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing: addresses have the token in them."""

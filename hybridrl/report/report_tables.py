@@ -1,0 +1,76 @@
+"""How full devices were in a run, beside what its plan had said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hybridrl.config.load import read_settings
+from hybridrl.errors import HybridRLError
+from hybridrl.placement import Placement
+from hybridrl.run_files.run_reader import RunFolder
+from hybridrl.system.cluster_spec import Cluster
+
+_GIB = 2**30
+_NAME, _PEAK = "memory/", "_peak_gib"
+
+
+class Planned(NamedTuple):
+    """GiB by role and phase, what a device has, and why nothing is known."""
+
+    phases: Mapping[tuple[str, str], float] = {}
+    device: float | None = None
+    note: str = ""
+
+
+def memory_table(rows: Sequence[Mapping[str, Any]], planned: Planned) -> dict[str, Any]:
+    """`rows`: role, phase, GiB `seen` at the fullest moment of any rank and step, and `planned`;
+    `device`: GiB that one has; `note`: why there is no plan.
+    """
+    seen: dict[tuple[str, str], float] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith(_NAME) and name.endswith(_PEAK):
+                role, _, phase = name.removeprefix(_NAME).removesuffix(_PEAK).partition("/")
+                seen[role, phase] = max(seen.get((role, phase), 0.0), value)
+    return {
+        "rows": [
+            {"role": key[0], "phase": key[1], "seen": peak, "planned": planned.phases.get(key)}
+            for key, peak in sorted(seen.items(), key=lambda one: -one[1])
+        ],
+        "device": planned.device,
+        "note": planned.note if seen else "",
+    }
+
+
+def planned_memory(run: RunFolder) -> Planned:
+    """What the plan of a run says, made again from its settings and its devices."""
+    try:
+        config = read_settings(run.path / "config.yaml")
+        cluster = Cluster.from_json((run.path / "cluster.json").read_text())
+        placement = Placement.from_json((run.path / "placement.json").read_text())
+    except (HybridRLError, OSError, ValueError, KeyError, TypeError):
+        return Planned(note="Settings or devices of the run are not there: no plan.")
+    folder = Path(config.model.path) if config.model.path else run.path / "initial_model"
+    if not (folder / "config.json").is_file():
+        return Planned(note=f"The model's folder, {folder}, is not here: no plan.")
+    if ":" in config.trainer.name:  # a report runs no program that a run's settings name
+        return Planned(note=f"trainer.name={config.trainer.name} is a program of its own: no plan.")
+    from hybridrl.planner.job_plan import make_plan
+    from hybridrl.planner.machine.device_catalog import present
+
+    try:
+        config = replace(config, model=replace(config.model, path=str(folder)))
+        cluster = present(cluster)
+        plan = make_plan(config, cluster, placement)
+        device = plan.cluster.memory_of(0) / _GIB
+    except Exception as error:  # of any library that looks at the model: the rest can be shown
+        return Planned(note=f"No plan: {type(error).__name__}: {str(error)[:200]}")
+    found: dict[tuple[str, str], float] = {}
+    for devices in plan.memory:
+        for phase in devices.phases:
+            key = phase.role, phase.phase
+            found[key] = max(found.get(key, 0.0), phase.bytes / _GIB)
+    return Planned(found, device)

@@ -1,0 +1,213 @@
+"""Samples of a run for its report: of some steps whole groups, as many as there is room for."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hybridrl.batch.batch import LIBRARY_PREFIXES
+from hybridrl.report.token_texts import texts, tokenizer_of
+from hybridrl.run_files.run_reader import RunFolder
+
+if TYPE_CHECKING:
+    from pyarrow import Table
+    from tokenizers import Tokenizer
+
+MOST_BYTES = 2_400_000
+"""Of all samples, as they stand in the page."""
+MOST_FILES = 12
+LONGEST = 6_000
+"""Of a text, in characters; of a longer one the beginning and the end are kept."""
+MOST_TOKENS = 2_000
+"""Of a sample, that are coloured."""
+_FILE = re.compile(r"(?:eval-(?P<set>[\w-]+)-)?step-(?P<step>\d+)\.parquet")
+_TEXT = ("prompt", "answer", "response", "finish_reason", "extracted")
+_OF_TOKENS = ("rollout_log_probs", "log_probs", "ref_log_probs", "advantages", "values", "returns")
+
+
+class Source(NamedTuple):
+    """A file of samples: of a step, or of the evaluation of a set at a step."""
+
+    file: Path
+    step: int
+    set: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.set}, step {self.step}" if self.set else f"step {self.step}"
+
+
+def samples(run: RunFolder, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+    """What the samples browser shows: `sources`, `samples`, and a `note` of what was left out."""
+    everything = sources_of(run.path)
+    chosen = _chosen(everything)
+    tokenizer = tokenizer_of(run.path, run.settings()) if chosen else None
+    shown, sources, unread = [], [], []
+    room = most_bytes
+    for number, source in enumerate(chosen):
+        share = room // (len(chosen) - number)
+        try:
+            rows, total = _rows(source, tokenizer, share)
+        except Exception as error:  # of pyarrow: a file may be cut short, or none of ours
+            unread.append(f"{source.file.name}: {str(error).splitlines()[0][:120]}")
+            continue
+        for size, row in rows:
+            room -= size
+            shown.append({"source": len(sources), **row})
+        sources.append(
+            {"label": source.label, "step": source.step, "set": source.set, "samples": total}
+        )
+    return {
+        "sources": sources,
+        "samples": shown,
+        "note": _note(everything, sources, shown),
+        "unread": unread,
+    }
+
+
+def sources_of(run: Path) -> list[Source]:
+    """All files of samples that a run has, in the order of their steps."""
+    found = []
+    for file in (run / "samples").glob("*.parquet"):
+        if named := _FILE.fullmatch(file.name):
+            found.append(Source(file, int(named["step"]), named["set"] or ""))
+    return sorted(found, key=lambda one: (one.step, one.set))
+
+
+def _chosen(everything: Sequence[Source]) -> list[Source]:
+    """Of training some steps, the first and the last among them; of each set its last."""
+    training = [one for one in everything if not one.set]
+    if len(training) > MOST_FILES:
+        last = len(training) - 1
+        places = {round(part * last / (MOST_FILES - 1)) for part in range(MOST_FILES)}
+        training = [training[place] for place in sorted(places)]
+    newest = {one.set: one for one in everything if one.set}
+    return [*training, *newest.values()]
+
+
+def _rows(
+    source: Source, tokenizer: Tokenizer | None, room: int
+) -> tuple[list[tuple[int, dict[str, Any]]], int]:
+    """Whole groups with their sizes in the page, as long as there is room; and all that there are.
+
+    Of the first group, if it has none, as many samples as fit without their tokens, and one at
+    least.
+    """
+    from pyarrow import parquet
+
+    table = parquet.read_table(source.file)
+    tokens = _token_table(source)
+    found: list[tuple[int, dict[str, Any]]] = []
+    left = room
+    for first, end in _groups(table):
+        plain = [_sample(row) for row in table.slice(first, end - first).to_pylist()]
+        group = []
+        for index, shown in enumerate(plain, first):
+            if tokens is not None and index < tokens.num_rows:
+                of_tokens = tokens.slice(index, 1).to_pylist()[0]
+                shown = shown | _token_columns(of_tokens, tokenizer)
+            group.append((_size(shown), shown))
+        size = sum(each for each, _ in group)
+        if size > left:
+            return found or _fitting(plain, left), table.num_rows
+        found += group
+        left -= size
+    return found, table.num_rows
+
+
+def _fitting(samples: list[dict[str, Any]], room: int) -> list[tuple[int, dict[str, Any]]]:
+    found = [(_size(sample), sample) for sample in samples]
+    fitting = sum(end <= room for end in itertools.accumulate(size for size, _ in found))
+    return found[: max(1, fitting)]
+
+
+def _size(sample: dict[str, Any]) -> int:
+    return len(json.dumps(sample, ensure_ascii=False).encode())
+
+
+def _token_table(source: Source) -> Table | None:
+    """What is known of the tokens of the first samples; see `trainers.kept_samples`."""
+    from pyarrow import parquet
+
+    file = source.file.parent.parent / "tokens" / source.file.name
+    return parquet.read_table(file) if not source.set and file.is_file() else None
+
+
+def _groups(table: Table) -> Iterator[tuple[int, int]]:
+    """The first row of each group of neighbours, and the one after its last."""
+    name = next((one for one in ("group_id", "row") if one in table.column_names), None)
+    numbers = table.column(name).to_pylist() if name else list(range(table.num_rows))
+    first = 0
+    for index in range(1, len(numbers) + 1):
+        if index == len(numbers) or numbers[index] != numbers[first]:
+            yield first, index
+            first = index
+
+
+def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
+    found = {
+        "group": row.get("group_id", row.get("row")),
+        **{name: _cut(row[name]) for name in _TEXT if row.get(name) not in (None, "")},
+        "reward": _number(row.get("scores", row.get("score"))),
+        "cost": _number(row.get("costs")),
+        "correct": row.get("correct"),
+        "length": row.get("tokens"),
+        "advantage": _number(row.get("advantage")),
+        "version": row.get("policy_version"),
+        "episode": row.get("episode"),
+        "turns": row.get("turns"),
+        "turn_rewards": [_number(one) for one in row.get("turn_rewards") or []] or None,
+        "parts": {
+            name.partition("/")[2]: _number(value)
+            for name, value in row.items()
+            if name.startswith(LIBRARY_PREFIXES)
+        }
+        or None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _token_columns(row: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    ids = list(row.get("response_ids") or [])[:MOST_TOKENS]
+    if not ids:
+        return {}
+    found: dict[str, Any] = {"text": texts(tokenizer, ids)}
+    for name in ("response_mask", "turn"):
+        if row.get(name):
+            found[name] = [int(one) for one in row[name][: len(ids)]]
+    for name in _OF_TOKENS:
+        if row.get(name):
+            found[name] = [_number(one) for one in row[name][: len(ids)]]
+    cut = len(row["response_ids"]) - len(ids)
+    return {"tokens": found, **({"tokens_left_out": cut} if cut else {})}
+
+
+def _cut(value: Any) -> str:
+    text = value if isinstance(value, str) else str(value)
+    if len(text) <= LONGEST:
+        return text
+    half = LONGEST // 2
+    return f"{text[:half]}\n… {len(text) - LONGEST:,} characters left out …\n{text[-half:]}"
+
+
+def _number(value: Any) -> float | None:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(f"{value:.4g}")
+
+
+def _note(
+    everything: Sequence[Source], sources: Sequence[Mapping[str, Any]], shown: Sequence[Any]
+) -> str:
+    total = sum(one["samples"] for one in sources)
+    said = []
+    if len(sources) < len(everything):
+        said.append(f"{len(sources)} of {len(everything)} files of samples are shown")
+    if len(shown) < total:
+        said.append(f"{len(shown):,} of their {total:,} samples, whole groups")
+    return ", and ".join(said) + "; the rest is in samples/." if said else ""

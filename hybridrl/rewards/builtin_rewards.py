@@ -1,0 +1,105 @@
+"""The built-in reward functions. Those here are 1.0 for a right response and 0.0 for a wrong one.
+
+A function of this module whose first parameters are `prompt` and `response` is a built-in one;
+keyword-only parameters are its options (see `options`).
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from hybridrl.rewards.format_rewards import format, length, target_length
+from hybridrl.rewards.math_reward import math
+from hybridrl.rewards.reasoning_gym_reward import reasoning_gym
+
+__all__ = [
+    "boxed",
+    "contains",
+    "exact",
+    "format",
+    "length",
+    "math",
+    "numeric",
+    "reasoning_gym",
+    "target_length",
+]
+
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # with escapes, so that `\{` is passed over
+_NUMBER = re.compile(
+    r"(?:(?<![\w)])-)?\$?"  # a minus after a digit or a bracket is a subtraction, not a sign
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
+    r"(?:[eE][+-]?[0-9]+)?"
+)
+
+
+def exact(prompt: str, response: str, answer: str, **row: Any) -> float:
+    """The response is the answer, spaces around it aside."""
+    return float(response.strip() == answer.strip())
+
+
+def contains(prompt: str, response: str, answer: str, **row: Any) -> float:
+    """The answer occurs somewhere in the response."""
+    if not answer.strip():
+        raise ValueError("The answer is empty; `contains` would call every response right.")
+    return float(answer.strip() in response)
+
+
+def numeric(prompt: str, response: str, answer: str, **row: Any) -> float:
+    """The last number of the response equals the last number of the answer.
+
+    `1,234`, `$5` and `7.50` are read as numbers; of a text with `####`, as GSM8K writes its
+    answers, the first number after the last `####` counts.
+    """
+    expected = final_number(answer)
+    if expected is None:
+        raise ValueError(f"The answer {answer!r} holds no number, and `numeric` compares numbers.")
+    return float(final_number(response) == expected)
+
+
+def boxed(prompt: str, response: str, answer: str, **row: Any) -> float:
+    """The last `\\boxed{...}` of the response holds the answer: the same text, spaces aside, or
+    the same number.
+
+    The answer may be boxed as well, at the end of a whole solution. For answers that may be
+    written in many ways, see `math`.
+    """
+    expected = _plain(boxed_text(answer) or answer)
+    if expected == "":
+        raise ValueError("The answer is empty; `boxed` has nothing to compare with.")
+    found = boxed_text(response)
+    if found is None:
+        return 0.0
+    return float(_plain(found) == expected)
+
+
+def boxed_text(text: str) -> str | None:
+    """What stands in the last `\\boxed{...}`; None if there is none or it is not closed."""
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for brace in _BRACE.finditer(text, start) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+        if depth == 0 and brace.group() == "}":
+            return text[start + len("\\boxed{") : brace.start()]
+    return None
+
+
+def _plain(text: str) -> str | Decimal:
+    """The number that `text` is, or the text without spaces."""
+    text = "".join(text.split())
+    number = final_number(text) if _NUMBER.fullmatch(text) else None
+    return text if number is None else number
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number that `text` ends on; see `numeric`. None if there is none."""
+    _, mark, tail = text.rpartition("####")
+    found = _NUMBER.findall(tail)
+    if not found:
+        return None
+    number = found[0] if mark else found[-1]
+    try:
+        return Decimal(number.replace(",", "").replace("$", ""))
+    except InvalidOperation:  # an exponent beyond any bound
+        return None

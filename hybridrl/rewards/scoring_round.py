@@ -1,0 +1,211 @@
+"""One round of scoring: the tasks that wait, what came of each, and the result."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from hybridrl.errors import RewardError
+from hybridrl.rewards.returned_scores import Answer, Steps
+from hybridrl.rewards.signature import rows_of_all, rows_of_group
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """The scores of a round.
+
+    Attributes:
+        scores: the weighted sum of the functions' scores, one per row; NaN for a dropped row, and
+            for one of which no function has anything to say.
+        columns: `reward/<function>` for each function, and `reward/<function>/<key>` for each
+            further number it returned (NaN where it did not), one value per row; `check/...` for
+            those that are only looked at.
+        failures: calls that raised, returned something unusable, died or timed out.
+        timeouts: the failures that were time-outs.
+        first_failure: the first failure with its traceback, or None.
+        outcomes: the scores without the rewards of steps; NaN where no function gave more.
+        steps: of each row, where its steps end (characters) and their weighted rewards, in order.
+    """
+
+    scores: list[float]
+    columns: dict[str, list[float]]
+    failures: int
+    timeouts: int
+    first_failure: str | None
+    outcomes: list[float] = field(default_factory=list)
+    steps: list[Steps] = field(default_factory=list)
+
+
+class Round:
+    """A task is one function on one row; its number is `row * functions + function`. Of a function
+    that is called once for all rows, or for the samples of a prompt, there is the task on the first
+    of them only."""
+
+    def __init__(
+        self,
+        rows: Sequence[dict[str, Any]],
+        names: Sequence[str],
+        modes: Sequence[tuple[bool, str]],
+        on_error: str,
+        error_value: float,
+        groups: Sequence[int] | None = None,
+        watched: int = 0,
+    ) -> None:
+        self._rows = rows
+        self._names = names
+        rewarded = len(names) - watched
+        self._prefixes = {n: "reward" if i < rewarded else "check" for i, n in enumerate(names)}
+        self._on_error = on_error
+        self._failed_value = error_value if on_error == "value" else math.nan
+        self._called_for = [kind for _, kind in modes]
+        self._together = {
+            "row": {row: [row] for row in range(len(rows))},
+            "group": {
+                members[0]: members
+                for members in neighbours(range(len(rows)) if groups is None else groups)
+            },
+            "rows": {0: list(range(len(rows)))} if rows else {},
+        }
+        tasks = [
+            row * len(names) + function
+            for row in range(len(rows))
+            for function, kind in enumerate(self._called_for)
+            if row in self._together[kind]
+        ]
+        # What waits, by whether the function is asynchronous; a process runs one kind at a time.
+        self.waiting = {
+            kind: deque(task for task in tasks if modes[task % len(names)][0] is kind)
+            for kind in (False, True)
+        }
+        # Asynchronous tasks of a process that died or hung: nobody knows which of them did it, so
+        # each gets a process for itself.
+        self.suspects: deque[int] = deque()
+        self._tried_again: set[int] = set()
+        self.unanswered = len(tasks)
+        nothing = Answer(math.nan, math.nan)
+        self._answers = [[nothing] * len(rows) for _ in names]
+        self._further: dict[str, list[float]] = {}
+        self._failures = self._timeouts = 0
+        self._first_failure: str | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every task has an outcome."""
+        return self.unanswered == 0
+
+    def message(self, tasks: Sequence[int]) -> list[tuple[int, int, dict[str, Any]]]:
+        """The tasks as a child reads them: number, function, row."""
+        return [(task, task % len(self._names), self._given(task)) for task in tasks]
+
+    def _given(self, task: int) -> dict[str, Any]:
+        row, function = divmod(task, len(self._names))
+        kind = self._called_for[function]
+        if kind == "row":
+            return self._rows[row]
+        together = [self._rows[number] for number in self._together[kind][row]]
+        return rows_of_all(together) if kind == "rows" else rows_of_group(together)
+
+    def score(self, task: int, answers: Sequence[Answer]) -> None:
+        """Records what the function says of each row of the task."""
+        first, function = divmod(task, len(self._names))
+        self.unanswered -= 1
+        rows = self._together[self._called_for[function]][first]
+        for row, answer in zip(rows, answers, strict=True):
+            self._answers[function][row] = answer
+            for key, value in (answer.further or {}).items():
+                name = self._names[function]
+                column = f"{self._prefixes[name]}/{name}/{key}"
+                if column not in self._further:
+                    self._further[column] = [math.nan] * len(self._rows)
+                self._further[column][row] = value
+
+    def may_try_again(self, task: int) -> bool:
+        """Of a task whose process was killed: whether it was for the first time, when nobody knows
+        that the task was the reason."""
+        if task in self._tried_again:
+            return False
+        self._tried_again.add(task)
+        return True
+
+    def fail(self, task: int, reason: str, is_timeout: bool = False) -> None:
+        """Records a failed call.
+
+        Raises:
+            RewardError: if `on_error` is `fail`.
+        """
+        row, function = divmod(task, len(self._names))
+        self.unanswered -= 1
+        self._failures += 1
+        self._timeouts += is_timeout
+        for failed in self._together[self._called_for[function]][row]:
+            self._answers[function][failed] = Answer(self._failed_value, self._failed_value)
+        if self._first_failure is None:
+            self._first_failure = self._describe(row, function, reason)
+        if self._on_error == "fail":
+            raise RewardError(
+                f"{self._first_failure.rstrip()}\nTo go on in spite of such rows, set "
+                "`reward.on_error` to `drop` (leave them out) or `value` (score them "
+                "`reward.error_value`)."
+            )
+
+    def result(self, weights: Sequence[float]) -> RewardResult:
+        """The sums and columns, once every task has an outcome."""
+        columns = {
+            f"{self._prefixes[name]}/{name}": [
+                math.nan if a.score is None else a.score for a in answers
+            ]
+            for name, answers in zip(self._names, self._answers, strict=True)
+        }
+        by_row = list(zip(*self._answers, strict=True))
+        return RewardResult(
+            scores=[_sum(weights, [answer.score for answer in row]) for row in by_row],
+            outcomes=[
+                _sum(weights, [answer.outcome for answer in row], math.nan) for row in by_row
+            ],
+            steps=[
+                sorted(
+                    (end, weight * reward)
+                    for weight, answer in zip(weights, row, strict=True)
+                    for end, reward in (answer.steps if weight else ())
+                )
+                for row in by_row
+            ],
+            columns=columns | self._further,
+            failures=self._failures,
+            timeouts=self._timeouts,
+            first_failure=self._first_failure,
+        )
+
+    def _describe(self, row: int, function: int, reason: str) -> str:
+        prompt, response = (self._rows[row].get(key, "") for key in ("prompt", "response"))
+        return (
+            f"The reward function `{self._names[function]}` failed on row {row + 1} of "
+            f"{len(self._rows)}.\nprompt: {_excerpt(prompt)}\nresponse: {_excerpt(response)}\n"
+            f"{reason}"
+        )
+
+
+def _sum(weights: Sequence[float], scores: Sequence[float | None], unasked: float = 0.0) -> float:
+    """Of what has been said; NaN if nothing has, `unasked` if no function is there to score: a
+    weight of 0 is for looking only."""
+    if not any(weights):
+        return unasked
+    said = [(w, score) for w, score in zip(weights, scores, strict=True) if score is not None]
+    counted = [weight * score for weight, score in said if weight]
+    return sum(counted) if counted else math.nan
+
+
+def neighbours(groups: Iterable[int]) -> list[list[int]]:
+    """Rows next to each other that are of one group."""
+    return [
+        [row for row, _ in members] for _, members in groupby(enumerate(groups), lambda at: at[1])
+    ]
+
+
+def _excerpt(text: Any, length: int = 200) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= length else f"{shown[:length]}... ({len(shown)} characters)"

@@ -1,0 +1,161 @@
+"""Reward functions by the source of a row: `data.sources.<name>.reward` in place of
+`reward.function`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hybridrl.config.schema import RewardConfig
+from hybridrl.errors import ConfigError, RewardError, nearest
+from hybridrl.rewards.loading import found_in, function_list, functions_of, short_names
+from hybridrl.rewards.pool import RewardPool
+from hybridrl.rewards.returned_scores import Steps
+from hybridrl.rewards.scoring_round import RewardResult
+
+COLUMN = "source"
+Settings = dict[str | None, RewardConfig]
+
+
+def settings_by_source(
+    config: RewardConfig, own: Mapping[str, Sequence[str]], sources: Sequence[str]
+) -> Settings:
+    """The settings of the rewards of each source that has functions of its own, and, under None, of
+    all others, if there are any. Functions of sources all weigh 1.
+
+    Args:
+        own: The functions of sources that have their own.
+        sources: The names of all; empty where there is no mixture.
+
+    Raises:
+        ConfigError: for a function that there is not, and for options of one that no source has.
+    """
+    elsewhere = {f"data.sources.{name}.reward": functions for name, functions in own.items()}
+    for setting, functions in ({"reward.check": config.check} | elsewhere).items():
+        with found_in(setting):
+            short_names(function_list(functions))
+    found: Settings = {}
+    if not sources or set(sources) - set(own):
+        found[None] = config
+    for name, functions in own.items():
+        found[name] = replace(config, function=list(functions), weights=None)
+    known = {name: short_names(functions_of(one)[0]) for name, one in found.items()}
+    names = [function for functions in known.values() for function in functions]
+    for option in config.options:
+        if own and option not in names:
+            raise ConfigError(
+                f"`reward.options.{option}` is set, but neither `reward.function` nor the reward "
+                f"of a source names `{option}`; they have {', '.join(names)}."
+                f"{nearest(option, names)}"
+            )
+    if not own:
+        return found
+    return {
+        name: replace(one, options={k: v for k, v in one.options.items() if k in known[name]})
+        for name, one in found.items()
+    }
+
+
+class SourcePools:
+    """A `RewardPool` for each source with functions of its own, and one for all other rows. One
+    whose settings name no function has no pool: its rows score 0, for a model or a judge to add to.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._pools: dict[str | None, RewardPool | None] = {}
+        self._columns: list[str] = []
+        for name, config in settings.items():
+            rewarded = short_names(function_list(config.function))
+            every, _ = functions_of(config)
+            watched = short_names(every)[len(rewarded) :]
+            self._columns += [f"reward/{function}" for function in rewarded]
+            self._columns += [f"check/{function}" for function in watched]
+            self._pools[name] = _pool(config) if every else None
+
+    def __bool__(self) -> bool:
+        return any(self._pools.values())
+
+    def asks_for(self, entry: str) -> bool:
+        """See `RewardPool.asks_for`."""
+        return any(pool.asks_for(entry) for pool in filter(None, self._pools.values()))
+
+    def start(self) -> None:
+        """See `RewardPool.start`."""
+        for pool in filter(None, self._pools.values()):
+            pool.start()
+
+    def score(
+        self,
+        rows: Sequence[dict[str, Any]],
+        progress: Callable[[], None] = lambda: None,
+        groups: Sequence[int] | None = None,
+    ) -> RewardResult:
+        """See `RewardPool.score`; a column of a function that did not score a row is NaN there.
+
+        Raises:
+            RewardError: also for a row of a source that has no functions.
+        """
+        if list(self._pools) == [None] and (pool := self._pools[None]) is not None:
+            return pool.score(rows, progress, groups=groups)
+        scores, outcomes = [0.0] * len(rows), [math.nan] * len(rows)
+        steps: list[Steps] = [[] for _ in rows]
+        # On every rank the same, whatever sources its rows are of.
+        columns = {name: [math.nan] * len(rows) for name in self._columns}
+        found = []
+        for name, places in self._places(rows).items():
+            if (pool := self._pools[name]) is None:
+                continue
+            mine = None if groups is None else [groups[place] for place in places]
+            result = pool.score([rows[place] for place in places], progress, groups=mine)
+            found.append(result)
+            of_rows = zip(places, result.scores, result.outcomes, result.steps, strict=True)
+            for place, score, outcome, parts in of_rows:
+                scores[place], outcomes[place], steps[place] = score, outcome, parts
+            for column, values in result.columns.items():
+                whole = columns.setdefault(column, [math.nan] * len(rows))
+                for place, value in zip(places, values, strict=True):
+                    whole[place] = value
+        failed = [result.first_failure for result in found if result.first_failure]
+        return RewardResult(
+            scores,
+            columns,
+            sum(result.failures for result in found),
+            sum(result.timeouts for result in found),
+            failed[0] if failed else None,
+            outcomes,
+            steps,
+        )
+
+    def close(self) -> None:
+        for pool in filter(None, self._pools.values()):
+            pool.close()
+
+    def _places(self, rows: Sequence[Mapping[str, Any]]) -> dict[str | None, list[int]]:
+        found: dict[str | None, list[int]] = {}
+        for place, row in enumerate(rows):
+            name = row.get(COLUMN)
+            name = name if name in self._pools else None
+            if name is None and None not in self._pools:
+                raise RewardError(
+                    f"A row is of the source {row.get(COLUMN)!r}, which has no reward function; "
+                    f"there are those of {', '.join(map(str, self._pools))}."
+                )
+            found.setdefault(name, []).append(place)
+        return found
+
+
+def _pool(config: RewardConfig) -> RewardPool:
+    functions, weights = functions_of(config)
+    return RewardPool(
+        functions,
+        weights,
+        options=config.options,
+        processes=config.processes,
+        timeout_s=config.timeout_s,
+        on_error=config.on_error,  # type: ignore[arg-type]
+        error_value=config.error_value,
+        watched=len(functions) - len(function_list(config.function)),
+        env=config.env,
+    )

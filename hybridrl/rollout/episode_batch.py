@@ -1,0 +1,123 @@
+"""From episodes to rows: the columns of what was played."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from hybridrl.batch.batch import Batch, Ragged
+from hybridrl.rollout.rollout_engine import ragged, responses
+from hybridrl.rollout.transcript import Transcript
+
+
+class EpisodeSample(NamedTuple):
+    """An episode that is over.
+
+    Attributes:
+        branches: What the model saw and sampled: one transcript, or several where the conversation
+            was not only continued; none if nothing was sampled. The last is the row's own.
+        rewards: One for each turn of the model, over all branches in the order of the turns; none
+            where turns have no rewards of their own.
+        reward: Of the whole; NaN: it is to be dropped.
+        finish_reason: `stop`, `length`, `max_turns`, `tool_timeout`, `tool_error`, or the kind of
+            failure.
+        metrics: Further numbers of the environment.
+    """
+
+    branches: list[Transcript]
+    rewards: list[float]
+    reward: float
+    finish_reason: str
+    metrics: Mapping[str, float] = {}
+
+
+NOTHING = EpisodeSample([], [], 0.0, "stop")
+"""In the place of an episode that another rank plays."""
+OF_TOKENS: Mapping[str, tuple[Callable[[Transcript], Sequence[float]], torch.dtype]] = {
+    "response_ids": (lambda transcript: transcript.response_ids, torch.int64),
+    "response_mask": (lambda transcript: transcript.mask, torch.uint8),
+    "rollout_log_probs": (lambda transcript: transcript.log_probs, torch.float32),
+    "turn": (lambda transcript: transcript.turns, torch.int32),
+    "token_versions": (lambda transcript: transcript.versions, torch.int64),
+}
+"""The columns of response tokens that a branch has, and where they come from."""
+
+
+def episode_batch(
+    samples: Sequence[EpisodeSample], prompts: Ragged | Sequence[Sequence[int]], *, branching: bool
+) -> Batch:
+    """A row for each episode.
+
+    Args:
+        prompts: The prompt ids of the rows, which one without any branch keeps.
+        branching: Whether episodes may have several branches, with prompts of their own.
+
+    Returns:
+        `finish_reason`, `turns` (of the model), `turn_rewards`, `episode_rewards`, the columns of
+        tokens `response_ids`, `response_mask`, `rollout_log_probs`, `turn` and `token_versions`
+        (see `Transcript`), and `environment/<name>` for each further number (NaN where an episode
+        does not have it). With `branching` also the row's own `prompt_ids`, the number of
+        `branches`, and what lies in those before the last, one after the other: `branch_` with the
+        names of these columns, and how long each is, `branch_prompt_lengths` and
+        `branch_response_lengths`.
+    """
+    own = [sample.branches[-1] if sample.branches else Transcript([]) for sample in samples]
+    batch = responses(
+        [transcript.response_ids for transcript in own],
+        [transcript.log_probs for transcript in own],
+        [sample.finish_reason for sample in samples],
+    )
+    turns = [sum(branch.sampled_turns for branch in sample.branches) for sample in samples]
+    columns = {name: ragged([of(t) for t in own], kind) for name, (of, kind) in OF_TOKENS.items()}
+    columns |= {
+        "turns": torch.tensor(turns, dtype=torch.int64),
+        "turn_rewards": ragged([sample.rewards for sample in samples], torch.float32),
+        "episode_rewards": torch.tensor([s.reward for s in samples], dtype=torch.float32),
+        **_metrics(samples),
+    }
+    if branching:
+        columns |= _branches(samples, own, prompts)
+    return batch.with_columns(columns)
+
+
+def _branches(
+    samples: Sequence[EpisodeSample],
+    own: Sequence[Transcript],
+    prompts: Ragged | Sequence[Sequence[int]],
+) -> dict[str, Ragged | torch.Tensor]:
+    """The columns of branches; see `episode_batch`."""
+    given = [row.tolist() for row in prompts.rows()] if isinstance(prompts, Ragged) else prompts
+    further = [sample.branches[:-1] for sample in samples]
+    own_prompts = [
+        transcript.prompt_ids if sample.branches else list(prompt)
+        for sample, transcript, prompt in zip(samples, own, given, strict=True)
+    ]
+
+    def together(of: Callable[[Transcript], Sequence[float]], kind: torch.dtype) -> Ragged:
+        return ragged([[x for branch in row for x in of(branch)] for row in further], kind)
+
+    return {
+        "prompt_ids": ragged(own_prompts, torch.int64),
+        "branches": torch.tensor([len(sample.branches) for sample in samples], dtype=torch.int64),
+        "branch_prompt_ids": together(lambda branch: branch.prompt_ids, torch.int64),
+        **{f"branch_{name}": together(of, kind) for name, (of, kind) in OF_TOKENS.items()},
+        "branch_prompt_lengths": ragged(
+            [[len(branch.prompt_ids) for branch in row] for row in further], torch.int64
+        ),
+        "branch_response_lengths": ragged(
+            [[len(branch) for branch in row] for row in further], torch.int64
+        ),
+    }
+
+
+def _metrics(samples: Sequence[EpisodeSample]) -> dict[str, torch.Tensor]:
+    names = dict.fromkeys(name for sample in samples for name in sample.metrics)
+    return {
+        f"environment/{name}": torch.tensor(
+            [sample.metrics.get(name, math.nan) for sample in samples], dtype=torch.float32
+        )
+        for name in names
+    }

@@ -1,0 +1,249 @@
+"""EpisodeRollout: samples of several turns, with an environment or tools of the user's in between.
+
+It stands around any rollout engine, in the process of it. While a tool runs, the engine goes on
+with other samples if it can; otherwise all samples take their turns together. A response is
+everything after the first prompt: sampled tokens, and those that the environment gave.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridrl.batch.batch import Batch
+from hybridrl.batch.turn import Episode, Turn
+from hybridrl.rollout import user_code_loop as tool_loop
+from hybridrl.rollout.episode_batch import EpisodeSample, episode_batch
+from hybridrl.rollout.playing import Playing, PlaysEpisodes
+from hybridrl.rollout.rollout_engine import Finished, Request, RolloutEngine, Sampling
+from hybridrl.rollout.token_versions import TokenVersions
+from hybridrl.rollout.transcript import Transcript
+from hybridrl.rollout.user_code_loop import Outcome, ToolLoop
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
+_OURS = (__file__, tool_loop.__file__)
+
+
+class EpisodeRollout(PlaysEpisodes):
+    """Plays an episode for each row.
+
+    Args:
+        engine: Generates the turns.
+        episode: Builds what answers them, one for each sample.
+        max_turns: Most turns of the model in a sample.
+        max_turn_tokens: Longest of them; None: as long as the whole response may be.
+        tool_timeout_s: Longest time for one call of the user's code.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        episode: Callable[[], Episode],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_turns: int,
+        max_turn_tokens: int | None,
+        tool_timeout_s: float,
+    ) -> None:
+        super().__init__(engine)
+        self.episode = episode
+        self.tokenizer = tokenizer
+        self.max_turns = max_turns
+        self.max_turn_tokens = max_turn_tokens
+        self.tools = ToolLoop(tool_timeout_s)
+        self._logged: set[str] = set()
+
+    def begin(
+        self, batch: Batch, sampling: Sampling, seeds: Sequence[int], version: int
+    ) -> Playing:
+        """Begins the episodes of all rows; the columns of the data go to their `reset`.
+
+        `sampling.max_tokens` is the limit of the whole response, what the environment says
+        included; `sampling.min_tokens` counts sampled tokens. A `finish_reason` is `stop` (the
+        environment said `done`), `length`, `max_turns`, `tool_timeout` or `tool_error`.
+        """
+        return _Episodes(self, self._engine, batch, sampling, seeds, version)
+
+    def close(self) -> None:
+        self.tools.close()
+        self._engine.close()
+
+    def log_once(self, error: BaseException) -> None:
+        """Writes the traceback of the user's code to the log, once for each line that raises."""
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}"
+        if place in self._logged:
+            return
+        self._logged.add(place)
+        frame = error.__traceback__
+        while frame is not None and frame.tb_frame.f_code.co_filename in _OURS and frame.tb_next:
+            frame = frame.tb_next  # tells the user nothing
+        lines = "".join(traceback.format_exception(error.with_traceback(frame)))
+        _log.error("An episode ended because `rollout.episode` raised:\n%s", lines)
+
+
+@dataclass
+class _Sample:
+    """An episode under way."""
+
+    transcript: Transcript
+    row: dict[str, Any]
+    episode: Episode | None = None
+    rewards: list[float] = field(default_factory=list)  # one for each turn of the model
+    finish_reason: str | None = None
+
+
+class _Episodes(Playing):
+    """The episodes of one generation. All of it runs in the caller's thread, except for the
+    coroutines of the user's."""
+
+    def __init__(
+        self,
+        rollout: EpisodeRollout,
+        engine: RolloutEngine,
+        batch: Batch,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        version: int,
+    ) -> None:
+        self._rollout = rollout
+        self._tools = rollout.tools
+        self._engine = engine
+        self._sampling = sampling
+        self._seeds = seeds
+        self._versions = TokenVersions(version)
+        self._generating = 0
+        self._ended: list[int] = []  # since the last `take`
+        prompts = batch.ragged("prompt_ids").rows()
+        self._samples = [
+            _Sample(Transcript(ids.tolist()), row)
+            for ids, row in zip(prompts, batch.rows_for_users(), strict=True)
+        ]
+        self._left = len(self._samples)
+        for key, sample in enumerate(self._samples):
+            self._tools.submit(partial(self._reset, sample), partial(self._answered, key))
+
+    def take(
+        self, least: int, refresh: Callable[[], int] | None = None
+    ) -> tuple[Batch, npt.NDArray[np.int64]]:
+        while self._tools.pending or self._generating:
+            if self._left and len(self._ended) >= least:
+                break  # at the end, what closes episodes is waited for as well
+            if refresh is not None:
+                self._versions.change(refresh(), self._engine.progress)
+            together = not self._engine.continuous and self._tools.pending > 0
+            self._tools.deliver(wait=together or not self._generating)
+            if self._generating and (self._engine.continuous or not self._tools.pending):
+                for finished in self._engine.poll():
+                    self._generated(finished)
+        rows, self._ended = self._ended, []
+        samples = [
+            EpisodeSample(
+                [sample.transcript], sample.rewards, sum(sample.rewards), str(sample.finish_reason)
+            )
+            for sample in map(self._samples.__getitem__, rows)
+        ]
+        return episode_batch(samples, [], branching=False), np.array(rows, dtype=np.int64)
+
+    def close(self) -> None:
+        self._engine.cancel()
+        self._tools.forget()
+
+    async def _reset(self, sample: _Sample) -> Turn:
+        sample.episode = self._rollout.episode()
+        turn = await sample.episode.reset(sample.row)
+        return Turn() if turn is None else _checked("reset", turn)
+
+    async def _step(self, sample: _Sample, text: str, token_ids: list[int]) -> Turn:
+        assert sample.episode is not None
+        return _checked("step", await sample.episode.step(text, token_ids))
+
+    def _generated(self, finished: Finished) -> None:
+        """The model has ended a turn: the environment answers, unless the turn was cut short."""
+        self._generating -= 1
+        sample = self._samples[finished.key]
+        versions = self._versions.end(finished.key, len(finished.token_ids))
+        sample.transcript.add_sampled(
+            finished.prompt_ids, finished.token_ids, finished.log_probs, versions
+        )
+        sample.rewards.append(0.0)
+        if finished.finish_reason == "length":
+            self._end(finished.key, "length")
+            return
+        text = self._rollout.tokenizer.decode(finished.token_ids, skip_special_tokens=True)
+        step = partial(self._step, sample, text, finished.token_ids)
+        self._tools.submit(step, partial(self._answered, finished.key))
+
+    def _answered(self, key: int, outcome: Outcome) -> None:
+        """The environment has answered: the model goes on, unless the episode is over."""
+        sample = self._samples[key]
+        if outcome.timed_out:
+            self._end(key, "tool_timeout")
+            return
+        if outcome.error is not None:
+            self._rollout.log_once(outcome.error)
+            self._end(key, "tool_error")
+            return
+        turn: Turn = outcome.value
+        if sample.rewards:  # otherwise it was the reset
+            sample.rewards[-1] = float(turn.reward)
+            if turn.done or len(sample.rewards) == self._rollout.max_turns:
+                self._end(key, "stop" if turn.done else "max_turns")
+                return
+        given = self._token_ids(turn)
+        if len(sample.transcript) + len(given) >= self._sampling.max_tokens:
+            self._end(key, "length")
+            return
+        sample.transcript.add_given(given)
+        self._generate(key)
+
+    def _generate(self, key: int) -> None:
+        transcript, turn = self._samples[key].transcript, len(self._samples[key].rewards)
+        left = self._sampling.max_tokens - len(transcript)
+        limit = min(left, self._rollout.max_turn_tokens or left)
+        least = min(limit, max(0, self._sampling.min_tokens - transcript.sampled))
+        sampling = replace(self._sampling, max_tokens=limit, min_tokens=least)
+        seed = hash((self._seeds[key], turn)) % 2**63
+        self._engine.start(Request(key, transcript.token_ids, sampling, seed))
+        self._versions.begin([key])
+        self._generating += 1
+
+    def _token_ids(self, turn: Turn) -> list[int]:
+        """Only the turn's own text is tokenized: what came before it stays as it was sampled."""
+        if turn.token_ids is not None:
+            return [int(token_id) for token_id in turn.token_ids]
+        if not turn.text:
+            return []
+        return list(self._rollout.tokenizer(turn.text, add_special_tokens=False)["input_ids"])
+
+    def _end(self, key: int, reason: str) -> None:
+        sample = self._samples[key]
+        sample.finish_reason = reason
+        self._ended.append(key)
+        self._left -= 1
+        close = getattr(sample.episode, "close", None)
+        if close is not None:
+            self._tools.submit(close, self._closed)
+
+    def _closed(self, outcome: Outcome) -> None:
+        if outcome.error is not None:
+            self._rollout.log_once(outcome.error)
+
+
+def _checked(method: str, turn: Any) -> Turn:
+    if not isinstance(turn, Turn):
+        raise TypeError(
+            f"`{method}` of `rollout.episode` returned a {type(turn).__name__}; it must return a "
+            "hybridrl.Turn."
+        )
+    return turn

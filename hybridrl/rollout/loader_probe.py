@@ -1,0 +1,205 @@
+"""Which elements of a checkpoint each of vLLM's parameters holds, found by running its loaders.
+
+vLLM fuses (qkv, gate and up), slices, repeats and pads parameters, each in the loader of its layer.
+Instead of a table for every architecture, the parameters are replaced for a moment by tensors
+without memory (torch's meta device), and `model.load_weights` is given a checkpoint of such
+tensors. Every copy that a loader makes is then seen as a strided view of a checkpoint tensor that
+goes into a strided view of a parameter: offset and strides are the numbers of the elements. That is
+exact, costs milliseconds at any size, and touches no weights. A loader that does more with elements
+than to copy them, and parameters that are not filled by boxes, are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hybridrl.layout.boxes import Box, intersection, volume
+from hybridrl.layout.tensor_pieces import Piece
+from hybridrl.layout.tensor_views import storage, view_box
+from hybridrl.rollout.weight_writer import place_of
+
+aten = torch.ops.aten
+
+
+class NotProbedError(Exception):
+    """Says what in a model cannot be written box by box."""
+
+
+def remember_parameters(model: nn.Module) -> None:
+    """Notes shape, precision and loader of every parameter, before anything repacks them, in
+    `model.raw_parameters`: name to a tensor without memory."""
+    model.raw_parameters = {
+        name: zero_twin(parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def zero_twin(parameter: Tensor, device: str | torch.device = "meta") -> Tensor:
+    """Zeros of the shape, precision, class and attributes of `parameter`."""
+    twin = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+    twin.__class__ = parameter.__class__
+    twin.__dict__.update(parameter.__dict__)
+    return twin
+
+
+@torch.no_grad()
+def probe(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Piece, ...]]:
+    """Where the elements of a checkpoint lie in `model`, which is the same afterwards.
+
+    Args:
+        model: Has `load_weights`, and went through `remember_parameters`.
+        shapes: Of every tensor of the checkpoint.
+
+    Returns:
+        The pieces that this rank holds of each tensor, none of some. `Piece.tensor` is the name of
+        the parameter; of tied parameters the first name. Elements of parameters in no piece are
+        padding, which vLLM keeps at zero.
+
+    Raises:
+        NotProbedError: a loader did not only copy boxes, or failed, or elements of a parameter come
+            from nowhere.
+    """
+    with _replaced_parameters(model) as twins:
+        dtype = next(iter(twins.values())).dtype
+        checkpoint = {
+            name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()
+        }
+        watch = _Watch(checkpoint, twins)
+        try:
+            with watch:
+                model.load_weights(iter(checkpoint.items()))
+        except NotProbedError:
+            raise
+        except Exception as error:  # of the loaders, which are vLLM's or a user's
+            raise NotProbedError(f"a loader failed: {type(error).__name__}: {error}") from error
+    for name, twin in twins.items():
+        _check_filled(name, tuple(twin.shape), watch.filled(name))
+    return {name: tuple(pieces) for name, pieces in watch.pieces.items()}
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operation on tensors, and keeps the copies from checkpoint to parameters."""
+
+    def __init__(self, checkpoint: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.pieces: dict[str, list[Piece]] = {name: [] for name in checkpoint}
+        self._zeros: dict[str, list[Box]] = {name: [] for name in parameters}
+        self._checkpoint = {storage(t): (name, t) for name, t in checkpoint.items()}
+        self._parameters = {storage(t): (name, t) for name, t in parameters.items()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.copy_.default and storage(args[0]) in self._parameters:
+            self._copy(args[0], args[1])
+        elif self._fills_with_zero(func, args):
+            if args[0].numel():
+                name, box = self._box(self._parameters, args[0])
+                self._zeros[name].append(box)
+        elif func._schema.is_mutable:
+            for leaf in tree_leaves((args, kwargs)):
+                self._refuse_known(func, leaf)
+        return func(*args, **kwargs)
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        if not target.numel():
+            return
+        name, box = self._box(self._parameters, target)
+        if storage(source) not in self._checkpoint:
+            raise NotProbedError(f"{name} is not copied from the checkpoint but computed")
+        if source.shape != target.shape:
+            raise NotProbedError(f"{name} repeats elements of the checkpoint")
+        origin, cut = self._box(self._checkpoint, source)
+        pieces = self.pieces[origin]
+        pieces.append(Piece(cut, name, tuple(start for start, _ in box)))
+        while len(pieces) > 1 and (one := _joined(*pieces[-2:])) is not None:
+            pieces[-2:] = [one]
+
+    def filled(self, name: str) -> list[Box]:
+        """The boxes of a parameter that have been given values."""
+        pieces = (piece for held in self.pieces.values() for piece in held if piece.tensor == name)
+        return [*self._zeros[name], *map(place_of, pieces)]
+
+    def _fills_with_zero(self, func: Any, args: tuple[Any, ...]) -> bool:
+        fills = func is aten.zero_.default or (func is aten.fill_.Scalar and args[1:] == (0,))
+        return fills and storage(args[0]) in self._parameters
+
+    def _box(self, known: Mapping[int, tuple[str, Tensor]], view: Tensor) -> tuple[str, Box]:
+        name, whole = known[storage(view)]
+        box = view_box(view, whole)
+        if box is None:
+            raise NotProbedError(
+                f"the loader reads or writes {name} {list(whole.shape)} as {list(view.shape)} with "
+                f"strides {view.stride()}, which is not a box of it"
+            )
+        return name, box
+
+    def _refuse_known(self, func: Any, leaf: Any) -> None:
+        if not isinstance(leaf, Tensor):
+            return
+        for known in (self._parameters, self._checkpoint):
+            if storage(leaf) in known:
+                name, _ = known[storage(leaf)]
+                raise NotProbedError(f"the loader of {name} uses {func}, not a plain copy")
+
+
+def _joined(first: Piece, second: Piece) -> Piece | None:
+    """Two pieces as one, if the second goes on where the first ends in both tensors. Loaders of
+    experts copy one after the other."""
+    moved = [
+        dim
+        for dim, (one, other) in enumerate(zip(first.box, second.box, strict=True))
+        if one != other
+    ]
+    if first.tensor != second.tensor or len(moved) != 1:
+        return None
+    (dim,) = moved
+    (low, middle), (start, high) = first.box[dim], second.box[dim]
+    goes_on = list(first.start)
+    goes_on[dim] += middle - low
+    if start != middle or tuple(goes_on) != second.start:
+        return None
+    return first._replace(box=(*first.box[:dim], (low, high), *first.box[dim + 1 :]))
+
+
+def _check_filled(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
+    """Refuses a parameter that is not covered by `boxes`, each element once."""
+    for one, other in combinations(boxes, 2):
+        if intersection(one, other) is not None:
+            raise NotProbedError(f"elements of {name} are written twice")
+    missing = torch.Size(shape).numel() - sum(map(volume, boxes))
+    if missing:
+        raise NotProbedError(f"{missing} elements of {name} {list(shape)} are not in the weights")
+
+
+@contextmanager
+def _replaced_parameters(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Inside, the model has its raw parameters, without memory; gives them by name."""
+    raw: Mapping[str, Tensor] = model.raw_parameters
+    live = dict(model.named_parameters(remove_duplicate=False))
+    if live.keys() != raw.keys():
+        changed = sorted(live.keys() ^ raw.keys())
+        raise NotProbedError(f"parameters came or went after loading: {', '.join(changed)}")
+    names: dict[int, str] = {}  # of each parameter, the first
+    try:
+        for name, parameter in live.items():
+            first = names.setdefault(id(parameter), name)
+            _set(model, name, raw[first])
+        yield {name: raw[name] for name in names.values()}
+    finally:
+        for name, parameter in live.items():
+            _set(model, name, parameter)
+
+
+def _set(model: nn.Module, name: str, parameter: Tensor) -> None:
+    module, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(module), attribute, parameter)

@@ -1,0 +1,161 @@
+"""TransformersRollout: sampling with a transformers model and its KV cache. Needs no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.batch.batch import Batch
+from hybridrl.layout.boxes import whole
+from hybridrl.layout.tensor_pieces import Piece
+from hybridrl.models import load_config
+from hybridrl.models.language_model import read_language_model
+from hybridrl.rollout.rollout_engine import RolloutEngine, Sampling, responses, row_seeds
+from hybridrl.rollout.token_sampler import Chooser
+from hybridrl.rollout.weight_writer import Form, Pieces, WeightWriter, differences
+from hybridrl.system.dtypes import DTYPES
+
+
+class TransformersRollout(RolloutEngine):
+    """One replica, with a copy of the weights of its own.
+
+    Prompts of similar length run together, `max_sequences` at a time; a finished sample leaves its
+    place when half of the others have finished too, so a long tail runs in a small batch.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: PreTrainedTokenizerBase,
+        dtype: str,
+        *,
+        max_sequences: int,
+        eos_token_ids: list[int],
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._device = device
+        self._tokenizer = tokenizer
+        self._max_sequences = max_sequences
+        self._eos = torch.tensor(eos_token_ids, device=device)
+        config, as_is = load_config(path), DTYPES[dtype]
+        try:
+            self._model, _ = read_language_model(
+                path, config, dtype=as_is, attn_implementation="sdpa"
+            )
+        except ValueError:  # its attention does what the fused one does not know
+            self._model, _ = read_language_model(
+                path, config, dtype=as_is, attn_implementation="eager"
+            )
+        self._model.to(device).eval().requires_grad_(False)
+
+    @torch.inference_mode()
+    def generate(self, batch: Batch, sampling: Sampling, seed: int | Sequence[int]) -> Batch:
+        prompts = batch["prompt_ids"].rows()
+        seeds = row_seeds(seed, len(prompts))
+        order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+        done: dict[int, _Sample] = {}
+        for start in range(0, len(order), self._max_sequences):
+            rows = order[start : start + self._max_sequences]
+            samples = self._generate(
+                [prompts[row] for row in rows], [seeds[row] for row in rows], sampling
+            )
+            done.update(zip(rows, samples, strict=True))
+        found = [done[row] for row in range(len(prompts))]
+        return responses(
+            [sample.token_ids for sample in found],
+            [sample.log_probs for sample in found],
+            [sample.finish_reason for sample in found],
+        )
+
+    @torch.no_grad()
+    def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        parameters = dict(self._model.named_parameters())
+        for name, tensor in weights:
+            parameters[name].copy_(tensor)
+
+    def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> Pieces:
+        """Every parameter is one piece: this engine's tensors are those of the checkpoint."""
+        return {
+            name: (Piece(whole(shape), name, (0,) * len(shape)),) for name, shape in shapes.items()
+        }
+
+    def writer(self) -> WeightWriter:
+        return WeightWriter(dict(self._model.named_parameters()), self.pieces(self._shapes()))
+
+    @torch.no_grad()
+    def differences(self, weights: Iterator[tuple[str, Tensor]]) -> list[str]:
+        model = self._model
+        return differences(
+            weights,
+            self.pieces(self._shapes()),
+            lambda name: iter([Form(name, model.get_parameter(name))]),
+        )
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(p.shape) for name, p in self._model.named_parameters()}
+
+    def _generate(
+        self, prompts: list[Tensor], seeds: list[int], sampling: Sampling
+    ) -> list[_Sample]:
+        chooser = Chooser(sampling, self._eos, self._tokenizer)
+        longest = max(len(prompt) for prompt in prompts)
+        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = prompt
+            mask[row, longest - len(prompt) :] = 1
+        ids, mask = ids.to(self._device), mask.to(self._device)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        seeds_left = torch.tensor(seeds, device=self._device)
+        samples = [_Sample() for _ in prompts]
+        running = samples  # one for each row of the batch in the cache
+        cache = None
+        for position in range(sampling.max_tokens):
+            output = self._model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            cache = output.past_key_values
+            tokens, chosen = chooser.choose(output.logits[:, -1], seeds_left, position)
+            for sample, token, log_prob, end in zip(
+                running,
+                tokens.tolist(),
+                chosen.tolist(),
+                chooser.ends(tokens),
+                strict=True,
+            ):
+                if sample.finish_reason == "length":  # that is, not stopped yet
+                    sample.token_ids.append(token)
+                    sample.log_probs.append(log_prob)
+                    if end or chooser.stops(sample.token_ids):
+                        sample.finish_reason = "stop"
+            alive = [row for row, s in enumerate(running) if s.finish_reason == "length"]
+            if not alive:
+                break
+            ids = tokens[:, None]
+            mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+            positions = positions[:, -1:] + 1
+            if len(alive) <= len(running) // 2:
+                keep = torch.tensor(alive, device=self._device)
+                cache.batch_select_indices(keep)
+                mask, ids, positions = mask[keep], ids[keep], positions[keep]
+                seeds_left = seeds_left[keep]
+                running = [running[row] for row in alive]
+        return samples
+
+
+class _Sample:
+    """A response under way."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.log_probs: list[float] = []
+        self.finish_reason = "length"

@@ -1,0 +1,142 @@
+"""Weights on their way into a rollout engine: written box by box, and compared afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridrl.layout.boxes import Box, extent, volume
+from hybridrl.layout.tensor_pieces import Piece
+
+Pieces = Mapping[str, tuple[Piece, ...]]
+"""Checkpoint name to the boxes of that tensor that this rank's engine holds."""
+
+
+class Form(NamedTuple):
+    """One of an engine's tensors as the engine keeps it.
+
+    Attributes:
+        called: In words: its name, or that it is a packed copy.
+        values: In the order in which it is loaded.
+        rounded: What the engine makes of values that come; None: they are rounded to its precision.
+    """
+
+    called: str
+    values: Tensor
+    rounded: Callable[[Tensor], Tensor] | None = None
+
+
+class WeightWriter:
+    """Takes every element of `pieces` once, in boxes of any size and order, then `finish`.
+
+    Boxes that are neighbours in a tensor, and tensors that are neighbours in the model, should
+    come together: an engine that repacks weights holds those of an unfinished layer twice.
+
+    Args:
+        parameters: The engine's tensors, written in place.
+        pieces: What is to be written.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], pieces: Pieces) -> None:
+        self._parameters = parameters
+        self.missing = {
+            name: sum(volume(piece.box) for piece in held)
+            for name, held in by_tensor(pieces).items()
+        }
+
+    @torch.no_grad()
+    def write(self, tensor: str, start: tuple[int, ...], values: Tensor) -> None:
+        """Copies `values`, of any precision and device, to `start` of the tensor `tensor`."""
+        if not values.numel():
+            return
+        place = tuple(slice(s, s + n) for s, n in zip(start, values.shape, strict=True))
+        self._target(tensor)[place].copy_(values)
+        self.missing[tensor] -= values.numel()
+        if self.missing[tensor] < 0:
+            raise RuntimeError(f"Elements of {tensor} were written twice.")
+        if self.missing[tensor] == 0:
+            self._complete(tensor)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """To be called after the last `write`.
+
+        Raises:
+            RuntimeError: elements are missing.
+        """
+        missing = {name: count for name, count in self.missing.items() if count}
+        if missing:
+            raise RuntimeError(f"Weights did not all arrive; elements missing: {missing}.")
+
+    def _target(self, tensor: str) -> Tensor:
+        return self._parameters[tensor]
+
+    def _complete(self, tensor: str) -> None:
+        """Called when a tensor has all its elements."""
+
+
+def differences(
+    weights: Iterable[tuple[str, Tensor]],
+    pieces: Pieces,
+    forms: Callable[[str], Iterator[Form]],
+) -> list[str]:
+    """A sentence for every box in which an engine's weights are not `weights`, bit for bit after
+    rounding to the engine's precision, and for every tensor that is not zero where no box is.
+
+    Args:
+        weights: Every tensor whole, under its checkpoint name.
+        pieces: What the engine holds of them.
+        forms: Given the name of one of the engine's tensors, the forms in which the engine keeps
+            it.
+    """
+    found = []
+    for name, whole in weights:
+        for piece in pieces.get(name, ()):
+            expected = whole[inside(piece.box)]
+            kept = list(forms(piece.tensor))
+            if not kept:
+                found.append(f"{piece.tensor} cannot be read back.")
+            for form, values, rounded in kept:
+                values = values[inside(place_of(piece))]
+                wanted = expected.to(values.device, values.dtype)
+                wrong = values != (wanted if rounded is None else rounded(wanted))
+                if wrong.any():
+                    found.append(
+                        f"{name} {list(piece.box)}: {int(wrong.sum())} of {wrong.numel()} elements "
+                        f"differ in {form}."
+                    )
+    for tensor, held in by_tensor(pieces).items():
+        for form, values, _ in forms(tensor):
+            if _filled(held) < values.numel():
+                rest = values.clone()
+                for piece in held:
+                    rest[inside(place_of(piece))] = 0
+                if rest.any():
+                    found.append(f"The padding of {form} is not zero.")
+    return found
+
+
+def by_tensor(pieces: Pieces) -> dict[str, list[Piece]]:
+    """The pieces that lie in each of the engine's tensors."""
+    found: dict[str, list[Piece]] = {}
+    for held in pieces.values():
+        for piece in held:
+            found.setdefault(piece.tensor, []).append(piece)
+    return found
+
+
+def inside(box: Box) -> tuple[slice, ...]:
+    """The index that selects the box."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def _filled(held: Iterable[Piece]) -> int:
+    return sum(volume(piece.box) for piece in held)
+
+
+def place_of(piece: Piece) -> Box:
+    """The box that a piece fills in the engine's tensor."""
+    return tuple((at, at + n) for at, n in zip(piece.start, extent(piece.box), strict=True))

@@ -1,0 +1,332 @@
+"""The evaluations of a run: which sets are due, what is measured of them, what is left of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.config.eval_sets import HELD_OUT, Metric, evaluates_held_out
+from hybridrl.config.load import to_plain
+from hybridrl.config.schema import is_served
+from hybridrl.console.evaluation_table import evaluation_table, table_text
+from hybridrl.evaluation import evaluation_function as own
+from hybridrl.evaluation.answer_extraction import extraction
+from hybridrl.evaluation.baseline import Baseline, doubts, estimates
+from hybridrl.evaluation.loaded_sets import EvalSet
+from hybridrl.evaluation.sample_table import Samples
+from hybridrl.evaluation.scored_samples import draw, keys_of, table_of
+from hybridrl.rewards import function_list
+from hybridrl.run.watchers.unscored_samples import Unscored
+from hybridrl.run_files.evaluation_log import EvaluationsFile, newest_of_sets
+from hybridrl.run_files.provenance import provenance
+from hybridrl.trainers.role_spec import ACTOR, checked_roles
+
+if TYPE_CHECKING:
+    from hybridrl.console.run_view import StepView
+    from hybridrl.job.job import Job
+    from hybridrl.rollout import Sampling
+    from hybridrl.trainers.trainer import Trainer
+
+
+class Evaluations:
+    """Those of a job.
+
+    Args:
+        job: The job, its groups built.
+        trainer: Its driver program.
+        view: Where progress is shown.
+        unscored: Told of everything that is scored.
+    """
+
+    def __init__(self, job: Job, trainer: Trainer, view: StepView, unscored: Unscored) -> None:
+        self.job, self.trainer, self.view, self.unscored = job, trainer, view, unscored
+        config = job.config
+        self.file = EvaluationsFile(job.directory.path)
+        self._trains = trainer.TRAINS
+        self._evaluates_held_out = job.held_out is not None and evaluates_held_out(
+            config, self._trains
+        )
+        self._named = None if config.eval.baseline is None else Baseline.named(config.eval.baseline)
+        self._remarked: set[tuple[str, str]] = set()
+
+    def due(self, step: int, last: bool = False, but: Sequence[str] = ()) -> list[str]:
+        """The names of the sets to be evaluated after this step, 0 being before the first.
+
+        Args:
+            last: It is the last step.
+            but: Sets that were evaluated at this step.
+        """
+        every = self.job.config.eval.every
+        is_due = step == 0 or last or bool(every and step % every == 0)
+        names = [HELD_OUT] if self._evaluates_held_out and is_due else []
+        for name, one in self.job.eval_sets.items():
+            if not self._trains or one.settings.is_due(step, last):
+                names.append(name)
+        return [name for name in names if name not in but]
+
+    def owner(self, figure: str) -> str:
+        """The set that a figure is of."""
+        found = re.match(r"(?:[^/]+/)?eval/([^/]+)/", figure)
+        return found[1] if found and found[1] in self.job.eval_sets else HELD_OUT
+
+    def is_part(self, figure: str) -> bool:
+        """Whether a figure is of a part of a set's prompts, as `by_column` tells them apart."""
+        name = self.owner(figure)
+        return name != HELD_OUT and "/" in figure.partition(f"eval/{name}/")[2]
+
+    def run(self, step: int, names: Sequence[str]) -> dict[str, float]:
+        """The figures of these sets, which are also written to the run's folder."""
+        figures: dict[str, float] = {}
+        written: dict[str, dict[str, Any]] = {}
+        self.view.phase("evaluating")
+        self.job.publish()
+        for name in names:
+            where = "" if name == HELD_OUT else f" of `{name}`"
+            if name == HELD_OUT:
+                found, entries = self._held_out(step)
+            else:
+                found, entries = self._set(self.job.eval_sets[name], step)
+            records = self.job.beside.called(self.job.executor.take_records())
+            called = f"evaluation{where} at step {step}"
+            for notice in self.unscored.look(called, records, is_needed=not self._trains):
+                self.view.message(notice)
+            figures |= found
+            written |= entries
+        if written:
+            self.file.add(self._entry(step, written))
+        return figures
+
+    def show(self) -> None:
+        """Shows the newest evaluation of each set as a table, where there is more to see than one
+        accuracy."""
+        config = self.job.config
+        if self._trains and not self.job.eval_sets and self._named is None:
+            return
+        if sets := newest_of_sets(self.file.read()):
+            against = f", against {config.eval.baseline}" if self._named else ""
+            table = table_text(evaluation_table(sets, f"evaluations{against}"))
+            self.view.message("\n".join([table, *self.doubts()]))
+
+    def doubts(self) -> list[str]:
+        """What makes figures of the newest evaluations say little; see `figures.doubts`."""
+        newest = newest_of_sets(self.file.read()).values()
+        return [said for each in newest for said in each.get("doubts", ())]
+
+    def compared(self) -> dict[str, Any]:
+        """For the summary: of each metric of the newest evaluations how it differs from the
+        baseline."""
+        return {
+            f"{name}/{metric}": one["difference"]
+            for name, each in newest_of_sets(self.file.read()).items()
+            for metric, one in each["metrics"].items()
+            if "difference" in one
+        }
+
+    def _held_out(self, step: int) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+        """What the trainer says of the held-out data, and what is kept of it, by role."""
+        job, config = self.job, self.job.config
+        self.trainer.drawn.clear()
+        who = f"`{type(self.trainer).__qualname__}.evaluate`"
+        self.trainer.sampling = replace(job.sampling, series=_series(HELD_OUT, step))
+        try:
+            figures = job.checked.figures(self.trainer.evaluate(job.put(job.held_out)), who)
+        finally:
+            self.trainer.sampling = job.sampling
+        entries: dict[str, dict[str, Any]] = {}
+        k, by = config.eval.samples, config.eval.by_column
+        metrics = (Metric("accuracy"), *((Metric("mean", k), Metric("pass", k)) if k > 1 else ()))
+        sampling = job.sampling if k > 1 else job.sampling.greedy()
+        extract = extraction("", None, function_list(config.reward.function))
+        for role, drawn in self.trainer.drawn.items():
+            keys = keys_of(job.held_out)
+            table = table_of(drawn, keys, config.reward.correct_at, extract, [by] if by else [])
+            name = _name_of(role, HELD_OUT)
+            limit = self._limit("rollout", sampling.max_tokens)
+            said = doubts(Samples(table), "the held-out rows", limit, unscored=not self._trains)
+            entries[name] = self._kept(step, name, table, metrics, by, said) | {
+                "sampling": _how_drawn(sampling, k),
+                "correct_at": config.reward.correct_at,
+            }
+        # Figures that a program of the user's adds, or gives in place of those of answers.
+        further = {name: {"value": value} for name, value in figures.items()}
+        for role in self.trainer.drawn:
+            prefix = "" if role == ACTOR else f"{role}/"
+            known = entries[_name_of(role, HELD_OUT)]["metrics"]
+            for name in list(further):
+                if name.removeprefix(prefix).removeprefix("eval/") in known:
+                    del further[name]
+        self.trainer.drawn.clear()  # the samples may go
+        if further:
+            entry = entries.setdefault(HELD_OUT, {"prompts": len(job.held_out), "metrics": {}})
+            entry["metrics"] |= {name.removeprefix("eval/"): one for name, one in further.items()}
+        for entry in entries.values():
+            entry["data"] = _said(to_plain(config)["data"])
+        return figures, entries
+
+    def _limit(self, group: str, max_tokens: int) -> str:
+        """Return what ended responses with the finish reason `length`."""
+        limit = f"{group}.max_tokens={max_tokens}"
+        config = self.job.config
+        if is_served(config.rollout, config.environment):  # a request may ask for fewer
+            return f"max_tokens of the program's request, or {limit}"
+        return limit
+
+    def _set(self, one: EvalSet, step: int) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+        """The figures of a set by every role that samples, and what is kept of it."""
+        figures: dict[str, float] = {}
+        entries: dict[str, dict[str, Any]] = {}
+        roles = checked_roles(self.trainer.roles(self.job.config), type(self.trainer).__qualname__)
+        for role in (role for role, spec in roles.items() if spec.generates):
+            name = _name_of(role, one.name)
+            entry = self._of_function(one, role, step) or self._of_answers(one, role, name, step)
+            entries[name] = entry
+            prefix = f"eval/{one.name}" if role == ACTOR else f"{role}/eval/{one.name}"
+            figures |= {f"{prefix}/{key}": m["value"] for key, m in entry["metrics"].items()}
+        return figures, entries
+
+    def _of_answers(self, one: EvalSet, role: str, name: str, step: int) -> dict[str, Any]:
+        settings, job = one.settings, self.job
+        actor, reward = job.groups[role], job.groups["reward"]
+        prompts = job.put(one.rows)
+        sampling = replace(one.sampling, series=_series(one.name, step))
+        drawn = [draw(actor, reward, prompts, sampling, settings.own.samples, one.verifier)]
+        if any(metric.kind == "accuracy" for metric in settings.metrics) and not drawn[0].greedy:
+            greedy = sampling.greedy()
+            drawn.append(draw(actor, reward, prompts, greedy, verifier=one.verifier))
+        by = settings.own.by_column
+        keys, correct_at = keys_of(one.rows), settings.reward.correct_at
+        table = table_of(drawn, keys, correct_at, one.extract, [by] if by else [])
+        limit = self._limit(settings.setting, one.sampling.max_tokens)
+        said = doubts(Samples(table), f"`{one.name}`", limit, unscored=True)
+        return self._kept(step, name, table, settings.metrics, by, said) | self._how(one, role)
+
+    def _of_function(self, one: EvalSet, role: str, step: int) -> dict[str, Any] | None:
+        """What a function of the user's says; None if the set has none."""
+        settings, job = one.settings, self.job
+        if settings.own.function is None:
+            return None
+        data = settings.data or job.config.data
+        groups, sampling = job.groups, replace(one.sampling, series=_series(one.name, step))
+        model = own.Model(
+            groups[role], groups["reward"], job.put, job.tokenizer, sampling, data, one.verifier
+        )
+        found = own.evaluate(
+            f"{settings.setting}.function",
+            settings.own.function,
+            {
+                "generate": model.generate,
+                "score": model.score,
+                "tokenizer": job.tokenizer,
+                "step": step,
+                "rows": [] if one.rows is None else one.rows.rows_for_users(),
+            },
+        )
+        metrics = {name: {"value": value} for name, value in found.items()}
+        return {"metrics": metrics, "function": settings.own.function} | self._how(one, role)
+
+    def _how(self, one: EvalSet, role: str) -> dict[str, Any]:
+        """How a set was evaluated."""
+        settings, plain = one.settings, to_plain(self.job.config)
+        own_data = (plain["eval"]["sets"][one.name] or {}).get("data")
+        how: dict[str, Any] = {"data": own_data or _said(plain["data"])}
+        if settings.is_verified:
+            how["reward"] = plain["eval"]["sets"][one.name]["reward"]
+        how["sampling"] = _how_drawn(one.sampling, settings.own.samples)
+        how["correct_at"] = settings.reward.correct_at
+        return how if role == ACTOR else how | {"role": role}
+
+    def _kept(
+        self,
+        step: int,
+        name: str,
+        table: Any,
+        metrics: Sequence[Metric],
+        by: str | None,
+        doubts: list[str],
+    ) -> dict[str, Any]:
+        """Writes samples, and gives the metrics with how sure they are, and why to doubt them."""
+        samples, directory = Samples(table), self.job.directory
+        found = estimates(samples, metrics, by)
+        path = directory.write_evaluated(name, step, table)
+        entry: dict[str, Any] = {
+            "prompts": len(samples.keys),
+            "samples": str(path.relative_to(directory.path)),
+            "metrics": {metric: one._asdict() for metric, one in found.items()},
+        }
+        if doubts:
+            entry["doubts"] = doubts
+        baseline = self._baseline(step, name)
+        if baseline is not None:
+            entry["baseline"] = baseline.origin(name)
+            for metric, one in found.items():
+                if difference := baseline.difference(name, metric, one, samples):
+                    entry["metrics"][metric]["difference"] = difference
+        return entry
+
+    def _entry(self, step: int, sets: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        job = self.job
+        for name, entry in sets.items():
+            baseline = self._baseline(step, name)
+            remarks = [*entry.get("doubts", ())] if self._trains else []  # else beside the table
+            remarks += [] if baseline is None else [baseline.remark(name, entry)]
+            for said in filter(None, remarks):
+                kind = name, re.sub(r"\d+", "", said)  # once, whatever the counts are
+                if kind not in self._remarked:
+                    self._remarked.add(kind)
+                    self.view.message(said)
+        found = {
+            "step": step,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "model": job.model_path,
+            "versions": provenance(job.config.run.seed, job.command)["versions"],
+            "sets": sets,
+        }
+        model_step = step_of_model(job.model_path)
+        return found if model_step is None else found | {"model_step": model_step}
+
+    def _baseline(self, step: int, name: str) -> Baseline | None:
+        """What a set is compared with: what the settings name, else its first evaluation."""
+        if self._named is not None:
+            return self._named if self._named.has(name) else None
+        if not self._trains:
+            return None
+        first = next((e for e in self.file.read() if name in e["sets"] and e["step"] < step), None)
+        if first is None:
+            return None
+        sets = {name: {**first["sets"][name], "step": first["step"]}}
+        return Baseline(self.job.directory.path, sets)
+
+
+def step_of_model(path: str) -> int | None:
+    """The step of a run that a model folder is of; None: it is of none."""
+    folder = Path(path).absolute().parent
+    found = re.fullmatch(r"step-(\d+)", folder.name)
+    return int(found[1]) if found and (folder / "complete.json").is_file() else None
+
+
+def _how_drawn(sampling: Sampling, samples: int) -> dict[str, Any]:
+    """What evaluations.json says of it."""
+    found = asdict(sampling) | {"samples": samples}
+    del found["series"]
+    return found
+
+
+def _series(name: str, step: int) -> str:
+    """That of the samples of a set at a step: training draws the same ones whatever is evaluated,
+    and how often."""
+    return f"evaluation {name} {step}"
+
+
+def _name_of(role: str, name: str) -> str:
+    """What a set is called in files: for other roles than the actor with the role's name."""
+    return name if role == ACTOR else f"{role}-{name}"
+
+
+def _said(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the job's prompts come from."""
+    places = ("task", "path", "split", "eval_path", "eval_split")
+    return {name: data[name] for name in places if data.get(name) is not None}

@@ -1,0 +1,260 @@
+"""The figures of a step, from what the ranks reported and what the updates measured."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from hybridrl.batch.batch import LIBRARY_PREFIXES
+from hybridrl.batch.call_record import Record
+from hybridrl.batch.turn import FAILURES
+from hybridrl.console.phase_colors import phase_shares
+from hybridrl.trainers.source_figures import scored_figures
+
+UPDATE = {
+    "loss": "policy/loss",
+    "entropy": "policy/entropy",
+    "kl": "policy/kl",
+    "approx_kl": "policy/approx_kl",
+    "clip_fraction": "policy/clip_fraction",
+    "grad_norm": "policy/grad_norm",
+    "learning_rate": "policy/learning_rate",
+    "router_busiest": "router/busiest",
+    "router_entropy": "router/entropy",
+    "router_loss": "router/loss",
+    "correction_weight": "policy/correction_weight",
+    "pair_accuracy": "pairs/accuracy",
+    "pair_margin": "pairs/margin",
+    "critic_loss": "critic/loss",
+    "critic_grad_norm": "critic/grad_norm",
+    "critic_value": "critic/value_mean",
+    "cost_critic_loss": "cost_critic/loss",
+    "cost_critic_value": "cost_critic/value_mean",
+}
+"""Metrics of an update, and the names under which they are written: means over the step's updates,
+weighted by their tokens. One that has a slash in its name, as the metrics of a user's loss may
+have, is written as it is."""
+COUNTS = {
+    "tokens": "policy/tokens",
+    "skipped_updates": "policy/skipped_updates",
+    "critic_skipped_updates": "critic/skipped_updates",
+    "cost_critic_skipped_updates": "cost_critic/skipped_updates",
+}
+"""Metrics of an update that add up over the step: tokens learned from, and updates that were left
+out because their gradient was not finite."""
+MISMATCH = {
+    "mismatch_kl": "mismatch/kl",
+    "mismatch_k3": "mismatch/k3",
+    "mismatch_ppl_ratio": "mismatch/ppl_ratio",
+    "mismatch_abs_max": "mismatch/max_abs",
+}
+OF_SAMPLES = ("samples", "reward_count", "cost_count")
+"""What a call reports that makes samples, or scores them."""
+OF_STEP = ("sync_", "behind_")
+"""How figures begin that are of the step whatever samples a call makes."""
+OTHER = "other"
+"""Samples that are not of the step, and that the program gives no name."""
+TOKENS = ("tokens", "critic_tokens", "cost_critic_tokens")
+SYNC = ("received", "redundant", "peak")
+"""Of all ranks together; see `hybridrl.weights.weight_sync.SyncCost`."""
+
+
+def step_metrics(
+    records: Sequence[Record],
+    updates: Sequence[Mapping[str, float]],
+    seconds: float,
+    drawn: Mapping[int, str] | None = None,
+) -> dict[str, float]:
+    """All metrics of one step.
+
+    Args:
+        records: Of every call of the step, by every rank.
+        updates: Metrics of each optimizer step.
+        seconds: Wall time of the step.
+        drawn: Calls by number, and what the names of figures of their samples begin with: "" for
+            the samples of the step. Other calls that sample or score begin with `OTHER`. None: all
+            samples are the step's.
+    """
+    of_step, of_samples = _totals(records, drawn)
+    metrics: dict[str, float] = {}
+    for name, total in of_samples.items():
+        found = _of_samples(total)
+        metrics |= {f"{name}/{key}": x for key, x in found.items()} if name else found
+    if generated := [total for total in of_samples.values() if "samples" in total]:
+        tokens = sum(total["response_tokens"] for total in generated)
+        metrics["throughput/tokens_per_second"] = tokens / seconds
+    if "behind_rows" in of_step:
+        metrics["staleness/mean"] = of_step["behind_sum"] / max(1.0, of_step["behind_rows"])
+        metrics["staleness/max"] = of_step["behind_max"]
+    if "sync_received" in of_step:  # weights went to the generator box by box
+        metrics |= {f"sync/{name}_bytes": of_step[f"sync_{name}"] for name in SYNC}
+    metrics |= _compression(of_step)
+    of_users = {name: name for update in updates for name in update if "/" in name}
+    for name, written in (UPDATE | of_users).items():
+        if any(name in update for update in updates):
+            metrics[written] = mean_of_updates(name, updates)
+    for name, written in COUNTS.items():
+        if found := [update[name] for update in updates if name in update]:
+            metrics[written] = sum(found)
+    # A step with several updates begins at the policy that sampled: there mismatch counts.
+    first = next((update for update in updates if "mismatch_k3" in update), None)
+    if first is not None:
+        metrics |= {written: first[name] for name, written in MISMATCH.items()}
+        square = first["mismatch_weight_square"]
+        metrics["mismatch/ess"] = first["mismatch_weight"] ** 2 / square if square else 1.0
+    if any("critic_return" in update for update in updates):
+        metrics["critic/explained_variance"] = _explained_variance(updates)
+    return metrics | {"time/step": seconds} | phase_shares(records, seconds) | _peaks(records)
+
+
+def _totals(
+    records: Sequence[Record], drawn: Mapping[int, str] | None
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Return what the records add up to: of the step as a whole, and of samples, by the beginning
+    of their figures' names."""
+    of_step: dict[str, float] = defaultdict(float)
+    of_samples: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    drawn = drawn or {}
+    # A program may return rows that it put together itself: then it is unknown which were drawn.
+    known = {_made_of(record) for record in records if drawn.get(record.call) == ""} - {""}
+    for record in records:
+        made = _made_of(record)
+        whose = drawn.get(record.call, OTHER if made in known else "")
+        for name, value in record.metrics.items():
+            total = of_step if name.startswith(OF_STEP) else of_samples[whose]
+            total[name] = max(total[name], value) if name.endswith("_max") else total[name] + value
+    return of_step, of_samples
+
+
+def _made_of(record: Record) -> str:
+    """Return the kind of samples' figures that a call reported: of generation or of a role that
+    scores; empty if none."""
+    return next((name for name in OF_SAMPLES if name in record.metrics), "")
+
+
+def _of_samples(total: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures of samples that were drawn together."""
+    return (
+        _columns(total)
+        | _scores("reward", total)
+        | _scores("cost", total)
+        | _responses(total)
+        | scored_figures(total)
+    )
+
+
+def mean_of_updates(name: str, updates: Sequence[Mapping[str, float]]) -> float:
+    """Return the mean of a metric over the updates that have it, weighted by their tokens."""
+    found = [update for update in updates if name in update]
+    weights = [_tokens(update) for update in found]
+    if None in weights or not (total := math.fsum(weights)):
+        weights, total = [1.0] * len(found), float(len(found))
+    return math.fsum(w * update[name] for w, update in zip(weights, found, strict=True)) / total
+
+
+def _tokens(update: Mapping[str, float]) -> float | None:
+    """Return the tokens that an update, of whatever role, learned from; None if it does not say."""
+    return next((x for name, x in update.items() if name in TOKENS), None)
+
+
+def _peaks(records: Sequence[Record]) -> dict[str, float]:
+    """Memory at the fullest moment of any rank, by role and phase."""
+    found: dict[str, float] = defaultdict(float)
+    for record in records:
+        for phase, size in record.peaks.items():
+            name = f"memory/{record.role}/{phase}_peak_gib"
+            found[name] = max(found[name], size / 2**30)
+    return dict(found)
+
+
+def _columns(total: Mapping[str, float]) -> dict[str, float]:
+    """Of the columns `reward/...` and `cost/...`, over the samples that have a number there: means,
+    under the columns' names, and standard deviations, with `/std` behind them."""
+    names = [
+        name.removesuffix("_count")
+        for name in total
+        if name.startswith(LIBRARY_PREFIXES) and name.endswith("_count")
+    ]
+    figures = {}
+    for name in names:
+        if total[f"{name}_count"]:
+            figures[name], figures[f"{name}/std"] = _mean_and_spread(name, total)
+    return figures
+
+
+def _scores(kind: str, total: Mapping[str, float]) -> dict[str, float]:
+    """Of rewards, or costs, if there are any."""
+    if f"{kind}_count" not in total:
+        return {}
+    figures = {}
+    if count := total[f"{kind}_count"]:  # else all samples were dropped, and there is no mean
+        figures[f"{kind}/mean"], figures[f"{kind}/std"] = _mean_and_spread(kind, total)
+        if kind == "reward":
+            figures["reward/correct"] = total["reward_correct"] / count
+    for name in ("dropped", "failures", "timeouts"):
+        figures[f"{kind}/{name}"] = total[f"{kind}_{name}"]
+    if f"{kind}_ungraded" in total:  # there is a judge
+        figures[f"{kind}/ungraded"] = total[f"{kind}_ungraded"]
+    return figures
+
+
+def _mean_and_spread(name: str, total: Mapping[str, float]) -> tuple[float, float]:
+    """Mean and standard deviation of what was added up under this name."""
+    mean = total[f"{name}_sum"] / total[f"{name}_count"]
+    variance = total[f"{name}_square_sum"] / total[f"{name}_count"] - mean * mean
+    return mean, math.sqrt(max(0.0, variance))
+
+
+def _responses(total: Mapping[str, float]) -> dict[str, float]:
+    """Of what was generated, if anything was."""
+    if "samples" not in total:
+        return {}
+    samples = max(1.0, total["samples"])
+    figures = {
+        "response/length_mean": total["response_tokens"] / samples,
+        "response/length_max": total["response_tokens_max"],
+        "response/truncated": total["truncated"] / samples,
+        "response/tokens": total["response_tokens"],
+    }
+    if "observed_tokens" in total:  # tools or environments speak, too
+        figures["response/observed_tokens"] = total["observed_tokens"]
+    if "drafted_tokens" in total:
+        drafted = total["drafted_tokens"]
+        figures["response/accepted_drafts"] = total["accepted_tokens"] / max(1.0, drafted)
+    if "episode_turns" in total:  # an environment plays
+        figures["episode/turns"] = total["episode_turns"] / samples
+        figures["episode/branches"] = total["episode_branches"] / samples
+        figures |= {f"environment/{kind}": total[f"episode_{kind}"] for kind in FAILURES}
+    if "repeated" in total:
+        figures["response/repeated"] = total["repeated"] / samples
+    if "turns" in total:
+        figures["response/turns"] = total["turns"] / samples
+        figures["tools/timeouts"] = total["tool_timeouts"]
+        figures["tools/errors"] = total["tool_errors"]
+    return figures
+
+
+def _compression(total: Mapping[str, float]) -> dict[str, float]:
+    """Of weights that were sent to a generator on devices of its own, if any were."""
+    if "sync_method_max" not in total:
+        return {}
+    figures = {
+        "sync/codec": total["sync_method_max"],
+        "sync/encode_seconds": total["sync_encode_seconds_max"],
+        "sync/record_bytes": total["sync_record"],
+        "sync/repeated": total["sync_repeated"],
+    }
+    if compared := total["sync_compared"]:
+        figures["sync/changed_share"] = total["sync_changed"] / compared
+    return figures
+
+
+def _explained_variance(updates: Sequence[Mapping[str, float]]) -> float:
+    """Share of the variance of the returns that the values explain, 1 at best."""
+    mean, square, error = (
+        mean_of_updates(f"critic_{name}", updates)
+        for name in ("return", "return_square", "error_square")
+    )
+    variance = square - mean**2
+    return 1.0 - error / variance if variance > 1e-12 else 0.0

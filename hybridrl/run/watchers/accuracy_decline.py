@@ -1,0 +1,57 @@
+"""Evaluations that fall below where the run began, and what that most likely comes from."""
+
+from __future__ import annotations
+
+import math
+
+from hybridrl.config.schema import Config
+from hybridrl.run_files.summary import accuracy_name
+
+DEVIATIONS = 3.0
+"""A fall of so many standard deviations is no chance."""
+
+
+def fell(before: float, now: float, prompts: int) -> bool:
+    """Whether an accuracy has fallen by more than chance explains."""
+    # As if they were other prompts each time: rather too much than too little.
+    variance = (before * (1 - before) + now * (1 - now)) / prompts
+    return before - now > DEVIATIONS * math.sqrt(variance)
+
+
+class Decline:
+    """Compares evaluations with the first of the run; speaks once.
+
+    Args:
+        config: Of the job.
+        prompts: Held-out ones.
+    """
+
+    def __init__(self, config: Config, prompts: int) -> None:
+        self._config, self._prompts = config, prompts
+        self._told = False
+
+    def look(self, step: int, first: float, now: float) -> str:
+        """What is to be said of the accuracies before the first step and now; empty: nothing."""
+        if self._told or not fell(first, now, self._prompts):
+            return ""
+        self._told = True
+        return (
+            f"step {step}: {accuracy_name(self._config.reward)} has fallen from {first:.2f} to "
+            f"{now:.2f}, more than chance explains with {self._prompts} held-out prompts. "
+            f"{self._cause()}"
+        )
+
+    def _cause(self) -> str:
+        optimizer = self._config.actor.optimizer
+        rate = f"actor.optimizer.learning_rate={optimizer.learning_rate:g}"
+        if self._config.model.path is not None and not optimizer.warmup_steps:
+            return (
+                "Most likely the first steps were too large for this model: one whose learning "
+                "rate had been annealed is thrown out of the minimum it was led into. Begin from a "
+                "model that was trained at a constant rate, or set actor.optimizer.warmup_steps "
+                f"and a lower rate than {rate}."
+            )
+        return (
+            f"If `reward/mean` rises meanwhile, what is rewarded is not what is evaluated; if it "
+            f"falls, too, {rate} is likely too high, or algorithm.kl_coefficient too low."
+        )

@@ -1,0 +1,84 @@
+"""Ends a run for what was evaluated: it is good enough, or has not become better for long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hybridrl.checkpoint.pruning import check_figure, metric_of
+from hybridrl.config.schema import EvalStopConfig
+
+STATE = "stop"
+"""Where the rule keeps what it knows in the summary, which checkpoints bring back."""
+
+
+class EarlyStop:
+    """As `eval.stop` says.
+
+    Args:
+        summary: Of the run; what the rule knows is kept in it.
+    """
+
+    def __init__(self, settings: EvalStopConfig, summary: dict[str, Any]) -> None:
+        self._settings, self._summary = settings, summary
+
+    @property
+    def metric(self) -> str | None:
+        """The figure's name; None: no figure ends the run."""
+        return None if self._settings.metric is None else metric_of(self._settings.metric)
+
+    def look(self, step: int, figures: Mapping[str, float]) -> None:
+        """Takes note of an evaluation that gives the figure.
+
+        Raises:
+            ConfigError: if it does not.
+        """
+        metric = self._settings.metric
+        if metric is None:
+            return
+        check_figure("eval.stop.metric", metric, figures)
+        value = figures[metric_of(metric)]
+        known = self._known
+        if known is None or self._is_better(value, known["best"]):
+            known = {"best": value, "best_step": step, "waited": 0}
+        else:
+            known = {**known, "waited": known["waited"] + 1}
+        self._summary[STATE] = {"metric": metric, **known, "last": value, "last_step": step}
+
+    def verdict(self) -> str:
+        """Why the run is to end, as a sentence without its full stop; empty: it goes on."""
+        known, settings = self._known, self._settings
+        if known is None:
+            return ""
+        best, name = known["best"], self.metric
+        # The last may be good enough, and no better than the best by `eval.stop.least`.
+        for value, step in ((best, known["best_step"]), (known["last"], known["last_step"])):
+            target = settings.target
+            if target is not None and self._goodness(value) >= self._goodness(target):
+                return (
+                    f"{name} is {value:.4g}, as good as eval.stop.target={target:g} asks, "
+                    f"since step {step}"
+                )
+        if settings.patience is not None and known["waited"] >= settings.patience:
+            return (
+                f"{name} was best at step {known['best_step']} ({best:.4g}) and has not become "
+                f"better in {known['waited']} evaluations (eval.stop.patience={settings.patience})"
+            )
+        return ""
+
+    @property
+    def _known(self) -> dict[str, Any] | None:
+        """What earlier evaluations gave; None if there were none, or of another figure."""
+        known = self._summary.get(STATE)
+        return known if known and known["metric"] == self._settings.metric else None
+
+    def _is_better(self, value: float, best: float) -> bool:
+        if math.isnan(best):
+            return True
+        return self._goodness(value) > self._goodness(best) + self._settings.least
+
+    def _goodness(self, value: float) -> float:
+        """What is the larger the better."""
+        is_reversed = self._settings.metric is not None and self._settings.metric.startswith("-")
+        return -value if is_reversed else value

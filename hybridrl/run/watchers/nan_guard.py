@@ -1,0 +1,250 @@
+"""Guard: steps whose numbers are not finite: what is kept of them, and what the run does.
+
+It looks at what every program gives the loop: the metrics of its updates, the records of its calls,
+and its samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from hybridrl.batch.arrow_columns import Ragged
+from hybridrl.batch.batch import Batch
+from hybridrl.batch.call_record import WEIGHT, Record
+from hybridrl.config.schema import GuardConfig
+from hybridrl.controller import BatchRef
+from hybridrl.errors import TrainingError
+from hybridrl.run_files.run_directory import RunDirectory
+
+SKIPPED = "skipped_updates"
+"""How the metric of an update that was left out ends, whatever role it is of."""
+WATCHED = ("loss", "grad_norm", "reward/mean", "cost/mean")
+"""How the names of metrics end that must be finite."""
+COLUMNS = (
+    *("rollout_log_probs", "scores", "costs", "ref_log_probs", "log_probs", "values"),
+    *("cost_values", "advantages", "returns", "cost_returns"),
+)
+"""In the order in which a step makes them."""
+DROPPED = ("scores", "costs")
+"""Columns in which NaN is a sample that was left out on purpose."""
+MOST_KEPT = 20
+"""So many steps are kept for inspection, the first ones of the run."""
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """A step with numbers that are not finite.
+
+    Attributes:
+        number: Of the step.
+        metrics: The names of such metrics.
+        skipped: Updates that were left out.
+        where: Role, rank and what it saw first; empty: nobody has said.
+        in_weights: It was a weight: no later update can be another.
+        column: The first column of its samples that has such a number; empty: none.
+        rows: Which have one there.
+    """
+
+    number: int
+    metrics: list[str]
+    skipped: int
+    where: str = ""
+    in_weights: bool = False
+    column: str = ""
+    rows: list[int] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        said = f"step {self.number}: not finite: {', '.join(self.metrics) or 'a gradient'}"
+        if self.where:
+            said += f"; first seen by {self.where}"
+        if self.column:
+            some = f"rows {' '.join(map(str, self.rows[:5]))}{' ...' if self.rows[5:] else ''}"
+            said += f"; among the samples in `{self.column}` of {some}"
+        return said + "."
+
+
+class Rewind(Exception):  # noqa: N818 (it is no error: the loop goes on from a checkpoint)
+    """The run is to go back to its newest checkpoint.
+
+    Attributes:
+        groups: Numbers of the prompts to leave out.
+    """
+
+    def __init__(self, step: int, groups: Sequence[int]) -> None:
+        super().__init__(step)
+        self.step, self.groups = step, groups
+
+
+class Guard:
+    """Watches the steps of a run.
+
+    Args:
+        config: What is to be done.
+        directory: Where bad steps are kept.
+        say: Told of them.
+    """
+
+    def __init__(
+        self, config: GuardConfig, directory: RunDirectory, say: Callable[[str], None]
+    ) -> None:
+        self._config, self._say = config, say
+        self._directory = directory
+        self._in_a_row: dict[str, int] = defaultdict(int)
+        self._rewinds: Counter[int] = Counter()
+        self._made = self._left_out = 0
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether the run may go back, so that it needs a checkpoint from the beginning."""
+        return self._config.on_nan == "rewind"
+
+    def look(
+        self,
+        step: int,
+        records: Sequence[Record],
+        updates: Sequence[Mapping[str, float]],
+        metrics: Mapping[str, float],
+    ) -> BadStep | None:
+        """The step, if it is a bad one."""
+        names = [name for name in metrics if name.endswith(WATCHED)]
+        wrong = sorted(name for name in names if not math.isfinite(metrics[name]))
+        skipped = self._count(updates)
+        if not wrong and not skipped:
+            return None
+        seen = [(f.order, r.start, r.rank, f"{r.role}", f.where) for r in records for f in r.faults]
+        where, in_weights = "", False
+        if seen:
+            order, _, rank, role, what = min(seen)
+            where, in_weights = f"{role} rank {rank}, in {what}", order == WEIGHT
+        return BadStep(step, wrong, skipped, where, in_weights)
+
+    def act(
+        self, bad: BadStep, batch: BatchRef, groups: Sequence[int], metrics: Mapping[str, float]
+    ) -> None:
+        """Keeps what the step learned from, tells of it, and does what `guard.on_nan` says.
+
+        Args:
+            batch: Its samples.
+            groups: Numbers of its prompts.
+
+        Raises:
+            TrainingError: if the run is to end.
+            Rewind: if it is to go back.
+        """
+        samples = batch.collect()
+        column, rows = first_not_finite(samples)
+        bad = replace(bad, column=column, rows=rows)
+        where = self._keep(bad, samples, metrics)
+        if self._config.on_nan == "stop":
+            raise TrainingError(f"{bad} {where} The run ends, as guard.on_nan=stop says.")
+        if self._config.on_nan == "rewind":
+            self._say(f"{bad} {where}")
+            if rows and "group_id" in samples:
+                groups = samples["group_id"][rows].tolist()
+            raise Rewind(bad.number, groups)
+        if bad.in_weights:
+            raise TrainingError(
+                f"{bad} {where} No update can mend a weight that is no number: take another model "
+                "(model.path), or go on from an earlier checkpoint with a lower learning rate "
+                "(actor.optimizer.learning_rate)."
+            )
+        if (most := max(self._in_a_row.values(), default=0)) >= self._config.most_skipped:
+            raise TrainingError(
+                f"{bad} {where} Now {most} updates in a row were left out (guard.most_skipped). "
+                "Look for what is not finite in these samples, or for a learning rate "
+                "(actor.optimizer.learning_rate) that has sent the weights to infinity."
+            )
+        left_out = "The update was left out. " if bad.skipped else ""
+        self._say(f"{bad} {left_out}{where}")
+
+    def _keep(self, bad: BadStep, samples: Batch, metrics: Mapping[str, float]) -> str:
+        """Writes the samples for inspection; a sentence that tells where."""
+        folder = self._directory.path / "bad-steps"
+        if len(list(folder.glob("*.parquet"))) >= MOST_KEPT:
+            return f"Its samples are not kept: there are {MOST_KEPT} such steps in {folder}."
+        found = {**vars(bad), "all_metrics": dict(metrics)}
+        path = self._directory.write_bad_step(bad.number, samples.table, found)
+        return f"Its samples are in {path}."
+
+    def rewound(self, bad: Rewind, to: int) -> None:
+        """Takes note that the run goes back to a checkpoint.
+
+        Raises:
+            TrainingError: if it has done so too often.
+        """
+        self._in_a_row.clear()
+        self._rewinds[to] += 1
+        if self._rewinds[to] > self._config.most_skipped:
+            raise TrainingError(
+                f"step {bad.step}: the run has gone back to the checkpoint of step {to} "
+                f"{self._config.most_skipped} times (guard.most_skipped), and the numbers were not "
+                "finite again with other prompts. So it is not the prompts: try a lower learning "
+                "rate (actor.optimizer.learning_rate), or go on from an earlier checkpoint."
+            )
+
+    def check_end(self) -> None:
+        """To be asked after the last step.
+
+        Raises:
+            TrainingError: if every update of the run was left out.
+        """
+        if self._left_out and not self._made:
+            raise TrainingError(
+                f"All {self._left_out} updates of this run were left out, because their numbers "
+                "were not finite: nothing was learned. What each step learned from is in "
+                f"{self._directory.path / 'bad-steps'}."
+            )
+
+    def state(self) -> dict[str, Any]:
+        """The counts of a run, as plain data."""
+        rewinds = {str(step): number for step, number in self._rewinds.items()}
+        counts = {"made": self._made, "left_out": self._left_out}
+        return {**counts, "in_a_row": dict(self._in_a_row), "rewinds": rewinds}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from the counts of a run that ended; those of one that goes back go on as they
+        are, or it could go back for ever."""
+        if self._made or self._left_out or self._rewinds:
+            return
+        self._made, self._left_out = state["made"], state["left_out"]
+        self._in_a_row |= state["in_a_row"]
+        self._rewinds.update({int(step): number for step, number in state["rewinds"].items()})
+
+    def _count(self, updates: Sequence[Mapping[str, float]]) -> int:
+        """Updates of the step that were left out; counts those in a row, by role."""
+        skipped = 0
+        for update in updates:
+            for name, value in update.items():
+                if name.endswith(SKIPPED):
+                    skipped += value > 0
+                    self._left_out += value > 0
+                    self._made += value == 0
+                    self._in_a_row[name] = self._in_a_row[name] + 1 if value else 0
+        return skipped
+
+
+def first_not_finite(samples: Batch) -> tuple[str, list[int]]:
+    """The first column, in the order of a step, with a number that is not finite in what is learned
+    from, and the rows that have one; "" and none if there is none."""
+    mask = samples["response_mask"].values.bool() if "response_mask" in samples else None
+    for name in (name for name in COLUMNS if name in samples):
+        values = samples[name]
+        numbers = values.values if isinstance(values, Ragged) else values
+        if not isinstance(numbers, torch.Tensor):
+            continue
+        wrong = torch.isinf(numbers) if name in DROPPED else ~torch.isfinite(numbers)
+        if isinstance(values, Ragged):
+            if mask is not None and len(mask) == len(wrong):
+                wrong = wrong & mask
+            place = torch.searchsorted(values.cu_seqlens, wrong.nonzero()[:, 0], right=True) - 1
+        else:
+            place = wrong.nonzero()[:, 0]
+        if len(place):
+            return name, place.unique().tolist()
+    return "", []

@@ -1,0 +1,123 @@
+"""Devices that are slower than their peers, from the records of calls.
+
+The ranks of a group end a call at the same time, because they wait for the slowest. So what counts
+is the time in which a rank did not wait for others, for each of its tokens. Those of one role, one
+method and one pipeline stage are compared with the median; a device, with what all that it did
+would have taken at the median's speed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from statistics import median_low
+
+from hybridrl.batch.call_record import Record
+from hybridrl.system.cluster_spec import Device
+
+WINDOW = 6
+"""So many steps are looked at."""
+OFTEN = 5
+"""In so many of them a device has to be slow."""
+SCORE = 3.0
+"""A device is slow that is so many spreads above the median."""
+LEAST_SPREAD = 0.15
+"""As a share of the median. Less is noise on any machine: nobody is slow who takes less than 1.45
+times as long."""
+NORMAL = 1.4826
+"""The standard deviation of a normal distribution, as a multiple of its median deviation."""
+LEAST_SECONDS = 0.02
+"""What takes less in a step is not looked at."""
+
+
+class SlowDevices:
+    """Watches the records of a run, step by step, and names each slow device once.
+
+    Args:
+        devices_by_role: The devices of each role, in rank order.
+        devices: All of them.
+    """
+
+    def __init__(
+        self, devices_by_role: Mapping[str, Sequence[int]], devices: Sequence[Device]
+    ) -> None:
+        self._devices_by_role, self._devices = devices_by_role, devices
+        self._ratios: deque[dict[int, float]] = deque(maxlen=WINDOW)
+        self._slow: deque[set[int]] = deque(maxlen=WINDOW)
+        self._named: set[int] = set()
+
+    def look(self, records: Sequence[Record]) -> tuple[dict[str, float], list[str]]:
+        """Takes note of a step.
+
+        Args:
+            records: One per call and rank.
+
+        Returns:
+            The largest ratio as a metric, where devices can be compared, and a sentence about each
+            device that is named now.
+        """
+        ratios = ratios_of(records, self._devices_by_role)
+        self._ratios.append(ratios)
+        self._slow.append(slow_of(ratios))
+        said = []
+        for device in sorted(self._slow[-1] - self._named):
+            if sum(device in slow for slow in self._slow) >= OFTEN:
+                self._named.add(device)
+                said.append(self._sentence(device))
+        return {"time/slowest_ratio": max(ratios.values())} if len(ratios) > 1 else {}, said
+
+    def _sentence(self, device: int) -> str:
+        ratio = median_low([step[device] for step in self._ratios if device in step])
+        lived = ", ".join(
+            f"{role} rank {list(devices).index(device)}"
+            for role, devices in self._devices_by_role.items()
+            if device in devices
+        )
+        return (
+            f"device {device} on {self._devices[device].node} ({lived}) takes {ratio:.1f} times as "
+            f"long as its peers for as many tokens, in {OFTEN} or more of {WINDOW} steps, and the "
+            "others wait for it. Look there at what else runs (`top`), at clock and temperature, "
+            "and at memory (swapping)."
+        )
+
+
+def slow_of(ratios: Mapping[int, float]) -> set[int]:
+    """The devices whose ratio stands out from the others'."""
+    if len(ratios) < 2:
+        return set()
+    middle = median_low(ratios.values())
+    spread = NORMAL * median_low([abs(ratio - middle) for ratio in ratios.values()])
+    limit = middle + SCORE * max(spread, LEAST_SPREAD * middle)
+    return {device for device, ratio in ratios.items() if ratio > limit}
+
+
+def ratios_of(
+    records: Sequence[Record], devices_by_role: Mapping[str, Sequence[int]]
+) -> dict[int, float]:
+    """By device: the seconds of its calls, but for those in which it waited for other ranks, as a
+    multiple of what the same tokens would have taken at the median speed of its peers. Left out are
+    calls without tokens, those of ranks without peers, and those of which nobody knows how long
+    they waited."""
+    worked: dict[tuple[str, str, int], dict[int, list[float]]] = defaultdict(
+        lambda: defaultdict(lambda: [0.0, 0.0])
+    )
+    for record in records:
+        devices = devices_by_role.get(record.role, ())
+        if 0 <= record.rank < len(devices) and record.tokens and record.waited is not None:
+            done = worked[record.role, record.method, record.stage][devices[record.rank]]
+            done[0] += record.end - record.start - record.waited
+            done[1] += record.tokens
+    took: dict[int, float] = defaultdict(float)
+    expected: dict[int, float] = defaultdict(float)
+    for by_device in worked.values():
+        if len(by_device) < 2:
+            continue
+        speed = median_low([seconds / tokens for seconds, tokens in by_device.values()])
+        for device, (seconds, tokens) in by_device.items():
+            took[device] += seconds
+            expected[device] += speed * tokens
+    return {
+        device: took[device] / seconds
+        for device, seconds in expected.items()
+        if seconds > LEAST_SECONDS
+    }

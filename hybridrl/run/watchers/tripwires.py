@@ -1,0 +1,203 @@
+"""Tripwires: signs that a rising reward is not what was meant.
+
+A policy that finds a hole in its reward is rewarded more and more and is worse and worse by every
+other measure. So the reward of a run is held against measures that it is not trained on: functions
+of `reward.check`, evaluations of held-out prompts; and against the marks of a policy that repeats
+itself. The first and the newest window of `guard.tripwires` steps are compared. How much steps
+scatter around their trend, and how far neighbouring ones resemble each other, says what is chance.
+
+Gao et al. 2023, arXiv:2210.10760 (a proxy rises while the gold reward falls).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hybridrl.batch.trends import variance_of_sums
+from hybridrl.config.schema import Config
+from hybridrl.run.watchers.accuracy_decline import fell
+
+REWARD, LENGTH, ENTROPY, REPEATED = (
+    *("reward/mean", "response/length_mean"),
+    *("policy/entropy", "response/repeated"),
+)
+CHECK = "check/"
+"""How the measures of `reward.check` begin."""
+WINDOW_WITH_CHECK = 20
+SIGNIFICANT = 5.0
+"""Standard errors that are no chance, though windows are compared after every step."""
+WINDOWS_KEPT = 10
+"""Newest windows that say what is chance."""
+LONGER = 2.0
+"""Responses of so many times their first length."""
+LESS_ENTROPY = 0.1
+"""Of what it was at first."""
+FEW_REPEATED, MANY_REPEATED = 0.6, 0.9
+"""Shares of responses that were given before to the same prompt."""
+
+
+class Means(NamedTuple):
+    """Means of a measure over two windows of steps."""
+
+    before: float
+    now: float
+
+
+class Tripwires:
+    """Watches the figures of a run; tells of each sign once.
+
+    Args:
+        config: Of the job.
+        prompts: Held-out ones.
+
+    Attributes:
+        tripped: Signs told of so far.
+    """
+
+    def __init__(self, config: Config, prompts: int = 0) -> None:
+        self.window = window_of(config)
+        self._prompts = prompts
+        self._seen: dict[str, list[float]] = defaultdict(list)
+        self._accuracies: list[float] = []  # the first and the newest
+        self._told: set[str] = set()
+
+    @property
+    def tripped(self) -> int:
+        return len(self._told)
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """What is to be said of a step that has ended."""
+        if not self.window:
+            return []
+        checks = [name for name in metrics if name.startswith(CHECK) and name.count("/") == 1]
+        for name in (REWARD, LENGTH, ENTROPY, REPEATED, *checks):
+            seen, value = self._seen[name], metrics.get(name, math.nan)
+            if math.isfinite(value) or seen:  # a step without a number is as the one before
+                seen.append(value if math.isfinite(value) else seen[-1])
+                if len(seen) > (1 + WINDOWS_KEPT) * self.window:
+                    del seen[self.window]  # behind the first window
+        found = {name: self._against(name) for name in checks}
+        found[LENGTH] = self._longer(checks)
+        found |= {ENTROPY: self._certain(), REPEATED: self._repeating()}
+        return [said for name, text in found.items() if (said := self._once(name, step, text))]
+
+    def evaluated(self, step: int, accuracy: float) -> list[str]:
+        """What is to be said of an evaluation."""
+        if not self.window or not self._prompts:
+            return []
+        self._accuracies = [*self._accuracies[:1], accuracy]
+        first, rewards = self._accuracies[0], self._risen(REWARD)
+        if rewards is None or not fell(first, accuracy, self._prompts):
+            return []
+        text = (
+            f"reward/mean rose from {rewards.before:.3g} to {rewards.now:.3g} while accuracy on "
+            f"{self._prompts} held-out prompts fell from {first:.2f} to {accuracy:.2f}: what is "
+            "rewarded is not what is meant"
+        )
+        said = self._once("accuracy", step, text)
+        return [said] if said else []
+
+    def state(self) -> dict[str, Any]:
+        """Windows, accuracies, and the signs that were told, as plain data."""
+        return {
+            "window": self.window,
+            "seen": dict(self._seen),
+            "accuracies": self._accuracies,
+            "told": sorted(self._told),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on where the one that gave `state` stopped, unless its windows were others."""
+        if state["window"] == self.window:
+            self._seen.clear()
+            self._seen |= {name: list(values) for name, values in state["seen"].items()}
+            self._accuracies, self._told = list(state["accuracies"]), set(state["told"])
+
+    def _against(self, name: str) -> str:
+        """A function that is only looked at, against the reward."""
+        if len(self._seen[name]) < len(self._seen[REWARD]):  # it was not measured from the start
+            return ""
+        rewards, check = self._risen(REWARD), self._risen(name, -1)
+        if rewards is None or check is None:
+            return ""
+        return (
+            f"reward/mean rose from {rewards.before:.3g} to {rewards.now:.3g} while {name}, which "
+            f"is not rewarded, fell from {check.before:.3g} to {check.now:.3g}: what is rewarded "
+            "is not what is meant"
+        )
+
+    def _longer(self, checks: Sequence[str]) -> str:
+        """Responses that grew without anything but the reward becoming better, where there is a
+        measure that would show it: longer thinking may be what is to be learned."""
+        rewards, lengths = self._risen(REWARD), self._since_start(LENGTH)
+        if rewards is None or lengths is None or lengths.now < LONGER * lengths.before:
+            return ""
+        evaluated = len(self._accuracies) > 1
+        if not checks and not evaluated:
+            return ""
+        if evaluated and fell(self._accuracies[1], self._accuracies[0], self._prompts):
+            return ""  # it rose
+        if any(self._risen(name) for name in checks):
+            return ""
+        return (
+            f"responses grew from {lengths.before:.0f} to {lengths.now:.0f} tokens while "
+            f"reward/mean rose from {rewards.before:.3g} to {rewards.now:.3g}, and no evaluation "
+            "or check did: see whether length itself is rewarded (algorithm.overlong_buffer and "
+            "reward.shorter hold it)"
+        )
+
+    def _certain(self) -> str:
+        entropies = self._since_start(ENTROPY)
+        if entropies is None or not entropies.now < LESS_ENTROPY * entropies.before:
+            return ""
+        return (
+            f"policy/entropy fell from {entropies.before:.3g} to {entropies.now:.3g}: the policy "
+            "hardly tries anything any more (algorithm.clip_high, algorithm.entropy_coefficient "
+            "and algorithm.kl_coefficient hold it)"
+        )
+
+    def _repeating(self) -> str:
+        shares = self._since_start(REPEATED)
+        if shares is None or shares.before > FEW_REPEATED or shares.now < MANY_REPEATED:
+            return ""
+        return (
+            f"{shares.now:.0%} of the responses were given before to the same prompt, at first "
+            f"{shares.before:.0%}: samples of a prompt have nothing left to be compared by"
+        )
+
+    def _once(self, name: str, step: int, text: str) -> str:
+        if not text or name in self._told:
+            return ""
+        self._told.add(name)
+        return f"step {step}: {text}."
+
+    def _since_start(self, name: str) -> Means | None:
+        """The means of the first and of the newest window; None: they overlap."""
+        values = self._seen[name]
+        if len(values) < 2 * self.window:
+            return None
+        return Means(fmean(values[: self.window]), fmean(values[-self.window :]))
+
+    def _risen(self, name: str, sign: int = 1) -> Means | None:
+        """As `_since_start`, if it has risen (`sign` -1: fallen) by more than chance."""
+        means = self._since_start(name)
+        if means is None or sign * (means.now - means.before) <= 1e-9:
+            return None
+        newest = np.asarray(self._seen[name][-WINDOWS_KEPT * self.window :], np.float64)
+        chance = math.sqrt(2 * variance_of_sums(newest) / self.window)
+        # Few steps do not say well how much they scatter.
+        least = SIGNIFICANT * (1 + self.window / len(newest)) * chance
+        return means if sign * (means.now - means.before) > least else None
+
+
+def window_of(config: Config) -> int:
+    """Steps of a window; 0: nothing is watched."""
+    if config.guard.tripwires is not None:
+        return config.guard.tripwires
+    return WINDOW_WITH_CHECK if config.reward.check else 0

@@ -1,0 +1,79 @@
+"""Samples that could not be scored, where `reward.on_error` lets a run go on without them: what is
+said of them, and when there are too few left to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridrl.batch.call_record import Record
+from hybridrl.batch.turn import FAILURES
+from hybridrl.errors import RewardError
+
+KINDS = ("reward", "cost")
+
+
+class Unscored:
+    """Watches the scoring of a run; tells of the first failure of each role once."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def look(self, where: str, records: Sequence[Record], is_needed: bool = True) -> list[str]:
+        """What is to be said of these calls.
+
+        Args:
+            where: When they were made, such as `step 3`.
+            is_needed: Whether the run is over without a score: not if it only evaluates by the way.
+
+        Raises:
+            RewardError: if one is needed and no sample of theirs has it.
+        """
+        said = [told for record in records for told in self._new(record, where)]
+        for kind in KINDS:
+            if why := _none_scored(kind, records):
+                if is_needed:
+                    raise RewardError(f"{where}: {why.format('nothing is left to learn from')}")
+                said.append(f"{where}: {why.format('its figures say nothing')}")
+        return said
+
+    def _new(self, record: Record, where: str) -> list[str]:
+        if not record.notices or record.role in self._told:
+            return []
+        self._told.add(record.role)
+        kind, counted = "reward", "`reward/failures` counts such rows"
+        if "episode_turns" in record.metrics:
+            kind, counted = "environment", "`environment/<kind>` counts such episodes"
+        elif "cost_count" in record.metrics:
+            kind, counted = "cost", "`cost/failures` counts such rows"
+        return [
+            f"{where}: {record.notices[0].rstrip()}\nThe run goes on, as {kind}.on_error says; "
+            f"{counted}, and this is said once."
+        ]
+
+
+def _none_scored(kind: str, records: Sequence[Record]) -> str:
+    """Why no sample has a score of this kind, with `{}` for what follows; empty: some have, or
+    nothing was scored."""
+    scored = sum(record.metrics.get(f"{kind}_count", 0) for record in records)
+    dropped = sum(record.metrics.get(f"{kind}_dropped", 0) for record in records)
+    if scored or not dropped:
+        return ""
+    first = next((said for record in records for said in record.notices), "")
+    shown = first.replace("{", "{{").replace("}", "}}")
+    failed = sum(r.metrics.get(f"episode_{name}", 0) for r in records for name in FAILURES)
+    if dropped <= failed:
+        return (
+            f"none of the {dropped:g} episodes could be played, and all were dropped, as "
+            f"environment.on_error=drop says: {{}}. {shown}".rstrip()
+        )
+    plays = any("episode_turns" in record.metrics for record in records)
+    why = (
+        f"could be scored, and all were dropped, as {kind}.on_error=drop says"
+        if first
+        else "has a reward: their episodes returned None and reported none, or a "
+        f"function of {kind}.function returned None, which drops a sample"
+        if plays
+        else f"has a score, because a function of {kind}.function returned None for "
+        "each, which drops it"
+    )
+    return f"none of the {dropped:g} samples {why}: {{}}. {shown}".rstrip()

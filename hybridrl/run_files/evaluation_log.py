@@ -1,0 +1,120 @@
+"""`evaluations.json` of a run: everything that was evaluated, and how.
+
+{"format": 1, "evaluations": [{"step", "date", "model", "model_step", "versions", "sets": {NAME: {
+    "prompts", "data", "sampling", "correct_at", "samples": its Parquet file, from the run's folder,
+    "metrics": {NAME: {"value", "standard_error", "low", "high", "prompts",
+                       "difference": {"value", "low", "high", "p", "test", "baseline"}}}}}}]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridrl.errors import ConfigError
+from hybridrl.run_files.strict_json import to_json
+from hybridrl.system.storage import replacing
+
+NAME = "evaluations.json"
+FORMAT = 1
+
+
+class EvaluationsFile:
+    """That of a run.
+
+    Args:
+        folder: The run's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / NAME
+
+    def read(self) -> list[dict[str, Any]]:
+        """All evaluations, in the order of their steps; none if there is no file, or if it is none
+        of ours."""
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return []
+        return _entries(found)
+
+    def add(self, evaluation: Mapping[str, Any]) -> None:
+        """Adds one, in place of what there is of the same sets at its step. A reader sees the file
+        as it was or as it is, never half of it.
+
+        Raises:
+            StorageError: if it cannot be written.
+        """
+        step, entries = evaluation["step"], self.read()
+        same = next((entry for entry in entries if entry["step"] == step), {})
+        sets = {**same.get("sets", {}), **evaluation["sets"]}
+        others = [entry for entry in entries if entry["step"] != step]
+        self._write([*others, {**evaluation, "sets": sets}])
+
+    def forget_after(self, step: int) -> None:
+        """Removes those of later steps.
+
+        Raises:
+            StorageError: if it cannot be written.
+        """
+        entries = self.read()
+        kept = [entry for entry in entries if entry["step"] <= step]
+        if len(kept) < len(entries):
+            self._write(kept)
+
+    def _write(self, entries: list[dict[str, Any]]) -> None:
+        entries.sort(key=lambda entry: entry["step"])
+        with replacing(self.path) as part:
+            written = to_json({"format": FORMAT, "evaluations": entries}, indent=1)
+            part.write_text(written + "\n", encoding="utf-8")
+
+
+def named_evaluations(setting: str, path: str) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder and the evaluations of a run, by its folder or by its `evaluations.json`.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    place = Path(path).expanduser()
+    file = place / NAME if place.is_dir() else place
+    if not file.is_file():
+        raise ConfigError(
+            f"{setting}={path}: there is no file {file}. Name the folder of a run that has "
+            f"evaluated something, or its {NAME}."
+        )
+    try:
+        entries = _entries(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting}={path}: {file} cannot be read: {error}.") from error
+    if not entries:
+        raise ConfigError(f"{setting}={path}: {file} holds no evaluations. Name another run.")
+    return file.parent, entries
+
+
+def newest_of_sets(entries: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What is known of each set by its newest evaluation, with its `step`."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        found |= {name: {**one, "step": entry["step"]} for name, one in entry["sets"].items()}
+    return found
+
+
+def _entries(found: Any) -> list[dict[str, Any]]:
+    entries = found.get("evaluations") if isinstance(found, dict) else None
+    if not isinstance(entries, list):
+        return []
+    return [
+        entry
+        for entry in entries
+        if isinstance(entry, dict)
+        and isinstance(entry.get("step"), int)
+        and isinstance(entry.get("sets"), dict)
+        and all(_is_set(one) for one in entry["sets"].values())
+    ]
+
+
+def _is_set(found: Any) -> bool:
+    metrics = found.get("metrics", {}) if isinstance(found, dict) else None
+    return isinstance(metrics, dict) and all(isinstance(one, dict) for one in metrics.values())

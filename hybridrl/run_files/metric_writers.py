@@ -1,0 +1,223 @@
+"""Where the numbers of each step go: always a JSON Lines file, and trackers if asked for.
+
+Settings: `metrics`, a list of `tensorboard`, `wandb`, `mlflow` and `trackio`. A tracker is imported
+when it is opened, so a run without it neither needs it nor waits for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from hybridrl.errors import ConfigError, MissingPackageError, nearest, pip_install
+from hybridrl.run_files.run_directory import RunDirectory
+from hybridrl.run_files.run_status import FAILED, FINISHED, INTERRUPTED
+from hybridrl.run_files.strict_json import to_json
+from hybridrl.system.storage import explain_write_errors
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+"""Packages, by whose names they are asked for."""
+
+
+class MetricWriter(Protocol):
+    """Takes the metrics of a step. Steps may repeat: an evaluation adds to the step's numbers."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self, state: str = FINISHED) -> None:
+        """Ends it; of a run that has ended like this, see `run_state`."""
+
+
+class JsonLines:
+    """One JSON object per line, `step` first and the other keys sorted; appends to `path`.
+
+    A line is handed to the system whole and at once, so a killed run loses none. NaN and infinity
+    are written as null.
+
+    Raises:
+        StorageError: the file cannot be opened or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with explain_write_errors(path):
+            cut_short = _ends_within_a_line(path)
+            # Unbuffered: a failed line must not linger in a buffer and fail again on close.
+            self._file = path.open("ab", buffering=0)
+            if cut_short:
+                self._file.write(b"\n")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        line = {"step": step, **{key: metrics[key] for key in sorted(metrics) if key != "step"}}
+        data = (to_json(line) + "\n").encode()
+        with explain_write_errors(self._path):
+            while data:  # a nearly full disk takes part of a line and refuses the rest
+                data = data[self._file.write(data) :]
+
+    def close(self, state: str = FINISHED) -> None:
+        with explain_write_errors(self._path):
+            self._file.close()
+
+
+class TensorBoard:
+    """Scalars in TensorBoard's event files under `directory`; look with `tensorboard --logdir`."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _missing("tensorboard", error) from error
+        self._directory = directory
+        with explain_write_errors(directory):
+            self._writer = SummaryWriter(str(directory))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        with explain_write_errors(self._directory):
+            for key, value in metrics.items():
+                self._writer.add_scalar(key, float(value), step)
+            self._writer.flush()
+
+    def close(self, state: str = FINISHED) -> None:
+        with explain_write_errors(self._directory):
+            self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run in the Weights & Biases project `hybridrl`; `WANDB_*` variables work as usual."""
+
+    def __init__(self, directory: Path, run_name: str, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise _missing("wandb", error) from error
+        project = None if _is_set("WANDB_PROJECT") else "hybridrl"
+        self._run = wandb.init(
+            project=project, name=run_name, dir=str(directory), config=dict(config)
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({key: float(value) for key, value in metrics.items()}, step=step)
+
+    def close(self, state: str = FINISHED) -> None:
+        self._run.finish(exit_code=int(state != FINISHED))
+
+
+class MLflow:
+    """A run in the MLflow experiment `hybridrl`; `MLFLOW_TRACKING_URI` and the like work."""
+
+    def __init__(self, run_name: str, config: Mapping[str, Any]) -> None:
+        try:
+            import mlflow
+        except ImportError as error:
+            raise _missing("mlflow", error) from error
+        self._mlflow = mlflow
+        if not (_is_set("MLFLOW_EXPERIMENT_NAME") or _is_set("MLFLOW_EXPERIMENT_ID")):
+            mlflow.set_experiment("hybridrl")
+        mlflow.start_run(run_name=run_name)
+        mlflow.log_dict(dict(config), "config.json")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics({key: float(v) for key, v in metrics.items()}, step=step)
+
+    def close(self, state: str = FINISHED) -> None:
+        status = {FINISHED: "FINISHED", INTERRUPTED: "KILLED"}.get(state, "FAILED")
+        self._mlflow.end_run(status)
+
+
+class Trackio:
+    """A run in the Trackio project `hybridrl`, on this machine's disk (`TRACKIO_DIR`), without a
+    network unless `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` says so; `trackio show` shows it."""
+
+    def __init__(self, run_name: str, config: Mapping[str, Any]) -> None:
+        try:
+            import trackio
+        except ImportError as error:
+            raise _missing("trackio", error) from error
+        self._run = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT") or "hybridrl",
+            name=run_name,
+            config=dict(config),
+            resume="allow",  # a run that goes on is the same run
+            embed=False,
+            auto_log_gpu=False,  # threads that ask devices beside the workers
+            auto_log_cpu=False,
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({key: float(value) for key, value in metrics.items()}, step=step)
+
+    def close(self, state: str = FINISHED) -> None:
+        self._run.finish()
+
+
+def trackers_of(metrics: Any) -> list[str]:
+    """What the setting `metrics` names: none, one or several."""
+    return [metrics] if isinstance(metrics, str) else list(metrics or [])
+
+
+def check_packages(names: Sequence[str]) -> None:
+    """Whether the trackers of these can be opened here; opens none.
+
+    Raises:
+        MissingPackageError: a tracker's package is not installed.
+    """
+    for name in names:
+        if name in TRACKERS and importlib.util.find_spec(name) is None:
+            raise _missing(name, ModuleNotFoundError(f"No module named '{name}'", name=name))
+
+
+def open_writers(
+    names: Sequence[str], run_directory: RunDirectory, run_name: str, config: Mapping[str, Any]
+) -> list[MetricWriter]:
+    """Opens `metrics.jsonl`, first, and the trackers named; `jsonl` may be named too.
+
+    Raises:
+        ConfigError: a name is unknown. Nothing has been opened.
+        MissingPackageError: a tracker's package is not installed. All have been closed again.
+        StorageError: a file cannot be written. All have been closed again.
+    """
+    openers: dict[str, Callable[[], MetricWriter]] = {
+        "jsonl": lambda: JsonLines(run_directory.metrics_file),
+        "tensorboard": lambda: TensorBoard(run_directory.path / "tensorboard"),
+        "wandb": lambda: WeightsAndBiases(run_directory.path, run_name, config),
+        "mlflow": lambda: MLflow(run_name, config),
+        "trackio": lambda: Trackio(run_name, config),
+    }
+    for name in names:
+        if name not in openers:
+            raise ConfigError(
+                f"`metrics` names `{name}`, and the writers are {', '.join(openers)}."
+                + nearest(name, openers)
+            )
+    writers: list[MetricWriter] = []
+    try:
+        for name in dict.fromkeys(["jsonl", *names]):
+            writers.append(openers[name]())
+    except BaseException:
+        for writer in writers:
+            writer.close(FAILED)
+        raise
+    return writers
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    """Whether an earlier run was killed, or ran out of disk, in the middle of a line."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
+
+
+def _is_set(variable: str) -> bool:
+    return bool(os.environ.get(variable))
+
+
+def _missing(package: str, error: ImportError) -> MissingPackageError:
+    return MissingPackageError(
+        f"`metrics` names `{package}`, which cannot be imported ({error}). "
+        f"Install it with `{pip_install(package)}`, or take it off `metrics`."
+    )

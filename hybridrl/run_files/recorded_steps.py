@@ -1,0 +1,195 @@
+"""`steps.jsonl` of a run: what every rank did in each step, and when, to be replayed.
+
+A line of JSON for each step, with the times of calls and their phases by the clocks of their hosts,
+in seconds since the step began. `planner.recorded_graph` makes a graph of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hybridrl.batch.call_record import Record, Span
+from hybridrl.errors import DataError
+from hybridrl.run_files.metric_reader import length_up_to
+from hybridrl.system.storage import explain_write_errors, replacing
+
+KEPT_BYTES = 64 << 20
+"""Of a file that has grown to twice as much, so much stays: the newest steps."""
+NEWEST_BYTES = 16 << 20
+"""Of a long file: what those look at who want the newest steps, one step at least."""
+MICROSECONDS = 6
+"""Digits of a second that are written."""
+
+
+class RecordedStep(NamedTuple):
+    """Attributes:
+    begin, end: Seconds since the epoch, by the driver's clock.
+    records: One for each call and rank.
+    ahead: By device, the seconds that its host's clock was ahead of the driver's; none: 0.
+    """
+
+    step: int
+    begin: float
+    end: float
+    records: Sequence[Record]
+    ahead: Mapping[int, float]
+    between: Sequence[Record] = ()
+    driver: Sequence[Span] = ()
+
+
+class RecordedSteps:
+    """The file of a run, for writing.
+
+    Args:
+        folder: Of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "steps.jsonl"
+
+    def write(self, recorded: RecordedStep) -> None:
+        """Adds a step.
+
+        Raises:
+            StorageError: if that fails.
+        """
+        line = json.dumps(_as_data(recorded), separators=(",", ":")) + "\n"
+        with explain_write_errors(self.file), self.file.open("a", encoding="utf-8") as file:
+            file.write(line)
+            size = file.tell()
+        if size > 2 * KEPT_BYTES:
+            self._keep_newest()
+
+    def forget_after(self, step: int) -> None:
+        """Removes later steps, which are about to be done again.
+
+        Raises:
+            StorageError: if that fails.
+        """
+        with explain_write_errors(self.file):
+            if self.file.is_file():
+                os.truncate(self.file, length_up_to(self.file, step))
+
+    def _keep_newest(self) -> None:
+        with self.file.open("rb") as file:
+            file.seek(-KEPT_BYTES, os.SEEK_END)
+            file.readline()  # the rest of a line
+            rest = file.read()
+        with replacing(self.file) as part:
+            part.write_bytes(rest)
+
+
+def read_steps(folder: Path, newest_bytes: int | None = None) -> list[RecordedStep]:
+    """What a run has recorded, since it was last started: numbers of calls begin anew then. A last
+    line that was cut short is left out.
+
+    Args:
+        newest_bytes: Of the file, so much of its end is looked at; None: all of it.
+
+    Raises:
+        DataError: if there is nothing.
+    """
+    file = folder / "steps.jsonl"
+    if not file.is_file():
+        raise DataError(
+            f"{folder} has no steps.jsonl, in which a run records what its ranks did in each step. "
+            "Name the folder of a run, such as runs/latest."
+        )
+    found: list[RecordedStep] = []
+    last = -1
+    for number, line in enumerate(_newest_text(file, newest_bytes).splitlines(keepends=True), 1):
+        try:
+            recorded = _from_data(json.loads(line))
+        except (ValueError, KeyError, TypeError) as error:
+            if found and not line.endswith("\n"):
+                break
+            raise DataError(f"{file}, line {number}: {error} is no recorded step.") from error
+        calls = [record.call for record in (*recorded.between, *recorded.records)]
+        if calls and min(calls) <= last:
+            found = []
+        last = max(calls, default=last)
+        found.append(recorded)
+    if not found:
+        raise DataError(f"{file} has no steps yet.")
+    return found
+
+
+def _newest_text(file: Path, most: int | None) -> str:
+    """Whole lines of the end of the file, at most so many bytes, but one line at least."""
+    with file.open("rb") as opened:
+        size = opened.seek(0, os.SEEK_END)
+        first = 0 if most is None else max(0, size - most)
+        opened.seek(first)
+        if first:
+            opened.readline()  # the rest of a line
+        if opened.tell() == size:  # that was the whole of it
+            opened.seek(0)
+        return opened.read().decode(errors="replace")
+
+
+def _as_data(recorded: RecordedStep) -> dict[str, Any]:
+    def since(moment: float) -> float:
+        return round(moment - recorded.begin, MICROSECONDS)
+
+    return {
+        "step": recorded.step,
+        "begin": recorded.begin,
+        "seconds": since(recorded.end),
+        "ahead": {str(host): round(a, MICROSECONDS) for host, a in recorded.ahead.items()},
+        "calls": [_call_as_data(one, since) for one in recorded.records if one.host >= 0],
+        "between": [_call_as_data(one, since) for one in recorded.between if one.host >= 0],
+        "driver": [[span.phase, since(span.start), since(span.end)] for span in recorded.driver],
+    }
+
+
+def _call_as_data(one: Record, since: Callable[[float], float]) -> dict[str, Any]:
+    return {
+        "role": one.role,
+        "rank": one.rank,
+        "method": one.method,
+        "call": one.call,
+        "device": one.host,
+        "reads": list(one.reads),
+        "start": since(one.start),
+        "end": since(one.end),
+        "waited": None if one.waited is None else round(one.waited, MICROSECONDS),
+        "tokens": one.tokens,
+        "spans": [
+            [s.phase, since(s.start), since(s.end), round(s.waited, MICROSECONDS)]
+            for s in one.spans
+        ],
+    }
+
+
+def _from_data(data: Mapping[str, Any]) -> RecordedStep:
+    begin, step, seconds = float(data["begin"]), data["step"], data["seconds"]
+    if type(step) is not int or not 0 < seconds < math.inf:
+        raise ValueError(f"step={step!r} of seconds={seconds!r}")
+    ahead = {int(host): seconds for host, seconds in data["ahead"].items()}
+    return RecordedStep(
+        step,
+        begin,
+        begin + seconds,
+        [_call(one, begin) for one in data["calls"]],
+        ahead,
+        [_call(one, begin) for one in data.get("between", ())],
+        [Span(phase, begin + s, begin + e) for phase, s, e in data.get("driver", ())],
+    )
+
+
+def _call(one: Mapping[str, Any], begin: float) -> Record:
+    if wrong := [name for name in ("call", "rank", "device") if type(one[name]) is not int]:
+        raise ValueError(f"{wrong[0]}={one[wrong[0]]!r}")
+    spans = [Span(phase, begin + s, begin + e, w) for phase, s, e, w in one["spans"]]
+    record = Record(one["role"], one["rank"], one["method"])
+    record.start, record.end = begin + one["start"], begin + one["end"]
+    record.call, record.host, record.reads = one["call"], one["device"], tuple(one["reads"])
+    record.waited, record.tokens, record.spans = one["waited"], one["tokens"], spans
+    for span in spans:
+        record.phases[span.phase] += span.end - span.start
+    return record

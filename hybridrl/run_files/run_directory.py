@@ -1,0 +1,346 @@
+"""The folder of one run: who makes it, what lies where, and how files get there whole.
+
+runs/2026-03-01_09-30-00-addition/
+    config.yaml      the resolved settings
+    metrics.jsonl    one line per step
+    steps.jsonl      what every rank did in each step, and when; see `recorded_steps`
+    samples/         step-000012.parquet: prompts, answers, rewards;
+                     eval-math-step-000020.parquet: those of an evaluation, by its set
+    evaluations.json what was evaluated, how, and how sure it is; see `evaluations`
+    tokens/          step-000012.parquet: of some samples, each token
+    bad-steps/       what steps learned from whose numbers were not finite
+    logs/            one file per rank
+    model/           the trained model
+    placement.json   which role lives on which devices; `placement=file` reads it
+    cluster.json     these devices and their nodes
+    data-report.json the first row as the model reads it; which prompts are there twice, or nearly,
+                     also among those to evaluate on
+    checkpoints/     whole steps to go on from; see `step_folders`
+    lock.json        which job has the folder, while it runs; see `run_lock`
+    status.json      what has become of the run; see `run_state`
+    summary.json, curves.png
+runs/latest          a link to the newest run
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.config.resume import LATEST
+from hybridrl.errors import ConfigError, StorageError
+from hybridrl.run_files.evaluation_log import EvaluationsFile
+from hybridrl.run_files.metric_reader import length_up_to
+from hybridrl.run_files.recorded_steps import RecordedSteps
+from hybridrl.run_files.run_lock import LOCK
+from hybridrl.run_files.strict_json import to_json
+from hybridrl.system.storage import (
+    DISK_FULL,
+    explain_write_errors,
+    replacing,
+    write_error_sentence,
+)
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+class RunDirectory:
+    """Paths of one run and the writing of its small files. Made by `create` or `at`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.logs = path / "logs"
+        self.samples = path / "samples"
+        self.tokens = path / "tokens"
+        self.model = path / "model"
+        self.metrics_file = path / "metrics.jsonl"
+        self.config_file = path / "config.yaml"
+        self.summary_file = path / "summary.json"
+        self.curves_file = path / "curves.png"
+        self._latest: Path | None = None
+
+    def __repr__(self) -> str:
+        return f"RunDirectory({str(self.path)!r})"
+
+    @classmethod
+    def create(cls, root: Path, name: str) -> RunDirectory:
+        """Makes `<root>/<date>_<time>-<name>/`. When it is worth looking at: `point_latest`.
+
+        Raises:
+            ConfigError: `root` cannot be written, or is in the folder of another run; the message
+                names `run.root`.
+            StorageError: the disk is full.
+        """
+        root = Path(root)
+        _refuse_inside_a_run("run.root", root, root / name)
+        stem = f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{_folder_name(name)}"
+        _check_latest(root / LATEST)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            directory = cls(_make_unique(root, stem))
+            directory._make_folders()
+        except OSError as error:
+            raise _not_writable("run.root", root, error) from error
+        directory._latest = root / LATEST
+        return directory
+
+    @classmethod
+    def at(cls, path: Path, *, resumes: bool = False) -> RunDirectory:
+        """Uses exactly `path`: makes it if missing, and keeps the files that are there.
+
+        Args:
+            resumes: What a run has made there is that of this one.
+
+        Raises:
+            ConfigError: `path` cannot be written, holds what another run has made, or is in its
+                folder; the message names `run.directory`.
+            StorageError: the disk is full.
+        """
+        directory = cls(Path(path))
+        try:
+            if not resumes:
+                directory._refuse_results()
+            if not directory.config_file.is_file():  # otherwise a run has begun here before
+                _refuse_inside_a_run("run.directory", directory.path, directory.path)
+            directory._make_folders()
+            # An existing folder may be readable only: learn it now, not after the first step.
+            with tempfile.TemporaryFile(dir=directory.path) as probe:
+                probe.write(b"x")
+        except OSError as error:
+            raise _not_writable("run.directory", directory.path, error) from error
+        return directory
+
+    def point_latest(self) -> None:
+        """Points `<root>/latest` at this run, if it was made by `create`."""
+        if self._latest is not None:
+            _point_latest(self._latest, self.path.name)
+
+    @classmethod
+    def check(cls, directory: str | None, root: str, resumes: bool) -> None:
+        """Whether `at` or `create` would make a folder; makes none.
+
+        Raises:
+            ConfigError: as they do.
+        """
+        setting, path = ("run.root", root) if directory is None else ("run.directory", directory)
+        run = cls(Path(path))
+        if directory is None:
+            _refuse_inside_a_run(setting, run.path, run.path / "new")
+        elif not resumes:
+            run._refuse_results()
+        if not run.config_file.is_file():
+            _refuse_inside_a_run(setting, run.path, run.path)
+        there = next(
+            folder for folder in (run.path, *run.path.absolute().parents) if folder.exists()
+        )
+        try:
+            if not there.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+            with tempfile.TemporaryFile(dir=there):
+                pass
+        except OSError as error:
+            raise _not_writable(setting, run.path, error) from error
+
+    def close_to_others(self) -> None:
+        """Lets only this user into the folder, whatever the files in it allow.
+
+        Raises:
+            ConfigError: the folder is somebody else's.
+        """
+        try:
+            self.path.chmod(0o700)
+        except PermissionError as error:
+            raise ConfigError(
+                f"run.private=true: {self.path} belongs to another user, who alone can keep others "
+                "out. Name a new folder by run.directory."
+            ) from error
+
+    def write_config(self, text: str) -> None:
+        """Writes the resolved settings, YAML text as given."""
+        with replacing(self.config_file) as part:
+            _write_durably(part, text)
+
+    def write_placement(self, text: str) -> None:
+        """Writes which role lives where, JSON text as given, for `placement=file`."""
+        with replacing(self.path / "placement.json") as part:
+            _write_durably(part, text + "\n")
+
+    def write_cluster(self, text: str) -> None:
+        """Writes the devices of the run, JSON text as given."""
+        with replacing(self.path / "cluster.json") as part:
+            _write_durably(part, text + "\n")
+
+    def write_data_report(self, figures: Mapping[str, Any]) -> None:
+        """Writes the first row, and what the data repeats, as JSON."""
+        with replacing(self.path / "data-report.json") as part:
+            _write_durably(part, to_json(figures, indent=2) + "\n")
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Writes the run's outcome as JSON; NaN and infinity become null."""
+        with replacing(self.summary_file) as part:
+            _write_durably(part, to_json(summary, indent=2) + "\n")
+
+    def forget_summary(self) -> None:
+        """Removes that of an earlier job of this run, whose end is not the end any more."""
+        with explain_write_errors(self.summary_file):
+            self.summary_file.unlink(missing_ok=True)
+
+    def write_samples(
+        self, step: int, table: pyarrow.Table, tokens: pyarrow.Table | None = None
+    ) -> Path:
+        """Writes the samples of one step to `samples/step-<6 digits>.parquet`; returns it. What is
+        known of their tokens, of the first ones, goes to `tokens/`, under the same name."""
+        if tokens is not None:
+            with explain_write_errors(self.tokens):
+                self.tokens.mkdir(exist_ok=True)
+            _write_table(self.tokens / f"step-{step:06d}.parquet", tokens)
+        return _write_table(self.samples / f"step-{step:06d}.parquet", table)
+
+    def write_evaluated(self, name: str, step: int, table: pyarrow.Table) -> Path:
+        """Writes the samples of the evaluation of a set to
+        `samples/eval-<name>-step-<6 digits>.parquet`; returns it."""
+        return _write_table(self.samples / f"eval-{name}-step-{step:06d}.parquet", table)
+
+    def write_bad_step(self, step: int, table: pyarrow.Table, found: Mapping[str, Any]) -> Path:
+        """Writes what a step learned from whose numbers were not finite to
+        `bad-steps/step-<6 digits>.parquet`, and what was found beside it (.json)."""
+        path = self.path / "bad-steps" / f"step-{step:06d}.parquet"
+        with explain_write_errors(path):
+            path.parent.mkdir(exist_ok=True)
+        with replacing(path.with_suffix(".json")) as part:
+            part.write_text(to_json(found, indent=2) + "\n", encoding="utf-8")
+        return _write_table(path, table)
+
+    def forget_after(self, step: int) -> None:
+        """Removes the figures, samples and timelines of later steps, which are about to be made
+        again. `metrics.jsonl` may be open for appending.
+
+        Raises:
+            StorageError: if that fails.
+        """
+        with explain_write_errors(self.path):
+            if self.metrics_file.is_file():
+                os.truncate(self.metrics_file, length_up_to(self.metrics_file, step))
+            folders = (self.samples, self.tokens, self.path / "timelines")
+            for path in (path for folder in folders for path in folder.glob("*step-*")):
+                number = re.match(r"(?:eval-[\w-]+-)?step-(\d+)", path.name)
+                if number and int(number[1]) > step:
+                    path.unlink()
+        EvaluationsFile(self.path).forget_after(step)
+        RecordedSteps(self.path).forget_after(step)
+
+    def _refuse_results(self) -> None:
+        """Two runs in one folder would mix their metrics and samples."""
+        if found := self._results():
+            raise ConfigError(
+                f"run.directory={self.path} holds an earlier run (it has {found[0].name}), and "
+                "the two would be mixed up. Give another folder, remove or rename this one, or "
+                "leave run.directory out for a new one under run.root. To go on from its last "
+                "checkpoint, if it has any, set resume=auto; to train on from its model, set "
+                f"model.path={self.model} as well."
+            )
+
+    def _results(self) -> list[Path]:
+        """What a run has made here. What one leaves that ended before its first step is in nobody's
+        way."""
+        found = [path for path in (self.summary_file, self.model) if path.exists()]
+        if self.metrics_file.is_file() and self.metrics_file.stat().st_size:
+            found.insert(0, self.metrics_file)
+        return found
+
+    def _make_folders(self) -> None:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.samples.mkdir(exist_ok=True)
+
+
+def make_steps_folder(folder: Path) -> None:
+    """Makes a folder of checkpoints that is not in the run's.
+
+    Raises:
+        ConfigError: it cannot be made; the message names `checkpoint.folder`.
+        StorageError: the disk is full.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_writable("checkpoint.folder", folder, error) from error
+
+
+def _refuse_inside_a_run(setting: str, named: Path, path: Path) -> None:
+    """A run's folder is one thing to name, to copy and to remove, and `checkpoints/` in it is
+    tidied up."""
+    for folder in path.resolve().parents:
+        run = RunDirectory(folder)
+        if run.config_file.is_file() and (run._results() or (folder / LOCK).is_file()):
+            raise ConfigError(
+                f"{setting}={named} is in {folder}, the folder of an earlier run. Give a folder "
+                f"that is in no other run's, such as {folder.parent / 'new'}. To go on with that "
+                f"run, set resume={folder}; for a new run from its checkpoints, fork={folder}."
+            )
+
+
+def _write_table(path: Path, table: pyarrow.Table) -> Path:
+    from pyarrow import parquet  # 0.3 s, wanted only by runs that keep samples
+
+    with replacing(path) as part, part.open("wb") as file:
+        parquet.write_table(table, file)
+    return path
+
+
+def _folder_name(name: str) -> str:
+    """Keeps letters, digits, `.`, `_`, `=`, `+` and `-`; at most 80 characters."""
+    return re.sub(r"[^\w.=+-]+", "-", name).strip(".-")[:80] or "run"
+
+
+def _make_unique(root: Path, stem: str) -> Path:
+    # mkdir either makes the folder or fails, so two runs of one second never share it.
+    for number in range(1, 10_000):
+        path = root / (stem if number == 1 else f"{stem}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise StorageError(f"{root} holds 9,999 runs called {stem}. Set `run.name` to another name.")
+
+
+def _check_latest(link: Path) -> None:
+    if link.exists() and not link.is_symlink():
+        raise ConfigError(
+            f"{link} is a file or folder of its own, and every run makes it a link to the newest "
+            "run. Rename it, or set `run.root` to another folder."
+        )
+
+
+def _point_latest(link: Path, target: str) -> None:
+    """Makes `link` point at `target`; anyone who follows it sees the old run or the new one."""
+    new_link = link.with_name(f".latest-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        new_link.symlink_to(target)
+    except OSError as error:
+        if error.errno in _NO_LINKS:  # some mounted disks have no links; the run needs none
+            return
+        raise StorageError(write_error_sentence(link, error)) from error
+    with explain_write_errors(link):
+        new_link.replace(link)
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _not_writable(setting: str, folder: Path, error: OSError) -> ConfigError | StorageError:
+    sentence = write_error_sentence(folder, error, setting=f"`{setting}`")
+    return StorageError(sentence) if error.errno in DISK_FULL else ConfigError(sentence)

@@ -1,0 +1,192 @@
+"""One job at a time in a run's folder: a job notes that it has it, and a dead one loses it.
+
+`<run>/lock.json` says which process has the folder. On that process's own machine others ask
+whether it still lives; elsewhere, whether it has touched the file lately. The clock is the file
+system's, so machines need not agree on the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hybridrl.errors import ConfigError
+from hybridrl.system.storage import explain_write_errors
+
+LOCK = "lock.json"
+BEAT_SECONDS = 10.0
+"""How often a job touches its lock."""
+SILENT_SECONDS = 60.0
+"""A lock that another machine has not touched for so long is nobody's."""
+LOOK_SECONDS = 1.0
+"""How often a job that waits looks whether the lock has been touched."""
+_CLOCK_SECONDS = 2.0
+"""By which the start of a process may seem to differ when its machine's clock has been set."""
+
+
+class RunLock:
+    """Keeps the folder of a run for this process; use it in a `with`.
+
+    Args:
+        folder: It exists.
+        setting: What names it.
+    """
+
+    def __init__(self, folder: Path, setting: str = "run.directory") -> None:
+        self.file, self._setting = folder / LOCK, setting
+        self._mine = this_process()
+        self._stop = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="run lock", daemon=True)
+
+    def __enter__(self) -> RunLock:
+        """Takes the folder. A job on another machine is given the time to show that it lives.
+
+        Raises:
+            ConfigError: if another job has it; names the process and its machine.
+            StorageError: if that cannot be noted.
+        """
+        with explain_write_errors(self.file):
+            seen: float | None = None
+            while not self._taken(seen):
+                seen = seen or self.file.stat().st_mtime
+                time.sleep(LOOK_SECONDS)
+        self._beating.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Gives the folder back. What another job has taken since stays that job's."""
+        self._stop.set()
+        with contextlib.suppress(OSError), _alone(self.file) as file:
+            if _read(file) == self._mine:
+                self.file.unlink()
+
+    def _taken(self, seen: float | None) -> bool:
+        """Takes the folder if nobody has it; False if that is not known yet.
+
+        Args:
+            seen: When the holder had touched the file as this job came; None: it comes now.
+        """
+        with _alone(self.file) as file:
+            holder, beat = _read(file), os.fstat(file).st_mtime
+            if holder is None or is_dead(holder, _now(self.file.parent) - beat):
+                _write(file, self._mine)
+                return True
+        if holder["machine"] != self._mine["machine"] and seen in (None, beat):
+            return False
+        since = datetime.fromtimestamp(holder["since"]).isoformat(" ", "seconds")
+        raise ConfigError(
+            f"{self.file.parent} is in use: process {holder['pid']} on {holder['host']} has been "
+            f"writing there since {since}. Wait for it, end it, or give another {self._setting}. "
+            "To begin a run of your own from its checkpoints, write fork= in place of resume=."
+        )
+
+    def _beat(self) -> None:
+        while not self._stop.wait(BEAT_SECONDS):
+            with contextlib.suppress(OSError):
+                os.utime(self.file)
+
+
+def this_process() -> dict[str, Any]:
+    """What others need to find out whether this process still lives."""
+    process = psutil.Process()
+    return {
+        "host": socket.gethostname(),
+        "machine": _machine(),
+        "pid": process.pid,
+        "started": process.create_time(),
+        "since": time.time(),
+    }
+
+
+def read_holder(file: Path) -> dict[str, Any] | None:
+    """Which process has noted itself in a lock; None if none has."""
+    try:
+        opened = os.open(file, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        return _read(opened)
+    finally:
+        os.close(opened)
+
+
+def _machine() -> str:
+    """Equal for processes that see each other's numbers: the same boot and the same container."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    return socket.gethostname()
+
+
+def is_dead(holder: dict[str, Any], silent: float) -> bool:
+    """Whether the job that has noted itself is gone.
+
+    Args:
+        silent: Seconds since it touched the file.
+    """
+    if holder["machine"] != _machine():
+        return silent >= SILENT_SECONDS
+    try:
+        started = psutil.Process(holder["pid"]).create_time()
+    except psutil.NoSuchProcess:
+        return True
+    return abs(started - holder["started"]) >= _CLOCK_SECONDS
+
+
+def _now(folder: Path) -> float:
+    """The time by the clock of the folder's file system."""
+    probe = folder / f".{LOCK}.{os.getpid()}"
+    try:
+        probe.touch()
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[int]:
+    """The opened file, with no other process in this block, where the file system can do that."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if _is_at(file, path):  # otherwise its holder has removed it while this one waited
+                yield file
+                return
+        finally:
+            os.close(file)
+
+
+def _is_at(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _read(file: int) -> dict[str, Any] | None:
+    """What is noted; None if nothing is, or nothing that was written to its end."""
+    try:
+        found = json.loads(os.pread(file, 1 << 16, 0))
+        return found if {"host", "machine", "pid", "started", "since"} <= found.keys() else None
+    except (ValueError, AttributeError):
+        return None
+
+
+def _write(file: int, holder: dict[str, Any]) -> None:
+    content = json.dumps(holder).encode()
+    os.ftruncate(file, 0)
+    os.pwrite(file, content, 0)
+    os.fsync(file)

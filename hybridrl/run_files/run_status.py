@@ -1,0 +1,111 @@
+"""What has become of a run: `<run>/status.json`, for programs that wait for it or look later.
+
+    {"state": "failed", "why": "actor rank 1 died during ...", "began": "...", "ended": "..."}
+
+A job that is killed cannot write that it was. Its file goes on saying `running`, and its lock is
+nobody's: `state_of` sees both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hybridrl.errors import HybridRLError
+from hybridrl.run_files.run_lock import LOCK, SILENT_SECONDS, is_dead, read_holder
+from hybridrl.run_files.strict_json import to_json
+from hybridrl.system.storage import replacing
+
+STATUS = "status.json"
+RUNNING, FINISHED, FAILED, INTERRUPTED, KILLED = (
+    *("running", "finished", "failed", "interrupted", "killed"),
+)
+
+
+class RunState:
+    """That of the job which has the folder.
+
+    Args:
+        folder: Of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / STATUS
+        self._began = _began(self._file) or _now()  # a run that goes on began when it first did
+        self._state = ""
+
+    def begin(self) -> None:
+        """The run is running, whatever an earlier job has made of it.
+
+        Raises:
+            StorageError: if that cannot be noted.
+        """
+        if not self._state:
+            self._write(RUNNING)
+
+    def end(self, error: BaseException | None) -> None:
+        """Notes how the job has ended, as far as the disk takes it. Only the first end counts, and
+        one that had not begun leaves what an earlier job has noted.
+
+        Args:
+            error: What ended it; None: it has done all of its work.
+        """
+        if self._state != RUNNING:
+            return
+        with contextlib.suppress(HybridRLError):
+            self._write(*outcome_of(error))
+
+    def _write(self, state: str, why: str = "") -> None:
+        self._state = state
+        ended = None if state == RUNNING else _now()
+        content = {"state": state, "why": why, "began": self._began, "ended": ended}
+        with replacing(self._file) as part:
+            part.write_text(to_json(content, indent=1) + "\n", encoding="utf-8")
+
+
+def outcome_of(error: BaseException | None) -> tuple[str, str]:
+    """The state of a run that this has ended, and why; None: it has done all of its work."""
+    match error:
+        case None:
+            return FINISHED, ""
+        case KeyboardInterrupt() | SystemExit():
+            return INTERRUPTED, str(error) or "Ctrl-C"
+    why = str(error).partition("\n")[0]
+    return FAILED, why if isinstance(error, HybridRLError) else f"{type(error).__name__}: {why}"
+
+
+def state_of(folder: Path) -> tuple[str, str]:
+    """The state of a run and why: `running`, `finished`, `failed`, `interrupted`, `killed`; empty
+    where no job has noted one."""
+    try:
+        found = json.loads((folder / STATUS).read_text(encoding="utf-8"))
+        state, why = str(found["state"]), str(found["why"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", ""
+    if state != RUNNING:
+        return state, why
+    holder = read_holder(folder / LOCK)
+    if holder is None:
+        return KILLED, "The job ended without a word."
+    try:
+        silent = time.time() - (folder / LOCK).stat().st_mtime
+    except OSError:
+        silent = SILENT_SECONDS
+    if is_dead(holder, silent):
+        return KILLED, f"Process {holder['pid']} on {holder['host']} is gone."
+    return state, why
+
+
+def _began(file: Path) -> str:
+    """When the run of a status file began; empty if there is none."""
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["began"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

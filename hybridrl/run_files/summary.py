@@ -1,0 +1,103 @@
+"""The last sentence of a run: what it gained, how long it took, where everything is."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config.schema import RewardConfig
+from hybridrl.system.formatting import readable_seconds
+
+GAINS = {
+    "accuracy": "greedy accuracy",
+    "reward": "reward",
+    "cost": "cost",
+    "pair_accuracy": "pair accuracy",
+    "loss": "held-out loss",
+}
+"""What a run may gain, and how it is called."""
+
+
+CHECKERS = ("exact", "numeric", "contains", "boxed", "math", "passes_tests")
+"""Functions of the library that score an answer 1 if it is right, and less if not."""
+
+
+def accuracy_name(reward: RewardConfig, short: bool = False) -> str:
+    """What the metric `accuracy` is: the share of right answers where one function of the library
+    checks them. A model that grades may be wrong, and what other functions mean by a score is not
+    known: there it is only the share of greedy responses that score `reward.correct_at` or more."""
+    checks = [reward.function] if isinstance(reward.function, str) else reward.function
+    is_checked = isinstance(checks, list) and len(checks) == 1 and isinstance(checks[0], str)
+    if (
+        is_checked
+        and checks[0].rpartition(":")[2] in CHECKERS
+        and not (reward.model or reward.judge.path or reward.weights not in (None, [1.0]))
+    ):
+        return "accuracy" if short else GAINS["accuracy"]
+    limit = f"{reward.correct_at:g}"
+    return f"score>={limit}" if short else f"greedy responses (score >= {limit})"
+
+
+def final_sentence(
+    summary: Mapping[str, Any], directory: Path, accuracy: str = GAINS["accuracy"]
+) -> str:
+    """Such as: greedy accuracy 0.53 -> 0.86, reward 0.48 -> 0.84 in 60 steps (41 s); model, ...
+
+    Args:
+        summary: `<name>_first` and `<name>_last` of any of `GAINS`, `steps` and `seconds`; what is
+            missing or None is left out of the sentence.
+        directory: the run's folder.
+        accuracy: see `accuracy_name`.
+    """
+    labels = GAINS | {"accuracy": accuracy}
+    gains = [text for name, label in labels.items() if (text := _gain(label, name, summary))]
+    steps = summary.get("steps")
+    seconds = summary.get("seconds")
+    sentence = ", ".join(gains) or "finished"
+    if steps:  # an evaluation has none
+        sentence += f" in {steps:,} {'step' if steps == 1 else 'steps'}"
+    if seconds is not None:
+        sentence += f" ({readable_seconds(seconds)})"
+    return (
+        f"{sentence}; {_kept_in(directory)}: {directory}\n"
+        f"next: hybridrl report {shlex.quote(str(directory))}"
+    )
+
+
+def interrupted_sentence(why: str, steps: int, saved: int, directory: Path) -> str:
+    """The last words of a run that was ended from outside: where the model is, and how to go on.
+
+    Args:
+        why: `Interrupted`, or the name of a signal.
+        steps: How many are done.
+        saved: That of the newest checkpoint; 0: there is none.
+    """
+    folder = shlex.quote(str(directory))
+    has_model = (directory / "model").is_dir()
+    cure = ""
+    if saved:
+        cure = f"to go on from step {saved}: python -m hybridrl.main resume={folder}\n"
+    elif has_model:
+        cure = (
+            "without a checkpoint (checkpoint.every) it cannot be resumed; to train on from its "
+            f"model: model.path={folder}/model\n"
+        )
+    return (
+        f"{why} after step {steps}; {_kept_in(directory)}: {directory}\n"
+        f"{cure}next: hybridrl report {folder}"
+    )
+
+
+def _kept_in(directory: Path) -> str:
+    return ("model, " if (directory / "model").is_dir() else "") + "metrics and curves"
+
+
+def _gain(label: str, key: str, summary: Mapping[str, Any]) -> str:
+    first, last = summary.get(f"{key}_first"), summary.get(f"{key}_last")
+    if last is None:
+        return ""
+    if summary.get("steps") == 0:  # nothing has gained anything
+        first = None
+    return f"{label} {last:.2f}" if first is None else f"{label} {first:.2f} -> {last:.2f}"

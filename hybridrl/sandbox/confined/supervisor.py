@@ -1,0 +1,323 @@
+"""The supervisor of one program, and the program's own process before it runs the program.
+
+The supervisor is a bare interpreter, started for one program with the two arguments of `main`.
+It reads a `Job` from its standard input, moves into namespaces, forks the program's process, waits
+for its end or the end of its time, and reports. Its standard input stays open: that it is closed
+means that the parent is gone or has had enough, and ends the program.
+
+The processes, with namespaces:
+
+    supervisor --+-- init      process 1 of the PID namespace; all in there dies with it
+                 +-- program   process 2, a fork of the supervisor that has given up every right
+                 +-- judge     process 3, another such fork, if there are tests: they are in no
+                               other process, and two pipes lead to the program and back
+"""
+
+# Importing pathlib would take as long as all the rest.
+# ruff: noqa: PTH123
+from __future__ import annotations
+
+import fcntl
+import gc
+import marshal
+import os
+import resource
+import select
+import sys
+import time
+
+from . import landlock, linux_kernel, namespaces, scratch_folder, seccomp, standard_files
+
+TYPE_CHECKING = False  # importing `typing` would take as long as all the rest
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+_MIB = 1 << 20
+_KILL = 9
+_F_ADD_SEALS, _SEAL_EVERYTHING = 1033, 0xF
+_HIGHEST_USER = 0x70000000  # that no system gives to anybody
+_NOBODY = 65534
+
+
+class Job:
+    """What the supervisor is told, in this order.
+
+    Attributes:
+        source, stdin: the program and what it reads.
+        level: `root` (namespaces by right), `user` (in a user namespace) or `none`.
+        limits: by the names in `hybridrl.sandbox.python_runner.Limits`.
+        libraries: folders that the program may read.
+        search_path: folders beside the standard library that it imports from.
+        temporary: where to make its scratch folder if it has no root folder of its own.
+        is_judged: whether a judge runs tests of the program, which it reads from the standard input
+            behind the job.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        stdin: bytes,
+        level: str,
+        limits: dict[str, Any],
+        libraries: list[str],
+        search_path: list[str],
+        temporary: str,
+        is_judged: bool,
+    ) -> None:
+        self.source = source
+        self.stdin = stdin
+        self.level = level
+        self.limits = limits
+        self.libraries = libraries
+        self.search_path = search_path
+        self.temporary = temporary
+        self.is_judged = is_judged
+
+
+def main(report_to: int, memory_entrance: int | None = None) -> None:
+    """Returns only in the program's process, when the program has ended.
+
+    Args:
+        report_to: the descriptor to write the report to: a marshalled dictionary with `failure`, a
+            text, if the program could not be confined, else with what `_watch` returns.
+        memory_entrance: the descriptor by which the program enters its memory group.
+    """
+    size = int.from_bytes(_read_exactly(8), "little")
+    job = Job(*marshal.loads(_read_exactly(size)))
+    try:
+        report = _supervise(job, report_to, memory_entrance)
+        if report is None:
+            return
+    except OSError as error:
+        report = {"failure": f"{error.strerror or error} {error.filename or ''}".strip()}
+    os.write(report_to, marshal.dumps(report))
+    os._exit(0)
+
+
+def _supervise(job: Job, report_to: int, memory_entrance: int | None) -> dict[str, Any] | None:
+    """Runs the program in a child; returns None in that child."""
+    if job.is_judged:  # now: these import much that is out of reach later
+        from . import judge, served_program
+    _be_the_first_to_go()
+    user = _unused_user() if os.geteuid() == 0 else None
+    if user is not None and job.level != "root":
+        # In a user namespace, nobody has root's rights.
+        linux_kernel.become(user, job.libraries if job.level == "none" else [])
+        user = None
+    if job.level == "none":
+        scratch = scratch_folder.make(job.temporary)
+    else:
+        scratch = namespaces.SCRATCH
+        namespaces.enter(with_user=job.level == "user")
+        namespaces.change_root(job.libraries, job.limits["scratch_mib"] * _MIB)
+    alive_read, alive_write = os.pipe()
+    started_read, started_write = os.pipe()
+    stdin = _sealed_file(job.stdin)
+    to_judge, from_program = os.pipe() if job.is_judged else (-1, -1)
+    to_program, from_judge = os.pipe() if job.is_judged else (-1, -1)
+    gc.freeze()  # the program's interpreter need not go through our objects when it ends
+    group = () if memory_entrance is None else (memory_entrance,)
+    pipes = [to_judge, from_judge, to_program, from_program] if job.is_judged else []
+    init = os.fork() if job.level != "none" else None
+    if init == 0:
+        others = (0, 1, 2, report_to, alive_write, started_read, started_write, stdin)
+        _be_init(alive_read, (*others, *group, *pipes))
+    supervisor = os.getpid()
+    ours = (report_to, alive_read, alive_write, started_read, stdin)
+    program = os.fork()
+    if program == 0:
+        os.dup2(stdin, 0)
+        for descriptor in (*ours, *pipes[:2]):
+            os.close(descriptor)
+        if job.is_judged:  # what it prints goes nowhere
+            nowhere = os.open("/dev/null", os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
+        _confine(job, user, scratch, supervisor, started_write, group)
+        if not job.is_judged:
+            _run(job.source)
+            return None
+        served_program.serve_program(job.source, to_program, from_program)
+    judging = os.fork() if job.is_judged else None
+    if judging == 0:
+        for descriptor in (*ours, *pipes[2:]):
+            os.close(descriptor)
+        _confine(job, user, scratch, supervisor, started_write, group)
+        judge.judge_tests(to_judge, from_judge, 0)
+    for descriptor in pipes:
+        os.close(descriptor)
+    os.close(started_write)
+    report = _watch(program, started_read, job.limits["wall_s"], judging)
+    if init is not None:
+        os.kill(init, _KILL)
+        os.waitpid(init, 0)
+    if job.level == "none":
+        scratch_folder.remove(scratch)
+    return report
+
+
+def _watch(program: int, started: int, wall_s: float, judge: int | None) -> dict[str, Any]:
+    """Waits for the end of the program, or of its judge, and brings it about if need be.
+
+    Returns:
+        `status` as of `wait`, `cpu_s` and `seconds` used, `stopped` (`wall`, `parent` or None) of
+        the one it waits for; `program_cpu_s`, used by a program that is judged; and `landlock`, the
+        version of it.
+    """
+    waited_for = program if judge is None else judge
+    ended = os.pidfd_open(waited_for)
+    failure = _read_all(started)
+    begin = time.monotonic()
+    poll = select.poll()
+    poll.register(0, 0)  # reports the closing of the pipe, asked or not
+    poll.register(ended, select.POLLIN)
+    events = {descriptor for descriptor, _ in poll.poll(wall_s * 1000)}
+    os.kill(program, _KILL)  # it is not reaped yet, so the id is still its own
+    os.kill(waited_for, _KILL)
+    _, status, usage = os.wait4(waited_for, 0)
+    others = usage if judge is None else os.wait4(program, 0)[2]
+    if failure:
+        return {"failure": failure.decode()}
+    by_us = ended not in events and os.WIFSIGNALED(status) and os.WTERMSIG(status) == _KILL
+    return {
+        "status": status,
+        "cpu_s": usage.ru_utime + usage.ru_stime,
+        "program_cpu_s": others.ru_utime + others.ru_stime,
+        "seconds": time.monotonic() - begin,
+        "stopped": ("parent" if events else "wall") if by_us else None,
+        "landlock": landlock.version(),
+    }
+
+
+def _be_init(alive: int, others: tuple[int, ...]) -> NoReturn:
+    """Process 1 of the PID namespace ends when the supervisor does, however that happens."""
+    for descriptor in others:
+        os.close(descriptor)
+    os.read(alive, 1)
+    os._exit(0)
+
+
+def _confine(
+    job: Job,
+    user: int | None,
+    scratch: str,
+    supervisor: int,
+    started: int,
+    memory_group: tuple[int, ...],
+) -> None:
+    """Gives up every right, and says so by closing `started`."""
+    try:
+        for entrance in memory_group:
+            os.write(entrance, b"0")
+            os.close(entrance)
+        if user is not None:
+            linux_kernel.become(user, job.libraries)
+        linux_kernel.give_up_privileges()
+        linux_kernel.die_with_parent()
+        if job.level == "none" and os.getppid() != supervisor:  # it died before the request
+            os._exit(1)
+        if job.level == "none" and landlock.version() == 0:
+            raise OSError("the kernel has no Landlock, or it is not in use")
+        if landlock.version():
+            landlock.restrict(job.libraries, scratch)
+        os.chdir(scratch)
+        for library in job.libraries:
+            os.scandir(library).close()
+        # Beside its threads, the kernel counts the supervisor, the first process, and the judge.
+        _set_limits(job.limits, others=3 if job.is_judged else 2)
+        seccomp.install(os.getpid())
+    except OSError as error:
+        os.write(started, f"{error.strerror or error} {error.filename or ''}".encode())
+        os._exit(1)
+    os.close(started)
+    sys.path += job.search_path
+    sys.argv = ["program.py"]
+    sys.dont_write_bytecode = True
+    os.environ.clear()
+    builtins = sys.modules["builtins"]
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[attr-defined]  # as `site` has them
+    standard_files.install()
+
+
+def _run(source: str) -> None:
+    """Runs the program as `python program.py` would; the interpreter's end is up to the caller."""
+    main = type(sys)("__main__")
+    sys.modules["__main__"] = main
+    try:
+        exec(compile(source, "program.py", "exec", dont_inherit=True), vars(main))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        own_frame = error.__traceback__
+        error.__traceback__ = own_frame and own_frame.tb_next
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
+def _set_limits(limits: dict[str, Any], others: int) -> None:
+    cpu_s = limits["cpu_s"]
+    for what, soft, hard in (
+        # A program that ignores the signal of the first limit is killed at the second.
+        (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
+        (resource.RLIMIT_AS, limits["memory_mib"] * _MIB, None),
+        (resource.RLIMIT_NPROC, limits["threads"] + others, None),
+        (resource.RLIMIT_FSIZE, limits["file_mib"] * _MIB, None),
+        (resource.RLIMIT_NOFILE, limits["open_files"], None),
+        (resource.RLIMIT_CORE, 0, None),
+        (resource.RLIMIT_MEMLOCK, 0, None),
+    ):
+        # An ordinary user cannot raise a limit that already is lower than ours.
+        bound = resource.getrlimit(what)[1]
+        pair = [
+            value if bound == resource.RLIM_INFINITY else min(value, bound)
+            for value in (soft, soft if hard is None else hard)
+        ]
+        resource.setrlimit(what, (pair[0], pair[1]))
+
+
+def _unused_user() -> int | None:
+    """A user that nobody else is, so that limits per user count this program alone; `nobody` in a
+    container that does not have so many users, and None if it has not even that one."""
+    with open("/proc/self/uid_map") as file:
+        ranges = [[int(number) for number in line.split()] for line in file]
+    for user in (_HIGHEST_USER + os.getpid(), _NOBODY):
+        if any(start <= user < start + count for start, _, count in ranges):
+            return user
+    return None
+
+
+def _be_the_first_to_go() -> None:
+    """Should the machine run out of memory, it is the program that the kernel kills."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:
+        pass  # a courtesy, no more
+
+
+def _sealed_file(content: bytes) -> int:
+    """A file in memory that nobody can change, at its beginning."""
+    file = os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    view = memoryview(content)
+    while view:
+        view = view[os.write(file, view) :]
+    os.lseek(file, 0, os.SEEK_SET)
+    fcntl.fcntl(file, _F_ADD_SEALS, _SEAL_EVERYTHING)
+    return file
+
+
+def _read_exactly(size: int) -> bytes:
+    pieces = bytearray()
+    while len(pieces) < size:
+        piece = os.read(0, size - len(pieces))
+        if not piece:  # the parent is gone
+            os._exit(1)
+        pieces += piece
+    return bytes(pieces)
+
+
+def _read_all(descriptor: int) -> bytes:
+    pieces = bytearray()
+    while piece := os.read(descriptor, 4096):
+        pieces += piece
+    return bytes(pieces)

@@ -1,0 +1,289 @@
+"""A sandbox for Python programs that a model wrote.
+
+`run_python` runs a program in a process of its own that can neither harm the machine nor read what
+is on it, and that leaves nothing behind. docs/sandbox.md says what is promised, and what is not, at
+each level of confinement. It needs Linux 5.13 or newer on x86-64 or
+aarch64, with seccomp, and either namespaces (as root, or as a user who may make user namespaces)
+or Landlock; without them it refuses to run anything. What is there is found out once per process,
+by trying, and logged; see `confinement`.
+
+In every case the program
+
+* has no capabilities, no environment, no descriptors but its standard input and outputs, and can
+  make only the system calls that a computing Python program needs. It can start threads, but no
+  process and no other program; it cannot make sockets (but pairs of connected ones), send signals
+  to others, trace, mount, or use keys, BPF, io_uring or shared memory. Changing permissions and
+  times of files seems to succeed and does nothing;
+* reads the interpreter's libraries and installed packages, and no other file. It writes only in
+  its scratch folder, its working directory, which is removed at its end;
+* keeps to `Limits`. At its end, at a limit, and when the calling process dies, it is killed.
+
+With namespaces, nothing else exists for it: no /proc, no users, no network device, no other
+process. Its scratch folder is memory and has a size limit.
+
+Without namespaces, Landlock and seccomp do the confining. The program then can learn whether a
+file exists, its size and times; its scratch folder is on the disk under `tempfile.gettempdir()`,
+limited by `file_mib` for each file but not in their number; for an ordinary user, whose processes
+the kernel counts together, it usually cannot start threads. A supervisor killed by SIGKILL leaves
+that folder behind.
+
+Not covered: holes in the kernel itself; what a program can tell from the time that things take;
+use of the processor's caches and of memory bandwidth; the kernel's release, the size of memory, the
+number of processors and the time since the machine started, which system calls tell. The packages
+beside the interpreter are readable, so they must hold no secrets. Memory is limited per program;
+that all programs at once fit into the machine is up to the caller, who chooses their number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import marshal
+import math
+import os
+import platform
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hybridrl.errors import ConfigError, MachineError, RewardError
+from hybridrl.rewards.checked_tests import CheckedTest
+from hybridrl.sandbox.supervisor_process import Supervisor
+from hybridrl.system.memory_cgroup import memory_group
+
+__all__ = ["Confinement", "Limits", "Outcome", "confinement", "run_python", "run_tests"]
+
+_log = logging.getLogger(__name__)
+
+_SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
+
+_LEVELS = {
+    "root": "namespaces",
+    "user": "namespaces of an ordinary user",
+    "none": "no namespaces",
+}
+
+_probing = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use.
+
+    Attributes:
+        wall_s: seconds from its start.
+        cpu_s: seconds of processor time, all threads together.
+        memory_mib: address space in MiB, of which the bare interpreter takes less than 20. Where
+            there are control groups (`memory_group`), also all memory that it takes in any way.
+        threads: how many, the first one counted.
+        file_mib: size of a file in MiB.
+        scratch_mib: size of all files in MiB; only with namespaces.
+        open_files: open files, the three standard ones counted.
+        output_kib: of the standard output, and of the standard error output, in KiB.
+
+    Raises:
+        ConfigError: if one of them is not positive.
+    """
+
+    wall_s: float = 10.0
+    cpu_s: int = 10
+    memory_mib: int = 1024
+    threads: int = 16
+    file_mib: int = 16
+    scratch_mib: int = 64
+    open_files: int = 64
+    output_kib: int = 1024
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not 0 < value < math.inf or (field.name != "wall_s" and value != int(value)):
+                kind = "number" if field.name == "wall_s" else "whole number"
+                raise ConfigError(
+                    f"`Limits.{field.name}` is {value}, expected a {kind} greater than 0."
+                )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended, and what it wrote.
+
+    Attributes:
+        ended: `ok` (exit code 0), `error` (another exit code), `memory` (an uncaught
+            `MemoryError`), `wall_time`, `cpu_time` or `output` (stopped at that limit), or
+            `signal`.
+        code: the exit code or the number of the signal.
+        stdout, stderr: what it wrote, up to the limit, with U+FFFD for what is not UTF-8.
+        seconds: from its start to its end.
+        cpu_s, program_cpu_s: processor seconds, and those of a program that was tested.
+    """
+
+    ended: Literal["ok", "error", "memory", "wall_time", "cpu_time", "output", "signal"]
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+    cpu_s: float = 0.0
+    program_cpu_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """What confines programs on this machine, beside seccomp and resource limits.
+
+    Attributes:
+        namespaces: `root`, made by right; `user`, made within a user namespace; or `none`.
+        landlock: version of Landlock, 0 if there is none.
+        missing: why a better kind of namespaces was not to be had; empty for the best.
+        memory_groups: whether control groups bound all memory of a program.
+    """
+
+    namespaces: Literal["root", "user", "none"]
+    landlock: int
+    missing: str
+    memory_groups: bool = False
+
+    def __str__(self) -> str:
+        """One line for the user: what confines, and what is not limited for want of better."""
+        parts = ["namespaces"] if self.namespaces != "none" else []
+        parts += [*(["Landlock"] if self.landlock else []), "seccomp"]
+        parts += ["control groups"] if self.memory_groups else []
+        said = f"programs run confined by {' + '.join(parts)}"
+        return said if self.namespaces != "none" else f"{said}, without a limit on the disk"
+
+
+def run_python(source: str, stdin: str = "", *, limits: Limits | None = None) -> Outcome:
+    """Runs a Python program, confined; see above. May be called from several threads at once.
+
+    Raises:
+        MachineError: if this machine cannot confine programs.
+        RewardError: if the sandbox itself was killed.
+    """
+    limits = limits or Limits()
+    return _execute(confinement().namespaces, source, stdin, limits)[0]
+
+
+def run_tests(source: str, tests: Sequence[CheckedTest], *, limits: Limits) -> Outcome:
+    """Runs a Python program and, in another process, tests of it, both confined and each with these
+    limits; see `confined.judge` for what is written and for what the tests may do.
+
+    Raises:
+        MachineError, RewardError: as `run_python`.
+    """
+    return _execute(confinement().namespaces, source, "", limits, tests)[0]
+
+
+def confinement() -> Confinement:
+    """What confines programs here: the best of what there is, found by trying each, once.
+
+    Raises:
+        MachineError: if nothing does; says what is missing.
+    """
+    with _probing:
+        return _probe()
+
+
+@functools.cache
+def _probe() -> Confinement:
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        raise MachineError(
+            f"Programs can be run safely only on Linux on x86-64 or aarch64, and this is "
+            f"{sys.platform} on {platform.machine()}. Use reward functions that run no programs."
+        )
+    missing: list[str] = []
+    levels: list[Literal["root", "user", "none"]] = ["root", "user", "none"]
+    for level in levels if os.geteuid() == 0 else levels[1:]:
+        try:
+            _, landlock, has_group = _execute(level, "", "", Limits())
+        except _RefusedError as refusal:
+            missing.append(f"{_LEVELS[level]}: {refusal}")
+            continue
+        found = Confinement(level, landlock, "; ".join(missing), has_group)
+        _log.info("%s (%s, Landlock version %s). %s", found, _LEVELS[level], landlock, missing)
+        return found
+    raise MachineError(
+        "Programs cannot be run safely on this machine, so none is run. Tried "
+        + "; ".join(missing)
+        + ". The sandbox needs Linux 5.13 or newer with seccomp, an interpreter whose folders "
+        "every user may read, and either user namespaces or Landlock; in a container, the "
+        "container's own seccomp profile must allow one of them."
+    )
+
+
+class _RefusedError(Exception):
+    """The program could not be confined as asked, and was not run."""
+
+
+def _execute(
+    level: str, source: str, stdin: str, limits: Limits, tests: Sequence[CheckedTest] | None = None
+) -> tuple[Outcome, int, bool]:
+    """Runs a program at a level of confinement, and tests of it if there are any; gives the version
+    of Landlock, too, and whether the program had a memory group.
+
+    Raises:
+        _RefusedError: if the kernel does not provide that level.
+        RewardError: if the supervisor died without a report.
+    """
+    given = (source, stdin.encode("utf-8", "replace"), level, dataclasses.asdict(limits))
+    job = [marshal.dumps((*given, *_libraries(), tempfile.gettempdir(), tests is not None))]
+    job += [] if tests is None else [marshal.dumps([tuple(test[:5]) for test in tests])]
+    with ExitStack() as opened:
+        group = memory_group(limits.memory_mib << 20)
+        if group is not None:
+            opened.callback(group.close)
+        entrance = None if group is None else group.entrance
+        run = Supervisor(job, limits.wall_s, limits.output_kib * 1024, entrance)
+        try:
+            run.finish()
+        finally:
+            run.close()
+        is_full = group is not None and group.kills() > 0
+    if not run.report:
+        raise RewardError(
+            "The process that watches over a sandboxed program died. If the machine is out of "
+            "memory, lower `reward.processes`.\n" + run.stderr.decode("utf-8", "replace")[-2000:]
+        )
+    report = marshal.loads(bytes(run.report))
+    if "failure" in report:
+        raise _RefusedError(report["failure"])
+    return _outcome(report, run, limits, is_full), report["landlock"], group is not None
+
+
+def _outcome(report: dict[str, Any], run: Supervisor, limits: Limits, is_full: bool) -> Outcome:
+    status = report["status"]
+    stdout, stderr = (bytes(o).decode("utf-8", "replace") for o in (run.stdout, run.stderr))
+    code = os.waitstatus_to_exitcode(status)
+    ended: Any = "ok" if code == 0 else "error" if code > 0 else "signal"
+    if run.is_over:
+        ended = "output"
+    elif is_full and -code == signal.SIGKILL:
+        ended = "memory"
+    elif report["stopped"] == "wall":
+        ended = "wall_time"
+    # The kernel's two ways of counting time differ by a tenth of a second and more.
+    elif -code == signal.SIGXCPU or (-code == signal.SIGKILL and report["cpu_s"] > limits.cpu_s):
+        ended = "cpu_time"
+    elif code == 1 and stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"):
+        ended = "memory"
+    times = (report["seconds"], report["cpu_s"], report["program_cpu_s"])
+    return Outcome(ended, abs(code), stdout, stderr, *times)
+
+
+@functools.cache
+def _libraries() -> tuple[list[str], list[str]]:
+    """The folders that a program may read, and those of them that hold installed packages."""
+    packages = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
+    standard = [p for p in sys.path if p not in packages and Path(p, "encodings").is_dir()]
+    wanted = [*_SYSTEM_LIBRARIES, *standard, *(f"{p}/lib-dynload" for p in standard), *packages]
+    folders: list[str] = []
+    for folder in sorted({str(Path(f).absolute()) for f in wanted if Path(f).is_dir()}):
+        if not any(folder.startswith(f"{other}/") for other in folders):
+            folders.append(folder)
+    return folders, packages

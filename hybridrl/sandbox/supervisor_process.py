@@ -1,0 +1,136 @@
+"""The supervisor of a sandboxed program as the caller sees it: starting it, and reading from it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_PROGRAM = (
+    "import sys; sys.path.append(sys.argv[1]); from confined.supervisor import main; "
+    "sys.path.remove(sys.argv[1]); main(*map(int, sys.argv[2:]))"
+)
+# Nothing of the caller's. Numerical libraries otherwise start a thread per core, and the C library
+# reserves address space for every thread.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+_SUPERVISOR_S = 30.0  # what the supervisor may need beside the program
+_PIECE = 1 << 16
+
+
+class Supervisor:
+    """A supervisor, the job on its way to it, and what it and the program have written so far.
+
+    Args:
+        job: what the supervisor is told, and what it leaves to the judge.
+        wall_s: seconds that the program may take.
+        output_limit: bytes that it may write to each of its outputs.
+        memory_entrance: the entrance of a `MemoryGroup` for it.
+
+    Attributes:
+        stdout, stderr: of the program, up to the limit.
+        report: of the supervisor, as it sends it; empty if it died.
+        is_over: whether the program wrote more than the limit.
+    """
+
+    def __init__(
+        self, job: Sequence[bytes], wall_s: float, output_limit: int, memory_entrance: int | None
+    ) -> None:
+        self.stdout, self.stderr, self.report = bytearray(), bytearray(), bytearray()
+        self.is_over = False
+        self._limit = output_limit
+        self._deadline = time.monotonic() + wall_s + _SUPERVISOR_S
+        self._outgoing = memoryview(
+            b"".join(len(part).to_bytes(8, "little") + part for part in job)
+        )
+        self._report, report_to = os.pipe()
+        kept = [report_to] if memory_entrance is None else [report_to, memory_entrance]
+        try:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-I", "-S", "-E", "-X", "utf8", "-c", _PROGRAM),
+                    *(str(Path(__file__).parent), *map(str, kept)),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=kept,
+                env=_ENVIRONMENT,
+                cwd="/",
+                start_new_session=True,  # Ctrl-C in the terminal is the caller's to judge
+            )
+        except BaseException:
+            os.close(self._report)
+            raise
+        finally:
+            os.close(report_to)
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        # As long as its input is open, the supervisor knows that somebody waits.
+        self._control = self._process.stdin
+        self._sinks = {
+            self._process.stdout.fileno(): self.stdout,
+            self._process.stderr.fileno(): self.stderr,
+            self._report: self.report,
+        }
+        os.set_blocking(self._control.fileno(), False)
+
+    def finish(self) -> None:
+        """Sends the job and reads until everything at the other end is closed."""
+        poll = select.poll()
+        poll.register(self._control.fileno(), select.POLLOUT)
+        for descriptor in self._sinks:
+            poll.register(descriptor, select.POLLIN)
+        is_sending, waiting = True, len(self._sinks)
+        while waiting:
+            rest = self._deadline - time.monotonic()
+            if rest <= 0:
+                self._process.kill()  # and with it the program
+            for descriptor, _ in poll.poll(max(rest, 1.0) * 1000):
+                if descriptor in self._sinks:
+                    if not self._receive(descriptor):
+                        poll.unregister(descriptor)
+                        waiting -= 1
+                elif not self._send():
+                    poll.unregister(descriptor)
+                    is_sending = False
+            if self.is_over and not self._control.closed:
+                if is_sending:
+                    poll.unregister(self._control.fileno())
+                self._control.close()
+
+    def close(self) -> None:
+        """Ends the program if it still runs, and waits for the supervisor."""
+        self._control.close()
+        try:
+            self._process.wait(_SUPERVISOR_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for pipe in (self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            pipe.close()
+        os.close(self._report)
+
+    def _send(self) -> bool:
+        """Sends what the pipe takes; whether there is more."""
+        with contextlib.suppress(BlockingIOError):
+            try:
+                self._outgoing = self._outgoing[os.write(self._control.fileno(), self._outgoing) :]
+            except BrokenPipeError:  # the supervisor died, which shows at the other pipes
+                return False
+        return bool(self._outgoing)
+
+    def _receive(self, descriptor: int) -> bool:
+        """Takes a piece of output; False at its end."""
+        piece = os.read(descriptor, _PIECE)
+        sink = self._sinks[descriptor]
+        sink += piece
+        if len(sink) > self._limit and sink is not self.report:
+            self.is_over = True
+            del sink[self._limit :]
+        return bool(piece)

@@ -1,0 +1,215 @@
+"""Session: what was sampled for one episode, token by token, however its program asked for it."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from hybridrl.rollout.rollout_engine import Sampling
+from hybridrl.rollout.transcript import Transcript
+
+
+class Sampled(NamedTuple):
+    """A turn of the model.
+
+    Attributes:
+        prompt_ids: The tokens that the engine continued.
+        token_ids, log_probs: What it sampled.
+        versions: The policy version of each of these.
+        finish_reason: `stop` or `length`.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+    finish_reason: str
+
+
+class Known(NamedTuple):
+    """A turn that the session has: the tokens that it continued, and those that it sampled."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+
+
+@dataclass
+class _Branch:
+    """A conversation that was only ever continued."""
+
+    part: str
+    transcript: Transcript
+    latest: int = 0  # the number of its last turn
+
+
+@dataclass
+class Recorded:
+    """A turn that was recorded; see `Session.record` and `Session.take_back`."""
+
+    branch: _Branch
+    before: Mapping[str, Any] | None  # of the transcript; None: the branch began with this turn
+    length: int
+    latest: int
+    key: str | None
+
+
+@dataclass
+class Report:
+    """What a program said of its episode by itself."""
+
+    reward: float
+    turn_rewards: list[float] | None
+    metrics: dict[str, float]
+
+
+@dataclass
+class Session:
+    """An episode's conversations with the model.
+
+    A turn whose prompt begins with all tokens of a branch extends that branch: what is new of the
+    prompt was given, then comes what was sampled. Any other turn begins a branch, with all of its
+    prompt as the branch's. So every sampled token is there once, with exactly the tokens before it
+    that the engine read, whatever the program did to its messages: edited or compacted them, asked
+    for several answers, or had other agents of its own.
+
+    Both the endpoint's thread and the engine's use it.
+
+    Attributes:
+        name: In the endpoint's addresses. Programs may add a dot and a name of their own: those are
+            parts of the same episode.
+        sampling: Of every turn; requests may only shorten it.
+        seed: Each request gets another one of it.
+        is_trained: Whether what is sampled is learned from. If not, nothing is kept, and requests
+            choose how to sample.
+        report: What the program said itself; None: nothing so far.
+        under_way: Keys of requests that are not answered yet.
+        last_reason: Why the turn that was recorded last ended.
+    """
+
+    name: str
+    sampling: Sampling
+    seed: int
+    is_trained: bool = True
+    report: Report | None = None
+    under_way: set[int] = field(default_factory=set)
+    last_reason: str = "stop"
+    _branches: list[_Branch] = field(default_factory=list)
+    _known: dict[str, tuple[Transcript, int, int]] = field(default_factory=dict)
+    _asked: dict[str, int] = field(default_factory=dict)  # requests of each part
+    _turns: int = 0
+    _sampled: int = 0
+    _is_over: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def sampled(self) -> int:
+        """How many tokens it has sampled."""
+        return self._sampled
+
+    def next_seed(self, part: str) -> int:
+        """For the next request of a part: the same in every run in which it asks as often, also in
+        one that goes on from a checkpoint, where sessions have other names."""
+        self._asked[part] = number = self._asked.get(part, 0) + 1
+        own = part.removeprefix(self.name)
+        return hash((self.seed, zlib.crc32(own.encode()), number)) % 2**62
+
+    def known(self, key: str) -> Known | None:
+        """The turn that was recorded under this name."""
+        with self._lock:
+            if (found := self._known.get(key)) is None:
+                return None
+            transcript, start, end = found
+            ids = transcript.token_ids
+            return Known(ids[:start], ids[start:end])
+
+    def record(self, part: str, turn: Sampled, key: str | None = None) -> Recorded | None:
+        """Keeps a turn that is about to be answered.
+
+        Args:
+            part: The session's name as the program gave it.
+            key: A name for `known`.
+
+        Returns:
+            None if the episode is over, or is not learned from.
+        """
+        with self._lock:
+            if self._is_over or not self.is_trained:
+                return None
+            branch = self._extended_by(turn.prompt_ids, part)
+            before = None
+            if branch is None:
+                branch = _Branch(part, Transcript(turn.prompt_ids))
+                self._branches.append(branch)
+            else:
+                before = branch.transcript.mark()
+                given = turn.prompt_ids[len(branch.transcript.token_ids) :]
+                branch.transcript.add_given(given)
+            recorded = Recorded(branch, before, 0, branch.latest, key)
+            transcript, branch.latest = branch.transcript, self._turns
+            transcript.add_sampled(
+                *(turn.prompt_ids, turn.token_ids, turn.log_probs, turn.versions), branch.latest
+            )
+            self._turns += 1
+            self._sampled += len(turn.token_ids)
+            recorded.length = len(transcript)
+            self.last_reason = turn.finish_reason
+            if key is not None:
+                start = len(turn.prompt_ids)
+                self._known[key] = transcript, start, start + len(turn.token_ids)
+            return recorded
+
+    def take_back(self, recorded: Recorded) -> None:
+        """Forgets a turn whose answer did not reach the program, unless the program went on from
+        it."""
+        with self._lock:
+            branch = recorded.branch
+            if self._is_over or len(branch.transcript) != recorded.length:
+                return
+            if recorded.key is not None:
+                self._known.pop(recorded.key, None)
+            self._sampled -= branch.transcript.sampled
+            if recorded.before is None:
+                self._branches.remove(branch)
+                return
+            branch.transcript.return_to(recorded.before)
+            branch.latest = recorded.latest
+            self._sampled += branch.transcript.sampled
+
+    def end(self, parts: Collection[str] | None = None) -> list[Transcript]:
+        """The episode is over: nothing is recorded from now on.
+
+        Args:
+            parts: Only what was sampled in these counts; None: all.
+
+        Returns:
+            The branches; the one that was extended last comes last. Turns are counted over all of
+            them, in the order in which they were answered.
+        """
+        with self._lock:
+            self._is_over = True
+            branches = [b for b in self._branches if parts is None or _belongs(b.part, parts)]
+            branches.sort(key=lambda branch: branch.latest)
+            found = [branch.transcript for branch in branches]
+            turns = sorted({turn for transcript in found for turn in transcript.turns})
+            numbers = {turn: number for number, turn in enumerate(turns)}
+            for transcript in found:
+                transcript.turns = [numbers[turn] for turn in transcript.turns]
+            return found
+
+    def _extended_by(self, prompt_ids: Sequence[int], part: str) -> _Branch | None:
+        """The longest branch of the part with all of whose tokens a prompt begins."""
+        found, longest = None, -1
+        for branch in self._branches:
+            ids = branch.transcript.token_ids
+            fits = len(ids) > longest and prompt_ids[: len(ids)] == ids
+            if branch.part == part and fits:
+                found, longest = branch, len(ids)
+        return found
+
+
+def _belongs(part: str, parts: Collection[str]) -> bool:
+    """Whether a part is one of these, or of one of these."""
+    return any(part == one or part.startswith(f"{one}.") for one in parts)

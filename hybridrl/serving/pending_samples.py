@@ -1,0 +1,155 @@
+"""Asking: one request of a program, from its prompts to what the engine sampled for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from hybridrl.rollout.rollout_engine import Sampling
+from hybridrl.serving.agent_session import Recorded, Sampled, Session
+from hybridrl.serving.fields import RefusedError
+from hybridrl.serving.request_exchange import Exchange, Growth, NotAnsweredError, Reply
+from hybridrl.serving.wire import Wishes
+
+MOST_OF_SESSION = 256
+"""Requests that may be under way in a session, so that one does not take the room of all."""
+
+
+class Place(NamedTuple):
+    """Where a request belongs: an episode, and the name under which its program called it."""
+
+    session: Session
+    part: str
+
+
+def sampling_of(
+    wishes: Wishes, session: Session, room: int, stop_token_ids: Sequence[int] = ()
+) -> Sampling:
+    """How to sample for a request: as the episode does, and ending where the request says. Where
+    nothing is learned the request chooses.
+
+    Args:
+        room: Tokens left after the prompt.
+        stop_token_ids: That end every turn of this kind.
+    """
+    own = session.sampling
+    if not session.is_trained:
+        temperature = own.temperature if wishes.temperature is None else wishes.temperature
+        top_p = own.top_p if wishes.top_p is None else wishes.top_p
+        top_k = own.top_k if wishes.top_k is None else max(0, wishes.top_k)
+        own = replace(own, temperature=temperature, top_p=max(top_p, 1e-6), top_k=top_k)
+    limit = min(room, own.max_tokens, wishes.max_tokens or room)
+    least = max(wishes.min_tokens, own.min_tokens - session.sampled)
+    ends = dict.fromkeys((*own.stop_token_ids, *stop_token_ids, *wishes.stop_token_ids))
+    return replace(
+        own,
+        max_tokens=limit,
+        min_tokens=max(0, min(limit, least)),
+        stop=tuple(dict.fromkeys((*own.stop, *wishes.stop))),
+        stop_token_ids=tuple(ends),
+    )
+
+
+class Asking:
+    """The samples that one request wants. Leaving its `with` block drops those under way.
+
+    Args:
+        patience_s: So long they wait for a generation to begin.
+        grown: With a stream: is given each reply with its tokens so far, or None at its end.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        place: Place,
+        patience_s: float,
+        grown: Growth | None = None,
+    ) -> None:
+        self._exchange = exchange
+        self._place = place
+        self._patience_s = patience_s
+        self._grown = grown
+        self._recorded: list[Recorded] = []
+        self.replies: list[Reply] = []
+
+    def __enter__(self) -> Asking:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        session = self._place.session
+        for reply in self.replies:
+            self._exchange.drop(reply)
+            session.under_way.discard(reply.request.key)
+        if kind is not None:  # the program did not get its answer, so it will ask again, or not
+            for recorded in reversed(self._recorded):
+                session.take_back(recorded)
+
+    def ask(self, prompt_ids: list[int], sampling: Sampling, samples: int) -> None:
+        """Leaves a prompt for the engine.
+
+        Raises:
+            RefusedError: if too many requests wait already.
+        """
+        session, part = self._place
+        for _ in range(samples):
+            seed = session.next_seed(part)
+            is_full = len(session.under_way) >= MOST_OF_SESSION
+            ask = self._exchange.ask
+            reply = None if is_full else ask(prompt_ids, sampling, seed, self._grown)
+            if reply is None:
+                who = (
+                    f"{MOST_OF_SESSION} requests of this session"
+                    if is_full
+                    else "Too many requests"
+                )
+                raise RefusedError(
+                    429,
+                    f"{who} wait for the policy. Ask again later.",
+                    code="too_many_requests",
+                )
+            self.replies.append(reply)
+            session.under_way.add(reply.request.key)
+
+    async def turns(self) -> list[Sampled]:
+        """All that was asked, once it is there.
+
+        Raises:
+            RefusedError: if there will be no answer.
+        """
+        pending = {reply.outcome for reply in self.replies}
+        while pending:
+            _, pending = await asyncio.wait(pending, timeout=self._patience_s)
+            self.check_patience()
+        try:
+            return [reply.outcome.result() for reply in self.replies]
+        except NotAnsweredError as error:
+            raise RefusedError(409, str(error), code="not_answered") from error
+
+    def check_patience(self) -> None:
+        """After a while in which nothing came.
+
+        Raises:
+            RefusedError: if no generation has taken the requests.
+        """
+        if any(not (reply.outcome.done() or reply.is_taken) for reply in self.replies):
+            raise RefusedError(
+                503,
+                f"No generation was under way for {self._patience_s:g} s: the policy is being "
+                "updated. Ask again later.",
+                code="no_generation",
+            )
+
+    def record(self, turn: Sampled, key: str | None = None) -> None:
+        """Keeps a turn that is about to be answered, until the block is left by an error.
+
+        Raises:
+            RefusedError: if the episode is over.
+        """
+        session, part = self._place
+        recorded = session.record(part, turn, key)
+        if recorded is not None:
+            self._recorded.append(recorded)
+        elif session.is_trained:
+            raise RefusedError(404, f"The session `{part}` is over.", code="session_not_found")

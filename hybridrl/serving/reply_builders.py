@@ -1,0 +1,241 @@
+"""Shapes: the bodies of answers, as OpenAI's API and vLLM's have them. In each of them are the
+tokens that were sampled and their log-probabilities, whether they were asked for or not."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.serving.agent_session import Sampled
+from hybridrl.serving.chat import Chat
+from hybridrl.serving.messages import Said, prefix_keys
+from hybridrl.serving.wire import ChatRequest, Wishes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Json = dict[str, Any]
+
+
+class Shape(ABC):
+    """Of the answers to one kind of request.
+
+    Args:
+        model: The name that they tell.
+        wishes: Of the request.
+        tokenizer: For the texts of tokens.
+
+    Attributes:
+        streams_text: Whether a stream shows text as it grows; if not, nobody can tell before the
+            end what it is.
+    """
+
+    kind = ""
+    prefix = ""
+    streams_text = True
+
+    def __init__(self, model: str, wishes: Wishes, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.wishes = wishes
+        self._tokenizer = tokenizer
+        name, self._made = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self._head = {"id": name, "created": self._made, "model": model}
+
+    def said(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> Said:
+        """What tokens say, without the text that ended them."""
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return Said(text).cut_at(self.wishes.stop)
+
+    def key(self, said: Said, call_ids: Sequence[str]) -> str | None:
+        """The name under which a session finds the turn again; None: it need not."""
+        return None
+
+    @abstractmethod
+    def choice(self, index: int, turn: Sampled, said: Said, call_ids: Sequence[str]) -> Json:
+        """One of the answers."""
+
+    def opening(self, index: int) -> Json | None:
+        """What a stream of an answer begins with."""
+        return None
+
+    @abstractmethod
+    def piece(self, index: int, new: Said) -> Json:
+        """What is new of a stream."""
+
+    @abstractmethod
+    def last(
+        self, index: int, turn: Sampled, said: Said, new: Said, call_ids: Sequence[str]
+    ) -> Json:
+        """The end of a stream of an answer; `new` of it was not told before."""
+
+    def whole(
+        self, choices: Sequence[Json], turns: Sequence[Sampled], prompts: Sequence[list[int]]
+    ) -> Json:
+        """The body with all answers."""
+        body = self._head | {"object": self.kind, "choices": list(choices)}
+        return body | {"usage": usage(turns, prompts)} | self._of_prompt(prompts)
+
+    def event(self, choices: Sequence[Json], **further: Any) -> Json:
+        """A part of a stream."""
+        return self._head | {"object": self.kind, "choices": list(choices)} | further
+
+    def _of_prompt(self, prompts: Sequence[list[int]]) -> Json:
+        if not self.wishes.with_prompt_ids:
+            return {}
+        return {"prompt_token_ids": prompts[0] if len(prompts) == 1 else list(prompts)}
+
+
+class ChatShape(Shape):
+    """`/v1/chat/completions`."""
+
+    kind, prefix = "chat.completion", "chatcmpl"
+
+    def __init__(
+        self, model: str, asked: ChatRequest, tokenizer: PreTrainedTokenizerBase, chat: Chat
+    ) -> None:
+        super().__init__(model, asked.wishes, tokenizer)
+        self._asked, self._chat = asked, chat
+        self._callable = asked.tools if asked.may_call else []
+        self.streams_text = not asked.may_call
+
+    def said(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> Said:
+        return self._chat.said(token_ids, prompt_ids, self._callable).cut_at(self.wishes.stop)
+
+    def key(self, said: Said, call_ids: Sequence[str]) -> str | None:
+        asked = self._asked
+        messages = [*asked.messages, said.message(call_ids)]
+        *_, key = prefix_keys(messages, asked.tools, asked.options)
+        return key
+
+    def choice(self, index: int, turn: Sampled, said: Said, call_ids: Sequence[str]) -> Json:
+        return self._ended(index, turn, said, {"message": said.message(call_ids)})
+
+    def opening(self, index: int) -> Json | None:
+        return self._choice(index, {"role": "assistant", "content": ""})
+
+    def piece(self, index: int, new: Said) -> Json:
+        delta = {"content": new.content} if new.content else {}
+        if new.reasoning:
+            delta["reasoning_content"] = new.reasoning
+        return self._choice(index, delta)
+
+    def last(
+        self, index: int, turn: Sampled, said: Said, new: Said, call_ids: Sequence[str]
+    ) -> Json:
+        delta = self.piece(index, new)["delta"]
+        if said.calls:
+            calls = said.message(call_ids)["tool_calls"]
+            delta["tool_calls"] = [call | {"index": n} for n, call in enumerate(calls)]
+        return self._ended(index, turn, said, {"delta": delta})
+
+    def event(self, choices: Sequence[Json], **further: Any) -> Json:
+        return super().event(choices, **further) | {"object": "chat.completion.chunk"}
+
+    def _choice(self, index: int, delta: Json) -> Json:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def _ended(self, index: int, turn: Sampled, said: Said, what: Json) -> Json:
+        return {
+            "index": index,
+            **what,
+            "logprobs": self._log_probs(turn) if self.wishes.log_probs else None,
+            "finish_reason": "tool_calls" if said.calls else turn.finish_reason,
+            **evidence(turn),
+        }
+
+    def _log_probs(self, turn: Sampled) -> Json:
+        content = []
+        for token, log_prob in zip(turn.token_ids, turn.log_probs, strict=True):
+            text = self._tokenizer.decode([token])
+            entry: Json = {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
+            content.append(entry | {"top_logprobs": [entry] if self.wishes.alternatives else []})
+        return {"content": content, "refusal": None}
+
+
+class CompletionShape(Shape):
+    """`/v1/completions`."""
+
+    kind, prefix = "text_completion", "cmpl"
+
+    def choice(self, index: int, turn: Sampled, said: Said, call_ids: Sequence[str]) -> Json:
+        return {
+            "index": index,
+            "text": said.content,
+            "logprobs": self._log_probs(turn) if self.wishes.log_probs else None,
+            "finish_reason": turn.finish_reason,
+            **evidence(turn),
+        }
+
+    def piece(self, index: int, new: Said) -> Json:
+        return {"index": index, "text": new.content, "logprobs": None, "finish_reason": None}
+
+    def last(
+        self, index: int, turn: Sampled, said: Said, new: Said, call_ids: Sequence[str]
+    ) -> Json:
+        return self.choice(index, turn, new, call_ids)
+
+    def _log_probs(self, turn: Sampled) -> Json:
+        texts = [self._tokenizer.decode([token]) for token in turn.token_ids]
+        offsets = [0]
+        for text in texts[:-1]:
+            offsets.append(offsets[-1] + len(text))
+        likeliest = [{text: x} for text, x in zip(texts, turn.log_probs, strict=True)]
+        return {
+            "tokens": texts,
+            "token_logprobs": turn.log_probs,
+            "top_logprobs": likeliest if self.wishes.alternatives else None,
+            "text_offset": offsets,
+        }
+
+
+class GenerateShape(Shape):
+    """`/inference/v1/generate`."""
+
+    kind, prefix = "generate", "generate"
+
+    def said(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> Said:
+        return Said("")
+
+    def choice(self, index: int, turn: Sampled, said: Said, call_ids: Sequence[str]) -> Json:
+        """Older readers look for a token as text, newer ones for its number."""
+        content = [
+            {"token": f"token_id:{token}", "token_id": token, "logprob": x, "top_logprobs": []}
+            for token, x in zip(turn.token_ids, turn.log_probs, strict=True)
+        ]
+        return {
+            "index": index,
+            "token_ids": turn.token_ids,
+            "logprobs": {"content": content},
+            "finish_reason": turn.finish_reason,
+        }
+
+    def whole(
+        self, choices: Sequence[Json], turns: Sequence[Sampled], prompts: Sequence[list[int]]
+    ) -> Json:
+        body = super().whole(choices, turns, prompts)
+        return body | {"request_id": body["id"]}
+
+    def piece(self, index: int, new: Said) -> Json:
+        raise NotImplementedError
+
+    def last(
+        self, index: int, turn: Sampled, said: Said, new: Said, call_ids: Sequence[str]
+    ) -> Json:
+        raise NotImplementedError
+
+
+def usage(turns: Sequence[Sampled], prompts: Sequence[list[int]]) -> Json:
+    """The numbers of tokens; each prompt counts once."""
+    read, sampled = sum(map(len, prompts)), sum(len(turn.token_ids) for turn in turns)
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": sampled,
+        "total_tokens": read + sampled,
+    }
+
+
+def evidence(turn: Sampled) -> Json:
+    """What was sampled."""
+    return {"token_ids": turn.token_ids, "token_logprobs": turn.log_probs}

@@ -1,0 +1,224 @@
+"""Exchange: requests of programs on their way to the engine, and its answers on their way back.
+
+Programs' requests live in the endpoint's asyncio loop, the engine in a thread that polls it. What
+one thread wants of the other is left here, so that neither waits for the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from hybridrl.errors import HybridRLError
+from hybridrl.rollout.rollout_engine import Finished, Request, Sampling
+from hybridrl.serving.agent_session import Sampled
+
+
+class NotAnsweredError(HybridRLError):
+    """A request will not be answered. Says why."""
+
+
+class Answer(NamedTuple):
+    """What the engine made of a request, and the policy version of each of its tokens."""
+
+    finished: Finished
+    versions: list[int]
+
+    @property
+    def sampled(self) -> Sampled:
+        f = self.finished
+        return Sampled(f.prompt_ids, f.token_ids, f.log_probs, self.versions, f.finish_reason)
+
+
+class Reply:
+    """The answer to come of one request. Of the loop, but for `is_taken` and `length`.
+
+    Attributes:
+        request: As it goes to the engine.
+        is_taken: Whether a generation has it; if not, it waits for one.
+        outcome: Is given the answer.
+        grown: With a stream: is given the tokens so far, each time that there are more, and None
+            at the end.
+        length: How many tokens that were.
+    """
+
+    def __init__(self, request: Request, grown: Growth | None) -> None:
+        self.request = request
+        self.is_taken = False
+        self.outcome: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
+        self.grown = grown
+        self.length = 0
+        if grown is not None:
+            self.outcome.add_done_callback(lambda _: grown.put_nowait((self, None)))
+
+
+Growth = asyncio.Queue[tuple[Reply, list[int] | None]]
+"""Of the tokens of several replies."""
+
+
+class Exchange:
+    """Between the loop and the engine's thread.
+
+    Args:
+        most_waiting: Requests that may wait for a generation at a time.
+    """
+
+    def __init__(self, most_waiting: int) -> None:
+        self._most_waiting = most_waiting
+        self._changed = threading.Condition()
+        self._is_woken = False
+        self._keys = itertools.count()
+        self._new: list[Reply] = []
+        self._dropped: list[int] = []
+        self._replies: dict[int, Reply] = {}
+        self._is_attended = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def is_attended(self) -> bool:
+        """Whether a generation is under way."""
+        return self._is_attended
+
+    # The loop's side.
+
+    def ask(
+        self, prompt_ids: list[int], sampling: Sampling, seed: int, grown: Growth | None
+    ) -> Reply | None:
+        """Leaves a request for the engine; None if too many wait already."""
+        self._loop = asyncio.get_running_loop()
+        with self._changed:
+            if len(self._new) >= self._most_waiting:
+                return None
+            reply = Reply(Request(next(self._keys), prompt_ids, sampling, seed), grown)
+            self._replies[reply.request.key] = reply
+            self._new.append(reply)
+            self._wake()
+        return reply
+
+    def drop(self, reply: Reply) -> None:
+        """Nobody waits for this answer any more."""
+        with self._changed:
+            if self._replies.pop(reply.request.key, None) is None:
+                return
+            if reply in self._new:
+                self._new.remove(reply)
+            else:
+                self._dropped.append(reply.request.key)
+                self._wake()
+
+    # The side of the engine's thread.
+
+    def requests(self) -> list[Request]:
+        """Those that came since, in the order in which they came."""
+        with self._changed:
+            taken, self._new = self._new, []
+            self._is_attended = True
+            for reply in taken:
+                reply.is_taken = True
+        return [reply.request for reply in taken]
+
+    def dropped(self) -> list[int]:
+        """The keys of requests that `requests` gave and nobody waits for any more."""
+        with self._changed:
+            dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def answer(self, answers: Sequence[Answer]) -> None:
+        """Gives answers to those who wait for them."""
+        with self._changed:
+            found = [(self._replies.pop(a.finished.key, None), a.sampled) for a in answers]
+        self._tell([(reply, turn) for reply, turn in found if reply is not None])
+
+    def grow(self, tokens: Mapping[int, list[int]]) -> None:
+        """Gives the tokens so far of requests under way to those who stream them."""
+        with self._changed:
+            found = [(self._replies.get(key), ids) for key, ids in tokens.items()]
+            found = [(r, ids) for r, ids in found if r is not None and r.grown is not None]
+        grown = [(reply, ids) for reply, ids in found if len(ids) > reply.length]
+        for reply, ids in grown:
+            reply.length = len(ids)
+        if grown and self._loop is not None:
+            self._loop.call_soon_threadsafe(_put, grown)
+
+    @property
+    def streams(self) -> bool:
+        """Whether anybody wants to see tokens as they come."""
+        with self._changed:
+            return any(reply.grown is not None for reply in self._replies.values())
+
+    def put_back(self) -> None:
+        """The generation is over: what it did not answer waits for the next one, and begins
+        anew. A stream cannot."""
+        with self._changed:
+            begun = [
+                key
+                for key, reply in self._replies.items()
+                if reply.is_taken and reply.grown is not None
+            ]
+            for reply in self._replies.values():
+                reply.is_taken = False
+            self._new = list(self._replies.values())
+            self._dropped.clear()
+            self._is_attended = False
+        self.refuse(begun, "The policy is updated. Ask again.")
+
+    def refuse(self, keys: Iterable[int], why: str) -> None:
+        """These requests will not be answered."""
+        with self._changed:
+            found = [self._replies.pop(key, None) for key in keys]
+            self._dropped += [r.request.key for r in found if r is not None and r.is_taken]
+            self._new = [reply for reply in self._new if reply.request.key in self._replies]
+        self._tell([(reply, NotAnsweredError(why)) for reply in found if reply is not None])
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until there is something new on this side: requests, dropped ones, or `wake`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_woken, timeout_s)
+            self._is_woken = False
+
+    def gather(self, wanted: int, quiet_s: float, longest_s: float) -> None:
+        """Waits for more requests, while they come one soon after the other.
+
+        Args:
+            wanted: So many are enough.
+            quiet_s: Nothing came for so long: nobody else is about to ask.
+        """
+        until = time.monotonic() + longest_s
+        with self._changed:
+            while (count := len(self._new)) < wanted and (left := until - time.monotonic()) > 0:
+                self._changed.wait_for(lambda c=count: len(self._new) > c, min(quiet_s, left))
+                if len(self._new) == count:
+                    return
+
+    def wake(self) -> None:
+        """Ends `wait`."""
+        with self._changed:
+            self._wake()
+
+    def _wake(self) -> None:
+        self._is_woken = True
+        self._changed.notify_all()
+
+    def _tell(self, outcomes: Sequence[tuple[Reply, Sampled | Exception]]) -> None:
+        if outcomes and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_settle, outcomes)
+
+
+def _settle(outcomes: Sequence[tuple[Reply, Sampled | Exception]]) -> None:
+    for reply, outcome in outcomes:
+        if reply.outcome.done():  # cancelled in the meantime
+            continue
+        if isinstance(outcome, Exception):
+            reply.outcome.set_exception(outcome)
+        else:
+            reply.outcome.set_result(outcome)
+
+
+def _put(grown: Sequence[tuple[Reply, list[int]]]) -> None:
+    for reply, token_ids in grown:
+        if reply.grown is not None and not reply.outcome.done():
+            reply.grown.put_nowait((reply, token_ids))

@@ -1,0 +1,346 @@
+"""Files and folders on a disk or at a URL: what checkpoints need of both.
+
+What is on a disk is a `pathlib.Path`, what is at an fsspec URL (`s3://bucket/run`) a `RemotePath`,
+which has those of pathlib's methods that are used here; the functions below do the rest. An object
+store knows no rename and no writing into the middle of a file, so whoever writes a folder writes
+the file last that says that it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from hybridrl.errors import ConfigError, HybridRLError, MissingPackageError, pip_install
+from hybridrl.system.redaction import register_url
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+_UPLOAD_BYTES = 16 << 20
+"""Of one part of an upload, and what a writer holds in memory; S3 takes 10,000 parts of a file."""
+_OF_DISK = ("file://", "local://")
+_PACKAGES = {
+    "s3": pip_install("s3fs"),
+    "gs": "pip install gcsfs",
+    "gcs": "pip install gcsfs",
+}
+
+
+UNREACHABLE = (
+    "See whether it can be reached from here and may be written to (address, credentials, quota), "
+    "or set checkpoint.folder to another place. Checkpoints that are complete stay as they are."
+)
+"""What to do about a URL that cannot be written."""
+
+
+class RemotePath:
+    """A file or folder at a URL. Failures are `OSError`s, as those of a disk.
+
+    Raises:
+        ConfigError: if nothing is known of such URLs.
+        MissingPackageError: if the package for them is not installed; names it.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        register_url(url)
+        self._files, self._path = _file_system(self._url)
+
+    def __str__(self) -> str:
+        return self._url
+
+    def __repr__(self) -> str:
+        return f"RemotePath({self._url!r})"
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(f"{self._url}/{name}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemotePath) and other._url == self._url
+
+    def __hash__(self) -> int:
+        return hash(self._url)
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self._url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> RemotePath:
+        """The folder that it is in."""
+        return RemotePath(self._url.rpartition("/")[0])
+
+    def absolute(self) -> RemotePath:
+        """Itself."""
+        return self
+
+    def is_dir(self) -> bool:
+        """Whether there are files below it."""
+        with _as_os_errors():
+            return bool(self._files.isdir(self._path))
+
+    def is_file(self) -> bool:
+        """Whether it is a file."""
+        with _as_os_errors():
+            return bool(self._files.isfile(self._path))
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        """What is directly in the folder."""
+        with _as_os_errors():
+            names = [entry["name"].rstrip("/") for entry in self._files.ls(self._path, detail=True)]
+        return (self / name.rpartition("/")[2] for name in names if name != self._path.rstrip("/"))
+
+    def open(self) -> IO[bytes]:
+        """Opens the file for reading it from its beginning to its end."""
+        with _as_os_errors():
+            opened: IO[bytes] = self._files.open(self._path, "rb", block_size=_UPLOAD_BYTES)
+        return opened
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        """The whole file."""
+        with _as_os_errors():
+            return bytes(self._files.cat_file(self._path)).decode(encoding)
+
+    def write_whole(self, content: bytes) -> None:
+        """Replaces the file by one of this content."""
+        with _as_os_errors():
+            self._files.pipe_file(self._path, content)
+
+    def read_range(self, start: int, length: int) -> bytes:
+        """Bytes of the file; fewer where it ends before."""
+        with _as_os_errors():
+            return bytes(self._files.cat_file(self._path, start=start, end=start + length))
+
+    def sizes(self) -> dict[str, int]:
+        """The size of every file below, by its name from here."""
+        try:
+            with _as_os_errors():
+                found = self._files.find(self._path, detail=True)
+        except FileNotFoundError:
+            return {}
+        first = len(self._path.rstrip("/")) + 1
+        return {name[first:]: int(entry["size"]) for name, entry in found.items()}
+
+    def remove(self) -> None:
+        """Removes the file, or the folder with what is in it, if it is there."""
+        with _as_os_errors(), contextlib.suppress(FileNotFoundError):
+            self._files.rm(self._path, recursive=True)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Upload]:
+        """Sends a file in parts; it is there when the block succeeds."""
+        with _as_os_errors():
+            file = self._files.open(self._path, "wb", block_size=_UPLOAD_BYTES, autocommit=False)
+        try:
+            yield Upload(file)
+            with _as_os_errors():
+                file.close()
+                file.commit()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                file.discard()
+                file.closed = True  # otherwise it would be sent when it is collected
+            with contextlib.suppress(Exception):
+                self._files.rm_file(self._path)  # file systems without uploads in parts
+            raise
+
+
+class Upload:
+    """A file that is being sent.
+
+    Args:
+        file: As its file system has opened it.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def write(self, content: bytes | memoryview) -> None:
+        """Sends more of it, or keeps it until there is enough for a part."""
+        with _as_os_errors():
+            self._file.write(content)
+
+
+Location = Path | RemotePath
+"""A file or a folder."""
+
+
+def location_of(text: str | Path) -> Location:
+    """What a setting names: a URL, or a path.
+
+    Raises:
+        ConfigError: if it names nothing, or nothing is known of such URLs.
+        MissingPackageError: if the package for them is not installed.
+    """
+    text = str(text)
+    remote = is_url(text)
+    for scheme in _OF_DISK:
+        text = text.removeprefix(scheme)
+    path = text.partition("://")[2].strip("/") if remote else text
+    if not path.strip() or "\0" in path:
+        raise ConfigError(
+            f"{text!r} names no folder. Give a path, or a URL with a bucket: s3://bucket/runs/mine."
+        )
+    return RemotePath(text) if remote else Path(text).expanduser()
+
+
+def is_url(text: str) -> bool:
+    """Whether it is no path of this machine."""
+    return "://" in text and not text.startswith(_OF_DISK)
+
+
+def sizes_below(folder: Location) -> dict[str, int]:
+    """The size of every file in a folder and in those in it, by its name from there, sorted."""
+    if isinstance(folder, RemotePath):
+        return dict(sorted(folder.sizes().items()))
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+
+
+def reading(file: Location) -> IO[bytes]:
+    """Opens a file for reading it from its beginning to its end."""
+    return file.open() if isinstance(file, RemotePath) else file.open("rb")
+
+
+@contextlib.contextmanager
+def ranges_of(file: Location) -> Iterator[Callable[[int, int], bytes]]:
+    """A function that reads so many bytes of a file from a place in it; fewer where it ends."""
+    if isinstance(file, RemotePath):
+        yield file.read_range
+        return
+    with file.open("rb", buffering=0) as opened:
+        yield lambda start, length: os.pread(opened.fileno(), length, start)
+
+
+def write_whole(file: Location, content: bytes) -> None:
+    """Writes a small file and waits until it is on the disk; readers see it whole or not at all.
+
+    Raises:
+        OSError: if that fails.
+    """
+    if isinstance(file, RemotePath):
+        file.write_whole(content)
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())
+        part.replace(file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+    sync_names(file.parent)
+
+
+def remove(location: Location) -> None:
+    """Removes a file, or a folder with what is in it, if it is there."""
+    if isinstance(location, RemotePath):
+        location.remove()
+    elif location.is_dir():
+        shutil.rmtree(location)
+    else:
+        location.unlink(missing_ok=True)
+
+
+def free_bytes(path: Path) -> int | None:
+    """Free bytes on the disk of `path`, or of its nearest existing parent; None if unknown."""
+    for folder in (path, *path.absolute().parents):
+        try:
+            return shutil.disk_usage(folder).free
+        except OSError:
+            continue
+    return None
+
+
+def copy_files(source: Location, target: Location, names: Iterable[str] | None = None) -> None:
+    """Copies files of a folder and of those in it.
+
+    Args:
+        names: From there; None: all of them.
+
+    Raises:
+        OSError: if that fails.
+    """
+    for name in sizes_below(source) if names is None else names:
+        file = target / name
+        if isinstance(file, Path):
+            file.parent.mkdir(parents=True, exist_ok=True)
+        opened = file.open("wb") if isinstance(file, Path) else file.writing()
+        with reading(source / name) as read, opened as written:
+            while block := read.read(_UPLOAD_BYTES):
+                written.write(block)
+
+
+def access_errors(folders: Mapping[str, str], writes: Collection[str]) -> dict[str, str]:
+    """Return why this process cannot use folders, by setting; only those that it cannot use.
+
+    Args:
+        folders: Paths and URLs, by setting.
+        writes: Settings whose folders are written to: a small file is written, read and removed.
+    """
+    found = {}
+    for setting, named in folders.items():
+        try:
+            folder = location_of(named)
+            if setting not in writes:
+                next(iter(folder.iterdir()), None)
+                continue
+            probe, content = folder / f".probe-{secrets.token_hex(8)}", secrets.token_bytes(16)
+            try:
+                write_whole(probe, content)
+                with reading(probe) as file:
+                    if file.read() != content:
+                        raise OSError("what was written there is not what is read")
+            finally:
+                remove(probe)
+        except (OSError, HybridRLError) as error:
+            found[setting] = str(error)
+    return found
+
+
+def sync_names(folder: Path) -> None:
+    """Waits until the names in a folder, too, are on the disk."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _file_system(url: str) -> tuple[AbstractFileSystem, str]:
+    from fsspec.core import url_to_fs
+
+    scheme = url.partition("://")[0]
+    try:
+        files, path = url_to_fs(url, use_listings_cache=False)
+    except ImportError as error:
+        cure = _PACKAGES.get(scheme, str(error))
+        raise MissingPackageError(f"{url} needs a package that is not here: {cure}.") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"{url}: nothing is known of {scheme}:// here ({error}). Use a folder, or a URL that "
+            "fsspec knows: s3://, gs://, az://, memory://."
+        ) from error
+    return files, path
+
+
+@contextlib.contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Raises an `OSError` in place of what a file system raises; each has errors of its own."""
+    try:
+        yield
+    except (OSError, HybridRLError):
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,172 @@
+"""Which layers a slower device computes in fewer bits, so that others need not wait for it.
+
+QSync's allocator (Zhao et al. 2024, arXiv:2407.02327, its "allocator"): begin with the fastest
+choice that fits the device, then raise the layer whose rise takes away most noise, as long as the
+predicted time of a step does not rise, until none can be raised.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hybridrl.errors import ConfigError
+from hybridrl.system.formatting import readable_bytes
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What a layer takes of the measured device, in so many bits.
+
+    Attributes:
+        seconds: Of a step, casts and rounding included.
+        bytes: Of memory.
+    """
+
+    seconds: float
+    bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class UnequalDevice:
+    """A device to plan for.
+
+    Attributes:
+        name: In tables.
+        share: Of the measured device's speed.
+        memory: Bytes that it has for the model.
+        link: Bytes that it sends and receives in a second.
+    """
+
+    name: str
+    share: float = 1.0
+    memory: float = math.inf
+    link: float = math.inf
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step of one device, by parts.
+
+    Attributes:
+        layers: By layer and bits, of the measured device; the most are those of a whole one.
+        ends: Seconds of what is always whole: embedding, head, optimizer.
+        fixed: Seconds that no device makes faster: messages between them.
+        end_bytes: Memory of what is always whole.
+    """
+
+    layers: Sequence[Mapping[int, LayerCost]]
+    ends: float = 0.0
+    fixed: float = 0.0
+    end_bytes: float = 0.0
+
+    def seconds(self, bits: Sequence[int], share: float) -> float:
+        """Predicted, of a device of this share."""
+        layers = math.fsum(self.layers[n][b].seconds for n, b in enumerate(bits))
+        return (self.ends + layers) / share + self.fixed
+
+    def bytes(self, bits: Sequence[int]) -> float:
+        """Memory of the model."""
+        return self.end_bytes + math.fsum(self.layers[n][b].bytes for n, b in enumerate(bits))
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Attributes:
+    bits: Of each device's layers.
+    seconds: Predicted, of each device.
+    target: Seconds that no device was to be slower than, if it could: those of the fastest one
+        with whole layers.
+    """
+
+    bits: Sequence[Sequence[int]]
+    seconds: Sequence[float]
+    target: float
+
+
+def allocate(
+    work: Work,
+    devices: Sequence[UnequalDevice],
+    indicators: Mapping[int, Mapping[int, float]],
+) -> Allocation:
+    """The fewest and least harmful layers in fewer bits with which no device holds up the others.
+
+    A step lasts as long as its slowest device. That may be the fastest device with whole
+    layers, or a weak one that is slower in its fewest bits; nothing is made slower than that.
+
+    Args:
+        indicators: By layer and bits, what computing so changes; see
+            `hybridrl.compress.sensitivity`. Bits that are not there change nothing.
+
+    Raises:
+        ConfigError: if a device has no room even for the fewest bits; names it.
+    """
+    starts = [_fastest(work, device) for device in devices]
+    whole = [max(costs) for costs in work.layers]
+    target = min(work.seconds(whole, d.share) for d in devices)
+    allowed = max(
+        [target] + [work.seconds(bits, d.share) for bits, d in zip(starts, devices, strict=True)]
+    )
+    chosen = [
+        _raised(work, device, bits, allowed, indicators)
+        for device, bits in zip(devices, starts, strict=True)
+    ]
+    seconds = [work.seconds(bits, d.share) for bits, d in zip(chosen, devices, strict=True)]
+    return Allocation(chosen, seconds, target)
+
+
+def _fastest(work: Work, device: UnequalDevice) -> list[int]:
+    """Each layer in the bits in which it is fastest; then smaller where memory lacks, those first
+    that lose the least time for a byte."""
+    bits = [min(costs, key=lambda b: (costs[b].seconds, -b)) for costs in work.layers]
+    smaller = []
+    for n, costs in enumerate(work.layers):
+        now = costs[bits[n]]
+        for other, cost in costs.items():
+            if (saved := now.bytes - cost.bytes) > 0:
+                smaller.append(((cost.seconds - now.seconds) / saved, n, other))
+    for _, n, other in sorted(smaller):
+        if work.bytes(bits) <= device.memory:
+            break
+        if work.layers[n][other].bytes < work.layers[n][bits[n]].bytes:
+            bits[n] = other
+    if (taken := work.bytes(bits)) > device.memory:
+        raise ConfigError(
+            f"The model takes {readable_bytes(taken)} in the fewest bits, and the device "
+            f"`{device.name}` has {readable_bytes(device.memory)} (memory_gib). Give it more, or "
+            "leave it out of --devices."
+        )
+    return bits
+
+
+def _raised(
+    work: Work,
+    device: UnequalDevice,
+    bits: list[int],
+    allowed: float,
+    indicators: Mapping[int, Mapping[int, float]],
+) -> list[int]:
+    heap: list[tuple[float, int, int]] = []
+
+    def offer(layer: int) -> None:
+        for higher in sorted(b for b in work.layers[layer] if b > bits[layer])[:1]:
+            gain = _harm(indicators, layer, bits[layer]) - _harm(indicators, layer, higher)
+            heapq.heappush(heap, (-gain, layer, higher))
+
+    for layer in range(len(bits)):
+        offer(layer)
+    while heap:
+        _, layer, higher = heapq.heappop(heap)
+        before, bits[layer] = bits[layer], higher
+        fits = work.bytes(bits) <= device.memory
+        if fits and work.seconds(bits, device.share) <= allowed:
+            offer(layer)
+        else:
+            bits[layer] = before
+    return bits
+
+
+def _harm(indicators: Mapping[int, Mapping[int, float]], layer: int, bits: int) -> float:
+    return indicators[layer].get(bits, 0.0)

@@ -1,0 +1,119 @@
+"""A few seconds of measuring: what a decoder layer takes of this device in each precision.
+
+Some layers of the job's own architecture run in samples as long as the job's, as scoring and
+training run them, with the kernels that will run: what rounding and casts cost is in it. A model
+without layers tells what the ends take: embedding, head and log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from hybridrl.batch.batch import Batch
+from hybridrl.models import CausalPolicy, PackedSamples
+from hybridrl.models.language_model import build_language_model
+from hybridrl.models.packed_attention import NAME
+from hybridrl.planner.machine.layer_probe import timed
+from hybridrl.planner.memory.model_shape import narrowed
+from hybridrl.system.dtypes import DTYPES
+from hybridrl.systems.low_bits.low_bit_linear import apply_bits
+from hybridrl.systems.low_bits.low_bit_training import learn_in
+from hybridrl.systems.low_bits.precision_plan import SCORING, WHOLE
+
+LAYERS = 2
+TURNS = 3
+SECONDS = 0.3
+"""Of each measurement, at least."""
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Attributes:
+    layer: Of one layer, by bits.
+    ends: Of what is not in a layer.
+    tokens: On so many.
+    """
+
+    layer: dict[int, float]
+    ends: float
+    tokens: int
+
+
+def layer_seconds(
+    config: PretrainedConfig,
+    dtype: str,
+    use: str,
+    bits: Sequence[int],
+    *,
+    tokens: int,
+    length: int,
+    device: torch.device,
+) -> LayerSeconds:
+    """Measures.
+
+    Args:
+        dtype: Name of the precision of what is whole, which is measured, too.
+        use: `scoring` or `training`.
+        bits: Below those of `dtype`.
+        tokens: Of a micro-batch, prompts included, about.
+        length: Of a sample.
+    """
+    whole = WHOLE[dtype]
+    few = max(2, length)
+    count = max(1, round(tokens / few))
+    batch = _samples(config.get_text_config().vocab_size, count, few)
+    runs = [_run(config, dtype, use, batch, device, 0, whole)]
+    runs += [_run(config, dtype, use, batch, device, LAYERS, b) for b in (whole, *bits)]
+    ends, *others = timed(runs, device, 1, TURNS, SECONDS)
+    layer = {
+        b: max(1e-9, (seconds - ends) / LAYERS)
+        for b, seconds in zip((whole, *bits), others, strict=True)
+    }
+    return LayerSeconds(layer, ends, count * few)
+
+
+def _samples(vocabulary: int, count: int, length: int) -> Batch:
+    half = length // 2
+    ids = torch.randint(vocabulary, (count, length))
+    return Batch.from_columns(
+        {"prompt_ids": list(ids[:, : length - half]), "response_ids": list(ids[:, length - half :])}
+    )
+
+
+def _run(
+    config: PretrainedConfig,
+    dtype: str,
+    use: str,
+    batch: Batch,
+    device: torch.device,
+    layers: int,
+    bits: int,
+) -> Callable[[], object]:
+    """A forward of so many layers, all of them in these bits, and if it trains a backward."""
+    with device, torch.random.fork_rng(devices=[]):
+        model = build_language_model(
+            narrowed(config, 1, layers), dtype=DTYPES[dtype], attn_implementation=NAME
+        )
+    policy = CausalPolicy(model)
+    chosen = dict.fromkeys(range(layers), bits) if bits < WHOLE[dtype] else {}
+    samples = PackedSamples.of(batch, device)
+    if use == SCORING:
+        apply_bits(policy.requires_grad_(False).inner, chosen, WHOLE[dtype])
+
+        @torch.no_grad()
+        def once() -> object:
+            return policy(samples)
+
+        return once
+    learn_in(policy.inner, chosen)
+
+    def once_and_back() -> object:
+        policy(samples)["log_probs"].sum().backward()
+        policy.zero_grad()
+        return None
+
+    return once_and_back

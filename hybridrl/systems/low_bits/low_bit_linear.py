@@ -1,0 +1,204 @@
+"""Linear layers with weights of 8 or 4 bits, in place of those of a frozen model.
+
+8 bits: activations are rounded, too, and integers are multiplied (`int8_products`). 4 bits: weights
+only, with a scale for each group of 64 inputs (the grouping of Frantar et al. 2022, "GPTQ",
+arXiv:2210.17323; rounding is to nearest here), and each call brings them back to the precision of
+its input: less memory, not less time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hybridrl.errors import ConfigError
+from hybridrl.models.int8_matmul import Int8Weight
+from hybridrl.models.language_model import decoder_of
+from hybridrl.models.row_quantization import SMALLEST_SCALE
+
+BITS = (4, 8, 16, 32)
+GROUP = 64
+LARGEST_HALF = 7
+"""Of 4 bits; symmetric, so -8 is not used."""
+
+
+class LowBitLinear(nn.Module):
+    """Computes what a linear layer does, in fewer bits, and learns nothing.
+
+    Args:
+        linear: What it stands for; its weight is rounded and not kept, its bias is kept.
+
+    Attributes:
+        bits: 8 or 4.
+        bias: The layer's own parameter, or None.
+    """
+
+    bits: int
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        self.set_weight(linear.weight)
+
+    @torch.no_grad()
+    def set_weight(self, weight: Tensor) -> None:
+        """Rounds a whole weight ``[outputs, inputs]`` of any precision, on the device to compute
+        on, and takes it."""
+        if weight.shape != (self.out_features, self.in_features):
+            raise ValueError(
+                f"A weight of {list(weight.shape)} came for a layer of "
+                f"{[self.out_features, self.in_features]}."
+            )
+        self._take(weight.detach())
+
+    def dequantised(self) -> Tensor:
+        """What the rounded weight means, float32 ``[outputs, inputs]``."""
+        raise NotImplementedError
+
+    def _take(self, weight: Tensor) -> None:
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bits={self.bits}"
+
+
+class Linear8(LowBitLinear):
+    """int8 times int8."""
+
+    bits = 8
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        products = self._weight.multiply(x)
+        return products if self.bias is None else products.add_(self.bias)
+
+    def dequantised(self) -> Tensor:
+        return self._weight.whole()
+
+    def _take(self, weight: Tensor) -> None:
+        self._weight = Int8Weight.of(weight)
+
+
+class Linear4(LowBitLinear):
+    """Weights of 4 bits; two of them share a byte: of each group the first half lies in the lower
+    four bits."""
+
+    bits = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._whole(x.dtype), self.bias)
+
+    def dequantised(self) -> Tensor:
+        return self._whole(torch.float32)
+
+    def _take(self, weight: Tensor) -> None:
+        groups = F.pad(weight.float(), (0, -self.in_features % GROUP)).unflatten(1, (-1, GROUP))
+        largest = groups.abs().amax(2, keepdim=True)
+        self._scales = (largest / LARGEST_HALF).clamp_min(SMALLEST_SCALE)
+        codes = (groups / self._scales).round_().add_(LARGEST_HALF).to(torch.uint8)
+        first, second = codes.chunk(2, dim=2)
+        self._codes = first | (second << 4)
+
+    def _whole(self, dtype: torch.dtype) -> Tensor:
+        both = torch.cat([self._codes & 15, self._codes >> 4], dim=2)
+        values = both.to(dtype).sub_(LARGEST_HALF).mul_(self._scales.to(dtype))
+        return values.flatten(1)[:, : self.in_features]
+
+
+class Linear16(LowBitLinear):
+    """bfloat16 times bfloat16, for a model in float32."""
+
+    bits = 16
+
+    def forward(self, x: Tensor) -> Tensor:
+        products = F.linear(x.bfloat16(), self._weight).to(x.dtype)
+        return products if self.bias is None else products.add_(self.bias)
+
+    def dequantised(self) -> Tensor:
+        return self._weight.float()
+
+    def _take(self, weight: Tensor) -> None:
+        self._weight = weight.to(torch.bfloat16, copy=True)
+
+
+KINDS: dict[int, type[LowBitLinear]] = {16: Linear16, 8: Linear8, 4: Linear4}
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The layers of a transformers model, which plans count from 0.
+
+    Raises:
+        ConfigError: if it has none under the usual name.
+    """
+    base = decoder_of(model) if isinstance(model, PreTrainedModel) else model
+    found = getattr(base, "layers", None)
+    if not isinstance(found, nn.ModuleList):
+        raise ConfigError(
+            f"{type(model).__name__} has no list of decoder layers (`layers`), so bits cannot be "
+            "chosen by layer. Leave the plan of bits away for this model."
+        )
+    return found
+
+
+def linears(layer: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers inside a decoder layer, by their names in it."""
+    return {name: m for name, m in layer.named_modules() if type(m) is nn.Linear}
+
+
+def check_bits(bits: Mapping[int, int], layers: int, who: str = "The plan") -> None:
+    """Refuses bits that no kernel is for, and layers that a model does not have.
+
+    Raises:
+        ConfigError: begins with `who`.
+    """
+    for layer, number in bits.items():
+        if not 0 <= layer < layers:
+            raise ConfigError(
+                f"{who} has bits for layer {layer}, and the model has layers 0 to {layers - 1}. "
+                "Make the plan again for this model."
+            )
+        if number not in BITS:
+            raise ConfigError(
+                f"{who} wants layer {layer} in {number} bits: there are "
+                f"{', '.join(map(str, BITS))}."
+            )
+
+
+def apply_bits(model: nn.Module, bits: Mapping[int, int], whole: int = 16) -> None:
+    """Puts `LowBitLinear`s in the place of the linear layers inside decoder layers, for good.
+
+    Args:
+        model: A transformers model with its weights, on the device to compute on.
+        bits: By number of the decoder layer; layers not named stay.
+        whole: Layers of so many bits or more stay as they are. 32 for a model in float32 some of
+            whose layers are to be in bfloat16.
+
+    Raises:
+        ConfigError: see `check_bits`, `decoder_layers`.
+    """
+    layers = decoder_layers(model)
+    check_bits(bits, len(layers))
+    for number, wanted in bits.items():
+        if wanted < whole:
+            for name, linear in linears(layers[number]).items():
+                layers[number].set_submodule(name, KINDS[wanted](linear))
+
+
+@contextmanager
+def low_bits(model: nn.Module, bits: Mapping[int, int], whole: int = 16) -> Iterator[None]:
+    """As `apply_bits`, and afterwards the model is as it was, bit for bit."""
+    layers = decoder_layers(model)
+    before = {number: linears(layers[number]) for number in bits if 0 <= number < len(layers)}
+    apply_bits(model, bits, whole)
+    try:
+        yield
+    finally:
+        for number, whole in before.items():
+            for name, linear in whole.items():
+                layers[number].set_submodule(name, linear)

@@ -1,0 +1,89 @@
+"""Linear layers that learn with products in 8 or 16 bits, around weights that stay in float32.
+
+8 bits: forward ``y = x W^T`` and backward ``dx = dy W``, ``dW = dy^T x`` each round both factors, a
+scale for every row of one and every column of the other, and sum the integers' products in 32 bits.
+The gradient of rounding is taken as 1 (straight-through, Bengio et al. 2013, arXiv:1308.3432).
+Weights and activations are rounded to nearest; gradients stochastically, so that their mean is
+right (Zhao et al. 2024, "QSync", arXiv:2407.02327, whose backward does so). 16 bits are bfloat16.
+
+Weights are rounded in each forward from what they are then, so optimizers, FSDP and checkpoints see
+parameters as always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybridrl.errors import ConfigError
+from hybridrl.models.int8_matmul import Int8Weight, int8_product
+from hybridrl.models.int8_rounding import round_columns, round_rows
+from hybridrl.models.row_quantization import Rows
+from hybridrl.systems.low_bits.low_bit_linear import check_bits, decoder_layers, linears
+
+
+def learn_in(model: nn.Module, bits: Mapping[int, int]) -> None:
+    """Has the linear layers inside these decoder layers compute in fewer bits from now on.
+
+    Args:
+        model: A transformers model; its parameters stay what they are.
+        bits: 8, or 16 for bfloat16, by number of the layer; layers not named stay.
+
+    Raises:
+        ConfigError: see `check_bits`, `decoder_layers`; for bits in which nothing learns.
+    """
+    layers = decoder_layers(model)
+    check_bits(bits, len(layers))
+    for number, wanted in bits.items():
+        if wanted not in FORWARDS:
+            raise ConfigError(
+                f"The plan wants layer {number} to learn in {wanted} bits: there are 8 and 16."
+            )
+        for linear in linears(layers[number]).values():
+            linear.forward = MethodType(FORWARDS[wanted], linear)  # type: ignore[method-assign]
+
+
+def _forward8(linear: nn.Linear, x: Tensor) -> Tensor:
+    products: Tensor = Int8Linear.apply(x.flatten(0, -2), linear.weight)
+    if linear.bias is not None:
+        products = products + linear.bias
+    return products.unflatten(0, x.shape[:-1])
+
+
+def _forward16(linear: nn.Linear, x: Tensor) -> Tensor:
+    products = F.linear(x.bfloat16(), linear.weight.bfloat16()).to(x.dtype)
+    return products if linear.bias is None else products + linear.bias
+
+
+FORWARDS = {8: _forward8, 16: _forward16}
+
+
+class Int8Linear(torch.autograd.Function):
+    """``[tokens, inputs]`` times a weight ``[outputs, inputs]``, forward and backward in int8.
+
+    The gradient is rounded once, a scale for each token. In ``dW`` tokens are summed over, so there
+    each token's scale goes to its inputs before these are rounded.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return Int8Weight(round_rows(weight)).multiply(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_x = of_weight = None
+        rows = round_rows(gradient, stochastic=True)
+        if ctx.needs_input_grad[0]:
+            of_x = int8_product(rows, round_columns(weight), x.dtype)
+        if ctx.needs_input_grad[1]:
+            inputs = round_columns(x, rows.scales)
+            outputs = Rows(rows.values.t(), torch.ones(len(weight), 1, device=x.device))
+            of_weight = int8_product(outputs, inputs, weight.dtype)
+        return of_x, of_weight

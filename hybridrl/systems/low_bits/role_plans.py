@@ -1,0 +1,45 @@
+"""Which roles compute some layers in fewer bits, and what the user is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hybridrl.config.role_models import model_settings
+from hybridrl.config.schema import Config
+from hybridrl.systems.low_bits.precision_plan import PrecisionPlan
+
+
+def plan_setting(config: Config, role: str) -> tuple[str, str] | None:
+    """The setting that names a role's plan of precision, and the file; None: it has none."""
+    path = model_settings(config, role).precision
+    return None if path is None else (f"models.{role}.precision", path)
+
+
+def plan_of(config: Config, role: str) -> PrecisionPlan | None:
+    """The plan of a role.
+
+    Raises:
+        ConfigError: if the file holds none.
+    """
+    found = plan_setting(config, role)
+    return None if found is None else PrecisionPlan.load(found[1], found[0])
+
+
+def precision_notices(config: Config, roles: Iterable[str]) -> list[str]:
+    """A sentence for each role that computes in fewer bits."""
+    found = []
+    for role in roles:
+        if (plan := plan_of(config, role)) is None:
+            continue
+        setting, _ = plan_setting(config, role) or ("", "")
+        low = plan.low_layers
+        kls = plan.found.get("token_kl")
+        # People may have written there what they like.
+        measured = [kl for kl in kls if isinstance(kl, float)] if isinstance(kls, list) else []
+        said = f"; measured, that changed {max(measured):.2g} nats a token" if measured else ""
+        found.append(
+            f"{setting}: {role} computes {len(low)} of {plan.layers} layers in fewer bits"
+            f"{'' if len(plan.ranks) == 1 else ' on some ranks'} "
+            f"({', '.join(map(str, low)) or 'none'}){said}."
+        )
+    return found

@@ -1,0 +1,199 @@
+"""What layers of a model cost while they generate, measured with the kernels that will do it."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hybridrl.models.language_model import build_language_model
+from hybridrl.planner.memory.model_shape import shape_of
+from hybridrl.system.device_traits import synchronize
+from hybridrl.system.dtypes import DTYPES
+from hybridrl.systems.unequal_generation.decoder_stage import DecoderStage
+from hybridrl.systems.unequal_generation.generation_plan import BITS, WHOLE
+from hybridrl.systems.unequal_generation.generation_problem import (
+    Costs,
+    Curve,
+    GenerationProblem,
+    Link,
+)
+from hybridrl.systems.unequal_generation.growing_cache import GrowingCache
+
+Choice = Callable[[nn.Module, Tensor], Callable[[], object]]
+DEPTHS = (1, 3)
+"""Layers of the stages that are timed: what the second has more is layers alone."""
+TURNS, SECONDS = 5, 0.2
+"""A measurement repeats at least so often, and at least so long."""
+CACHE_BYTES = 64 << 20
+"""More than caches hold."""
+SCALE_BYTES = {8: 0.0, 4: 0.5 / 8}
+"""Beside a value: float32 scales, one for each 64 values of 4 bits; of rows in 8 bits few."""
+
+
+def probe_costs(
+    config: PretrainedConfig,
+    dtype: str,
+    device: torch.device,
+    rows: Sequence[int],
+    prompt_tokens: int,
+    response_tokens: int,
+    choice: Choice,
+    bits: Sequence[int] = BITS,
+) -> tuple[Costs, Costs]:
+    """Costs of prefill and of decode on this device, with random weights.
+
+    Args:
+        config: Of the model.
+        dtype: Name of the precision of computation.
+        rows: Samples in a micro-batch, that are measured.
+        prompt_tokens, response_tokens: Of a sample; decode is measured half-way.
+        choice: Given head and last states, what a last stage does with them.
+    """
+    few = copy.deepcopy(config)
+    text = few.get_text_config()
+    text.num_hidden_layers = DEPTHS[1] + 1
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = ((DEPTHS[1] + 1) * text.layer_types)[: DEPTHS[1] + 1]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = build_language_model(few, dtype=DTYPES[dtype]).eval()
+    layer: dict[bool, dict[int, list[tuple[int, float]]]] = {True: {}, False: {}}
+    stage: dict[bool, list[tuple[int, float]]] = {True: [], False: []}
+    for number in bits:
+        pair = [_stage(model, depth, number, dtype, device) for depth in DEPTHS]
+        for count in sorted(set(rows)):
+            for prefill in (True, False):
+                tokens = prompt_tokens if prefill else 1
+                before = 0 if prefill else prompt_tokens + response_tokens // 2
+                low, high = _timed(
+                    [_pass(one, count, tokens, before, device) for one in pair], device
+                )
+                cost = max(0.0, (high - low) / (DEPTHS[1] - DEPTHS[0]))
+                layer[prefill].setdefault(number, []).append((count, cost))
+                if number == max(bits):
+                    stage[prefill].append((count, max(0.0, low - DEPTHS[0] * cost)))
+    head = model.get_output_embeddings().to(device)
+    ends = []
+    for count in sorted(set(rows)):
+        states = torch.randn(count, text.hidden_size, dtype=DTYPES[dtype], device=device)
+        ends.append((count, _timed([choice(head, states)], device)[0]))
+    found = [
+        Costs(
+            {number: _growing(points) for number, points in layer[prefill].items()},
+            _growing(ends),
+            _growing(stage[prefill]),
+        )
+        for prefill in (True, False)
+    ]
+    return found[0], found[1]
+
+
+def slowed(costs: Costs, share: float) -> Costs:
+    """On a device that does `share` of the work in a second."""
+
+    def longer(curve: Curve) -> Curve:
+        return tuple((rows, seconds / share) for rows, seconds in curve)
+
+    layer = {bits: longer(curve) for bits, curve in costs.layer.items()}
+    return replace(costs, layer=layer, head=longer(costs.head), stage=longer(costs.stage))
+
+
+def with_sizes(
+    problem: GenerationProblem, config: PretrainedConfig, dtype: str
+) -> GenerationProblem:
+    """The problem with the bytes of this model."""
+    shape = shape_of(config, dtype)
+    layer = float(shape.layer.all)
+    sizes = {bits: layer * (bits / 8 + SCALE_BYTES[bits]) for bits in BITS if bits != WHOLE}
+    return replace(
+        problem,
+        layer_bytes=sizes | {WHOLE: layer * shape.item},
+        cache_bytes=float(shape.key_value * shape.item),
+        embedding_bytes=float(shape.embedding.all * shape.item),
+        head_bytes=float((shape.head.all + shape.norm.all) * shape.item),
+        state_bytes=float(shape.hidden * shape.item),
+    )
+
+
+def copy_link(device: torch.device) -> Link:
+    """A link as fast as copies on this machine, for devices of one machine."""
+    sizes = (1 << 12, 1 << 24)
+    blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    low, high = _timed([lambda block=block: block.clone() for block in blocks], device)
+    per_byte = max(0.0, (high - low) / (sizes[1] - sizes[0]))
+    return Link(LATENCY_S, 2 * per_byte)
+
+
+LATENCY_S = 2e-4
+"""Of a message between two processes of a machine, with gloo."""
+
+
+def _stage(
+    model: PreTrainedModel, depth: int, bits: int, dtype: str, device: torch.device
+) -> DecoderStage:
+    return DecoderStage(copy.deepcopy(model), None, 0, [bits] * depth, DTYPES[dtype], device)
+
+
+def _pass(
+    stage: DecoderStage, rows: int, tokens: int, before: int, device: torch.device
+) -> Callable[[], object]:
+    """A pass of so many tokens of each sample after those in the cache."""
+    ids = torch.zeros(rows, before + tokens, dtype=torch.int64, device=device)
+    positions = torch.arange(before + tokens, device=device).expand(rows, -1)
+    cache = GrowingCache(len(stage.base.layers), rows)
+    if before:
+        _fill(stage, cache, rows, before, device)
+
+    def run() -> Tensor:
+        for layer in cache.layers:
+            layer.length = before
+        found: Tensor = stage(ids[:, before:], None, None, positions[:, before:], cache)
+        return found
+
+    return run
+
+
+def _fill(
+    stage: DecoderStage, cache: GrowingCache, rows: int, tokens: int, device: torch.device
+) -> None:
+    """What is in the cache costs what it costs, whatever it is."""
+    with torch.inference_mode():
+        one = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+        stage(one, None, None, one, cache)
+        for layer in cache.layers:
+            _, heads, _, width = layer.keys.shape
+            states = layer.keys.new_zeros(rows, heads, tokens - 1, width)
+            layer.update(states, states)
+
+
+def _growing(points: Sequence[tuple[int, float]]) -> Curve:
+    """More samples take no less time; where less was measured, the other took too long."""
+    later = [seconds for _, seconds in points]
+    return tuple((rows, min(later[n:])) for n, (rows, _) in enumerate(points))
+
+
+@torch.inference_mode()
+def _timed(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """Seconds of each, which take turns, with caches that hold something else: the layers of a
+    model that is worth dividing do not fit into them."""
+    others = torch.zeros(CACHE_BYTES, dtype=torch.uint8, device=device)
+    seconds: list[list[float]] = [[] for _ in runs]
+    for run in runs:
+        run()
+    begin = time.perf_counter()
+    while len(seconds[0]) < TURNS or time.perf_counter() - begin < SECONDS:
+        for run, found in zip(runs, seconds, strict=True):
+            others.add_(1)
+            synchronize(device)
+            start = time.perf_counter()
+            run()
+            synchronize(device)
+            found.append(time.perf_counter() - start)
+    return [statistics.median(found) for found in seconds]

@@ -1,0 +1,235 @@
+"""Some neighbouring layers of a decoder, which generate together with those of other devices:
+transformers' own modules, without the layers of others, some of them in fewer bits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
+from hybridrl.errors import ConfigError
+from hybridrl.layout.boxes import whole
+from hybridrl.models.language_model import build_language_model, decoder_of
+from hybridrl.models.linear_layers import check_linear
+from hybridrl.models.model_loading import unread_model
+from hybridrl.models.shrunk_config import VOCABULARY, shrunk
+from hybridrl.models.stored_tensors import parts_in_files
+from hybridrl.system.dtypes import DTYPES
+from hybridrl.systems.low_bits.low_bit_linear import LowBitLinear, apply_bits
+from hybridrl.systems.unequal_generation.generation_plan import WHOLE
+
+PARTS = ("embed_tokens", "layers", "norm")
+TOLERANCE = 1e-3
+"""Of the largest logit of a small model. Rounding is far below."""
+
+
+class DecoderStage(nn.Module):
+    """The layers `first` to ``first + len(bits)`` of `model`, which is cut in place; with the
+    embedding if they are the first, with norm and head if they are the last.
+
+    Args:
+        model: With parameters on the meta device if there are `files`.
+        files: Where they are read from.
+        bits: Of each layer; see `models.low_bit_linear`.
+
+    Attributes:
+        is_first, is_last: Whether it has the embedding, and the head.
+        hidden_size: Length of a token's state.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        files: TensorFiles | None,
+        first: int,
+        bits: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        base = decoder_of(model)
+        every, stop = list(base.layers), first + len(bits)
+        self.is_first, self.is_last = first == 0, stop == len(every)
+        self.hidden_size = int(model.config.get_text_config().hidden_size)
+        names = dict(model.named_parameters())
+        parts = None
+        if files is not None:
+            shapes = {name: tuple(parameter.shape) for name, parameter in names.items()}
+            parts = parts_in_files(model, shapes, files.shapes)
+        set_attention(model)
+        _renumber(base, every[first:stop], first)
+        if not self.is_first:
+            base.embed_tokens = nn.Identity()
+        if not self.is_last:
+            base.norm = nn.Identity()
+        self.base = base
+        self.head = model.get_output_embeddings() if self.is_last else None
+        self._places = self._placed(names)
+        # A layer at a time, so that no more than one is here in all its bits.
+        for number, wanted in [(None, WHOLE), *enumerate(bits)]:
+            for name in self._names_of(number):
+                own = names[name].detach()
+                values = torch.empty(own.shape, dtype=dtype, device=device)
+                if parts is None:
+                    values.copy_(own)
+                for stored in () if parts is None else parts[name]:
+                    place = tuple(slice(*side) for side in stored.box)
+                    files.read(stored.name, whole(stored.shape), values[place])
+                for path, attribute in self._places[name]:
+                    parameter = nn.Parameter(values, requires_grad=False)
+                    setattr(self.get_submodule(path), attribute, parameter)
+            if number is not None:
+                apply_bits(self.base, {number: wanted})
+        self.base.to(device)  # what is no parameter
+        self.eval()
+
+    def tensors(self) -> dict[str, Tensor | LowBitLinear]:
+        """What it has of the model's parameters, by checkpoint name: the parameter, or the layer
+        that keeps it rounded."""
+        found: dict[str, Tensor | LowBitLinear] = {}
+        for name, ((path, attribute), *_) in self._places.items():
+            module = self.get_submodule(path)
+            is_rounded = isinstance(module, LowBitLinear) and attribute == "weight"
+            found[name] = module if is_rounded else getattr(module, attribute)
+        return found
+
+    def forward(
+        self,
+        ids: Tensor | None,
+        states: Tensor | None,
+        mask: Tensor | None,
+        positions: Tensor,
+        cache: Cache,
+    ) -> Tensor:
+        """Runs its layers.
+
+        Args:
+            ids: ``[samples, tokens]``, for the first stage.
+            states: ``[samples, tokens, hidden]``, for others.
+            mask: ``[samples, tokens with those in the cache]``; None: all count.
+            positions: ``[samples, tokens]``.
+            cache: Of these layers, counted from 0.
+
+        Returns:
+            States; of the last stage the logits ``[samples, vocabulary]`` after the last token.
+        """
+        found = self.base(
+            input_ids=ids,
+            inputs_embeds=states,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+        return found if self.head is None else self.head(found[:, -1])
+
+    def _placed(self, names: Mapping[str, nn.Parameter]) -> dict[str, list[tuple[str, str]]]:
+        """Module and attribute of each parameter that is here; of two modules if it is tied."""
+        called = {id(parameter): name for name, parameter in names.items()}
+        found: dict[str, list[tuple[str, str]]] = {}
+        for path, module in self.named_modules():
+            for attribute, parameter in module.named_parameters(recurse=False):
+                found.setdefault(called[id(parameter)], []).append((path, attribute))
+        return found
+
+    def _names_of(self, layer: int | None) -> list[str]:
+        """The parameters of a layer; None: of what is in none."""
+        above = f"base.layers.{'' if layer is None else f'{layer}.'}"
+        return [
+            name
+            for name, ((path, _), *_) in self._places.items()
+            if path.startswith(above) == (layer is not None)
+        ]
+
+
+def unread_stage(
+    path: str, first: int, bits: Sequence[int], dtype: str, device: torch.device
+) -> DecoderStage:
+    """The stage of the model at `path`; no other parameters are read, if they can be read by
+    parts."""
+    model, files = unread_model(path)
+    unread = any(parameter.is_meta for parameter in model.parameters())
+    return DecoderStage(model, files if unread else None, first, bits, DTYPES[dtype], device)
+
+
+def check_stages(config: PretrainedConfig, setting: str, path: str) -> None:
+    """Refuses models that stages cannot compute: by their parts, and by a trial with a small copy,
+    of which two stages must say what the whole says.
+
+    Raises:
+        ConfigError: begins with `setting`.
+    """
+    check_linear(config, setting, path, "Set rollout=vllm.")
+    known = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+    if (key := repr(sorted(known.items()))) not in _odd:
+        _odd[key] = _tried(config)
+    if found := _odd[key]:
+        raise ConfigError(
+            f"{setting} cannot divide {path} ({config.model_type}) into stages: {found}. It is "
+            "for plain decoders, as Qwen2, Qwen3, Llama and Mistral are. Set rollout=vllm."
+        )
+
+
+_odd: dict[str, str] = {}
+
+
+@torch.no_grad()
+def _tried(config: PretrainedConfig) -> str:
+    small = shrunk(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            model = build_language_model(
+                small, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+            lacking = [part for part in PARTS if not hasattr(decoder_of(model), part)]
+            if lacking:
+                return f"it has no `{lacking[0]}`"
+            for parameter in model.parameters():  # caps and scales must matter, too
+                if parameter.ndim > 1:
+                    parameter *= 5
+                else:
+                    parameter += 0.3 * torch.randn_like(parameter)
+            ids = torch.randint(VOCABULARY, (2, 21))
+            expected = model(ids, use_cache=False).logits[:, -1]
+            layers = len(decoder_of(model).layers)
+            stages = [
+                DecoderStage(copy.deepcopy(model), None, *part, torch.float32, torch.device("cpu"))
+                for part in ((0, [WHOLE]), (1, [WHOLE] * (layers - 1)))
+            ]
+            found, caches = None, [DynamicCache(), DynamicCache()]
+            for start, stop in ((0, 20), (20, 21)):  # with what is in the cache, too
+                positions = torch.arange(start, stop).expand(2, -1)
+                states = stages[0](ids[:, start:stop], None, None, positions, caches[0])
+                found = stages[1](None, states, None, positions, caches[1])
+        except Exception as error:  # of whatever kind: nobody knows what models will come
+            return f"a small copy of it does not run so ({type(error).__name__}: {error})"
+    off = float((found - expected).abs().max() / expected.abs().max())
+    return "" if off <= TOLERANCE else f"the logits of a small copy are off by {off:.1%}"
+
+
+def set_attention(model: PreTrainedModel) -> None:
+    """Gives a model an attention that knows caches."""
+    try:
+        model.set_attn_implementation("sdpa")
+    except ValueError:  # its attention does what the fused one does not know
+        model.set_attn_implementation("eager")
+
+
+def _renumber(base: nn.Module, layers: Sequence[nn.Module], first: int) -> None:
+    """Makes these all the layers that there are: their caches count from 0, and so do the kinds
+    that the configuration lists."""
+    for layer in layers:
+        for module in layer.modules():
+            if isinstance(number := getattr(module, "layer_idx", None), int):
+                module.layer_idx = number - first
+    base.layers = nn.ModuleList(layers)
+    base.config = copy.deepcopy(base.config)
+    base.config.num_hidden_layers = len(layers)
+    if (kinds := getattr(base.config, "layer_types", None)) is not None:
+        base.config.layer_types = kinds[first : first + len(layers)]

@@ -1,0 +1,254 @@
+"""What is known before generation is planned over unequal devices, and how long a plan will take.
+
+The layers of a decoder cost the same, so costs are those of one layer, on each device, in each
+number of bits and in both phases: the pass over prompts (prefill), and one token for each sample
+(decode).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hybridrl.errors import ConfigError
+from hybridrl.systems.unequal_generation.generation_plan import BITS, GenerationPlan
+
+Curve = tuple[tuple[int, float], ...]
+"""Seconds by the number of samples in a micro-batch, which grow; between two of them a line."""
+
+
+class Link(NamedTuple):
+    """A message of so many bytes takes ``latency + bytes * per_byte`` seconds."""
+
+    latency: float = 0.0
+    per_byte: float = 0.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one phase on one device.
+
+    Attributes:
+        layer: Of one layer, by bits.
+        head: Of norm, head and the choice of tokens.
+        stage: Of what a stage does besides its layers: masks, positions, messages.
+    """
+
+    layer: Mapping[int, Curve]
+    head: Curve
+    stage: Curve
+
+
+@dataclass(frozen=True)
+class GenerationDevice:
+    """A device.
+
+    Attributes:
+        name: For people.
+        memory: Bytes for weights and KV cache.
+        prefill, decode: Seconds.
+    """
+
+    name: str
+    memory: float
+    prefill: Costs
+    decode: Costs
+
+
+@dataclass(frozen=True)
+class GenerationProblem:
+    """What is to be planned.
+
+    Attributes:
+        devices: Those that there are; a plan may leave some out.
+        links: From one device to another, by their numbers.
+        indicators: Of each layer, by bits: nats of KL a token; see `compress.sensitivity`.
+        max_kl: Most of all layers together.
+        samples: That are generated at a time.
+        prompt_tokens, response_tokens: Of a sample.
+        layer_bytes: Weights of a layer, by bits.
+        cache_bytes: Of the KV cache of a layer, for a token.
+        embedding_bytes, head_bytes: On the first and the last stage.
+        state_bytes: What travels of a token between stages.
+    """
+
+    devices: tuple[GenerationDevice, ...]
+    links: tuple[tuple[Link, ...], ...]
+    indicators: tuple[Mapping[int, float], ...]
+    max_kl: float
+    samples: int
+    prompt_tokens: int
+    response_tokens: int
+    layer_bytes: Mapping[int, float]
+    cache_bytes: float
+    embedding_bytes: float
+    head_bytes: float
+    state_bytes: float
+
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+        return len(self.indicators)
+
+    @property
+    def layer_cache(self) -> float:
+        """Bytes of the KV cache of a layer."""
+        return self.cache_bytes * self.samples * (self.prompt_tokens + self.response_tokens)
+
+
+class Seconds(NamedTuple):
+    """Of a plan: of the passes over all prompts, of all tokens after the first."""
+
+    prefill: float
+    decode: float
+
+    @property
+    def total(self) -> float:
+        """Of all samples."""
+        return self.prefill + self.decode
+
+
+def at(curve: Curve, rows: float) -> float:
+    """Seconds for so many samples; beyond the ends the line goes on, but never below 0."""
+    if len(curve) == 1:
+        return curve[0][1]
+    place = min(max(1, bisect_left(curve, (rows, 0.0))), len(curve) - 1)
+    (low, before), (high, after) = curve[place - 1], curve[place]
+    return max(0.0, before + (after - before) * (rows - low) / (high - low))
+
+
+def rows_of(problem: GenerationProblem, micro_batches: int) -> int:
+    """Samples in the largest of so many micro-batches."""
+    return -(-problem.samples // micro_batches)
+
+
+class StageCosts(NamedTuple):
+    """Of one phase in one order of devices.
+
+    Attributes:
+        layer: By stage and bits.
+        fixed: By stage: all but the layers.
+        link: After each stage, the last one's to the first: tokens.
+    """
+
+    layer: list[dict[int, float]]
+    fixed: list[float]
+    link: list[float]
+
+
+def stage_costs(
+    problem: GenerationProblem, order: Sequence[int], micro_batches: int, prefill: bool
+) -> StageCosts:
+    """Seconds of a micro-batch."""
+    rows, last = rows_of(problem, micro_batches), len(order) - 1
+    tokens = rows * (problem.prompt_tokens if prefill else 1)
+    found = StageCosts([], [], [])
+    for number, device in enumerate(order):
+        costs = problem.devices[device].prefill if prefill else problem.devices[device].decode
+        found.layer.append({bits: at(curve, rows) for bits, curve in costs.layer.items()})
+        head = at(costs.head, rows) if number == last else 0.0
+        found.fixed.append(at(costs.stage, rows) + head)
+        link = problem.links[device][order[(number + 1) % len(order)]]
+        size = tokens * problem.state_bytes if number < last else 8 * rows
+        found.link.append(link.latency + size * link.per_byte if last else 0.0)
+    return found
+
+
+def seconds_of(problem: GenerationProblem, plan: GenerationPlan) -> Seconds:
+    """How long a plan will take for all samples.
+
+    With S stages, m micro-batches and n tokens: prefill is a pipeline that fills once, ``sum_s P_s
+    + (m p - 1) max_s P_s`` with p pieces of each micro-batch. In decode a micro-batch's next token
+    begins when its last one has come back, so a round of all takes ``R = max(m max_s D_s, sum_s
+    D_s)``, and n - 1 of them ``(n - 2) R + (m - 1) max_s D_s + sum_s D_s``: where the stages are
+    always busy that is ``sum_s D_s + (m (n - 1) - 1) max_s D_s``. (Zhao et al. 2024, "LLM-PQ",
+    arXiv:2403.01136, equation 3, has the slowest stage ``(m - 1)(n - 1)`` times, as if the pipeline
+    ran empty after every token.) What a link takes counts as a stage does, for it sends while they
+    compute.
+    """
+    order = [stage.device for stage in plan.stages]
+    decode, pieces = plan.decode_micro_batches, plan.prefill_pieces
+    prefilled = _times(stage_costs(problem, order, decode * pieces, True), plan)
+    prefill = sum(prefilled) + (decode * pieces - 1) * max(prefilled)
+    times = _times(stage_costs(problem, order, decode, False), plan)
+    return Seconds(prefill, decode_seconds(times, decode, problem.response_tokens))
+
+
+def decode_seconds(times: Sequence[float], micro_batches: int, tokens: int) -> float:
+    """Of all tokens after the first; see `seconds_of`."""
+    if tokens < 2:
+        return 0.0
+    slowest, whole = max(times), sum(times)
+    rounds = max(micro_batches * slowest, whole)
+    return (tokens - 2) * rounds + (micro_batches - 1) * slowest + whole
+
+
+def memory_of(problem: GenerationProblem, plan: GenerationPlan) -> list[float]:
+    """Bytes that each stage takes."""
+    found = []
+    for number, stage in enumerate(plan.stages):
+        size = sum(problem.layer_bytes[bits] + problem.layer_cache for bits in stage.bits)
+        size += problem.embedding_bytes if number == 0 else 0.0
+        size += problem.head_bytes if number == len(plan.stages) - 1 else 0.0
+        found.append(size)
+    return found
+
+
+def kl_of(problem: GenerationProblem, plan: GenerationPlan) -> float:
+    """What the indicators say."""
+    return sum(problem.indicators[layer].get(bits, 0.0) for layer, bits in plan.bits.items())
+
+
+def check_problem(problem: GenerationProblem) -> None:
+    """Refuses numbers that mean nothing.
+
+    Raises:
+        ConfigError: names them.
+    """
+    if not problem.devices or not problem.layers:
+        raise ConfigError("A plan of generation needs a device and a layer at least.")
+    counts = {name: getattr(problem, name) for name in ("samples", "prompt_tokens")}
+    counts["response_tokens"] = problem.response_tokens
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"A plan of generation for {name}={count}: must be at least 1.")
+    if not problem.max_kl >= 0:
+        raise ConfigError(f"rollout.max_kl={problem.max_kl}: must be at least 0.")
+    bits = set(problem.layer_bytes)
+    for number, indicators in enumerate(problem.indicators):
+        if lacking := bits - indicators.keys():
+            raise ConfigError(f"Layer {number} has no indicator for {sorted(lacking)} bits.")
+        _check(f"indicators of layer {number}", indicators.values())
+    for device in problem.devices:
+        if not device.memory > 0:
+            raise ConfigError(f"Device {device.name} has a memory of {device.memory} bytes.")
+        for costs in (device.prefill, device.decode):
+            if costs.layer.keys() != bits or not bits <= set(BITS):
+                raise ConfigError(
+                    f"Device {device.name} has costs for layers of {sorted(costs.layer)} bits, and "
+                    f"the plan is about {sorted(bits)}; {BITS} are known."
+                )
+            for curve in (*costs.layer.values(), costs.head, costs.stage):
+                _check(f"costs of {device.name}", (number for point in curve for number in point))
+                if not curve or [rows for rows, _ in curve] != sorted({rows for rows, _ in curve}):
+                    raise ConfigError(f"The costs of {device.name} are no growing list: {curve}.")
+
+
+def _times(costs: StageCosts, plan: GenerationPlan) -> list[float]:
+    """Of all stages and links."""
+    stages: list[Any] = list(zip(plan.stages, costs.layer, costs.fixed, strict=True))
+    return [
+        *(sum(layer[bits] for bits in stage.bits) + fixed for stage, layer, fixed in stages),
+        *costs.link,
+    ]
+
+
+def _check(what: str, numbers: Any) -> None:
+    for number in numbers:
+        if not (math.isfinite(number) and number >= 0):
+            raise ConfigError(
+                f"Among the {what} there is {number}: must be finite, and at least 0."
+            )

@@ -1,0 +1,183 @@
+"""PipelineRollout: a model that generates over several devices, unequal ones if need be. Each has
+some neighbouring layers, in as many bits as a plan says.
+
+Zhao et al. 2024, "LLM-PQ" (arXiv:2403.01136), on the layers of transformers; `planner` makes the
+plans.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.batch.batch import Batch
+from hybridrl.layout.boxes import whole
+from hybridrl.layout.tensor_pieces import Piece
+from hybridrl.rollout.rollout_engine import RolloutEngine, Sampling, responses, row_seeds
+from hybridrl.rollout.token_sampler import Chooser
+from hybridrl.rollout.weight_writer import Form, Pieces, WeightWriter, differences
+from hybridrl.system.dtypes import DTYPES
+from hybridrl.systems.low_bits.low_bit_linear import LowBitLinear
+from hybridrl.systems.unequal_generation.decode_micro_batch import Group
+from hybridrl.systems.unequal_generation.decoder_stage import unread_stage
+from hybridrl.systems.unequal_generation.generation_plan import GenerationPlan
+from hybridrl.systems.unequal_generation.pipeline_generation import PipelineRun
+from hybridrl.systems.unequal_generation.stage_links import StageLinks
+
+
+class PipelineRollout(RolloutEngine):
+    """One stage of a replica, with its weights; all ranks of the replica make the same calls, and
+    get the same samples. Building it is collective over the world.
+
+    Prompts of similar length run together, `max_sequences` at a time, in the groups that the plan
+    says; what a sample draws is what it draws from `TransformersRollout`, but for rounding.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: PreTrainedTokenizerBase,
+        dtype: str,
+        plan: GenerationPlan,
+        *,
+        max_sequences: int,
+        eos_token_ids: list[int],
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._device, self._dtype, self._plan = device, DTYPES[dtype], plan
+        self._tokenizer = tokenizer
+        self._max_sequences = max_sequences
+        self._eos = torch.tensor(eos_token_ids, device=device)
+        self._links = StageLinks(plan, self._dtype, device)
+        number = self._links.stage
+        bits = plan.stages[number].bits
+        self._stage = unread_stage(path, plan.first_layer(number), bits, dtype, device)
+        self._tensors = self._stage.tensors()
+
+    @torch.inference_mode()
+    def generate(self, batch: Batch, sampling: Sampling, seed: int | Sequence[int]) -> Batch:
+        prompts = batch["prompt_ids"].rows()
+        seeds = row_seeds(seed, len(prompts))
+        order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+        done: dict[int, tuple[list[int], list[float], str]] = {}
+        for start in range(0, len(order), self._max_sequences):
+            rows = order[start : start + self._max_sequences]
+            found = self._generate(
+                [prompts[row] for row in rows], [seeds[row] for row in rows], sampling
+            )
+            done.update(zip(rows, found, strict=True))
+        columns = [done[row] for row in range(len(prompts))]
+        return responses(*([row[place] for row in columns] for place in range(3)))
+
+    @torch.no_grad()
+    def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        writer = self.writer()
+        for name, tensor in weights:
+            if name in self._tensors:
+                writer.write(name, (0,) * tensor.ndim, tensor)
+
+    def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> Pieces:
+        """The parameters of this stage, whole; of others nothing."""
+        return {
+            name: (Piece(whole(shape), name, (0,) * len(shape)),) if name in self._tensors else ()
+            for name, shape in shapes.items()
+        }
+
+    def writer(self) -> WeightWriter:
+        return RoundingWriter(self._tensors, self.pieces(self._shapes()), self._dtype, self._device)
+
+    @torch.no_grad()
+    def differences(self, weights: Iterator[tuple[str, Tensor]]) -> list[str]:
+        return differences(weights, self.pieces(self._shapes()), self._forms)
+
+    def _forms(self, name: str) -> Iterator[Form]:
+        kept = self._tensors[name]
+        if isinstance(kept, LowBitLinear):
+            yield Form(f"{name} in {kept.bits} bits", kept.dequantised(), self._rounds_as(kept))
+        else:
+            yield Form(name, kept)
+
+    def _rounds_as(self, layer: LowBitLinear):
+        def rounded(values: Tensor) -> Tensor:
+            twin = copy.copy(layer)
+            twin.set_weight(values.to(self._dtype))
+            return twin.dequantised()
+
+        return rounded
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: _shape(kept) for name, kept in self._tensors.items()}
+
+    def _generate(
+        self, prompts: Sequence[Tensor], seeds: Sequence[int], sampling: Sampling
+    ) -> list[tuple[list[int], list[float], str]]:
+        """Tokens, log-probabilities and what ended each sample."""
+        count = min(self._plan.decode_micro_batches, len(prompts))
+        bounds = [len(prompts) * number // count for number in range(count + 1)]
+        layers = len(self._plan.stages[self._links.stage].bits)
+        groups = [
+            Group(prompts[a:b], seeds[a:b], layers, sampling.max_tokens, self._device)
+            for a, b in itertools.pairwise(bounds)
+        ]
+        chooser = Chooser(sampling, self._eos, self._tokenizer)
+        run = PipelineRun(self._stage, self._links, groups, chooser, self._plan.prefill_pieces)
+        run.run()
+        tokens = [row for group in groups for row in group.token_ids]
+        ended = [end for group in groups for end in group.ended]
+        lengths = [len(row) for row in tokens]
+        said = torch.zeros(sum(lengths), device=self._device)
+        if self._links.is_last:
+            flat = [x for group in run.log_probs for row in group for x in row]
+            said = torch.tensor(flat, device=self._device)
+        log_probs = self._links.from_last(said).cpu().split(lengths)
+        return [
+            (row, values.tolist(), "stop" if end else "length")
+            for row, values, end in zip(tokens, log_probs, ended, strict=True)
+        ]
+
+
+class RoundingWriter(WeightWriter):
+    """Rounds the weights of low-bit layers when they are there whole, one after the other.
+
+    Args:
+        tensors: Parameters, or the layers that keep them rounded.
+        pieces: What is to be written.
+        dtype: In which weights come.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor | LowBitLinear],
+        pieces: Pieces,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        plain = {name: kept for name, kept in tensors.items() if isinstance(kept, Tensor)}
+        super().__init__(plain, pieces)
+        self._rounded = {n: kept for n, kept in tensors.items() if isinstance(kept, LowBitLinear)}
+        self._coming: dict[str, Tensor] = {}
+        self._dtype, self._device = dtype, device
+
+    def _target(self, tensor: str) -> Tensor:
+        if tensor not in self._rounded:
+            return super()._target(tensor)
+        if tensor not in self._coming:
+            shape = _shape(self._rounded[tensor])
+            self._coming[tensor] = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return self._coming[tensor]
+
+    def _complete(self, tensor: str) -> None:
+        if tensor in self._coming:
+            self._rounded[tensor].set_weight(self._coming.pop(tensor))
+
+
+def _shape(kept: Tensor | LowBitLinear) -> tuple[int, ...]:
+    if isinstance(kept, LowBitLinear):
+        return kept.out_features, kept.in_features
+    return tuple(kept.shape)

@@ -1,0 +1,189 @@
+"""The integer program of one order of devices and one division into micro-batches, and what is
+known of its result before it is solved."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridrl.systems.unequal_generation.generation_plan import GenerationPlan, Stage
+from hybridrl.systems.unequal_generation.generation_problem import (
+    GenerationProblem,
+    StageCosts,
+    stage_costs,
+)
+from hybridrl.systems.unequal_generation.integer_program import IntegerProgram
+
+
+class Choice(NamedTuple):
+    """What is fixed in a program: devices in an order, micro-batches of decode, pieces of each in
+    prefill."""
+
+    order: tuple[int, ...]
+    micro_batches: int
+    pieces: int
+
+
+class StageProgram:
+    """Which layers each stage has, in how many bits.
+
+    Three bounds say more and more of the seconds that its best plan takes, at higher and higher
+    costs: of layers that can be divided at will; of a program that knows how many layers of each
+    precision a stage has, but not which; and of the program itself.
+
+    Attributes:
+        alike: The same for programs with the same bounds: between equal links it does not matter
+            in which order the inner stages come, as long as layers need not be neighbours.
+    """
+
+    def __init__(self, problem: GenerationProblem, choice: Choice) -> None:
+        self.problem, self.choice = problem, choice
+        self._bits = sorted(problem.layer_bytes)
+        order, count, pieces = choice
+        self._prefill = stage_costs(problem, order, count * pieces, True)
+        self._decode = stage_costs(problem, order, count, False)
+        self._goes_on = problem.response_tokens > 1
+        self._constant = sum(self._prefill.fixed) + sum(self._prefill.link)
+        self._fixed_decode = sum(self._decode.fixed) + sum(self._decode.link)
+        self._constant += self._goes_on * self._fixed_decode
+        inner = order[1:-1]
+        if len({link for n in order for m, link in enumerate(problem.links[n]) if m != n}) == 1:
+            inner = tuple(sorted(inner))
+        self.alike = order[:1], inner, order[-1:], count, pieces
+
+    def fluid_bound(self) -> float:
+        """Of layers in the fastest precision that flow to wherever there is time."""
+        _, count, pieces = self.choice
+        prefill, prefill_sum = self._flow(self._prefill)
+        decode, decode_sum = self._flow(self._decode)
+        seconds = prefill_sum + (count * pieces - 1) * prefill + self._constant
+        if self._goes_on:
+            rounds = max(count * decode, decode_sum + self._fixed_decode)
+            later = (self.problem.response_tokens - 2) * rounds
+            seconds += later + (count - 1) * decode + decode_sum
+        return seconds
+
+    def counted_bound(self, relaxed: bool) -> float | None:
+        """Of layers that need not be neighbours; None: there is no plan.
+
+        Args:
+            relaxed: Of fractions of layers.
+        """
+        problem, stages, bits = self.problem, len(self.choice.order), len(self._bits)
+        counts = np.arange(stages * bits).reshape(stages, bits)
+        layers = counts.size + np.arange(problem.layers * bits).reshape(problem.layers, bits)
+        integral = np.zeros(counts.size + layers.size, bool)
+        integral[: counts.size] = True
+        program = self._program(counts, counts.size + layers.size, integral)
+        for layer in range(problem.layers):
+            program.row(layers[layer], 1.0, 1.0, 1.0)
+        for place in range(bits):
+            where = np.concatenate([counts[:, place], layers[:, place]])
+            signs = np.repeat([1.0, -1.0], [stages, problem.layers])
+            program.row(where, signs, 0.0, 0.0)
+        self._limit_kl(program, layers)
+        found = program.solve(relaxed=relaxed)
+        return None if found is None else found[0] + self._constant
+
+    def solve(self, below: float, gap: float) -> GenerationPlan | None:
+        """The best plan that takes less than `below` seconds, if there is one.
+
+        Args:
+            gap: Share of the time by which it may be worse than the best.
+        """
+        problem, stages, bits = self.problem, len(self.choice.order), len(self._bits)
+        size = problem.layers * stages * bits
+        numbers = np.arange(size).reshape(problem.layers, stages, bits)
+        counts = numbers.transpose(1, 2, 0)
+        program = self._program(counts, size, np.ones(size, bool))
+        for layer in range(problem.layers):
+            program.row(numbers[layer], 1.0, 1.0, 1.0)
+            for stage in range(stages - 1) if layer else ():
+                # It is at a stage or before it only if the layer below is.
+                where = np.stack([numbers[layer, : stage + 1], numbers[layer - 1, : stage + 1]])
+                signs = np.repeat([1.0, -1.0], where[0].size)
+                program.row(where, signs, -np.inf, 0.0)
+        self._limit_kl(program, numbers)
+        found = program.solve(below=below - self._constant, gap=gap)
+        if found is None:
+            return None
+        chosen = found[1][:size].reshape(numbers.shape).round().astype(bool)
+        plan = []
+        for stage, device in enumerate(self.choice.order):
+            _, places = np.nonzero(chosen[:, stage])
+            plan.append(Stage(device, tuple(self._bits[place] for place in places)))
+        return GenerationPlan(tuple(plan), self.choice.micro_batches, self.choice.pieces)
+
+    def _flow(self, costs: StageCosts) -> tuple[float, float]:
+        """Seconds of the slowest stage's layers, and of all, at least."""
+        fastest = np.array([min(layer.values()) for layer in costs.layer])
+        layers = self.problem.layers
+        slowest = layers / np.sum(1.0 / fastest) if fastest.all() else 0.0
+        return max(slowest, *costs.fixed, *costs.link), layers * fastest.min()
+
+    def _program(
+        self, counts: NDArray[np.int64], size: int, integral: NDArray[np.bool_]
+    ) -> IntegerProgram:
+        """Goal, times and memory.
+
+        Args:
+            counts: ``[stages, bits]`` or ``[stages, bits, layers]``: the variables whose sum is the
+                number of layers of that precision on that stage.
+            size: Number of all variables but those of time.
+        """
+        problem, (order, count, pieces) = self.problem, self.choice
+        counts = counts.reshape(*counts.shape[:2], -1)
+        slowest_prefill, slowest, rounds = size, size + 1, size + 2
+        prefill, decode = self._times(self._prefill), self._times(self._decode)
+        # `seconds_of`, without what does not depend on the variables.
+        goal = np.zeros(size + 3)
+        goal[counts] = (prefill + self._goes_on * decode)[:, :, None]
+        goal[slowest_prefill] = count * pieces - 1
+        goal[slowest] = (count - 1) * self._goes_on
+        goal[rounds] = max(0, problem.response_tokens - 2)
+        most = np.full(size + 3, np.inf)
+        most[:size] = 1.0 if counts.shape[2] > 1 or problem.layers == 1 else problem.layers
+        program = IntegerProgram(goal, most, np.append(integral, [False] * 3))
+        program.least[slowest_prefill] = max(self._prefill.link)
+        program.least[slowest] = max(self._decode.link)
+        program.row([slowest, rounds], [count, -1.0], -np.inf, 0.0)
+        every = np.broadcast_to(decode[:, :, None], counts.shape).ravel()
+        where = np.append(counts.ravel(), rounds)
+        program.row(where, np.append(every, -1.0), -np.inf, -self._fixed_decode)
+        for stage, own in enumerate(counts):
+            program.row(own, 1.0, 1.0, np.inf)
+            for times, fixed, top in (
+                (prefill, self._prefill.fixed, slowest_prefill),
+                (decode, self._decode.fixed, slowest),
+            ):
+                values = np.broadcast_to(times[stage][:, None], own.shape).ravel()
+                where = np.append(own.ravel(), top)
+                program.row(where, np.append(values, -1.0), -np.inf, -fixed[stage])
+            # In shares of the memory, because bytes are large numbers.
+            memory = problem.devices[order[stage]].memory
+            taken = problem.embedding_bytes if stage == 0 else 0.0
+            taken += problem.head_bytes if stage == len(order) - 1 else 0.0
+            sizes = np.array([problem.layer_bytes[b] for b in self._bits]) + problem.layer_cache
+            shares = np.broadcast_to(sizes[:, None] / memory, own.shape)
+            program.row(own, shares.ravel(), -np.inf, 1.0 - taken / memory)
+        return program
+
+    def _times(self, costs: StageCosts) -> NDArray[np.float64]:
+        """``[stages, bits]``."""
+        return np.array([[layer[bits] for bits in self._bits] for layer in costs.layer])
+
+    def _limit_kl(self, program: IntegerProgram, layers: NDArray[np.int64]) -> None:
+        """The sum of indicators.
+
+        Args:
+            layers: ``[layers, ..., bits]``: the variables of each layer.
+        """
+        nats = np.array([[one[bits] for bits in self._bits] for one in self.problem.indicators])
+        if (scale := float(nats.max())) > 0:
+            spread = np.broadcast_to(
+                nats.reshape(len(nats), *[1] * (layers.ndim - 2), -1), layers.shape
+            )
+            limit = self.problem.max_kl / scale
+            program.row(layers, spread.ravel() / scale, -np.inf, limit)

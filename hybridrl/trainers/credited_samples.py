@@ -1,0 +1,141 @@
+"""What there is to learn from: samples, or the turns of samples, with what each is worth.
+
+A sample is a row, or the neighbouring rows of an episode (column `episode`) as if they were one:
+its tokens are those of all of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms import Segments, Turns, kl, overlong_penalty, shape_rewards
+from hybridrl.algorithms.kl import IN_REWARD
+from hybridrl.batch.batch import Batch
+from hybridrl.config.schema import AlgorithmConfig, Config, is_served
+from hybridrl.trainers.reward_shaper import SHAPED, learned_scores, shapes
+from hybridrl.trainers.step_credit import STEPS, step_rewards
+
+TURNS = ("turn", "turn_rewards")
+
+
+def credit_columns(config: Config) -> list[str]:
+    """The columns that giving credit needs besides scores: these as they are learned from, where
+    that are others; which rows are of one episode, where they may be several; and what was rewarded
+    in which turn or step, where that counts."""
+    found = [SHAPED] if shapes(config.reward) else []
+    found += ["episode"] if is_served(config.rollout, config.environment) else []
+    found += TURNS if config.algorithm.turn_credit == "turn" else []
+    return [*found, *(STEPS if config.algorithm.step_credit else [])]
+
+
+class Samples(NamedTuple):
+    """What there is to learn from: `scores` `[samples]`, 0 where the reward was dropped (NaN), and
+    not `kept`; `lengths` `[samples]`, holes in the mask included; and the packed tokens, of which
+    those of dropped samples are off the mask. A sample is a row, or the rows of an episode, as if
+    they were one. `has_parts`: whether the rewards of turns, or of steps, are in the scores."""
+
+    scores: Tensor
+    kept: Tensor
+    lengths: Tensor
+    segments: Segments
+    has_parts: bool = True
+
+
+def firsts(batch: Batch) -> Tensor:
+    """The number of the first row of each sample."""
+    if "episode" not in batch:
+        return torch.arange(len(batch))
+    episode = batch["episode"]
+    begins = torch.ones(len(episode), dtype=torch.bool)
+    begins[1:] = episode[1:] != episode[:-1]
+    return begins.nonzero()[:, 0]
+
+
+def edges(batch: Batch) -> Tensor:
+    """Where each sample begins, and the number of rows."""
+    return torch.cat([firsts(batch), torch.tensor([len(batch)])])
+
+
+def samples_of(batch: Batch, config: AlgorithmConfig, longest: int) -> Samples:
+    """The samples of a batch, with the penalty for those that near the limit."""
+    mask, cu_seqlens = batch.ragged("response_mask")
+    cu_seqlens = cu_seqlens[edges(batch)]
+    scores = sample_scores(batch, config, longest)
+    kept = ~torch.isnan(scores)
+    segments = without(Segments.from_cu_seqlens(cu_seqlens, mask), ~kept)
+    return Samples(scores.nan_to_num(), kept, cu_seqlens.diff(), segments)
+
+
+def sample_scores(batch: Batch, config: AlgorithmConfig, longest: int) -> Tensor:
+    """Scores of samples with the overlong penalty; NaN where the reward was dropped."""
+    scores = learned_scores(batch)[firsts(batch)]
+    if not config.overlong_buffer:
+        return scores
+    lengths = batch.ragged("response_mask").cu_seqlens[edges(batch)].diff()
+    return scores + overlong_penalty(
+        lengths, longest, config.overlong_buffer, config.overlong_factor
+    )
+
+
+def without(segments: Segments, dropped: Tensor) -> Segments:
+    """These samples, of which those that are dropped, bool `[rows]`, have no tokens."""
+    return segments.within(~dropped[segments.row])
+
+
+def token_kl(batch: Batch, mask: Tensor, config: AlgorithmConfig) -> Tensor:
+    """The KL that is taken off the reward, of each token."""
+    log_probs, reference = batch.ragged("log_probs"), batch.ragged("ref_log_probs")
+    estimator = config.kl_estimator or IN_REWARD
+    return kl(log_probs.values, reference.values, estimator, mask=mask)
+
+
+def token_rewards(
+    batch: Batch, samples: Samples, config: AlgorithmConfig, coefficient: float
+) -> Tensor:
+    """The score on the last token of each sample, minus the KL on each token where that is part of
+    the reward. What of the score is rewards of turns (`algorithm.turn_credit=turn`) or of steps
+    (`algorithm.step_credit`) is on the last token of each of these."""
+    segments, scores = samples.segments, samples.scores
+    placed = torch.zeros(segments.mask.shape)
+    if config.turn_credit == "turn" and samples.has_parts:
+        placed = _turns_of(batch, segments).placed(segments.mask)
+        scores = scores - segments.sum(placed)
+    elif config.step_credit and samples.has_parts:
+        placed, scores = step_rewards(batch, config, scores, segments)
+    if config.kl_in_reward:
+        log_probs = batch.ragged("log_probs").values
+        reference = batch.ragged("ref_log_probs").values
+    else:
+        log_probs = reference = torch.zeros(segments.mask.shape)
+        coefficient = 0.0
+    estimator = config.kl_estimator or IN_REWARD
+    return placed + shape_rewards(
+        *(scores, segments.mask, log_probs, reference, coefficient, estimator), segments=segments
+    )
+
+
+def _turns_of(batch: Batch, segments: Segments) -> Turns:
+    rewards = batch.select(["turn_rewards"]).take(firsts(batch)).ragged("turn_rewards")
+    return Turns.of(segments, batch.ragged("turn").values, rewards.values, rewards.lengths)
+
+
+def by_turns(
+    batch: Batch, samples: Samples, groups: Tensor, config: AlgorithmConfig
+) -> tuple[Samples, Tensor]:
+    """The turns of samples in the place of the samples, and groups of equal turns of a prompt. The
+    score of a turn is what is rewarded from it on, discounted by `gamma` from turn to turn; the KL
+    of its tokens is taken off its reward.
+    """
+    mask = samples.segments.mask
+    turns = _turns_of(batch, samples.segments)
+    segments = turns.segments(mask)
+    penalty = torch.zeros(segments.rows)
+    if config.kl_in_reward:
+        penalty = config.kl_coefficient * segments.sum(token_kl(batch, mask, config))
+    scores = turns.to_go(samples.scores, penalty, config.gamma)
+    lengths = turns.run.bincount(minlength=segments.rows)
+    kept = samples.kept[turns.sample[turns.turn]]
+    return Samples(scores, kept, lengths, segments), turns.groups(groups)

@@ -1,0 +1,171 @@
+"""Feed: what a driver program learns from, step by step: prompts, examples or pairs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridrl.batch.batch import Batch
+from hybridrl.batch.outcomes import OUTCOMES, outcomes_of
+from hybridrl.config.schema import Config
+from hybridrl.controller import BatchRef
+from hybridrl.data.prompt_loader import PromptLoader
+from hybridrl.data.row_schedule import deck_of
+from hybridrl.errors import ConfigError, DataError
+from hybridrl.run_files.beside_steps import DATA, BesideSteps
+from hybridrl.trainers.source_figures import SourceFigures
+from hybridrl.trainers.update_columns import loss_weights
+
+DEALS = 256
+"""So many batches back it is known which rows they had."""
+MOST_DRAWS = 1000
+"""So often rows are asked for in the hope of some that are not left out."""
+Rows = npt.NDArray[np.int64]
+
+
+class Feed:
+    """Deals out rows of the data.
+
+    Args:
+        kind: `prompts`, `examples` or `pairs`, as `Trainer.DATA` says.
+        data: The training rows, tokenized.
+        examples: Prompts with right responses; None where the data has none.
+        put: Hands a batch to the workers.
+        beside: Told how long the workers wait for batches.
+
+    Attributes:
+        deck: Says which rows of `data` come next.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        kind: str,
+        data: Batch,
+        examples: Batch | None,
+        tokenizer: Any,
+        put: Callable[[Batch], BatchRef],
+        beside: BesideSteps,
+    ) -> None:
+        self.config, self.kind, self.data, self.put = config, kind, data, put
+        self.tokenizer, self._beside = tokenizer, beside
+        self.examples = examples
+        number, seed = config.data.prompts_per_step, config.run.seed
+        self.deck = deck_of(config, data)
+        self._of_sources = SourceFigures(config, data)
+        self._examples = None if examples is None else PromptLoader(examples, number, seed)
+        self._numbered = 0
+        self._row_of: dict[int, int] = {}  # by group, of prompts whose scores are not known yet
+        self._deals: deque[tuple[Rows, Rows]] = deque(maxlen=DEALS)  # groups, and their rows
+        self._left_out: set[int] = set()
+
+    def next_batch(self) -> BatchRef:
+        """What the next step learns from: prompts, numbered in the column `group_id`, or examples,
+        or pairs, as neighbouring rows."""
+        with self._beside.doing(DATA):
+            return self._next_batch()
+
+    def _next_batch(self) -> BatchRef:
+        from hybridrl.data.preference_pairs import samples_of_pairs
+
+        rows = self._next_rows()
+        batch = self.data.take(rows)
+        groups = np.arange(self._numbered, self._numbered + len(batch))
+        self._numbered += len(batch)
+        self._deals.append((groups, rows))
+        if self._learns:
+            self._row_of.update(zip(groups.tolist(), rows.tolist(), strict=True))
+        if self.kind == "pairs":
+            return self.put(samples_of_pairs(batch))
+        return self.put(batch.with_columns({"group_id": groups}))
+
+    def next_examples(self, coefficient: float = 1.0) -> BatchRef:
+        """Prompts with right responses, for one supervised update of this weight."""
+        if self._examples is None:
+            raise ConfigError(
+                f"algorithm.ptx_coefficient={self.config.algorithm.ptx_coefficient} needs right "
+                "responses, and only built-in tasks (data.task) bring them."
+            )
+        batch = next(self._examples)
+        weights = loss_weights(batch, "token-mean").ragged("loss_weights")
+        scaled = weights._replace(values=weights.values * coefficient)
+        return self.put(batch.with_columns({"loss_weights": scaled}))
+
+    def learn_scores(self, scored: BatchRef) -> dict[str, float]:
+        """Tells the sampler the outcomes of samples; waits until they are scored.
+
+        Returns:
+            Figures of the sources of a mixture.
+        """
+        if not self._learns:
+            return {}
+        known = scored.collect(["group_id", "scores", OUTCOMES], partial=True)
+        if {"group_id", "scores"} - set(known.columns):
+            return {}
+        groups, scores = known["group_id"].numpy(), known["scores"].numpy()
+        mine = np.asarray([group in self._row_of for group in groups.tolist()], bool)
+        outcomes = outcomes_of(known).numpy()[mine]
+        groups, scores = groups[mine], scores[mine]
+        rows = np.asarray([self._row_of[group] for group in groups.tolist()], np.int64)
+        self.deck.learn(rows, outcomes)
+        return self._of_sources.of_groups(rows, groups, scores)
+
+    @property
+    def _learns(self) -> bool:
+        """Whether somebody asks how samples were scored."""
+        return self.config.data.sampler is not None or bool(self._of_sources)
+
+    def forget_groups(self, before: int) -> None:
+        """Drops what was kept of the rows of groups that no score will come of any more."""
+        self._row_of = {group: row for group, row in self._row_of.items() if group >= before}
+
+    def leave_out(self, groups: Sequence[int]) -> int:
+        """Deals the prompts (examples, pairs) of these groups no more, in whatever group they would
+        come again; gives their number. Groups of long ago are forgotten."""
+        rows = [row[np.isin(group, groups)] for group, row in self._deals]
+        found = {int(row) for row in np.concatenate([*rows, np.empty(0, np.int64)])}
+        self._left_out |= found
+        return len(found)
+
+    @property
+    def numbered(self) -> int:
+        """Groups dealt out so far: prompts, examples or pairs."""
+        return self._numbered
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands, as plain data."""
+        found: dict[str, Any] = {**self.deck.state(), "numbered": self._numbered}
+        if self._examples is not None:
+            found["examples"] = self._examples.state()
+        if self._left_out:
+            found["left_out"] = sorted(self._left_out)
+        return found
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Goes on where the feed that gave `state` stopped.
+
+        Raises:
+            DataError: if the data or its order is another.
+        """
+        self.deck.load_state(state)
+        self._deals.clear()
+        self._numbered = int(state["numbered"])
+        if self._examples is not None and "examples" in state:
+            self._examples.restore(state["examples"])
+        self._left_out |= set(state.get("left_out", ()))  # also what was found since
+
+    def _next_rows(self) -> Rows:
+        """Of the next step, but for those that are left out; some are always left."""
+        for _ in range(MOST_DRAWS):
+            rows = self.deck.deal(self.config.data.prompts_per_step)
+            if len(rows := rows[~np.isin(rows, list(self._left_out))]):
+                return rows
+        raise DataError(
+            f"{len(self._left_out)} of the {len(self.data)} rows of the data are left out, because "
+            "steps that learned from them were not finite (guard.on_nan=rewind), and no others "
+            "came. Look at bad-steps/ of the run: it is not the data's fault."
+        )

@@ -1,0 +1,173 @@
+"""What becomes of scores before anything is learned from them: shorter right answers earn more, and
+each source of prompts has a scale of its own.
+
+What was measured stays as it is: figures, evaluations and the sampler of the data know the column
+`scores`; what is learned from is the column `SHAPED`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms import shorter_reward
+from hybridrl.batch.batch import MASKS, Batch, sampled_tokens
+from hybridrl.batch.outcomes import OUTCOMES, is_right, outcomes_of
+from hybridrl.config.schema import Config, RewardConfig
+from hybridrl.controller import BatchRef
+
+SHAPED = "shaped_scores"
+
+
+class Moments(NamedTuple):
+    """Of numbers: how many, their mean, and the sum of the squares of their distances to it."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Moments:
+        """Those of the numbers that are none of NaN."""
+        known = [value for value in values if not math.isnan(value)]
+        if not known:
+            return cls()
+        mean = math.fsum(known) / len(known)
+        return cls(len(known), mean, math.fsum((value - mean) ** 2 for value in known))
+
+    def with_those(self, other: Moments) -> Moments:
+        """Of both together (Chan et al. 1979)."""
+        count = self.count + other.count
+        if not count:
+            return self
+        gap = other.mean - self.mean
+        return Moments(
+            count,
+            self.mean + gap * other.count / count,
+            self.squares + other.squares + gap * gap * self.count * other.count / count,
+        )
+
+    @property
+    def std(self) -> float:
+        """The unbiased standard deviation; 1 where there is none."""
+        deviation = math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+        return deviation if deviation > 1e-6 else 1.0
+
+
+class RewardShaping:
+    """That of a run.
+
+    Args:
+        config: Of the job.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._reward = config.reward
+        self._before = SHAPED if config.reward.shorter else "scores"  # of normalising
+        self._known: dict[str, Moments] = {}
+        self._under_way: list[BatchRef] = []
+
+    @property
+    def changes(self) -> bool:
+        """Whether scores become others."""
+        return shapes(self._reward)
+
+    def shaped(self, scored: BatchRef) -> BatchRef:
+        """The column `SHAPED`, and no other: the scores as they are learned from.
+
+        Args:
+            scored: Samples with their `scores`.
+        """
+        reward, shaped = self._reward, scored
+        if reward.shorter:
+            shorten = partial(with_shorter, weight=reward.shorter, at=reward.correct_at)
+            further = sorted(scored.columns.certain.intersection((OUTCOMES, *MASKS[1:])))
+            columns = ["scores", "group_id", "response_mask", *further]
+            shaped = scored.apply(shorten, columns, makes=[SHAPED])
+        if by := reward.normalise_by:
+            self._learn()
+            known = (scored | shaped).select(self._before, by)
+            self._under_way.append(known)
+            scale = partial(normalised, by=by, known=dict(self._known))
+            shaped = known.apply(scale, [self._before, by], makes=[SHAPED])
+        return shaped
+
+    def state(self) -> dict[str, Any]:
+        self._learn()
+        return {source: list(moments) for source, moments in self._known.items()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._under_way.clear()
+        self._known = {
+            source: Moments(int(count), mean, squares)
+            for source, (count, mean, squares) in state.items()
+        }
+
+    def _learn(self) -> None:
+        """What earlier steps scored; waits for it."""
+        under_way, self._under_way = self._under_way, []
+        for scored in under_way:
+            known = scored.collect([self._before, str(self._reward.normalise_by)])
+            for source, found in moments_by(known, str(self._reward.normalise_by)).items():
+                self._known[source] = self._known.get(source, Moments()).with_those(found)
+
+
+def shapes(reward: RewardConfig) -> bool:
+    """Whether what is learned from are other scores than those that were given."""
+    return bool(reward.shorter or reward.normalise_by)
+
+
+def learned_scores(batch: Batch) -> Tensor:
+    """The scores that are learned from."""
+    found: Tensor = batch[SHAPED if SHAPED in batch else "scores"]
+    return found
+
+
+def with_shorter(batch: Batch, weight: float, at: float) -> Batch:
+    """`SHAPED`: scores with the reward of sampling fewer tokens than others of the group. Groups do
+    not depend on each other.
+
+    Args:
+        weight: Of that reward.
+        at: A sample is right from this outcome on.
+    """
+    scores: Tensor = batch["scores"]
+    right, lengths = is_right(outcomes_of(batch), at), sampled_tokens(batch)
+    groups = batch["group_id"].clone()
+    groups[scores.isnan()] = -1 - torch.arange(len(groups))[scores.isnan()]  # compared with nothing
+    return Batch.from_columns({SHAPED: scores + weight * shorter_reward(lengths, right, groups)})
+
+
+def normalised(batch: Batch, by: str, known: Mapping[str, Moments]) -> Batch:
+    """`SHAPED`: scores minus the mean of their source, over its standard deviation, of these rows
+    and of what is known from before. They depend on all rows of the source.
+
+    Args:
+        by: The column that says the source.
+    """
+    here = moments_by(batch, by)
+    both = {
+        source: known.get(source, Moments()).with_those(found) for source, found in here.items()
+    }
+    scores = [
+        (score - both[source].mean) / both[source].std
+        for score, source in zip(learned_scores(batch).tolist(), _sources(batch, by), strict=True)
+    ]
+    return Batch.from_columns({SHAPED: torch.tensor(scores, dtype=torch.float32)})
+
+
+def moments_by(batch: Batch, by: str) -> dict[str, Moments]:
+    """Moments of the scores of each source."""
+    found: dict[str, list[float]] = {}
+    for score, source in zip(learned_scores(batch).tolist(), _sources(batch, by), strict=True):
+        found.setdefault(source, []).append(score)
+    return {source: Moments.of(scores) for source, scores in found.items()}
+
+
+def _sources(batch: Batch, by: str) -> list[str]:
+    return [str(value) for value in batch.table.column(by).to_pylist()]

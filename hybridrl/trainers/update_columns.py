@@ -1,0 +1,221 @@
+"""Between the calls: pure functions that the driver programs run beside the data.
+
+Tokens stay packed, `[tokens]` with their `Segments`: what is computed is as large as there are
+tokens, however long the longest sample is. Each docstring says whether rows depend on each other:
+where they do not, any part of a batch gives its part of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms import (
+    Segments,
+    divide_by_std,
+    gae,
+    remax,
+    token_weights,
+    whiten,
+)
+from hybridrl.algorithms.masking import on_mask
+from hybridrl.algorithms.registry import WITHIN_GROUPS, accepted, advantage_estimator, takes
+from hybridrl.batch.batch import Batch
+from hybridrl.config.schema import AlgorithmConfig
+from hybridrl.errors import ConfigError
+from hybridrl.trainers.credited_samples import (
+    Samples,
+    by_turns,
+    edges,
+    firsts,
+    sample_scores,
+    samples_of,
+    token_kl,
+    token_rewards,
+    without,
+)
+from hybridrl.trainers.step_credit import COMPARED, step_advantages
+
+GROUP_COLUMNS = ("scores", "group_id", "response_mask")
+TOKEN_COLUMNS = ("scores", "response_mask")
+ADVANTAGES = ("advantages", "response_mask")
+"""The columns that every way of giving credit makes: nothing is learned from dropped samples."""
+
+
+def loss_weights(batch: Batch, mode: str, longest: int | None = None) -> Batch:
+    """`loss_weights`: the weight of each token in the loss of this whole mini-batch, on which every
+    weight depends.
+
+    Args:
+        mode: See `token_weights`.
+        longest: Longest allowed response; None: the longest of these.
+    """
+    mask, cu_seqlens = batch.ragged("response_mask")
+    cu_seqlens = cu_seqlens[edges(batch)]
+    segments = Segments.from_cu_seqlens(cu_seqlens)
+    norm = longest or max([1, *cu_seqlens.diff().tolist()])
+    weights = token_weights(mask.bool(), mode, length_norm=norm, segments=segments)
+    return _columns(batch, loss_weights=weights)
+
+
+def group_advantages(batch: Batch, config: AlgorithmConfig, longest: int) -> Batch:
+    """`advantages` from comparing the samples of a prompt, or of the batch, with each other, and
+    the `response_mask` without dropped samples. `splits_by_group` says which of both it is.
+
+    With `algorithm.turn_credit=turn` what is compared are turns: the rewards from each on, with
+    those of the same turn of the other samples; see `by_turns`.
+    """
+    samples = samples_of(batch, config, longest)
+    mask, groups = samples.segments.mask, batch["group_id"][firsts(batch)]
+    tokens = {}
+    if takes(advantage_estimator(config.advantage), "rewards"):
+        tokens["rewards"] = token_rewards(batch, samples, config, config.kl_coefficient)
+    if config.turn_credit == "turn" and not tokens:
+        samples, groups = by_turns(batch, samples, groups, config)
+    elif config.kl_in_reward:  # for estimators that know one score a sample
+        taken = config.kl_coefficient * samples.segments.sum(token_kl(batch, mask, config))
+        samples = samples._replace(scores=samples.scores - taken)
+    if config.step_credit and config.advantage == COMPARED:
+        advantages = step_advantages(batch, config, samples.scores, samples.segments)
+        return _columns(batch, advantages=advantages, response_mask=mask)
+    held = samples.kept[samples.segments.row]  # a dropped sample is compared with nothing
+    lengths = samples.lengths[samples.kept]
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    segments = Segments.from_cu_seqlens(cu_seqlens, mask[held])
+    offered = {
+        "scores": samples.scores[samples.kept],
+        "groups": groups[samples.kept],
+        "lengths": segments.lengths,
+        "scale": config.advantage_scale,
+        "gamma": config.gamma,
+    }
+    tokens = {"mask": segments.mask, **{name: x[held] for name, x in tokens.items()}}
+    advantages = torch.zeros(len(held))
+    if samples.kept.any():
+        advantages[held] = _estimate(config, offered, tokens, segments, lengths)
+    return _columns(batch, advantages=advantages, response_mask=mask)
+
+
+def splits_by_group(config: AlgorithmConfig) -> bool:
+    """Whether `group_advantages` compares the samples of a prompt with each other only, so that a
+    part of a batch that holds whole groups (`group_id`) gives its part of the advantages."""
+    return config.advantage in WITHIN_GROUPS and config.advantage_scale != "batch"
+
+
+def as_baseline(batch: Batch, config: AlgorithmConfig, longest: int) -> Batch:
+    """`greedy_scores`: the scores of greedy answers, with the penalty that samples have too. Rows
+    do not depend on each other."""
+    return Batch.from_columns({"greedy_scores": sample_scores(batch, config, longest)})
+
+
+def greedy_advantages(
+    batch: Batch, config: AlgorithmConfig, longest: int, coefficient: float
+) -> Batch:
+    """ReMax's `advantages`, against the column `greedy_scores`; samples without one are dropped, as
+    there is nothing to compare them with. Rows do not depend on each other."""
+    samples, baseline = samples_of(batch, config, longest), batch["greedy_scores"][firsts(batch)]
+    segments = without(samples.segments, baseline.isnan())
+    samples = samples._replace(segments=segments)
+    rewards = token_rewards(batch, samples, config, coefficient)
+    advantages, _ = remax(rewards, baseline.nan_to_num(), segments.mask, segments=segments)
+    return _columns(batch, advantages=advantages, response_mask=segments.mask)
+
+
+def critic_advantages(
+    batch: Batch, config: AlgorithmConfig, longest: int, coefficient: float
+) -> Batch:
+    """PPO's whitened `advantages`, which depend on all rows, and the `returns` that the critic
+    learns."""
+    samples = samples_of(batch, config, longest)
+    rewards = token_rewards(batch, samples, config, coefficient)
+    advantages, returns = _gae(batch, samples, rewards, "values", config)
+    mask = samples.segments.mask
+    return _columns(batch, advantages=whiten(advantages, mask), returns=returns, response_mask=mask)
+
+
+def constrained_advantages(
+    batch: Batch, config: AlgorithmConfig, longest: int, coefficient: float, multiplier: float
+) -> Batch:
+    """Safe-RLHF's: advantages of the reward, minus `multiplier` times those of the cost, on the
+    scale of one of them; `returns` and `cost_returns` for the two critics. The KL is taken half off
+    the reward and half onto the cost. The advantages depend on all rows.
+
+    Both advantages are divided by their standard deviation, without taking out their mean: whether
+    samples cost more or less than was expected is what the multiplier acts on.
+    """
+    samples = samples_of(batch, config, longest)
+    costs = batch["costs"][firsts(batch)]
+    samples = samples._replace(segments=without(samples.segments, torch.isnan(costs)))
+    rewards = token_rewards(batch, samples, config, coefficient / 2)
+    of_costs = samples._replace(scores=costs.nan_to_num(), has_parts=False)
+    dangers = token_rewards(batch, of_costs, config, -coefficient / 2)
+    good, returns = _gae(batch, samples, rewards, "values", config)
+    bad, cost_returns = _gae(batch, samples, dangers, "cost_values", config)
+    mask = samples.segments.mask
+    good, bad = divide_by_std(good, mask), divide_by_std(bad, mask)
+    return _columns(
+        batch,
+        advantages=(good - multiplier * bad) / (1 + multiplier),
+        returns=returns,
+        cost_returns=cost_returns,
+        response_mask=mask,
+    )
+
+
+def _gae(
+    batch: Batch, samples: Samples, rewards: Tensor, values: str, config: AlgorithmConfig
+) -> tuple[Tensor, Tensor]:
+    segments = samples.segments
+    known = batch.ragged(values).values
+    return gae(rewards, known, segments.mask, config.gamma, config.lam, segments=segments)
+
+
+def _estimate(
+    config: AlgorithmConfig,
+    offered: Mapping[str, Any],
+    tokens: Mapping[str, Tensor],
+    segments: Segments,
+    lengths: Tensor,
+) -> Tensor:
+    """The advantages, `[tokens]`, of `algorithm.advantage`. A function that knows nothing of
+    `segments` is given its tokens as `[rows, time]`, and may return that or `[rows]`."""
+    estimator = advantage_estimator(config.advantage)
+    if takes(estimator, "segments"):
+        found = estimator(**accepted(estimator, {**offered, **tokens, "segments": segments}))
+        shapes = [segments.mask.shape]
+    else:
+        dense = {name: _padded(x, lengths) for name, x in accepted(estimator, tokens).items()}
+        found = estimator(**accepted(estimator, offered), **dense)
+        shapes = [lengths.shape, torch.Size([len(lengths), int(lengths.max())])]
+    if not isinstance(found, Tensor) or found.shape not in shapes:
+        raise ConfigError(
+            f"algorithm.advantage={config.advantage} must return a number for each of the "
+            f"{len(lengths)} samples, or for each token, {list(shapes[-1])}."
+        )
+    if found.ndim == 2:
+        found = found[_real(lengths)]
+    elif shapes[0] == lengths.shape:
+        found = segments.spread(found)
+    return on_mask(found.float(), segments.mask)
+
+
+def _real(lengths: Tensor) -> Tensor:
+    """Bool `[rows, longest]`, where left-aligned rows of these lengths have tokens."""
+    return torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+
+
+def _padded(packed: Tensor, lengths: Tensor) -> Tensor:
+    """Packed tokens as `[rows, longest]`, left-aligned."""
+    real = _real(lengths)
+    dense = torch.zeros(real.shape, dtype=packed.dtype)
+    dense[real] = packed
+    return dense
+
+
+def _columns(batch: Batch, **packed: Tensor) -> Batch:
+    """Token columns whose rows lie as those of the `response_mask`."""
+    ragged = batch.ragged("response_mask")
+    return Batch.from_columns({name: ragged._replace(values=x) for name, x in packed.items()})

@@ -1,0 +1,182 @@
+"""Executing a plan over torch.distributed: one all-to-all per round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridrl.layout.boxes import volume
+from hybridrl.layout.tensor_layout import Move, Plan
+from hybridrl.system.device_traits import message_bytes
+from hybridrl.weights.transfer_rounds import (
+    Load,
+    Stream,
+    loads_of,
+    most_at_once,
+    parts_of,
+    room_of,
+    schedule,
+    streams_of,
+)
+from hybridrl.weights.weight_transport import Read, Traffic, Write, copy, pack, unpack
+
+
+class _Round(NamedTuple):
+    """This rank's part of a round, in elements.
+
+    Attributes:
+        sends: What goes out, each with its places in the outgoing buffer, one for every receiver.
+        receives: What comes in, in the order of the incoming buffer.
+        to, from_: By rank, how much.
+    """
+
+    sends: list[tuple[list[Move], list[int]]]
+    receives: list[Move]
+    to: dict[int, int]
+    from_: dict[int, int]
+
+    @property
+    def size(self) -> int:
+        return sum(self.to.values()) + sum(self.from_.values())
+
+
+class _Travelling(NamedTuple):
+    """A round under way."""
+
+    work: dist.Work
+    incoming: Tensor
+    receives: list[Move]
+
+
+class Reshard:
+    """A plan, cut into rounds for this rank; executed as often as there are new weights.
+
+    The ranks of the plan are the ranks of `group`. All of them make it and call it, with equal
+    arguments but for the tensors; one that neither sends nor receives takes part all the same.
+    Making it is collective, too.
+
+    Args:
+        plan: Of two layouts that may share ranks; this rank's part of it is enough.
+        dtype: Of the target. Senders cast, so that nothing wider travels.
+        device: Where the buffer is and the collective runs: the group's kind of device.
+        group: None: the default process group.
+        bucket_bytes: All memory that is needed beyond the tensors themselves; None: what suits the
+            kind of device.
+
+    Raises:
+        ConfigError: if the bucket is too small for an element of each message.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        self._dtype, self._device, self._group = dtype, device, group
+        group = group or dist.group.WORLD
+        self._rank, self._size = group.rank(), group.size()
+        bucket_bytes = message_bytes(device.type) if bucket_bytes is None else bucket_bytes
+        self._room = room_of(bucket_bytes, dtype)
+        mine = plan.of(self._rank)
+        self._copies = mine.copies
+        streams = streams_of(mine.moves)
+        most = torch.tensor(loads_of(streams).get(self._rank, Load()))
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        cut = schedule(Load(*most.tolist()), self._room)
+        parts = [(stream, parts_of(stream, cut)) for stream in streams]
+        self._rounds = [
+            self._round([(stream, of_round[index]) for stream, of_round in parts])
+            for index in range(cut.rounds)
+        ]
+        itemsize = dtype.itemsize
+        self._traffic = Traffic(
+            received=itemsize * sum(sum(each.from_.values()) for each in self._rounds),
+            sent=itemsize * sum(sum(each.to.values()) for each in self._rounds),
+            rounds=cut.rounds,
+            buffer=itemsize * most_at_once([each.size for each in self._rounds]),
+        )
+
+    def __call__(self, read: Read, write: Write) -> Traffic:
+        """Brings the values from the tensors that `read` gives to the places that `write` fills.
+
+        Own values are copied first and never touch the network. While a round travels, the one
+        before it is unpacked and the one after it packed.
+        """
+        copied = copy(self._copies, read, write, self._dtype, self._room)
+        largest = max((each.size for each in self._rounds), default=0)
+        count = min(2, len(self._rounds))
+        buffers = [
+            torch.empty(largest, dtype=self._dtype, device=self._device) for _ in range(count)
+        ]
+        before: _Travelling | None = None
+        for index, each in enumerate(self._rounds):
+            now = self._send(each, read, buffers[index % 2])
+            _take(before, write)
+            before = now
+        _take(before, write)
+        return replace(self._traffic, copied=copied * self._dtype.itemsize)
+
+    def _send(self, each: _Round, read: Read, buffer: Tensor) -> _Travelling:
+        out, into = sum(each.to.values()), sum(each.from_.values())
+        outgoing, incoming = buffer[:out], buffer[out : out + into]
+        for moves, places in each.sends:
+            size = sum(volume(move.box) for move in moves)
+            first = outgoing[places[0] : places[0] + size]
+            pack(moves, read, first)
+            for place in places[1:]:
+                outgoing[place : place + size].copy_(first)
+        # As bytes, because not every back end knows every dtype.
+        work = dist.all_to_all_single(
+            incoming.view(torch.uint8),
+            outgoing.view(torch.uint8),
+            [each.from_.get(rank, 0) * self._dtype.itemsize for rank in range(self._size)],
+            [each.to.get(rank, 0) * self._dtype.itemsize for rank in range(self._size)],
+            group=self._group,
+            async_op=True,
+        )
+        return _Travelling(work, incoming, each.receives)
+
+    def _round(self, parts: list[tuple[Stream, list[Move]]]) -> _Round:
+        """A buffer holds one rank's messages after the other's, each in the order of streams."""
+        found = _Round([], [], {}, {})
+        slots: list[tuple[int, int, int]] = []  # receiver, which of the sends, elements
+        for stream, moves in parts:
+            size = sum(volume(move.box) for move in moves)
+            if size and stream.sender == self._rank:
+                slots += [(rank, len(found.sends), size) for rank in stream.receivers]
+                found.sends.append((moves, []))
+            elif size:
+                found.receives.extend(moves)  # streams are in the order of their senders
+                found.from_[stream.sender] = found.from_.get(stream.sender, 0) + size
+        at = 0
+        for rank, number, size in sorted(slots):
+            found.sends[number][1].append(at)
+            found.to[rank] = found.to.get(rank, 0) + size
+            at += size
+        return found
+
+
+def reshard(
+    plan: Plan,
+    read: Read,
+    write: Write,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    bucket_bytes: int | None = None,
+) -> Traffic:
+    """Executes a plan once; see `Reshard`."""
+    return Reshard(plan, dtype, device, group, bucket_bytes)(read, write)
+
+
+def _take(travelling: _Travelling | None, write: Write) -> None:
+    if travelling is not None:
+        travelling.work.wait()
+        unpack(travelling.receives, write, travelling.incoming)

@@ -1,0 +1,126 @@
+"""Parcels of differences: as `between_groups`, for receivers that keep a record of what they took.
+
+A parcel that is damaged, or is a difference to a version that its receiver does not have, is left
+out, and its values are asked for: `ParcelEncoder.whole` makes parcels of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from hybridrl.errors import RolloutError
+from hybridrl.weights.encoded_reshard import CodedTraffic
+from hybridrl.weights.parcel_transfer import Place, Receiver, Sender
+from hybridrl.weights.weight_message import DamagedMessageError, Header, Message, Record
+from hybridrl.weights.weight_transport import Read, Write
+
+Coded = tuple[Place, Message]
+"""A message and the sender and number of its parcel."""
+
+
+class ParcelEncoder:
+    """One rank's parcels, and what their receivers have of each.
+
+    Args:
+        device: Where values are compared; messages come in CPU memory.
+    """
+
+    def __init__(self, sender: Sender, dtype: torch.dtype, device: torch.device) -> None:
+        self._sender, self._dtype, self._device = sender, dtype, device
+        self._records: list[Record] = []
+
+    def encode(
+        self, read: Read, method: str, version: int, traffic: CodedTraffic
+    ) -> Iterator[Coded]:
+        """The values of now by a method; `traffic` counts what is done."""
+        traffic.record = 0
+        for parcel in self._sender.pack(read, self._device):
+            if parcel.number == len(self._records):
+                self._records.append(Record())
+            record = self._records[parcel.number]
+            begin = time.perf_counter()
+            message = record.encode(parcel.data.view(self._dtype), method, version)
+            message = message._replace(data=message.data.cpu())
+            traffic.encode_seconds += time.perf_counter() - begin
+            if message.changed is not None:
+                traffic.changed += message.changed
+                traffic.compared += parcel.data.nbytes // self._dtype.itemsize
+            traffic.sent += len(message.data)
+            traffic.record += record.nbytes
+            yield Place(parcel.sender, parcel.number), message
+
+    def forget(self) -> None:
+        """The next parcels are no differences."""
+        for record in self._records:
+            record.forget()
+
+    def whole(self) -> Iterator[Coded]:
+        """The values of the last `encode`, each parcel for itself."""
+        for number, record in enumerate(self._records):
+            yield Place(self._sender.rank, number), record.whole()
+
+
+class ParcelDecoder:
+    """What one rank takes, and has taken.
+
+    Attributes:
+        lacking: Sender and number of the parcels that are still to come of this version.
+    """
+
+    def __init__(self, receiver: Receiver, dtype: torch.dtype, device: torch.device) -> None:
+        self._receiver, self._dtype, self._device = receiver, dtype, device
+        self._records = {place: Record() for place in receiver.wanted}
+        self.lacking: list[Place] = []
+
+    def begin(self) -> None:
+        """All parcels are to come once more."""
+        self.lacking = list(self._receiver.wanted)
+
+    def take(self, write: Write, messages: Iterable[Coded]) -> CodedTraffic:
+        """Writes the values of those that can be used; the others are still `lacking`."""
+        found, taken = CodedTraffic(), set()
+        begin = time.perf_counter()
+        for place, message in messages:
+            found.received += len(message.data)
+            here = message._replace(data=message.data.to(self._device))
+            try:
+                values = self._records[place].decode(
+                    here, self._receiver.elements(place), self._dtype
+                )
+            except DamagedMessageError:
+                found.repeated += 1
+                continue
+            self._receiver.put(write, place, values)
+            taken.add(place)
+        found.decode_seconds = time.perf_counter() - begin
+        self.lacking = [place for place in self.lacking if place not in taken]
+        return found
+
+    def complete(self, write: Write, messages: Iterable[Coded]) -> CodedTraffic:
+        """Writes what was lacking.
+
+        Raises:
+            RolloutError: if something still is.
+        """
+        found = self.take(write, messages)
+        if self.lacking:
+            raise RolloutError(
+                f"{len(self.lacking)} parcels of weights, the first from rank "
+                f"{self.lacking[0].sender}, were damaged on their way, and so were the values that "
+                "came in their place. Look for a fault in memory or network; "
+                "rollout.weight_sync=full sends all weights each time."
+            )
+        return found
+
+
+def header_row(message: Message) -> torch.Tensor:
+    """A header as numbers, for those who carry it."""
+    return torch.tensor(message.header, dtype=torch.int64)
+
+
+def message_of(row: torch.Tensor, data: torch.Tensor) -> Message:
+    """A message of its header's numbers and its bytes."""
+    return Message(Header(*row.tolist()), data)

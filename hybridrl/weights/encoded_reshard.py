@@ -1,0 +1,294 @@
+"""Executing a plan between groups by messages of differences: each has the size that it needs.
+
+As `Reshard`, in rounds of one all-to-all, but what a rank sends the same receivers in a round is a
+message of `compress.weight_message`: its ends keep a record of what it brought before. Headers with
+the sizes go first, among CPUs. A receiver that cannot use a message asks for its values whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridrl.errors import LayoutError, RolloutError
+from hybridrl.layout.boxes import volume
+from hybridrl.layout.tensor_layout import Move, Plan
+from hybridrl.system.device_traits import message_bytes, synchronize
+from hybridrl.weights.transfer_rounds import (
+    Load,
+    loads_of,
+    parts_of,
+    room_of,
+    schedule,
+    streams_of,
+)
+from hybridrl.weights.weight_message import (
+    DamagedMessageError,
+    Header,
+    Message,
+    Record,
+)
+from hybridrl.weights.weight_transport import Read, Write, pack, unpack
+
+
+@dataclass
+class CodedTraffic:
+    """What one rank did in a sync, in bytes on the wire.
+
+    Attributes:
+        received, sent: From and to other ranks.
+        changed, compared: Values that this rank sent as differences, each counted once however many
+            receive it: those that had changed, and all.
+        encode_seconds, decode_seconds: What compression took, checksums and records included.
+        record: Bytes of the host's memory for what the receivers hold.
+        buffer: Most memory for messages and what they are made of.
+        repeated: Messages that had to be sent a second time.
+    """
+
+    received: int = 0
+    sent: int = 0
+    changed: int = 0
+    compared: int = 0
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    record: int = 0
+    buffer: int = 0
+    repeated: int = 0
+
+
+class _End(NamedTuple):
+    """This rank's end of the messages of one stream in one round.
+
+    Attributes:
+        moves: Whose values the message has, one after the other.
+        size: Elements.
+        peers: Who receives it; or, at the other end, its sender.
+    """
+
+    moves: list[Move]
+    size: int
+    peers: tuple[int, ...]
+    record: Record
+
+
+class _Round(NamedTuple):
+    sends: list[_End]
+    receives: list[_End]
+
+
+class _Travelling(NamedTuple):
+    """An exchange under way; `outgoing` must live as long.
+
+    Attributes:
+        arriving: What comes in, with its header, in the order of the buffer.
+    """
+
+    work: dist.Work
+    outgoing: Tensor
+    incoming: Tensor
+    arriving: list[tuple[_End, Header]]
+
+
+class CodedReshard:
+    """A plan between ranks of `group` that send and others that receive, with records.
+
+    Making and calling it are collective, as for `Reshard`.
+
+    Args:
+        plan, dtype, device, group, bucket_bytes: As `Reshard`'s.
+
+    Raises:
+        LayoutError: if a rank would copy to itself.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        self._dtype, self._device, self._group = dtype, device, group
+        self._rank, self._size = group.rank(), group.size()
+        mine = plan.of(self._rank)
+        if mine.copies:
+            raise LayoutError(
+                f"The plan copies inside rank {self._rank}: only what travels between ranks that "
+                "train and others that generate is sent as differences. Use Reshard."
+            )
+        bucket_bytes = message_bytes(device.type) if bucket_bytes is None else bucket_bytes
+        streams = streams_of(mine.moves)
+        most = torch.tensor(loads_of(streams).get(self._rank, Load()))
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        cut = schedule(Load(*most.tolist()), room_of(bucket_bytes, dtype))
+        self._rounds = [_Round([], []) for _ in range(cut.rounds)]
+        for stream in streams:
+            for index, moves in enumerate(parts_of(stream, cut)):
+                if size := sum(volume(move.box) for move in moves):
+                    sends = stream.sender == self._rank
+                    peers = stream.receivers if sends else (stream.sender,)
+                    ends = self._rounds[index].sends if sends else self._rounds[index].receives
+                    ends.append(_End(moves, size, peers, Record()))
+
+    def __call__(self, read: Read, write: Write, method: str, version: int) -> CodedTraffic:
+        """Brings the values that `read` gives to the places that `write` fills.
+
+        Args:
+            method: Of `METHODS`, the same on all ranks.
+            version: Of the values; later calls have higher ones.
+
+        Raises:
+            RolloutError: if a message is damaged and so is what is sent in its place.
+        """
+        found = CodedTraffic()
+        damaged: set[int] = set()  # by identity of their records
+        before: _Travelling | None = None
+        for each in self._rounds:
+            begin = time.perf_counter()
+            messages = [self._encode(end, read, method, version, found) for end in each.sends]
+            found.encode_seconds += time.perf_counter() - begin
+            outgoing = list(zip(each.sends, messages, strict=True))
+            now = self._exchange(outgoing, each.receives, found)
+            damaged |= self._take(before, write, found)
+            before = now
+        damaged |= self._take(before, write, found)
+        self._repair(damaged, write, found)
+        ends = [end for each in self._rounds for end in (*each.sends, *each.receives)]
+        found.record = sum(end.record.nbytes for end in ends)
+        return found
+
+    def forget(self) -> None:
+        """Gives the memory of the records back: the next values travel whole."""
+        for each in self._rounds:
+            for end in (*each.sends, *each.receives):
+                end.record.forget()
+
+    def records(self) -> Iterator[tuple[list[Move], Tensor]]:
+        """The moves of every message that this rank sends or receives, and what the receivers hold
+        of it: flat, one move after the other."""
+        for each in self._rounds:
+            for end in (*each.sends, *each.receives):
+                if (values := end.record.values) is not None:
+                    yield end.moves, values
+
+    def _encode(
+        self, end: _End, read: Read, method: str, version: int, found: CodedTraffic
+    ) -> Message:
+        values = torch.empty(end.size, dtype=self._dtype, device=self._device)
+        pack(end.moves, read, values)
+        message = end.record.encode(values, method, version)
+        if message.changed is not None:
+            found.changed += message.changed
+            found.compared += end.size
+        return message
+
+    def _exchange(
+        self,
+        outgoing: Sequence[tuple[_End, Message]],
+        receives: Sequence[_End],
+        found: CodedTraffic,
+    ) -> _Travelling:
+        """Sends messages, each to all peers of its end, and begins to receive those of `receives`,
+        which come in the same order from each sender."""
+        to: list[list[Message]] = [[] for _ in range(self._size)]
+        for end, message in outgoing:
+            for rank in end.peers:
+                to[rank].append(message)
+        arriving = self._headers(to, receives)
+        sizes = [0] * self._size
+        for end, header in arriving:
+            sizes[end.peers[0]] += header.size
+        sent = [sum(len(message.data) for message in messages) for messages in to]
+        # What is sent once more comes from the records, in the host's memory.
+        parts = [message.data.to(self._device) for messages in to for message in messages]
+        out = torch.cat(parts) if parts else self._bytes(0)
+        incoming = self._bytes(sum(sizes))
+        work = dist.all_to_all_single(incoming, out, sizes, sent, group=self._group, async_op=True)
+        found.sent += sum(sent)
+        found.received += sum(sizes)
+        raw = sum(end.size for end, _ in outgoing) * self._dtype.itemsize
+        found.buffer = max(found.buffer, raw + 2 * len(out) + 2 * len(incoming))
+        return _Travelling(work, out, incoming, arriving)
+
+    def _headers(
+        self, to: Sequence[Sequence[Message]], receives: Sequence[_End]
+    ) -> list[tuple[_End, Header]]:
+        width = len(Header._fields)
+        rows = [message.header for messages in to for message in messages]
+        out = torch.tensor(rows, dtype=torch.int64).flatten()
+        incoming = torch.empty(len(receives) * width, dtype=torch.int64)
+        counts = [0] * self._size
+        for end in receives:
+            counts[end.peers[0]] += width
+        sent = [len(messages) * width for messages in to]
+        dist.all_to_all_single(incoming, out, counts, sent, group=self._group)
+        headers = [Header(*row) for row in incoming.view(-1, width).tolist()]
+        return list(zip(receives, headers, strict=True))
+
+    def _take(self, travelling: _Travelling | None, write: Write, found: CodedTraffic) -> set[int]:
+        """Writes what has come; the ends whose messages are damaged."""
+        damaged: set[int] = set()
+        if travelling is None:
+            return damaged
+        travelling.work.wait()
+        begin, at = time.perf_counter(), 0
+        for end, header in travelling.arriving:
+            message = Message(header, travelling.incoming[at : at + header.size])
+            at += header.size
+            try:
+                values = end.record.decode(message, end.size, self._dtype)
+            except DamagedMessageError:
+                damaged.add(id(end.record))
+            else:
+                unpack(end.moves, write, values)
+        if travelling.arriving:
+            synchronize(self._device)
+            found.decode_seconds += time.perf_counter() - begin
+        return damaged
+
+    def _repair(self, damaged: set[int], write: Write, found: CodedTraffic) -> None:
+        """Has those messages sent again, whole."""
+        any_damaged = torch.tensor([len(damaged)])
+        dist.all_reduce(any_damaged, dist.ReduceOp.MAX, group=self._group)
+        if not any_damaged.item():
+            return
+        for each in self._rounds:
+            asked = [end for end in each.receives if id(end.record) in damaged]
+            again = self._asked_for(each, damaged)
+            found.repeated += len(again)
+            left = self._take(self._exchange(again, asked, found), write, found)
+            if left:
+                raise RolloutError(
+                    f"{len(left)} messages of weights from rank "
+                    f"{asked[0].peers[0]} were damaged on their way to rank {self._rank}, and so "
+                    "were the values that were sent in their place. Look for a fault in memory "
+                    "or network; rollout.weight_sync=full sends all weights each time."
+                )
+
+    def _asked_for(self, each: _Round, damaged: set[int]) -> list[tuple[_End, Message]]:
+        """What others want of this rank once more."""
+        counts = [0] * self._size
+        for end in each.receives:
+            counts[end.peers[0]] += 1
+        flags = torch.tensor([id(end.record) in damaged for end in each.receives]).long()
+        ends = [
+            (rank, end) for rank in range(self._size) for end in each.sends if rank in end.peers
+        ]
+        wanted = torch.empty(len(ends), dtype=torch.int64)
+        mine = [sum(rank == at for at, _ in ends) for rank in range(self._size)]
+        dist.all_to_all_single(wanted, flags, mine, counts, group=self._group)
+        return [
+            (end._replace(peers=(rank,)), end.record.whole())
+            for (rank, end), is_wanted in zip(ends, wanted.tolist(), strict=True)
+            if is_wanted
+        ]
+
+    def _bytes(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=self._device)

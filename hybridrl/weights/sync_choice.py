@@ -1,0 +1,102 @@
+"""Which method the next sync takes: the one that is set, or the one that was measured to be faster.
+
+Whether differences are worth their computation depends on the link, on the device and on how much
+an update changes. So both ways are timed in a job's first syncs, again when the way that was chosen
+takes longer than the other one did, and otherwise now and then. All ranks decide alike, for they
+are told the same figures.
+"""
+
+from __future__ import annotations
+
+from hybridrl.weights.weight_message import DELTA, FULL
+
+AUTO = "auto"
+PLAIN = "plain"
+"""All values, and no record of them is kept: what `full` means where nothing else was set."""
+OBVIOUS = 2.5
+"""Differences take so many times less than values with records of them: these are slow on the way,
+not to record, and need not be timed without."""
+CLEAR = 1.5
+"""The other way takes so many times as long: no need to time both again."""
+TRIALS = 3
+"""Of each way, where they are close."""
+TRIAL_SHARE = 0.02
+"""Of all time for syncs, what it may take to try the other way again."""
+SLOW_SYNCS = 2
+"""So many in a row, of those that are timed, that take longer than the other way: no accident."""
+LOOK_EVERY = 10
+"""One of so many syncs is timed once a way was chosen: ranks have to wait for each other for it."""
+
+
+class SyncChoice:
+    """Decides sync by sync.
+
+    Args:
+        setting: `rollout.weight_sync`.
+        refresh: `rollout.weight_sync_refresh`, which exact ways have no use for.
+    """
+
+    def __init__(self, setting: str, refresh: int = 0) -> None:
+        self._is_auto = setting == AUTO
+        is_exact = setting in (AUTO, FULL, DELTA)
+        self._refresh = 0 if is_exact else refresh
+        self._decided = None if self._is_auto else setting
+        self._ahead: list[str] = [FULL, DELTA]  # the first difference needs values to differ from
+        self._seconds: dict[str, list[float]] = {FULL: [], DELTA: [], PLAIN: []}
+        self._slow = self._syncs = 0
+        self._until = 0.0  # seconds of syncs before the other way is tried again
+
+    @property
+    def measures(self) -> bool:
+        """Whether `note` is to be told what the next sync takes."""
+        is_due = self._decided is None or (self._syncs + 1) % LOOK_EVERY == 0
+        return self._is_auto and is_due
+
+    @property
+    def keeps(self) -> bool:
+        """Whether records of what was sent are of use."""
+        return self._decided != FULL
+
+    def restart(self) -> None:
+        """Syncs are counted from here on."""
+        self._syncs = 0
+
+    def method(self) -> str:
+        """Of the next sync. (The first difference of a sender to a receiver goes as `full`.)"""
+        self._syncs += 1
+        if self._decided is None:
+            return self._ahead.pop(0)
+        if self._refresh and self._syncs % self._refresh == 0:
+            return FULL
+        return PLAIN if self._decided == FULL else self._decided
+
+    def note(self, method: str, seconds: float) -> None:
+        """Takes what the sync by this method took, from the moment when all ranks had begun to the
+        end of the last one."""
+        if self._decided is None:
+            self._seconds[method].append(seconds)
+            if not self._ahead:
+                self._decide()
+            return
+        full, delta = self._best()
+        self._slow = self._slow + 1 if seconds > (delta if self._decided == FULL else full) else 0
+        self._until -= LOOK_EVERY * seconds
+        if self._slow == SLOW_SYNCS or self._until <= 0:
+            self._decided, self._ahead = None, [FULL, DELTA]
+            self._seconds = {method: [] for method in self._seconds}
+
+    def _best(self) -> tuple[float, float]:
+        """Seconds of values and of differences."""
+        times = self._seconds
+        return min(*times[FULL], *times[PLAIN], float("inf")), min(times[DELTA])
+
+    def _decide(self) -> None:
+        (full, delta), tried = self._best(), len(self._seconds[PLAIN])
+        needless = full <= delta or full >= OBVIOUS * delta
+        if not tried and not needless:
+            self._ahead = [PLAIN]
+        elif 0 < tried < TRIALS and max(full, delta) < CLEAR * min(full, delta):
+            self._ahead = [DELTA, PLAIN]
+        else:
+            self._decided, self._slow = FULL if full <= delta else DELTA, 0
+            self._until = max(full, delta) / TRIAL_SHARE

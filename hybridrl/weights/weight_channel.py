@@ -1,0 +1,287 @@
+"""WeightChannel: new weights on their way to ranks that only generate.
+
+Those that train call `send`, those that generate `receive`: the same number of times, whenever each
+gets there. What waits is the side that is early.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridrl.batch.batch import Batch
+from hybridrl.engine.train_engine import TrainEngine
+from hybridrl.errors import ConfigError, RolloutError
+from hybridrl.parallel.process_group import store_of
+from hybridrl.rollout.rollout_engine import RolloutEngine, ragged
+from hybridrl.system.collective_waits import counted_wait
+from hybridrl.system.device_traits import synchronize
+from hybridrl.weights.encoded_parcels import (
+    Coded,
+    ParcelDecoder,
+    ParcelEncoder,
+    header_row,
+    message_of,
+)
+from hybridrl.weights.encoded_reshard import CodedTraffic
+from hybridrl.weights.parcel_transfer import Manifest, Parcel, Place, Receiver, Sender
+from hybridrl.weights.sync_choice import AUTO, PLAIN, SyncChoice
+from hybridrl.weights.weight_message import DELTA, FULL
+from hybridrl.weights.weight_sync import SyncCost, WeightSync
+
+
+class WeightChannel:
+    """One end of the way from the trainer to the generator.
+
+    Building it is collective over `group`.
+
+    Args:
+        group: The ranks that train, then those that generate.
+        dtype: Precision of the rollout engine's weights.
+        train, rollout: What this rank has: one of them.
+        verify: Send all weights whole besides and compare them; as slow as that.
+        adapters: Of a model that has any, they alone go.
+        parcels: Weights do not travel in the group but as parcels: `pack` and `unpack`.
+        method: `rollout.weight_sync`.
+        refresh: `rollout.weight_sync_refresh`.
+
+    Attributes:
+        count: How many times weights were sent, or received, by this rank.
+        cost: Of the last parcels; None: it is not known.
+
+    Raises:
+        ConfigError: if weights have to go whole and the settings want it otherwise.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        train: TrainEngine | None = None,
+        rollout: RolloutEngine | None = None,
+        verify: bool = False,
+        adapters: bool = False,
+        parcels: bool = False,
+        method: str = FULL,
+        refresh: int = 0,
+    ) -> None:
+        self._group, self._dtype, self._device = group, dtype, device
+        self._train, self._rollout = train, rollout
+        self._sync = WeightSync.across(group, dtype, device, train, rollout)
+        self._adapters = adapters
+        self._verify = verify and self._sync is not None
+        self._choice = SyncChoice(method, refresh)
+        self.count = 0
+        self.cost: SyncCost | None = None
+        self._by_parcels = parcels
+        if self._sync is None and method not in (AUTO, FULL):
+            raise ConfigError(
+                f"rollout.weight_sync={method} needs weights that travel box by box, and these "
+                "have to go whole: adapters (actor.lora), or an architecture that rollout.engine "
+                "cannot take apart. Set rollout.weight_sync=auto."
+            )
+        if parcels:
+            self._prepare_parcels()
+
+    @torch.no_grad()
+    def send(self, version: int) -> SyncCost | None:
+        """Gives the trainer's weights of now, which are of this version. Collective."""
+        self.count += 1
+        if self._group.rank() == 0:
+            store_of(self._group).set(f"sent/{self.count}", str(version))
+        cost = None if self._sync is None else self._run()
+        if self._sync is None or self._verify:
+            self._send_whole()
+        return cost
+
+    @property
+    def has_come(self) -> bool:
+        """Whether somebody is sending what was not yet received."""
+        return bool(store_of(self._group).check([f"sent/{self.count + 1}"]))
+
+    @torch.no_grad()
+    def receive(self) -> tuple[int, SyncCost | None]:
+        """Takes the next weights that were, or will be, sent; gives their version. Collective."""
+        self.count += 1
+        with counted_wait():
+            version = int(store_of(self._group).get(f"sent/{self.count}"))
+        cost = None if self._sync is None else self._run()
+        if self._sync is None:
+            self._rollout.load(self._receive_whole())
+        elif self._verify and (wrong := self._rollout.differences(self._receive_whole())):
+            raise RolloutError(
+                f"{len(wrong)} parts of the generator's weights are not those of the trainer's "
+                f"version {version}: {' '.join(wrong[:3])}"
+            )
+        synchronize(self._device)
+        return version, cost
+
+    @torch.no_grad()
+    def pack(self) -> tuple[Batch, range, int]:
+        """The weights of now as parcels: those of this rank, their numbers among all, and how many
+        these are. They may be differences to those of the last time; see `pack_whole`."""
+        self.count += 1
+        read = self._train.local_parameters().__getitem__
+        if not self._choice.keeps:
+            return self._as_rows(_as_batch(list(self._sender.pack(read))))
+        method, traffic = self._choice.method(), CodedTraffic()
+        coded = list(self._encoder.encode(read, method, self.count, traffic))
+        self.cost = self._sync.cost(method, traffic)
+        return self._as_rows(_coded_batch(coded))
+
+    @torch.no_grad()
+    def pack_whole(self) -> tuple[Batch, range, int]:
+        """As the last `pack`, but of parcels that anybody can use: for receivers that have not
+        taken all earlier ones, or cannot use one of the last."""
+        return self._as_rows(_coded_batch(list(self._encoder.whole())))
+
+    def restart(self) -> None:
+        """Of one that sends: what comes next does not depend on what was sent before, as if that
+        was nothing. (A receiver takes whole values whatever it has.)"""
+        self._choice.restart()
+        if self._sync is not None and self._sync.coded is not None:
+            self._sync.coded.forget()
+        if self._by_parcels:
+            self._encoder.forget()
+
+    @property
+    def wanted(self) -> list[int]:
+        """The numbers among all parcels of those that this rank needs."""
+        return self._numbers(self._receiver.wanted)
+
+    @property
+    def lacking(self) -> list[int]:
+        """The numbers of those that it still needs of the version of the last `unpack`."""
+        return self._numbers(self._decoder.lacking)
+
+    @torch.no_grad()
+    def unpack(self, parcels: Batch) -> None:
+        """Takes weights from the parcels that this rank needs, in any order. If some of them cannot
+        be used, `complete` has to follow."""
+        self.count += 1
+        self._writer = self._rollout.writer()
+        if not self._choice.keeps:
+            traffic = self._receiver.take(self._writer.write, _as_parcels(parcels))
+            self.cost = self._sync.cost(FULL, CodedTraffic(received=traffic.received))
+        else:
+            self._decoder.begin()
+            traffic = self._decoder.take(self._writer.write, _as_messages(parcels))
+            self.cost = self._sync.cost(DELTA, traffic)
+        if not self._decoder.lacking:
+            self._finish()
+
+    @torch.no_grad()
+    def complete(self, parcels: Batch) -> None:
+        """Takes those that were lacking from `pack_whole`, if any were."""
+        if self._decoder.lacking:
+            traffic = self._decoder.complete(self._writer.write, _as_messages(parcels))
+            self.cost = self._sync.cost(FULL, traffic)
+            self._finish()
+
+    def _finish(self) -> None:
+        self._writer.finish()
+        synchronize(self._device)
+
+    def _numbers(self, places: Sequence[Place]) -> list[int]:
+        return [self._first[sender] + number for sender, number in places]
+
+    def _as_rows(self, parcels: Batch) -> tuple[Batch, range, int]:
+        first = self._first[self._group.rank()]
+        return parcels, range(first, first + len(parcels)), self._total
+
+    def _run(self) -> SyncCost:
+        """One sync by the method that is set, or by the one that was the fastest so far."""
+        measures, method = self._choice.measures, self._choice.method()
+        begin = 0.0
+        if measures:
+            self._highest(0.0)  # who is late is late for both methods
+            begin = time.perf_counter()
+        is_plain = method == PLAIN
+        cost = self._sync.run() if is_plain else self._sync.run_coded(method, self.count)
+        if measures:
+            synchronize(self._device)
+            self._choice.note(method, self._highest(time.perf_counter() - begin))
+            if not self._choice.keeps and self._sync.coded is not None:
+                self._sync.coded.forget()
+        return cost
+
+    def _highest(self, number: float) -> float:
+        """Of all ranks, and when they have all come."""
+        said = torch.tensor([number], dtype=torch.float64)
+        dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group)
+        return float(said)
+
+    def _prepare_parcels(self) -> None:
+        """Works out who makes and who takes which parcels. Collective."""
+        if self._sync is None:
+            raise ConfigError(
+                "placement.transport=store needs weights that travel box by box, and these have to "
+                "go whole: adapters (actor.lora), or an architecture that rollout.engine cannot "
+                "take apart. Set placement.transport=collective and placement.staleness=1 or 0."
+            )
+        plan, rank = self._sync.plan, self._group.rank()
+        self._sender = Sender(plan, rank, self._dtype)
+        manifests: list[Manifest] = [()] * self._group.size()
+        dist.all_gather_object(manifests, self._sender.manifest, group=self._group)
+        self._receiver = Receiver(plan, rank, self._dtype, dict(enumerate(manifests)))
+        self._encoder = ParcelEncoder(self._sender, self._dtype, self._device)
+        self._decoder = ParcelDecoder(self._receiver, self._dtype, self._device)
+        counts = [sum(count for _, count in manifest) for manifest in manifests]
+        self._first = [0, *itertools.accumulate(counts)]
+        self._total = self._first.pop()
+
+    def _send_whole(self) -> None:
+        for name, tensor in self._train.weights_for(self._adapters):
+            self._tell((name, tuple(tensor.shape)))
+            whole = tensor.to(self._device, self._dtype).contiguous()
+            dist.broadcast(whole, group=self._group, group_src=0)
+        self._tell(None)
+
+    def _receive_whole(self) -> Iterator[tuple[str, Tensor]]:
+        while (header := self._tell(None)) is not None:
+            name, shape = header
+            whole = torch.empty(shape, dtype=self._dtype, device=self._device)
+            dist.broadcast(whole, group=self._group, group_src=0)
+            yield name, whole
+
+    def _tell(self, value: Any) -> Any:
+        """What the first rank says."""
+        found = [value]
+        dist.broadcast_object_list(found, group=self._group, group_src=0)
+        return found[0]
+
+
+def _as_batch(parcels: Sequence[Parcel]) -> Batch:
+    return Batch.from_columns(
+        {
+            "sender": torch.tensor([p.sender for p in parcels], dtype=torch.int64),
+            "number": torch.tensor([p.number for p in parcels], dtype=torch.int64),
+            "data": [p.data for p in parcels] or ragged([], torch.uint8),
+        }
+    )
+
+
+def _coded_batch(coded: Sequence[Coded]) -> Batch:
+    """Parcels whose bytes are messages, with the headers of these."""
+    parcels = [Parcel(*place, message.data) for place, message in coded]
+    headers = [header_row(message) for _, message in coded] or ragged([], torch.int64)
+    return _as_batch(parcels).with_columns({"header": headers})
+
+
+def _as_messages(batch: Batch) -> Iterator[Coded]:
+    for parcel, header in zip(_as_parcels(batch), batch["header"].rows(), strict=True):
+        yield Place(parcel.sender, parcel.number), message_of(header, parcel.data)
+
+
+def _as_parcels(batch: Batch) -> Iterator[Parcel]:
+    places = zip(batch["sender"].tolist(), batch["number"].tolist(), strict=True)
+    for (sender, number), data in zip(places, batch["data"].rows(), strict=True):
+        # Plain: each goes through many operations, and none writes into it.
+        yield Parcel(sender, number, data.as_subclass(torch.Tensor))

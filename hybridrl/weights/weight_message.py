@@ -1,0 +1,184 @@
+"""Messages of weights to ranks that hold earlier ones: by which method, against what, how checked.
+
+Sender and receivers of a message each keep a *record* of it: the values that the receivers hold
+since its last version, bit for bit. Differences are taken against the record, and not against the
+values that the sender had at that time: what a lossy method leaves out comes with a later version,
+and errors never add up (quantised weight differences of Jia et al., "SDP4Bit", NeurIPS 2024,
+arXiv:2410.15526). Records lie in the host's memory: the device's is for models.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridrl.compress.grouped_integers import GroupedIntegers
+from hybridrl.weights import sparse_delta
+
+FULL, DELTA, INT8, INT4_DELTA = METHODS = ("full", "delta", "int8", "int4_delta")
+_INT8, _INT4 = GroupedIntegers(bits=8, group=128), GroupedIntegers(bits=4, group=512)
+"""1.94 and 3.94 times fewer bytes than bfloat16."""
+WORDS_AT_A_TIME = 1 << 16
+"""Of a checksum, so that what is multiplied stays in a processor's cache."""
+NO_VERSION = 0
+
+
+class Header(NamedTuple):
+    """What a receiver has to know of a message.
+
+    Attributes:
+        method: Number in `METHODS`.
+        size: Bytes that follow.
+        base: The version that a difference is to; `NO_VERSION` for values themselves.
+        version: Of the values, from 1.
+        checksum: Of the values that the receivers are to have.
+    """
+
+    method: int
+    size: int
+    base: int
+    version: int
+    checksum: int
+
+
+class Message(NamedTuple):
+    """What travels, and of how many values it is a change (None: the record had none)."""
+
+    header: Header
+    data: Tensor
+    changed: int | None = None
+
+
+class DamagedMessageError(ValueError):
+    """Values that are not those that were sent, or a difference to others than the receiver has."""
+
+
+class Record:
+    """What the receivers of one message hold. Of each end."""
+
+    def __init__(self) -> None:
+        self._values: Tensor | None = None
+        self.version = NO_VERSION
+
+    @property
+    def nbytes(self) -> int:
+        """Of the host's memory."""
+        return 0 if self._values is None else self._values.nbytes
+
+    @property
+    def values(self) -> Tensor | None:
+        """As in the last version; None: there is none that was kept."""
+        return self._values
+
+    def forget(self) -> None:
+        """Gives the memory back; the next message is no difference."""
+        self._values, self.version = None, NO_VERSION
+
+    def encode(self, values: Tensor, method: str, version: int) -> Message:
+        """The message that brings the receivers to `values`, or as near as the method comes, and
+        notes what they hold then. What would be a difference to nothing is `full`, and so is what
+        has no finite values, which integers cannot stand for.
+
+        Args:
+            values: Flat and contiguous, of the generator's precision.
+        """
+        held = None if self._values is None else self._values.to(values.device)
+        is_lossy = method in (INT8, INT4_DELTA)
+        if (held is None and method != INT8) or (is_lossy and not _is_finite(values, held)):
+            method = FULL
+        after, base = values, NO_VERSION
+        if method == FULL:
+            data = values.view(torch.uint8)
+        elif method == INT8:
+            data = _INT8.encode(values)
+            after = _INT8.decode(data, len(values), values.dtype)
+        elif method == DELTA:
+            data, base = sparse_delta.encode(held, values), self.version
+        else:
+            data, base = _INT4.encode(values.float() - held.float()), self.version
+            after = _moved(held, data)
+        changed = None if base == NO_VERSION else _count_changed(held, after)
+        self._keep(after, version)
+        header = Header(METHODS.index(method), len(data), base, version, checksum(after))
+        return Message(header, data, changed)
+
+    def whole(self) -> Message:
+        """What the receivers are to hold, as it is: for one that could not use the last message."""
+        data = self._values.view(torch.uint8)
+        check = checksum(self._values)
+        return Message(
+            Header(METHODS.index(FULL), len(data), NO_VERSION, self.version, check), data
+        )
+
+    def decode(self, message: Message, numel: int, dtype: torch.dtype) -> Tensor:
+        """The values that the sender meant, on the device of the message.
+
+        Raises:
+            DamagedMessageError: if they are not there to be had. The record stays as it was.
+        """
+        header, data = message.header, message.data
+        if not 0 <= header.method < len(METHODS):
+            raise DamagedMessageError(f"There is no method {header.method}.")
+        is_difference = METHODS[header.method] in (DELTA, INT4_DELTA)
+        if is_difference and (self._values is None or header.base != self.version):
+            raise DamagedMessageError(
+                f"It is a difference to version {header.base}, where {self.version} is held."
+            )
+        held = self._values.to(data.device) if is_difference else None
+        values = _decoded(METHODS[header.method], data, held, numel, dtype)
+        if checksum(values) != header.checksum:
+            raise DamagedMessageError(f"The checksum of version {header.version} is another.")
+        self._keep(values, header.version)
+        return values
+
+    def _keep(self, values: Tensor, version: int) -> None:
+        if self._values is None or len(self._values) != len(values):
+            self._values = torch.empty(len(values), dtype=values.dtype)
+        self._values.copy_(values)
+        self.version = version
+
+
+def checksum(values: Tensor) -> int:
+    """64 bits of the values' bits, equal on all devices. Each word of 4 bytes counts times an odd
+    number of its own, so no change of a single word is missed, no two words trade places unseen,
+    and no two have one bit turned over, as a lane that sticks does. (Of words of 8 bytes the
+    highest bit would count alike in all of them.)"""
+    raw = values.view(torch.uint8)
+    words = torch.nn.functional.pad(raw, (0, -len(raw) % 4)).view(torch.int32)
+    found = torch.zeros((), dtype=torch.int64, device=raw.device)
+    for number, part in enumerate(words.split(WORDS_AT_A_TIME)):
+        first = number * WORDS_AT_A_TIME
+        times = torch.arange(first, first + len(part), device=raw.device) * 2 + 1
+        found += (part * times).sum()  # wraps, everywhere alike
+    return int(found)
+
+
+def _decoded(
+    method: str, data: Tensor, held: Tensor | None, numel: int, dtype: torch.dtype
+) -> Tensor:
+    if method == DELTA:
+        try:
+            return sparse_delta.decode(data, held)
+        except ValueError as error:
+            raise DamagedMessageError(str(error)) from error
+    sizes = {FULL: numel * dtype.itemsize, INT8: _INT8.size(numel), INT4_DELTA: _INT4.size(numel)}
+    if len(data) != sizes[method]:
+        raise DamagedMessageError(f"{len(data)} bytes are not {numel} values by {method}.")
+    if method == INT8:
+        return _INT8.decode(data, numel, dtype)
+    return _moved(held, data) if method == INT4_DELTA else data.clone().view(dtype)  # aligned
+
+
+def _moved(held: Tensor, data: Tensor) -> Tensor:
+    return (held.float() + _INT4.decode(data, len(held), torch.float32)).to(held.dtype)
+
+
+def _is_finite(values: Tensor, held: Tensor | None) -> bool:
+    return bool(values.isfinite().all()) and (held is None or bool(held.isfinite().all()))
+
+
+def _count_changed(before: Tensor, after: Tensor) -> int:
+    integers = sparse_delta.INTEGERS[after.itemsize][0]
+    return int((before.view(integers) != after.view(integers)).sum())

@@ -1,0 +1,178 @@
+"""From training to generation: every rank gets what its part of the generation weights lacks of its
+part of the training weights, and nothing else.
+
+Sheng et al., "HybridFlow" (EuroSys'25, arXiv:2409.19256), section 5: the 3D-HybridEngine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from hybridrl.engine.train_engine import TrainEngine
+from hybridrl.layout.footprint import peak, redundant
+from hybridrl.layout.tensor_layout import Layout
+from hybridrl.layout.transfer_planner import plan
+from hybridrl.parallel.values import all_values
+from hybridrl.rollout.rollout_engine import RolloutEngine
+from hybridrl.rollout.weight_writer import WeightWriter
+from hybridrl.weights.collective_reshard import Reshard
+from hybridrl.weights.encoded_reshard import CodedReshard, CodedTraffic
+from hybridrl.weights.in_process import reshard_in_process
+from hybridrl.weights.weight_message import FULL
+from hybridrl.weights.weight_transport import Read, Traffic
+
+
+@dataclass(frozen=True)
+class SyncCost:
+    """What a sync costs this rank, in bytes of the generation's precision.
+
+    Attributes:
+        received, sent: From and to other ranks.
+        peak: Parameters at the fullest moment, those of both layouts, what they share once.
+        redundant: Of the training parameters those that generation on this rank has no use for.
+        buffer: Most memory for messages.
+        method: Of `compress.weight_message.METHODS`.
+        changed, compared: Of the values that this rank sent as differences: those that had changed,
+            and all; see `CodedTraffic`.
+        encode_seconds: What it took to make differences.
+        record: Bytes of the host's memory for what the receivers hold.
+        repeated: Messages that were damaged on their way and had to be sent again.
+    """
+
+    received: int
+    sent: int
+    peak: int
+    redundant: int
+    buffer: int
+    method: str = FULL
+    changed: int = 0
+    compared: int = 0
+    encode_seconds: float = 0.0
+    record: int = 0
+    repeated: int = 0
+
+
+class WeightSync:
+    """The way from the one layout to the other, worked out once.
+
+    Args:
+        source: Layout of the weights that are trained.
+        target: Of those that generate. Ranks of both are those of `group`.
+        dtype: Precision of the rollout engine's weights.
+        device: This rank's.
+        group: None: this rank is alone.
+        train: What this rank has of the source; None: nothing.
+        rollout: What it has of the target; None: nothing.
+
+    Attributes:
+        plan: This rank's part.
+        coded: What executes it by differences, once it has been.
+    """
+
+    def __init__(
+        self,
+        source: Layout,
+        target: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        train: TrainEngine | None = None,
+        rollout: RolloutEngine | None = None,
+    ) -> None:
+        self._train, self._rollout, self._dtype = train, rollout, dtype
+        self._device, self._group = device, group
+        # The group may be of another world than the current one.
+        self._rank = 0 if group is None else group.rank()
+        self.plan = plan(source, target, self._rank)
+        self._reshard: Reshard | None = None
+        self.coded: CodedReshard | None = None
+        before, after = source.of(self._rank), target.of(self._rank)
+        self._peak = peak(before, after).get(self._rank, 0) * dtype.itemsize
+        kept = redundant(before, after) if rollout is not None else {}
+        self._redundant = kept.get(self._rank, 0) * dtype.itemsize
+
+    @classmethod
+    def between(
+        cls, train: TrainEngine, rollout: RolloutEngine, dtype: torch.dtype
+    ) -> WeightSync | None:
+        """The way between two layouts on the same ranks, or None where the weights have to go
+        whole: an engine somewhere cannot say what it holds, or adapters are to be multiplied in.
+        Collective."""
+        pieces = None if train.has_adapters else rollout.pieces(train.layout().shapes)
+        group = train.mesh.group()
+        found = [pieces] if group is None else all_values(pieces, group)
+        if any(of_rank is None for of_rank in found):
+            return None
+        source = train.layout()
+        target = Layout(source.shapes, dict(enumerate(found)))
+        return cls(source, target, dtype, train.device, group, train, rollout)
+
+    @classmethod
+    def across(
+        cls,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        train: TrainEngine | None = None,
+        rollout: RolloutEngine | None = None,
+    ) -> WeightSync | None:
+        """The way from ranks of `group` that train to others that generate, or None as in
+        `between`. Collective over the group, in which those that train come first."""
+        source = None if train is None or train.has_adapters else train.layout()
+        said = [source]
+        dist.broadcast_object_list(said, group=group, group_src=0)
+        if (source := said[0]) is None:
+            return None
+        pieces = {} if rollout is None else rollout.pieces(source.shapes)
+        found = all_values(pieces, group)
+        if any(of_rank is None for of_rank in found):
+            return None
+        target = Layout(source.shapes, {rank: here for rank, here in enumerate(found) if here})
+        return cls(source, target, dtype, device, group, train, rollout)
+
+    def run(self) -> SyncCost:
+        """Brings the weights of now into the rollout engine. Collective."""
+        read, writer = self._ends()
+        write = None if writer is None else writer.write
+        if self._group is None:
+            at = self._rank
+            traffic = reshard_in_process(self.plan, {at: read}, {at: write}, self._dtype)
+            traffic = traffic.get(at, Traffic())
+        else:
+            if self._reshard is None:
+                self._reshard = Reshard(self.plan, self._dtype, self._device, self._group)
+            traffic = self._reshard(read, write)
+        if writer is not None:
+            writer.finish()
+        return SyncCost(traffic.received, traffic.sent, self._peak, self._redundant, traffic.buffer)
+
+    def run_coded(self, method: str, version: int) -> SyncCost:
+        """As `run`, between ranks that train and others that generate, by this method; both keep a
+        record of what the latter have. Collective.
+
+        Args:
+            version: Of the records; each call's is higher.
+        """
+        read, writer = self._ends()
+        write = None if writer is None else writer.write
+        if self.coded is None:
+            self.coded = CodedReshard(self.plan, self._dtype, self._device, self._group)
+        traffic = self.coded(read, write, method, version)
+        if writer is not None:
+            writer.finish()
+        return self.cost(method, traffic)
+
+    def cost(self, method: str, traffic: CodedTraffic) -> SyncCost:
+        """Of a sync by messages of differences."""
+        return SyncCost(
+            *(traffic.received, traffic.sent, self._peak, self._redundant, traffic.buffer, method),
+            *(traffic.changed, traffic.compared, traffic.encode_seconds, traffic.record),
+            traffic.repeated,
+        )
+
+    def _ends(self) -> tuple[Read | None, WeightWriter | None]:
+        read = None if self._train is None else self._train.local_parameters().__getitem__
+        return read, None if self._rollout is None else self._rollout.writer()

@@ -1,0 +1,92 @@
+"""Parcels: what one rank sends others at once, the values of moves one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridrl.layout.boxes import Box, extent, volume, windows
+from hybridrl.layout.tensor_layout import Move
+from hybridrl.layout.tensor_pieces import Place
+
+Read = Callable[[str], Tensor]
+"""Name of a local tensor of the source layout to the tensor itself."""
+
+Write = Callable[[str, tuple[int, ...], Tensor], None]
+"""(name of a local tensor of the target layout, start, values) puts values there. The values are
+valid during the call only."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank did in a transition, in bytes on the wire.
+
+    Attributes:
+        received, sent: From and to other ranks.
+        copied: From its own old tensors to its own new ones.
+        rounds: Exchanges, the same number on all ranks.
+        buffer: Most memory for what is sent and received, at one moment.
+    """
+
+    received: int = 0
+    sent: int = 0
+    copied: int = 0
+    rounds: int = 0
+    buffer: int = 0
+
+
+def into(tensors: Mapping[str, Tensor]) -> Write:
+    """Writes into these tensors, in place; casts where their dtype is another."""
+
+    def write(name: str, start: tuple[int, ...], values: Tensor) -> None:
+        view(tensors[name], start, tuple(values.shape)).copy_(values)
+
+    return write
+
+
+def view(tensor: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    """The part of `tensor` of this shape that begins at `start`."""
+    return tensor[tuple(slice(at, at + n) for at, n in zip(start, shape, strict=True))]
+
+
+@torch.no_grad()
+def pack(moves: Iterable[Move], read: Read, buffer: Tensor) -> None:
+    """Writes the moves' values into a flat buffer, cast to its dtype, one after the other."""
+    at = 0
+    for move in moves:
+        size = volume(move.box)
+        values = _values(read, move.source, move.box)
+        buffer[at : at + size].view(values.shape).copy_(values)
+        at += size
+
+
+@torch.no_grad()
+def unpack(moves: Iterable[Move], write: Write, buffer: Tensor) -> None:
+    """Writes what `pack` put into the buffer to the moves' targets."""
+    at = 0
+    for move in moves:
+        size = volume(move.box)
+        write(*move.target, buffer[at : at + size].view(extent(move.box)))
+        at += size
+
+
+@torch.no_grad()
+def copy(moves: Iterable[Move], read: Read, write: Write, dtype: torch.dtype, most: int) -> int:
+    """Copies inside one process, rounded to `dtype` as if they had been sent. Returns the elements.
+
+    Args:
+        most: Elements that may be in memory a second time: those of one cast.
+    """
+    copied = 0
+    for whole in moves:
+        for move in map(whole.part, windows(whole.box, most)):
+            write(*move.target, _values(read, move.source, move.box).to(dtype))
+            copied += volume(move.box)
+    return copied
+
+
+def _values(read: Read, source: Place, box: Box) -> Tensor:
+    return view(read(source.tensor), source.start, extent(box))

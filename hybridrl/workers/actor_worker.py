@@ -1,0 +1,335 @@
+"""ActorWorker: generates samples and learns from them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridrl.algorithms import (
+    DirectPreference,
+    Distillation,
+    PolicyObjective,
+    TokenLoss,
+    negative_log_likelihood,
+)
+from hybridrl.batch.batch import ROUTES, Batch
+from hybridrl.config.schema import (
+    ActorConfig,
+    EnvironmentConfig,
+    OptimizerConfig,
+    RolloutConfig,
+)
+from hybridrl.controller import (
+    FIRST,
+    ONE_TO_ALL,
+    THREE_D,
+    THREE_D_ALL_MICRO_DP,
+    UPDATE,
+    UPDATE_PAIRS,
+    Context,
+    PartialTable,
+    any_column,
+    transfer,
+)
+from hybridrl.controller.worker import Rendezvous
+from hybridrl.engine.hybrid_engine import HybridEngine
+from hybridrl.engine.train_engine import Loss, TrainEngine
+from hybridrl.errors import ConfigError
+from hybridrl.layout.rank_mesh import Coordinate, Mesh
+from hybridrl.parallel import process_group
+from hybridrl.rollout import Sampling
+from hybridrl.system.dtypes import DTYPES
+from hybridrl.system.locations import location_of
+from hybridrl.weights.weight_channel import WeightChannel
+from hybridrl.workers.generation import (
+    GENERATED,
+    GENERATIONS,
+    LEARNED,
+    SAMPLE,
+    SampleSeeds,
+    branches_of,
+    may_be_asked,
+    may_be_generated,
+    report_compression,
+    report_engine,
+    report_samples,
+    report_sync,
+)
+from hybridrl.workers.rollout_engines import build_rollout, trained_weights
+from hybridrl.workers.trained_model import TrainedModelWorker
+from hybridrl.workers.training_engines import ModelSource, policy_engine
+
+
+def _learned(built: Mapping[str, Any]) -> list[str]:
+    """The columns that updates need in workers built with these keywords."""
+    return [*LEARNED, *getattr(built["objective"], "needs", ())]
+
+
+def _routes(built: Mapping[str, Any]) -> list[str]:
+    """The columns of the experts that the forwards of these workers let take each token."""
+    return [ROUTES] if built["rollout"].routing_replay else []
+
+
+class ActorWorker(TrainedModelWorker):
+    """One rank of the policy: a shard for training, a replica (or a slice of one) for generation.
+
+    Args:
+        source: The model.
+        config: Training.
+        rollout: Generation.
+        objective: The loss of `update_actor` or `update_preference`.
+        temperature: At which responses are scored and learned from.
+        updates: Optimizer steps of the whole job, for the schedule.
+        seed: Of all sampling.
+        job: A name that no other job on this machine has.
+        generates: Whether a rollout engine is needed.
+        environment: What plays the samples; None, or without a name: nothing does.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        source: ModelSource,
+        config: ActorConfig,
+        rollout: RolloutConfig,
+        objective: Loss,
+        temperature: float,
+        updates: int,
+        seed: int,
+        job: str,
+        generates: bool = True,
+        environment: EnvironmentConfig | None = None,
+    ) -> None:
+        super().__init__(context, source)
+        self._config = config
+        self._objective = objective
+        self._updates = updates
+        self._temperature = temperature
+        self._verify = rollout.verify_weights
+        self._refresh = rollout.weight_sync_refresh
+        self._seeds = SampleSeeds(seed)
+        share = rollout.parallel.ranks if generates else 1
+        self._rollout_mesh = Mesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
+        train = policy_engine(context, source, config, rollout_tp=share)
+        train.start_optimizer(config.optimizer, updates)
+        engine = None
+        if generates:
+            coming = trained_weights(source, train)
+            engine = build_rollout(
+                *(source, rollout, train.device, seed, job, coming),
+                sleeps=True,
+                environment=environment,
+                context=context,
+                peers=process_group.peers(self._rollout_mesh.groups("rollout_tp")),
+            )
+        self._engine = HybridEngine(
+            train, engine, self.phase, source.dtype, verify=rollout.verify_weights
+        )
+
+    def coordinates(self) -> Mapping[str, Coordinate]:
+        return {
+            **super().coordinates(),
+            **self._rollout_mesh.coordinates(self.context.rank),
+        }
+
+    @property
+    def model_engine(self) -> TrainEngine:
+        return self._engine.train
+
+    @transfer(
+        THREE_D_ALL_MICRO_DP,
+        reads=("prompt_ids",),
+        may_read=may_be_asked,
+        makes=GENERATED,
+        may_make=may_be_generated,
+        copies_together=branches_of,
+    )
+    def generate_sequences(self, batch: Batch, sampling: Sampling) -> Batch:
+        """One response for each row: `response_ids`, `response_mask`, `rollout_log_probs`,
+        `finish_reason`, `policy_version`; of episodes also the columns of `episode_batch`."""
+        seeds = self._seeds.next(self.rows, sampling.series)
+        samples = self._engine.generate(batch, sampling, seeds)
+        report_sync(self, self._engine.cost)
+        if self.coordinates()["rollout_tp"].index == 0:
+            report_samples(self, samples)
+            report_engine(self, self._engine.rollout)
+        return samples
+
+    @transfer(THREE_D, reads=SAMPLE, follows=_routes, makes=("log_probs", "entropy"))
+    def compute_log_prob(self, batch: Batch) -> Batch:
+        """`log_probs` of the responses under the policy as it is now, and `entropy`."""
+        with self.phase("score"):
+            return self._engine.train.forward(batch, temperature=self._temperature)
+
+    @transfer(THREE_D, reads=SAMPLE, makes=("ref_log_probs",))
+    def compute_ref_log_prob(self, batch: Batch) -> Batch:
+        """`ref_log_probs` of the responses under the model before training: with LoRA the
+        actor is its own reference."""
+        with self.phase("score"), self._engine.train.untrained():
+            scored = self._engine.train.forward(batch, temperature=self._temperature)
+        return Batch.from_columns({"ref_log_probs": scored.ragged("log_probs")})
+
+    @transfer(UPDATE, reads=_learned, may_read=any_column, follows=_routes)
+    def update_actor(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step on the objective; the metrics of the whole mini-batch.
+
+        Raises:
+            ConfigError: if the job's loss is one of pairs.
+            DataError: if a column that the loss reads is missing; names it.
+        """
+        if isinstance(self._objective, DirectPreference):
+            raise ConfigError(
+                f"{self.context.role}.update_actor learns from samples and their advantages, but "
+                f"the loss of this job is one of pairs (preference.loss={self._objective.loss}). "
+                "Call update_preference, or leave `preference` out of the settings."
+            )
+        self._report_age(batch)
+        asked = self._objective.options if isinstance(self._objective, Distillation) else {}
+        return self._engine.update(batch, self._objective, temperature=self._temperature, **asked)
+
+    @transfer(UPDATE_PAIRS, reads=_learned, may_read=any_column, follows=_routes)
+    def update_preference(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step on pairs of rows, the chosen one first.
+
+        Raises:
+            ConfigError: if the job's loss is not one of pairs.
+            DataError: if a column that the loss reads is missing; names it.
+        """
+        if isinstance(self._objective, PolicyObjective):
+            raise ConfigError(
+                f"{self.context.role}.update_preference learns from pairs, but the loss of this "
+                f"job is one of samples (algorithm.policy_loss={self._objective.policy_loss}). "
+                "Call update_actor, or choose a loss of pairs: algorithm=dpo."
+            )
+        return self._engine.update(
+            batch, self._objective, rows_together=2, temperature=self._temperature
+        )
+
+    @transfer(UPDATE, reads=LEARNED)
+    def update_supervised(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step that makes the given responses likelier."""
+        return self._engine.update(batch, _supervised)
+
+    @transfer(ONE_TO_ALL)
+    def load_weights(self, folder: str) -> None:
+        """Takes the weights of a model folder, those that this model has too. The next generation
+        uses them; the optimizer goes on with what it remembers (see `start_optimizer`)."""
+        self._engine.load(Path(folder))
+
+    @transfer(ONE_TO_ALL)
+    def start_optimizer(self, config: OptimizerConfig | None, updates: int) -> None:
+        """Begins a phase with a fresh optimizer; None: the settings and length of the job."""
+        settings = config or self._config.optimizer
+        self._engine.train.start_optimizer(settings, updates or self._updates)
+
+    @transfer(FIRST)
+    def open_rendezvous(self) -> Rendezvous:
+        """Opens a socket on the first rank at which a generator can meet this group."""
+        if self.context.rank:  # only the first rank answers
+            return Rendezvous(self.context.rendezvous.address, 0)
+        self._listener = socket.create_server((self.context.rendezvous.address, 0))
+        return Rendezvous(self.context.rendezvous.address, self._listener.getsockname()[1])
+
+    @transfer(ONE_TO_ALL)
+    def join_generator(
+        self, rendezvous: Rendezvous, receivers: int, parcels: bool, weight_sync: str
+    ) -> None:
+        """Meets the ranks of a generator, which come after those of this group.
+
+        Args:
+            parcels: To give them weights by `pack_weights`.
+            weight_sync: As the setting `rollout.weight_sync`.
+        """
+        if self.context.rank == 0:
+            rendezvous = replace(rendezvous, listener=self._listener)
+        rank, size = self.context.rank, self.context.world_size + receivers
+        group = process_group.join_world(
+            "weights", rank, size, rendezvous, self.context.device_kind
+        )
+        self.enter()
+        train, dtype = self._engine.train, DTYPES[self._source.dtype]
+        self._channel = WeightChannel(
+            group,
+            dtype,
+            train.device,
+            train,
+            verify=self._verify,
+            adapters=self._source.adapters is not None,
+            parcels=parcels,
+            method=weight_sync,
+            refresh=self._refresh,
+        )
+
+    @transfer(ONE_TO_ALL)
+    def send_weights(self) -> None:
+        """Gives the generator the weights of now."""
+        with self.phase("sync"):
+            report_compression(self, self._channel.send(self._engine.policy_version))
+
+    @transfer(ONE_TO_ALL)
+    def forget_sent_weights(self) -> None:
+        """Has the next weights that the generator gets depend on nothing that it got before."""
+        self._channel.restart()
+
+    @transfer(THREE_D_ALL_MICRO_DP)
+    def pack_weights(self) -> Batch:
+        """The weights of now as parcels, for the generator's `load_weights`."""
+        with self.phase("sync"):
+            parcels, numbers, total = self._channel.pack()
+        report_compression(self, self._channel.cost)
+        return PartialTable(parcels, np.asarray(numbers, dtype=np.int64), total)
+
+    @transfer(THREE_D_ALL_MICRO_DP)
+    def pack_whole_weights(self) -> Batch:
+        """The same weights as the last `pack_weights`, none of them as differences, for a generator
+        that cannot use those."""
+        with self.phase("sync"):
+            parcels, numbers, total = self._channel.pack_whole()
+        return PartialTable(parcels, np.asarray(numbers, dtype=np.int64), total)
+
+    def counters(self) -> dict[str, int]:
+        return {"policy_version": self._engine.policy_version}
+
+    def beside(self) -> dict[str, Mapping[str, Any]]:
+        generates = self._engine.rollout is not None
+        return {GENERATIONS: {"generations": self._seeds.generations}} if generates else {}
+
+    @transfer(ONE_TO_ALL)
+    def load_state(self, folder: str) -> None:
+        """Goes on where the actor that was saved stopped."""
+        self._engine.load_state(location_of(folder))
+        if self._engine.rollout is not None:
+            self._seeds.load(location_of(folder))
+
+    @transfer(ONE_TO_ALL)
+    def policy_version(self) -> int:
+        """Number of optimizer steps, and of loaded weights, so far."""
+        return self._engine.policy_version
+
+    @transfer(ONE_TO_ALL)
+    def process_id(self) -> int:
+        """Of the host that this rank lives in."""
+        return os.getpid()
+
+    def _report_age(self, batch: Batch) -> None:
+        """Reports how many updates the samples' policy is behind."""
+        if "policy_version" not in batch or not len(batch):
+            return
+        behind = self._engine.policy_version - batch["policy_version"]
+        oldest = int(behind.max())
+        self.report(behind_sum=float(behind.sum()), behind_rows=len(batch), behind_max=oldest)
+
+    def close(self) -> None:
+        super().close()
+        if self._engine.rollout is not None:
+            self._engine.rollout.close()
+
+
+def _supervised(outputs, columns, segments) -> TokenLoss:  # type: ignore[no-untyped-def]
+    return negative_log_likelihood(outputs["log_probs"])

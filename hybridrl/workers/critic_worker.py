@@ -1,0 +1,86 @@
+"""CriticWorker: estimates, before each token, the reward that is still to come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from hybridrl.algorithms import Segments, TokenLoss, value_loss
+from hybridrl.batch.batch import Batch
+from hybridrl.config.schema import ActorConfig
+from hybridrl.controller import THREE_D, UPDATE, Context, transfer
+from hybridrl.engine.train_engine import TrainEngine
+from hybridrl.system.device_traits import synchronize
+from hybridrl.workers.generation import LEARNED, SAMPLE
+from hybridrl.workers.trained_model import TrainedModelWorker
+from hybridrl.workers.training_engines import ModelSource, scalar_engine
+
+
+class CriticWorker(TrainedModelWorker):
+    """One rank of the value model.
+
+    Args:
+        source: A reward model, or a language model that gets a new head.
+        config: Training.
+        value_clip: See `value_loss`.
+        prefix: Of its columns and metrics: empty, or `cost_`.
+        updates: Optimizer steps of the whole job, for the schedule.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        source: ModelSource,
+        config: ActorConfig,
+        value_clip: float | None,
+        prefix: str,
+        updates: int,
+    ) -> None:
+        super().__init__(context, source)
+        self._value_clip = value_clip
+        self._prefix = prefix
+        self._engine = scalar_engine(context, source, config, reads="before")
+        self._engine.start_optimizer(config.optimizer, updates)
+
+    @property
+    def model_engine(self) -> TrainEngine:
+        return self._engine
+
+    @transfer(THREE_D, reads=SAMPLE, makes=lambda built: [f"{built['prefix']}values"])
+    def compute_values(self, batch: Batch) -> Batch:
+        """`values` (`cost_values`) of the response tokens."""
+        with self.phase("score"):
+            found = self._engine.forward(batch)
+        return Batch.from_columns({f"{self._prefix}values": found.ragged("values")})
+
+    @transfer(
+        UPDATE,
+        reads=lambda built: [*LEARNED, *(f"{built['prefix']}{n}" for n in ("values", "returns"))],
+    )
+    def update_critic(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step towards the `returns` (`cost_returns`); metrics of the whole
+        mini-batch."""
+        with self.phase("train"):
+            metrics = self._engine.update(batch, self._loss)
+            synchronize(self._engine.device)
+        return {f"{self._prefix}critic_{name}": value for name, value in metrics.items()}
+
+    def _loss(
+        self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor], segments: Segments
+    ) -> TokenLoss:
+        values, returns = outputs["values"], columns[f"{self._prefix}returns"]
+        old = columns[f"{self._prefix}values"]
+        loss, metrics = value_loss(values, old, returns, self._value_clip, mask=segments.mask)
+        values = values.detach()
+        # Enough for the share of the returns' variance that the values explain.
+        return TokenLoss(
+            loss,
+            metrics
+            | {
+                "value": values,
+                "return": returns,
+                "return_square": returns.square(),
+                "error_square": (values - returns).square(),
+            },
+        )

@@ -1,0 +1,246 @@
+"""GeneratorWorker: generates for the actor, on devices of its own, with weights that come to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hybridrl.batch.batch import Batch
+from hybridrl.config.schema import EnvironmentConfig, RolloutConfig
+from hybridrl.controller import (
+    ONE_TO_ALL,
+    THREE_D_ALL_MICRO_DP,
+    Context,
+    PartialTable,
+    transfer,
+)
+from hybridrl.controller.worker import Rendezvous
+from hybridrl.engine.hybrid_engine import with_mask
+from hybridrl.layout.rank_mesh import Coordinate, Mesh
+from hybridrl.parallel import process_group
+from hybridrl.rollout import Sampling
+from hybridrl.rollout.playing import Playing, PlaysEpisodes, without_versions
+from hybridrl.rollout.stream import SampleStream, Share
+from hybridrl.system.dtypes import DTYPES
+from hybridrl.system.locations import location_of
+from hybridrl.weights.weight_channel import WeightChannel
+from hybridrl.workers.generation import (
+    GENERATED,
+    SampleSeeds,
+    block_of_groups,
+    may_be_asked,
+    may_be_generated,
+    oldest_versions,
+    report_engine,
+    report_samples,
+    report_sync,
+)
+from hybridrl.workers.model_worker import ModelWorker
+from hybridrl.workers.rollout_engines import build_rollout
+from hybridrl.workers.training_engines import ModelSource
+
+if TYPE_CHECKING:
+    from hybridrl.rollout import RolloutEngine
+
+
+class GeneratorWorker(ModelWorker):
+    """One rank of a replica that generates.
+
+    Args:
+        source: The model.
+        rollout: Generation.
+        environment: What plays the samples; None, or without a name: nothing does.
+        seed: Of all sampling.
+        job: A name that no other job on this machine has.
+        in_flight: Take new weights between two tokens, when they come.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        source: ModelSource,
+        rollout: RolloutConfig,
+        seed: int,
+        job: str,
+        in_flight: bool = False,
+        environment: EnvironmentConfig | None = None,
+    ) -> None:
+        super().__init__(context)
+        self._config = rollout
+        self._dtype = DTYPES[source.dtype]
+        self._seeds = SampleSeeds(seed)
+        self._in_flight = in_flight
+        self._started = 0
+        self._version = 0
+        self._samples: SampleStream | Playing
+        share = rollout.parallel.ranks
+        self._mesh = Mesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
+        self._device = process_group.join(context)
+        self._world = dist.group.WORLD
+        self._peers = process_group.peers(self._mesh.groups("rollout_tp"))
+        self._engine: RolloutEngine = build_rollout(
+            *(source, rollout, self._device, seed, job),
+            environment=environment,
+            context=context,
+            peers=self._peers,
+        )
+
+    def coordinates(self) -> Mapping[str, Coordinate]:
+        return self._mesh.coordinates(self.context.rank)
+
+    @transfer(ONE_TO_ALL)
+    def join_trainer(
+        self, rendezvous: Rendezvous, senders: int, parcels: bool, weight_sync: str
+    ) -> None:
+        """Meets the ranks that train, which come before those of this group.
+
+        Args:
+            parcels: To take weights by `load_weights`.
+            weight_sync: As the setting `rollout.weight_sync`.
+        """
+        rank, size = senders + self.context.rank, senders + self.context.world_size
+        group = process_group.join_world(
+            "weights", rank, size, rendezvous, self.context.device_kind
+        )
+        self.enter()
+        self._channel = WeightChannel(
+            group,
+            self._dtype,
+            self._device,
+            rollout=self._engine,
+            verify=self._config.verify_weights,
+            parcels=parcels,
+            method=weight_sync,
+            refresh=self._config.weight_sync_refresh,
+        )
+
+    @transfer(ONE_TO_ALL)
+    def receive_weights(self, count: int) -> None:
+        """Sees to it that so many versions have been received in all."""
+        with self.phase("sync"):
+            while self._channel.count < count:
+                self._receive()
+
+    def wanted_parcels(self) -> np.ndarray:
+        """The numbers of the parcels that this rank needs."""
+        return np.asarray(self._channel.wanted, dtype=np.int64)
+
+    @transfer(ONE_TO_ALL, rows=wanted_parcels)
+    def load_weights(self, parcels: Batch, version: int) -> None:
+        """Takes weights that came as parcels."""
+        with self.phase("sync"):
+            self._channel.unpack(parcels)
+        report_sync(self, self._channel.cost)
+        # The trainer does not hear of parcels that could not be used.
+        self.report(sync_repeated=self._channel.cost.repeated)
+        self._version = version
+
+    def lacking_parcels(self) -> np.ndarray:
+        """The numbers of those that the last `load_weights` could not use."""
+        return np.asarray(self._channel.lacking, dtype=np.int64)
+
+    @transfer(ONE_TO_ALL, rows=lacking_parcels)
+    def complete_weights(self, parcels: Batch) -> None:
+        """Takes what the last `load_weights` lacked from parcels of whole weights."""
+        if self._channel.lacking:
+            with self.phase("sync"):
+                self._channel.complete(parcels)
+            report_sync(self, self._channel.cost)
+
+    @transfer(ONE_TO_ALL, reads=("prompt_ids",), may_read=may_be_asked)
+    def start_sequences(self, batch: Batch, sampling: Sampling) -> None:
+        """Begins to generate a response for each row; `take_sequences` gives them."""
+        place = self.coordinates()["rollout_dp"]
+        seeds = self._seeds.next(range(len(batch)), sampling.series)
+        self._total = len(batch)
+        self._started += 1
+        if isinstance(self._engine, PlaysEpisodes):
+            rows = block_of_groups(batch, place.index, place.size)
+            self._offset = rows.start
+            self._samples = self._engine.begin(
+                batch.take(rows), sampling, [seeds[row] for row in rows], self._version
+            )
+            return
+        self._offset = 0
+        self._samples = SampleStream(
+            self._engine,
+            [row.tolist() for row in batch["prompt_ids"].rows()],
+            sampling,
+            seeds,
+            Share(place.index, place.size, partial(self._claim, self._started)),
+            self._config.max_sequences,
+            self._version,
+        )
+
+    @transfer(THREE_D_ALL_MICRO_DP, makes=GENERATED, may_make=may_be_generated)
+    def take_sequences(self, part: int, parts: int) -> Batch:
+        """The samples that have finished since the last time: about one of `parts` of them all;
+        the columns are those of `ActorWorker.generate_sequences`."""
+        with self.phase("generate"):
+            samples, rows = self._finished(part, parts)
+        if part == parts - 1 and isinstance(self._samples, Playing):
+            self._samples.close()
+        samples = with_mask(samples)
+        if self.coordinates()["rollout_tp"].index == 0:
+            report_samples(self, samples)
+            report_engine(self, self._engine)
+        return PartialTable(samples, rows, self._total)
+
+    @transfer(ONE_TO_ALL)
+    def save_state(self, folder: str) -> None:
+        """Writes its counter to the folder of the actor's state. Its weights are the actor's."""
+        if self.context.rank == 0:
+            self._seeds.save(location_of(folder))
+
+    @transfer(ONE_TO_ALL)
+    def load_state(self, folder: str) -> None:
+        """Takes the counter; weights come from the actor, as always."""
+        self._seeds.load(location_of(folder))
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _finished(self, part: int, parts: int) -> tuple[Batch, np.ndarray]:
+        place = self.coordinates()["rollout_dp"]
+        share = -(-self._total // (place.size * parts))
+        least = share if part < parts - 1 else self._total
+        refresh = self._refresh if self._in_flight else None
+        samples, rows = self._samples.take(least, refresh)
+        oldest = oldest_versions(samples, self._version)
+        samples = samples.with_columns({"policy_version": torch.tensor(oldest, dtype=torch.int64)})
+        return samples if self._in_flight else without_versions(samples), rows + self._offset
+
+    def _refresh(self) -> int:
+        """Takes new weights if there are any; the version that generates now."""
+        if self._first_says(self._channel.has_come):
+            self._receive()
+        return self._version
+
+    def _receive(self) -> None:
+        self._version, cost = self._channel.receive()
+        report_sync(self, cost)
+
+    def _claim(self, generation: int) -> int:
+        """The next number that no replica has; see `Share`."""
+        number = 0
+        if self._leads:
+            store = process_group.store_of(self._world)
+            number = store.add(f"claimed/{generation}", 1) - 1
+        return self._first_says(number)
+
+    def _first_says(self, number: int) -> int:
+        """The same number on all ranks of the replica: that of the first."""
+        if self._peers is None:
+            return number
+        said = torch.tensor([int(number)])
+        dist.broadcast(said, group=self._peers, group_src=0)
+        return int(said)
+
+    @property
+    def _leads(self) -> bool:
+        return self.coordinates()["rollout_tp"].index == 0

@@ -1,0 +1,263 @@
+"""Judge: a language model that reads answers and writes grades, or puts them in order."""
+
+from __future__ import annotations
+
+import random
+import re
+import secrets
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridrl.batch.batch import Batch
+from hybridrl.config.schema import JudgeConfig, RolloutConfig, RolloutParallelConfig
+from hybridrl.controller import Context
+from hybridrl.conversations.rendering import TemplateContext, render_chat
+from hybridrl.models import load_tokenizer
+from hybridrl.parallel.process_group import join
+from hybridrl.rewards.rubrics import load_rubric, rubric_of, share_met
+from hybridrl.rewards.scoring_round import neighbours
+from hybridrl.rollout import Sampling
+from hybridrl.workers.judge_texts import read_grade, read_ranking
+from hybridrl.workers.rollout_engines import build_generator
+from hybridrl.workers.training_engines import ModelSource
+
+TEMPLATE = """Grade the answer to a question.
+
+Question:
+{prompt}
+
+Answer:
+{response}
+
+Right answer, for comparison:
+{answer}
+
+Say in one sentence what is right and wrong about the answer. Then write, on a line of its own,
+"Score: " and a number from 0 (worthless) to 10 (perfect).
+"""
+
+
+CRITERION_TEMPLATE = """Does the answer to a question meet a criterion?
+
+Question:
+{prompt}
+
+Answer:
+{response}
+
+Criterion:
+{criterion}
+
+Say in one sentence how far the answer meets this criterion, and nothing else. Then write, on a line
+of its own, "Score: " and a number from 0 (not at all) to 10 (wholly).
+"""
+RANKING_TEMPLATE = """Compare answers to a question.
+
+Question:
+{prompt}
+
+{responses}
+
+Right answer, for comparison:
+{answer}
+
+Say in a few sentences what is right and wrong about the answers. Then write, on a line of its own,
+"Ranking: " and the numbers of all answers from the best to the worst, with > between them, or with
+= between two that are equally good, such as "Ranking: 3 > 1 = 2".
+"""
+TEMPLATES = {"grade": TEMPLATE, "rubric": CRITERION_TEMPLATE, "rank": RANKING_TEMPLATE}
+PATTERNS = {"grade": r"[Ss]core:\s*(-?[0-9.]+)", "rank": r"[Rr]anking:\s*([0-9 >=]+)"}
+
+
+class Judge:
+    """Grades texts by generating.
+
+    Args:
+        source: The model.
+        config: Template, pattern of the grade, scale.
+        rollout: How it generates; sizes and sampling are the judge's own.
+
+    Attributes:
+        pattern: Of what is looked for in its texts.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        source: ModelSource,
+        config: JudgeConfig,
+        rollout: RolloutConfig,
+        job: str,
+    ) -> None:
+        self._config = config
+        by_rubric = config.rubric is not None or config.rubric_column is not None
+        usual = TEMPLATES["rubric" if by_rubric else config.mode]
+        self._template = Path(config.template).read_text() if config.template else usual
+        self.pattern = config.pattern or PATTERNS[config.mode]
+        self._rubric = None if config.rubric is None else load_rubric(config.rubric)
+        self._tokenizer, self._context = load_tokenizer(source.tokenizer), source.template
+        self._context_length = source.context_length
+        self._sampling = Sampling(config.max_tokens, temperature=0.0)
+        # It keeps its weights, so it never sleeps, and takes no tools.
+        settings = replace(
+            rollout,
+            episode=None,
+            serve=False,
+            parallel=RolloutParallelConfig(),
+            stop=[],
+            engine_options={},
+            quantization="none",
+            # A pipeline is for the policy: its plan, and decoders that can be divided.
+            engine="transformers" if rollout.engine == "pipeline" else rollout.engine,
+            plan=None,
+            memory_share=config.memory_share,
+        )
+        self._engine = build_generator(source, settings, join(context), 0, f"{job}-judge")
+
+    def grade(
+        self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """One number for each row of `prompt`, `response` and further columns, 1 at best; NaN where
+        the judge wrote none, or the text was too long for it.
+
+        Args:
+            groups: The prompt of each row, the rows of one next to each other; None: each row has
+                its own. It counts where answers are put in order.
+        """
+        if self._config.mode == "rank":
+            return torch.tensor(self._ranked(rows, groups))
+        if self._rubric is not None or self._config.rubric_column is not None:
+            return torch.tensor(self._by_criteria(rows))
+        scale = self._config.scale
+        texts = self._asked([{**row} for row in rows])
+        return torch.tensor([read_grade(text, self.pattern, scale) for text in texts])
+
+    def _by_criteria(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
+        """A request for each criterion of each row."""
+        column, scale = self._config.rubric_column, self._config.scale
+        rubrics = [self._rubric if column is None else rubric_of(row, column) for row in rows]
+        texts = iter(
+            self._asked(
+                [
+                    {**row, "criterion": criterion.text}
+                    for row, rubric in zip(rows, rubrics, strict=True)
+                    for criterion in rubric
+                ]
+            )
+        )
+        return [
+            share_met(rubric, [read_grade(next(texts), self.pattern, scale) for _ in rubric])
+            for rubric in rubrics
+        ]
+
+    def _ranked(
+        self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int] | None
+    ) -> list[float]:
+        """A request for each prompt with several answers; one alone has nothing to beat, and is
+        neither good nor bad: 0.5."""
+        grades = [0.5] * len(rows)
+        together = neighbours(range(len(rows)) if groups is None else groups)
+        orders = [_shuffled(members, rows) for members in together if len(members) > 1]
+        texts = self._asked([_side_by_side([rows[row] for row in order]) for order in orders])
+        for order, text in zip(orders, texts, strict=True):
+            for row, grade in zip(order, read_ranking(text, self.pattern, len(order)), strict=True):
+                grades[row] = grade
+        return grades
+
+    def _asked(self, requests: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What the judge writes to each; empty where the request is too long for it."""
+        prompts = [self._encode(parts) for parts in requests]
+        fits = [n for n, ids in enumerate(prompts) if len(ids) <= self._longest_prompt]
+        written = [""] * len(requests)
+        if fits:
+            batch = Batch.from_columns({"prompt_ids": [prompts[n] for n in fits]})
+            answers = self._engine.generate(batch, self._sampling, seed=0)
+            ids = [row.tolist() for row in answers["response_ids"].rows()]
+            texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+            for n, text in zip(fits, texts, strict=True):
+                written[n] = text
+        return written
+
+    def close(self) -> None:
+        """Ends the engine."""
+        self._engine.close()
+
+    @property
+    def _longest_prompt(self) -> int:
+        return self._context_length - self._config.max_tokens
+
+    def _encode(self, row: Mapping[str, Any]) -> torch.Tensor:
+        known = {"answer": "", **{name: str(value) for name, value in row.items()}}
+        return torch.tensor(encode_request(self._tokenizer, self._template, known, self._context))
+
+
+def _shuffled(members: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Rows in an order that follows from what they say and from nothing else, so that it is the
+    same wherever and whenever they are judged."""
+    said = "\0".join(str(rows[row]["response"]) for row in members)
+    return random.Random(zlib.crc32(said.encode(errors="replace"))).sample(members, len(members))
+
+
+def _side_by_side(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The request of several answers to one prompt, numbered from 1."""
+    answers = [f"Answer {number}:\n{row['response']}" for number, row in enumerate(rows, start=1)]
+    return {**rows[0], "responses": "\n\n".join(answers)}
+
+
+def encode_request(
+    tokenizer: Any,
+    template: str,
+    parts: Mapping[str, str],
+    context: TemplateContext | None = None,
+) -> list[int]:
+    """The tokens of a request to the judge.
+
+    Only the template and the tokenizer's own chat template may hold special tokens. The parts come
+    from data and from a model: a `<|im_end|>` in an answer is characters, and ends nobody's turn.
+
+    Args:
+        parts: Texts for the `{names}` of the template.
+        context: What the chat template reads beside the message.
+    """
+    mark = secrets.token_hex(16)  # that no text holds
+    # Not str.format: a brace in an answer is a brace.
+    text = re.sub(r"\{(\w+)\}", lambda m: mark + m[0] + mark if m[1] in parts else m[0], template)
+    if tokenizer.chat_template:
+        message = [{"role": "user", "content": text}]
+        text = render_chat(tokenizer, message, context or TemplateContext(), ask=True)
+    # One text from one special token of the templates to the next, with the parts in it: so words
+    # are cut into tokens as usual. Only there do special tokens count.
+    ids: list[int] = []
+    pieces = text.split(mark)
+    pieces[1::2] = [parts[piece[1:-1]] for piece in pieces[1::2]]
+    pending = ""
+    for number, piece in enumerate(pieces):
+        if number % 2:
+            pending += piece
+            continue
+        *before, last = re.split(special_tokens_of(tokenizer), piece)
+        for plain, special in zip(before[::2], before[1::2], strict=True):
+            ids += _plain(tokenizer, pending + plain)
+            ids.append(tokenizer.convert_tokens_to_ids(special))
+            pending = ""
+        pending += last
+    return ids + _plain(tokenizer, pending)
+
+
+def special_tokens_of(tokenizer: Any) -> str:
+    """A pattern, with one group, of every token that is more to this tokenizer than characters."""
+    tokens = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
+    any_of_them = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
+    return f"({any_of_them})" if tokens else "((?!))"  # which nothing matches
+
+
+def _plain(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text in which no characters are a special token."""
+    if not text:
+        return []
+    return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))

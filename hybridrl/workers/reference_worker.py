@@ -1,0 +1,68 @@
+"""ReferenceWorker: a model that does not learn, such as the policy as it was at the beginning, for
+the KL, or a teacher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hybridrl.batch.batch import TEACHER_IDS, TEACHER_LOG_PROBS, Batch
+from hybridrl.config.schema import ActorConfig
+from hybridrl.controller import ONE_TO_ALL, THREE_D, Context, transfer
+from hybridrl.engine.train_engine import TrainEngine
+from hybridrl.workers.generation import SAMPLE
+from hybridrl.workers.model_worker import ModelWorker
+from hybridrl.workers.training_engines import ModelSource, policy_engine
+
+
+class ReferenceWorker(ModelWorker):
+    """One rank of the frozen model.
+
+    Args:
+        source: The model.
+        config: Micro-batch budget and offload.
+        temperature: At which responses are scored.
+        top_k: Of `compute_top_log_probs`.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        source: ModelSource,
+        config: ActorConfig,
+        temperature: float,
+        top_k: int = 0,
+    ) -> None:
+        super().__init__(context)
+        self._temperature, self._top_k = temperature, top_k
+        self._engine = policy_engine(context, source, config, trains=False)
+
+    @property
+    def model_engine(self) -> TrainEngine:
+        return self._engine
+
+    @transfer(ONE_TO_ALL)
+    def load_weights(self, folder: str, share: float = 1.0) -> None:
+        """Takes the weights of a model folder, those that this model has too; or with a `share`
+        below 1 moves its own towards them, as a moving average does."""
+        self._engine.load(Path(folder), share)
+
+    @transfer(THREE_D, reads=SAMPLE, makes=("ref_log_probs",), streams=True)
+    def compute_ref_log_prob(self, batch: Batch) -> Batch:
+        """`ref_log_probs` of the responses."""
+        with self.phase("score"):
+            scored = self._engine.forward(batch, temperature=self._temperature)
+        return Batch.from_columns({"ref_log_probs": scored.ragged("log_probs")})
+
+    @transfer(THREE_D, reads=SAMPLE, makes=(TEACHER_IDS, TEACHER_LOG_PROBS), streams=True)
+    def compute_top_log_probs(self, batch: Batch) -> Batch:
+        """The `top_k` tokens that this model finds likeliest in the place of each response token:
+        `teacher_ids` and `teacher_log_probs`, so many numbers a token, one token after the
+        other."""
+        with self.phase("score"):
+            scored = self._engine.forward(batch, temperature=self._temperature, top_k=self._top_k)
+        return Batch.from_columns(
+            {
+                TEACHER_IDS: scored.ragged("top_ids"),
+                TEACHER_LOG_PROBS: scored.ragged("top_log_probs"),
+            }
+        )

@@ -1,0 +1,399 @@
+"""RewardWorker: scores samples by the user's functions, by a judge and by a reward model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from hybridrl.algorithms import Segments
+from hybridrl.batch.arrow_columns import Ragged
+from hybridrl.batch.batch import MASKS, Batch, is_of_data, sampled_tokens
+from hybridrl.batch.outcomes import OUTCOMES, is_right
+from hybridrl.config.schema import ActorConfig, RewardConfig, RolloutConfig
+from hybridrl.controller import THREE_D, Context, transfer
+from hybridrl.engine.train_engine import TrainEngine
+from hybridrl.errors import RewardError
+from hybridrl.models import load_tokenizer
+from hybridrl.rewards.loading import functions_of, in_words_of, looks_at_groups, said_of
+from hybridrl.rewards.response_steps import step_ends, tokens_up_to
+from hybridrl.rewards.returned_scores import Steps
+from hybridrl.rewards.signature import TOKENS, UPDATES
+from hybridrl.rewards.source_rewards import COLUMN as SOURCE
+from hybridrl.rewards.source_rewards import SourcePools, settings_by_source
+from hybridrl.workers.generation import report_numbers
+from hybridrl.workers.llm_judge import Judge
+from hybridrl.workers.model_worker import ModelWorker
+from hybridrl.workers.training_engines import ModelSource, scalar_engine
+
+COLUMN = {"reward": "scores", "cost": "costs"}
+"""Column of what is reinforced, and of what is to stay below a limit."""
+
+SCORE = replace(THREE_D, balance="rows")
+"""Rows split over ranks in blocks, which is how generation left them: texts need not move."""
+
+
+STEPS = ("step_ends", "step_rewards")
+"""Further columns where rewards come step by step: of each step how many response tokens there are
+up to its end, and its reward."""
+
+
+def _may_read(column: str) -> bool:
+    beside = ("prompt_ids", "episode_rewards", "group_id", "policy_version", *MASKS)
+    return column in beside or is_of_data(column)
+
+
+def _makes(built: Mapping[str, Any]) -> list[str]:
+    outcomes = [OUTCOMES] if built["kind"] == "reward" else []
+    return ["response", COLUMN[built["kind"]], *outcomes, *(STEPS if built.get("steps") else ())]
+
+
+def _may_make(built: Mapping[str, Any]) -> list[str]:
+    config: RewardConfig | None = built.get("config")
+    return [f"{built['kind']}/*", *(["check/*"] if config is not None and config.check else [])]
+
+
+def _compares(built: Mapping[str, Any]) -> bool:
+    """Whether the samples of a prompt are scored together."""
+    config: RewardConfig | None = built.get("config")
+    if config is None:
+        return False
+    ranks = config.judge.path is not None and config.judge.mode == "rank"
+    own = settings_by_source(config, built.get("own_functions", {}), built.get("sources", ()))
+    return ranks or any(map(looks_at_groups, own.values()))
+
+
+class RewardWorker(ModelWorker):
+    """Scores the rows of its rank: by functions, in child processes so that none can stop the job,
+    by a judge and by a model, if there are any.
+
+    A model that is cut over ranks is computed by all of them; functions and the judge are asked by
+    the one rank that answers for those rows.
+
+    Args:
+        config: Functions, weights, time-outs.
+        tokenizer: Folder or hub name.
+        model: The reward model.
+        model_config: Its micro-batch budget and offload.
+        judge: The model that grades in words.
+        rollout: How the judge generates.
+        kind: What the score is: a reward or a cost.
+        job: A name that no other job on this machine has.
+        sources: Values of the column `source` that figures are told apart by.
+        own_functions: The functions of sources that have others than `config` says.
+        verifiers: By the names of sets to evaluate on: functions that score those.
+        steps: Whether rewards of steps are told of, in the columns `STEPS`.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        config: RewardConfig,
+        tokenizer: str,
+        model: ModelSource | None,
+        model_config: ActorConfig,
+        judge: ModelSource | None,
+        rollout: RolloutConfig,
+        kind: Literal["reward", "cost"],
+        job: str,
+        sources: Sequence[str] = (),
+        own_functions: Mapping[str, Sequence[str]] | None = None,
+        verifiers: Mapping[str, RewardConfig] | None = None,
+        steps: bool = False,
+    ) -> None:
+        super().__init__(context)
+        self._sources = sources
+        self._verifiers = verifiers or {}
+        self._pools: dict[str, SourcePools] = {}
+        self._steps = steps
+        self._config = config
+        self._kind = kind
+        self._engine = None
+        self._answers = True
+        if model is not None:
+            self._engine = scalar_engine(context, model, model_config, "after", trains=False)
+            mesh = self._engine.mesh.mesh
+            places = [mesh.coordinates(rank) for rank in range(mesh.size)]
+            self._answers = SCORE.speaks(context.rank, places)
+        settings = settings_by_source(config, own_functions or {}, sources)
+        self._pool = None
+        if self._answers and any(functions_of(one)[0] for one in settings.values()):
+            with said_of(kind):
+                self._pool = SourcePools(settings)
+        self._tokenizer = load_tokenizer(tokenizer)
+        self._judge = None
+        if judge is not None:
+            self._judge = Judge(context, judge, config.judge, rollout, job)
+        if self._pool is not None:
+            with said_of(kind):
+                self._pool.start()
+
+    @property
+    def model_engine(self) -> TrainEngine | None:
+        return self._engine
+
+    @property
+    def takes_memory(self) -> bool:
+        return self._engine is not None or self._judge is not None
+
+    @transfer(
+        SCORE,
+        reads=("response_ids",),
+        may_read=_may_read,
+        makes=_makes,
+        may_make=_may_make,
+        streams=True,
+        copies_together=_compares,
+    )
+    def compute_reward(self, batch: Batch, verifier: str | None = None) -> Batch:
+        """`scores` and `outcomes`, or `costs` (NaN: dropped), the `response` as text, and a column
+        for each function and the model.
+
+        Args:
+            verifier: A set to evaluate on whose own functions score in place of all others.
+        """
+        if verifier is not None:
+            return self._verified(batch, verifier)
+        with self.phase("score"), said_of(self._kind):
+            # First: all ranks of a cut model take part in it, also should a function fail on one.
+            by_model = (
+                None if self._engine is None else self._engine.forward(batch).ragged("values")
+            )
+            ids, texts = self._responses(batch)
+            scores = torch.zeros(len(batch), dtype=torch.float32)
+            if not self._answers:
+                return self._answer(texts, scores, scores, [[] for _ in texts], {})
+            rows, groups = _rows_with(batch, texts), _groups(batch)
+            steps: list[Steps] = [[] for _ in texts]
+            columns: dict[str, Any] = {}
+            outcomes = torch.full_like(scores, math.nan)
+            if self._pool is not None:
+                scores, outcomes, chars, columns = self._by_functions(
+                    *(self._pool, rows, batch, ids, groups, self._kind)
+                )
+                steps = [self._in_tokens(*found) for found in zip(chars, ids, strict=True)]
+            if self._judge is not None:
+                columns[f"{self._kind}/judge"] = self._graded(rows, groups)
+            if by_model is not None:
+                columns[f"{self._kind}/model"] = self._by_model(by_model, texts, ids, steps)
+            further = {"judge": columns.get(f"{self._kind}/judge")}
+            further["model"] = columns.get(f"{self._kind}/model")
+            if self._kind == "reward" and "episode_rewards" in batch.columns:
+                further["episodes"] = batch["episode_rewards"]
+            scores, outcomes = add_up(self._config, scores, outcomes, **further)
+        self._report(scores, outcomes, self._config)
+        self._report_sources(batch, scores, outcomes)
+        report_numbers(self, columns)
+        self._report_copies(rows)
+        return self._answer(texts, scores, outcomes, steps, columns)
+
+    def _verified(self, batch: Batch, verifier: str) -> Batch:
+        """As `compute_reward`, by the functions of a set, in processes that start when they are
+        first needed and stay."""
+        config, group = self._verifiers[verifier], f"eval.sets.{verifier}.reward"
+        with self.phase("score"), said_of(group):
+            ids, texts = self._responses(batch)
+            scores = outcomes = torch.zeros(len(batch), dtype=torch.float32)
+            columns: dict[str, Any] = {}
+            if self._answers:
+                if verifier not in self._pools:
+                    self._pools[verifier] = SourcePools({None: config})
+                rows, groups = _rows_with(batch, texts), _groups(batch)
+                scores, outcomes, _, columns = self._by_functions(
+                    *(self._pools[verifier], rows, batch, ids, groups, group)
+                )
+                scores, outcomes = add_up(config, scores, outcomes)
+                self._report(scores, outcomes, config)
+        return self._answer(texts, scores, outcomes, [[] for _ in texts], columns)
+
+    def _responses(self, batch: Batch) -> tuple[list[list[int]], list[str]]:
+        """Token ids and texts."""
+        ids = [row.tolist() for row in batch["response_ids"].rows()]
+        # (transformers decodes no rows to one text)
+        return ids, self._tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
+
+    def _answer(
+        self,
+        texts: list[str],
+        scores: torch.Tensor,
+        outcomes: torch.Tensor,
+        steps: list[Steps],
+        columns: dict[str, Any],
+    ) -> Batch:
+        found: dict[str, Any] = {"response": texts, COLUMN[self._kind]: scores}
+        if self._kind == "reward":
+            found[OUTCOMES] = outcomes
+        if self._steps:
+            bounds = torch.tensor([0, *map(len, steps)]).cumsum(0)
+            ends = torch.tensor([end for row in steps for end, _ in row], dtype=torch.int64)
+            rewards = torch.tensor([r for row in steps for _, r in row], dtype=torch.float32)
+            found |= zip(STEPS, (Ragged(ends, bounds), Ragged(rewards, bounds)), strict=True)
+        return Batch.from_columns(found | columns)
+
+    def _in_tokens(self, steps: Steps, ids: list[int]) -> Steps:
+        """Where steps end in tokens, in place of characters."""
+        if not (self._steps and ids and steps):
+            return []
+        ends = tokens_up_to([end for end, _ in steps], ids, self._decoded)
+        return [(end, reward) for end, (_, reward) in zip(ends, steps, strict=True)]
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _by_model(
+        self, values: Ragged, texts: list[str], ids: list[list[int]], steps: list[Steps]
+    ) -> torch.Tensor:
+        """What the reward model says of each row, `[rows]`: its value at the last token; or with
+        `reward.model_steps` the sum of those at the ends of steps, which are put among the
+        `steps`, weighted."""
+        if self._config.model_steps is None:
+            return Segments.from_cu_seqlens(values.cu_seqlens).last(values.values)
+        total = torch.zeros(len(texts), dtype=torch.float32)
+        for number, (said, text, tokens) in enumerate(zip(values.rows(), texts, ids, strict=True)):
+            if not tokens:
+                continue
+            chars = step_ends(text, self._config.model_steps)
+            ends = [*tokens_up_to(chars[:-1], tokens, self._decoded), len(tokens)]
+            found = [(end, float(said[end - 1])) for end in dict.fromkeys(ends)]
+            total[number] = sum(value for _, value in found)
+            weight = self._config.model_weight
+            steps[number] = sorted([*steps[number], *((end, weight * v) for end, v in found)])
+        return total
+
+    def close(self) -> None:
+        for pool in (self._pool, *self._pools.values()):
+            if pool is not None:
+                pool.close()
+        if self._judge is not None:
+            self._judge.close()
+
+    def _graded(self, rows: list[dict[str, Any]], groups: list[int] | None) -> torch.Tensor:
+        """The judge's grades; one that it did not give is treated as `on_error` says."""
+        grades = self._judge.grade(rows, groups)  # type: ignore[union-attr]
+        missing = torch.isnan(grades)
+        self.report(**{f"{self._kind}_ungraded": float(missing.sum())})
+        if missing.any() and self._config.on_error == "fail":
+            raise RewardError(
+                f"The judge gave {int(missing.sum())} of {len(rows)} responses no grade that "
+                f"`reward.judge.pattern` ({self._judge.pattern}) finds. Mend the pattern or "  # type: ignore[union-attr]
+                "the template, or set `reward.on_error` to `drop` or `value`."
+            )
+        if self._config.on_error == "value":
+            grades = grades.nan_to_num(self._config.error_value)
+        return grades
+
+    def _by_functions(
+        self,
+        pool: SourcePools,
+        rows: list[dict[str, Any]],
+        batch: Batch,
+        ids: list[list[int]],
+        groups: list[int] | None,
+        settings: str,
+    ) -> tuple[torch.Tensor, torch.Tensor, list[Steps], dict[str, Any]]:
+        """Scores, the same without steps (NaN where there are only those), the steps by characters,
+        and a column for each function.
+
+        Args:
+            settings: That the functions come from, for what is said of them.
+        """
+        updates = batch["policy_version"].tolist() if "policy_version" in batch else None
+        if pool.asks_for(TOKENS):
+            rows = [{**row, TOKENS: tokens} for row, tokens in zip(rows, ids, strict=True)]
+        if updates is not None and pool.asks_for(UPDATES):
+            rows = [{**row, UPDATES: number} for row, number in zip(rows, updates, strict=True)]
+        found = pool.score(rows, self.progress, groups=groups)
+        self.report(
+            **{
+                f"{self._kind}_failures": found.failures,
+                f"{self._kind}_timeouts": found.timeouts,
+            }
+        )
+        if found.first_failure is not None:
+            self.record.notices.append(in_words_of(settings, found.first_failure))
+        columns = {
+            name.replace("reward/", f"{self._kind}/", 1): column
+            for name, column in found.columns.items()
+        }
+        scores, outcomes = (
+            torch.tensor(x, dtype=torch.float32) for x in (found.scores, found.outcomes)
+        )
+        return scores, outcomes, found.steps, columns
+
+    def _report(self, scores: torch.Tensor, outcomes: torch.Tensor, config: RewardConfig) -> None:
+        counted = [score for score in scores.tolist() if not math.isnan(score)]
+        right = int(is_right(outcomes, config.correct_at).sum())
+        self.report(
+            **{
+                f"{self._kind}_count": len(counted),
+                f"{self._kind}_dropped": len(scores) - len(counted),
+                f"{self._kind}_sum": sum(counted),
+                f"{self._kind}_square_sum": sum(score * score for score in counted),
+                f"{self._kind}_correct": right,
+            }
+        )
+
+    def _report_copies(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """How many responses were given before to the same prompt, among those scored together."""
+        if self._kind == "reward" and rows:
+            different = {(row.get("prompt"), row["response"]) for row in rows}
+            self.report(repeated=float(len(rows) - len(different)))
+
+    def _report_sources(self, batch: Batch, scores: torch.Tensor, outcomes: torch.Tensor) -> None:
+        """Sums over the rows of each source, for its figures of the step."""
+        if self._kind != "reward" or not self._sources or SOURCE not in batch.columns:
+            return
+        of_rows, lengths = batch[SOURCE], sampled_tokens(batch)
+        for name in self._sources:
+            mine = [place for place, source in enumerate(of_rows) if source == name]
+            known = [s for s in (float(scores[place]) for place in mine) if not math.isnan(s)]
+            figures = {
+                "count": len(known),
+                "sum": sum(known),
+                "correct": int(is_right(outcomes[mine], self._config.correct_at).sum()),
+                "samples": len(mine),
+                "tokens": int(lengths[mine].sum()),
+            }
+            self.report(**{f"source/{name}/{figure}": x for figure, x in figures.items()})
+
+
+def add_up(
+    config: RewardConfig,
+    scores: torch.Tensor,
+    outcomes: torch.Tensor,
+    judge: torch.Tensor | None = None,
+    model: torch.Tensor | None = None,
+    episodes: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and outcomes, `[rows]`, NaN where a sample is dropped.
+
+    Args:
+        scores, outcomes: Of functions; an outcome is NaN where they gave rewards of steps only,
+            which decide what is right if nothing else does.
+        judge, model, episodes: What these gave, before weights; None: there is none.
+    """
+    by_steps = model is not None and config.model_steps is not None
+    of_model = None if model is None else config.model_weight * model
+    said = (None if judge is None else config.judge.weight * judge, of_model, episodes)
+    scores = sum((one for one in said if one is not None), scores)
+    whole = [one for one in said if one is not None and not (by_steps and one is of_model)]
+    if whole:
+        outcomes = sum(whole, outcomes.nan_to_num())
+    outcomes = torch.where(outcomes.isnan(), scores, outcomes)
+    return scores, torch.where(scores.isnan(), scores, outcomes)
+
+
+def _groups(batch: Batch) -> list[int] | None:
+    """The prompt of each row, where it is known."""
+    return batch["group_id"].tolist() if "group_id" in batch else None
+
+
+def _rows_with(batch: Batch, texts: list[str]) -> list[dict[str, Any]]:
+    """What functions are called with, of each row."""
+    rows = batch.rows_for_users()
+    for row, text in zip(rows, texts, strict=True):
+        row["response"] = text
+    return rows

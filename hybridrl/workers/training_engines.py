@@ -1,0 +1,153 @@
+"""What every worker that holds a model needs: its engine, built from settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hybridrl.checkpoint.tensors.file_plan import FILE_BYTES
+from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
+from hybridrl.config.schema import ActorConfig, LoraSettings
+from hybridrl.controller import Context
+from hybridrl.conversations.rendering import TemplateContext
+from hybridrl.engine.parallel_trial import prove_cuts
+from hybridrl.engine.train_engine import TrainEngine
+from hybridrl.errors import ConfigError
+from hybridrl.layout.training_mesh import training_mesh
+from hybridrl.models import (
+    CausalPolicy,
+    PackedModel,
+    ScalarModel,
+    admit,
+    unread_model,
+    unread_scalar_model,
+)
+from hybridrl.models.lora import ADAPTER, add_adapters, load_adapters
+from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import join
+from hybridrl.systems.low_bits.low_bit_scoring import LowBitScoring
+from hybridrl.systems.low_bits.low_bit_training import learn_in
+from hybridrl.systems.low_bits.precision_plan import PrecisionPlan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from.
+
+    Attributes:
+        path: Model folder or hub name.
+        tokenizer: Tokenizer folder or hub name.
+        dtype: Precision of computation.
+        context_length: Longest prompt and response together, in tokens.
+        eos_token_ids: Tokens that end a response.
+        save_dtype: Precision of the model in files; None: that of the files at `path`.
+        file_bytes: Largest file, unless one tensor is larger.
+        seed: Of adapters, which are new in it.
+        adapters: Of those that go to what generates as they are; None: all weights go.
+        precision: Which layers compute in fewer bits; None: none.
+        template: What its chat template reads beside the messages.
+    """
+
+    path: str
+    tokenizer: str
+    dtype: str
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    save_dtype: str | None = None
+    file_bytes: int = FILE_BYTES
+    seed: int = 0
+    adapters: LoraSettings | None = None
+    precision: PrecisionPlan | None = None
+    template: TemplateContext = field(default_factory=TemplateContext)
+
+
+def policy_engine(
+    context: Context,
+    source: ModelSource,
+    config: ActorConfig,
+    *,
+    trains: bool = True,
+    rollout_tp: int = 1,
+) -> TrainEngine:
+    """Joins the process group, cuts the language model, and reads this rank's part. Collective.
+
+    Args:
+        rollout_tp: Ranks that share a copy while generating; see `training_mesh`.
+    """
+    model, files = unread_model(source.path)
+    if trains:
+        _adapt(model, source, config)
+    policy = CausalPolicy(model, admit(model.config, source.path))
+    return _engine(context, source, config, policy, files, trains, rollout_tp)
+
+
+def scalar_engine(
+    context: Context,
+    source: ModelSource,
+    config: ActorConfig,
+    reads: Literal["before", "after"],
+    *,
+    trains: bool = True,
+) -> TrainEngine:
+    """As `policy_engine`, for a model with a scalar head; see `ScalarModel`."""
+    model, files = unread_scalar_model(source.path, needs_head=not trains)
+    if trains:
+        _adapt(model, source, config)
+    scalar = ScalarModel(model, reads, admit(model.config, source.path, scalar=True))
+    return _engine(context, source, config, scalar, files, trains, rollout_tp=1)
+
+
+def _adapt(model: PreTrainedModel, source: ModelSource, config: ActorConfig) -> None:
+    """Puts adapters into a model if they are what is trained."""
+    if not config.lora.rank:
+        return
+    add_adapters(model, config.lora, source.seed)
+    base = Path(source.path)  # other programs have other working folders
+    model.peft_config[ADAPTER].base_model_name_or_path = (
+        str(base.absolute()) if base.is_dir() else source.path
+    )
+    if config.lora.path is not None:
+        load_adapters(model, config.lora.path)
+
+
+def _engine(
+    context: Context,
+    source: ModelSource,
+    config: ActorConfig,
+    model: PackedModel,
+    files: TensorFiles | None,
+    trains: bool,
+    rollout_tp: int,
+) -> TrainEngine:
+    device = join(context)
+    if not trains:
+        model.requires_grad_(False)
+    cut = training_mesh(context.world_size, config.parallel, rollout_tp)
+    if not trains:  # there are no gradients to sum, and weights never change
+        still = replace(config.parallel, gradients="full", weights="full")
+        config = replace(config, parallel=still)
+    mesh = ParallelMesh(cut, device, config.parallel.shards, config.parallel.gradients)
+    prove_cuts(model, source.path, mesh, config, trains=trains)
+    scoring = None
+    if (plan := source.precision) is not None:
+        if plan.dtype != source.dtype:  # what model.dtype=auto comes to is known only now
+            raise ConfigError(
+                f"The plan of precision of `{context.role}` is for model.dtype={plan.dtype}, and "
+                f"the job computes in {source.dtype}. Make the plan again, or set that."
+            )
+        bits = plan.of_rank(context.rank)
+        if trains:
+            learn_in(model.inner, bits)
+        else:
+            scoring = LowBitScoring(model.inner, bits)
+        if bits:  # kernels for 8 bits are no part of torch's compiler
+            config = replace(config, compile="false")
+    engine = TrainEngine(model, mesh, device, source.dtype, config, files)
+    engine.scoring = scoring
+    if trains and source.precision is not None:
+        engine.rounding_seed = hash((source.seed, context.rank))
+    return engine
