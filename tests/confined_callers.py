@@ -25,7 +25,14 @@ SECRET = "a-secret-of-the-caller"
 FAST = Limits(wall_s=60.0, cpu_s=3)
 SOURCE = Path(hybridrl.__file__).parent
 # An ordinary user may be unable to read this checkout, so the files are copied to where it can.
-FILES = ("errors.py", "rewards", "core/__init__.py", "core/memory_group.py", "core/redaction.py")
+FILES = (
+    "errors.py",
+    "rewards",
+    "sandbox",
+    "system/__init__.py",
+    "system/memory_cgroup.py",
+    "system/redaction.py",
+)
 
 CALLER = """
 import dataclasses, json, sys

@@ -1,8 +1,8 @@
 """`hybridrl plan precision`: which layers of a role's model a slower device computes in fewer bits.
 
 Measures what a layer takes here in each precision and what fewer bits change of the model's
-answers, chooses (`planner.bit_allocation`), measures what the choice changes, and writes a plan
-that `models.<role>.precision` takes.
+answers, chooses (`systems.low_bits.bit_allocation`), measures what the choice changes, and writes a
+plan that `models.<role>.precision` takes.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ may be the key of a service. What is called `key`, `token`, `secret`, `password`
 `passphrase`, `authorization` or `bearer`, or comes from a variable of the environment with such a
 name, is a secret: `config.yaml`, checkpoints, trackers and the summary have `${oc.env:NAME}` in its
 place if it was given so, else `***`. So have all settings in place of the passwords, tokens and
-signatures in URLs. What else leaves the process goes through `core.redaction`.
+signatures in URLs. What else leaves the process goes through `system.redaction`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Whether a model is the same when it is cut as the job cuts it: by trial, of a small copy.
 
-Every rank makes the same small copy (`models.shrunk`), cuts it on the job's own mesh and device,
-and has it score and learn from a few samples; transformers does the same on one process with what
-is not cut. Log-probabilities and the norm of the gradient tell whether anything is missing or
-counted twice, for a class of models that nobody has tried, or a version of a library.
+Every rank makes the same small copy (`models.shrunk_config`), cuts it on the job's own mesh and
+device, and has it score and learn from a few samples; transformers does the same on one process
+with what is not cut. Log-probabilities and the norm of the gradient tell whether anything is
+missing or counted twice, for a class of models that nobody has tried, or a version of a library.
 """
 
 from __future__ import annotations

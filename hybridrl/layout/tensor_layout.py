@@ -1,8 +1,8 @@
 """Which rank holds which part of every tensor, and what must move from one layout to another.
 
 Bringing weights from training to generation, weights between separate groups, checkpoints on
-another number of ranks and elastic restarts are all a plan (`core.plan`) between two layouts,
-executed by another transport. Nothing here touches a tensor; all sizes are in elements.
+another number of ranks and elastic restarts are all a plan (`layout.transfer_planner`) between two
+layouts, executed by another transport. Nothing here touches a tensor; all sizes are in elements.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 a ring together.
 
 All ranks of a sequence-parallel group get the same samples. Each runs the model on its own tokens
-(`core.zigzag` says which); only attention needs those of others. Between the ranks of a Ulysses
+(`parallel.zigzag` says which); only attention needs those of others. Between the ranks of a Ulysses
 group tokens are exchanged for heads, and the rings go across these groups. What the model says of
 each response token, a few numbers, is then gathered, and every rank works out the same loss. A
 rank's gradients are those of its tokens: the sum over the group is the whole gradient.

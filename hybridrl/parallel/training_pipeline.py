@@ -2,9 +2,9 @@
 
 All ranks of a pipeline have the same rows, so each knows how many tokens every micro-batch has:
 states travel as `[tokens, hidden]`, unpadded, with no word about their shape. The order of all that
-happens is in `parallel.schedule`; here it is done. torch.distributed.pipelining has the same
-schedules, but its stages receive into buffers of one shape, and are private where that would have
-to be changed.
+happens is in `parallel.pipeline_schedule`; here it is done. torch.distributed.pipelining has the
+same schedules, but its stages receive into buffers of one shape, and are private where that would
+have to be changed.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def _size(sample: dict[str, Any]) -> int:
 
 
 def _token_table(source: Source) -> Table | None:
-    """What is known of the tokens of the first samples; see `trainers.kept_samples`."""
+    """What is known of the tokens of the first samples; see `run.sample_recorder`."""
     from pyarrow import parquet
 
     file = source.file.parent.parent / "tokens" / source.file.name

@@ -1,7 +1,7 @@
 """`steps.jsonl` of a run: what every rank did in each step, and when, to be replayed.
 
 A line of JSON for each step, with the times of calls and their phases by the clocks of their hosts,
-in seconds since the step began. `planner.recorded_graph` makes a graph of them.
+in seconds since the step began. `planner.what_if.recorded_graph` makes a graph of them.
 """
 
 from __future__ import annotations

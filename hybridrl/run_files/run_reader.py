@@ -81,7 +81,7 @@ class RunFolder:
         }
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """See `observe.evaluations`."""
+        """See `run_files.evaluation_log`."""
         return EvaluationsFile(self.path).read()
 
     def data_report(self) -> Mapping[str, Any]:

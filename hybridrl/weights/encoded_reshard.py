@@ -1,7 +1,7 @@
 """Executing a plan between groups by messages of differences: each has the size that it needs.
 
 As `Reshard`, in rounds of one all-to-all, but what a rank sends the same receivers in a round is a
-message of `compress.weight_message`: its ends keep a record of what it brought before. Headers with
+message of `weights.weight_message`: its ends keep a record of what it brought before. Headers with
 the sizes go first, among CPUs. A receiver that cannot use a message asks for its values whole.
 """
 

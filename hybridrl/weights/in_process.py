@@ -22,7 +22,7 @@ def reshard_in_process(
     """Brings values from tensor to tensor, with no buffer unless they must be cast.
 
     Args:
-        reads, writes: By rank; see `reshard.collectives.Reshard`.
+        reads, writes: By rank; see `weights.collective_reshard.Reshard`.
         bucket_bytes: Four times the most memory for a cast; None: what suits CPUs.
 
     Returns:

@@ -74,7 +74,7 @@ def fields(of_class):
 
 
 def test_attention_of_packed_samples_is_called_as_torch_has_it():
-    (call,) = calls("models/attention.py", "varlen_attn")
+    (call,) = calls("models/packed_attention.py", "varlen_attn")
     given = dict.fromkeys(keywords(call))
     inspect.signature(varlen_attn).bind(*call.args, **given)
     q = torch.empty(10, 4, 8, dtype=torch.bfloat16, device=META, requires_grad=True)

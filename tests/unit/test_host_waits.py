@@ -6,17 +6,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "hybridrl"
 LAYERS = [
-    *("models/attention.py", "models/log_probs.py", "models/packed_models.py"),
+    *("models/packed_attention.py", "models/log_probs.py", "models/packed_models.py"),
     *("models/packing.py", "parallel/block_attention.py", "parallel/collectives.py"),
-    *("parallel/fsdp.py", "parallel/rectangles.py", "parallel/ring_attention.py"),
-    *("parallel/sequence.py", "parallel/staged_model.py", "parallel/tensor.py"),
+    *("parallel/fsdp.py", "parallel/padded_attention.py", "parallel/ring_attention.py"),
+    *("parallel/sequence_parallel.py", "parallel/staged_model.py", "parallel/tensor_parallel.py"),
     *("parallel/token_gather.py", "parallel/ulysses.py"),
 ]
 """What runs inside a model's forward and backward."""
 WAITS = {"item", "tolist", "cpu", "nonzero", "numpy", "masked_select", "unique", "synchronize"}
 """Methods whose result depends on the values of a tensor, which the host has to have."""
 ALLOWED = {
-    ("models/attention.py", "_with_buckets"): "CPUs only, and devices without a kernel in float32",
+    (
+        "models/packed_attention.py",
+        "_with_buckets",
+    ): "CPUs only, and devices without a kernel in float32",
     ("models/log_probs.py", "backward"): "whether the entropy has a gradient: once for all tokens",
     ("models/packing.py", "of"): "on the host, before the model runs",
     ("models/packing.py", "_places"): "on the host, before the model runs",
@@ -25,8 +28,8 @@ ALLOWED = {
     ("parallel/block_attention.py", "between"): "lengths are on the host",
     ("parallel/block_attention.py", "longest"): "lengths are on the host",
     ("parallel/block_attention.py", "_indices"): "lengths are on the host",
-    ("parallel/rectangles.py", "rectangles"): "lengths are on the host",
-    ("parallel/sequence.py", "split"): "once for a micro-batch, before the model runs",
+    ("parallel/padded_attention.py", "rectangles"): "lengths are on the host",
+    ("parallel/sequence_parallel.py", "split"): "once for a micro-batch, before the model runs",
     ("parallel/token_gather.py", "of"): "on the host, before the model runs",
 }
 """Where it is right all the same, and why."""

@@ -91,7 +91,7 @@ MAY_IMPORT = {
     },
     "systems.low_bits": {
         *("batch", "system", "models", "compress"),
-        "=planner.memory.model_shape",
+        *("=planner.memory.model_shape", "=planner.machine.layer_probe"),
     },
     "systems.unequal_generation": {
         *("batch", "layout", "system", "models", "rollout", "checkpoint.tensors"),
@@ -121,7 +121,7 @@ MAY_IMPORT = {
 
 
 def module_name(file):
-    """`core.batch` for core/batch.py, `core` for core/__init__.py, `` for hybridrl itself."""
+    """`batch.batch` for batch/batch.py, `batch` for batch/__init__.py, `` for hybridrl itself."""
     parts = file.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

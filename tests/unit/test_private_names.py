@@ -10,55 +10,67 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2] / "hybridrl"
 KNOWN = {
     # torch
-    "_world": ("parallel/process_group.py", "core/waits.py"),  # 2.11 to 2.13
+    "_world": ("parallel/process_group.py", "system/collective_waits.py"),  # 2.11 to 2.13
     "_update_default_pg": ("parallel/process_group.py",),
-    "_C": ("core/device.py", "core/read_only.py", "core/waits.py", "models/routing.py"),
-    "_has_mkldnn": ("core/device.py",),
-    "_int_mm": ("models/int8_products.py",),
-    "_current_graph_task_id": ("models/routing.py",),
-    "_is_amx_tile_supported": ("core/device.py",),
-    "_is_avx512_bf16_supported": ("core/device.py",),
-    "_distributed_c10d": ("core/waits.py",),
-    "_device_types": ("core/waits.py",),
-    "_get_backend": ("core/waits.py",),
-    "_get_op_type": ("core/waits.py",),
-    "_get_sequence_number_for_group": ("core/waits.py",),
+    "_C": (
+        "system/device_traits.py",
+        "batch/read_only.py",
+        "system/collective_waits.py",
+        "models/expert_routing.py",
+    ),
+    "_has_mkldnn": ("system/device_traits.py",),
+    "_int_mm": ("models/int8_matmul.py",),
+    "_current_graph_task_id": ("models/expert_routing.py",),
+    "_is_amx_tile_supported": ("system/device_traits.py",),
+    "_is_avx512_bf16_supported": ("system/device_traits.py",),
+    "_distributed_c10d": ("system/collective_waits.py",),
+    "_device_types": ("system/collective_waits.py",),
+    "_get_backend": ("system/collective_waits.py",),
+    "_get_op_type": ("system/collective_waits.py",),
+    "_get_sequence_number_for_group": ("system/collective_waits.py",),
     "_flash_attention_forward": ("parallel/block_attention.py",),
     "_flash_attention_backward": ("parallel/block_attention.py",),
-    "_cdata": ("core/views.py", "planner/token_bytes.py"),  # of storages, as torch's own
-    "_schema": ("rollout/vllm_layout.py",),
+    "_cdata": (
+        "layout/tensor_views.py",
+        "planner/memory/token_bytes.py",
+    ),  # of storages, as torch's own
+    "_schema": ("rollout/loader_probe.py",),
     "_dynamo": ("rollout/vllm_engine.py",),
     "torch._dynamo.exc": ("engine/compiled_layers.py",),
     "torch._inductor.exc": ("engine/compiled_layers.py",),
     "torch.utils._python_dispatch": (
-        *("models/stored_names.py", "planner/token_bytes.py", "rollout/vllm_layout.py"),
+        *("models/stored_tensors.py", "planner/memory/token_bytes.py", "rollout/loader_probe.py"),
     ),
-    "torch.utils._pytree": ("rollout/vllm_layout.py",),
+    "torch.utils._pytree": ("rollout/loader_probe.py",),
     # argparse, which has no way to be asked what it takes
     "_actions": ("commands/completion.py",),
     "_SubParsersAction": ("commands/completion.py",),
     # transformers and peft
-    "_attn_implementation": ("models/calibration.py",),
+    "_attn_implementation": ("systems/low_bits/layer_sensitivity.py",),
     "_from_config": ("models/language_model.py",),  # of classes; public of the auto classes only
-    "_gradient_checkpointing_func": ("models/checkpointing.py",),
-    "_is_hf_initialized": ("models/empty.py",),
-    "_keys_to_ignore_on_save": ("models/stored_names.py",),
-    "_no_split_modules": ("engine/compiled_layers.py", "models/routing.py", "parallel/fsdp.py"),
+    "_gradient_checkpointing_func": ("models/activation_checkpointing.py",),
+    "_is_hf_initialized": ("models/meta_model.py",),
+    "_keys_to_ignore_on_save": ("models/stored_tensors.py",),
+    "_no_split_modules": (
+        "engine/compiled_layers.py",
+        "models/expert_routing.py",
+        "parallel/fsdp.py",
+    ),
     "_disable_adapters": ("engine/sharded_model.py",),
     # vLLM
     "_distributed_args": ("rollout/vllm_engine.py",),
-    "_adapter_manager": ("rollout/vllm_adapters.py",),
+    "_adapter_manager": ("rollout/vllm_lora.py",),
     "_apply_weights_onednn": ("rollout/vllm_quantization.py",),
     "_use_zentorch": ("rollout/vllm_weights.py",),
     "vllm._custom_ops": ("rollout/vllm_weights.py",),
     # Python, Ray, fsspec
     "_SHM_NAME_PREFIX": ("rollout/vllm_engine.py",),  # 3.11 to 3.13
     "_SHM_SAFE_NAME_LENGTH": ("rollout/vllm_engine.py",),
-    "_current_frames": ("controller/health.py", "rollout/tool_loop.py"),
-    "_json": ("rewards/confined/object_exchange.py",),  # 3.11 to 3.13
-    "_thread": ("rewards/confined/object_exchange.py",),
-    "_private": ("ray_backend/cluster.py",),
-    "_global_node": ("ray_backend/cluster.py",),
+    "_current_frames": ("controller/host_health.py", "rollout/user_code_loop.py"),
+    "_json": ("sandbox/confined/object_exchange.py",),  # 3.11 to 3.13
+    "_thread": ("sandbox/confined/object_exchange.py",),
+    "_private": ("ray_backend/connection.py",),
+    "_global_node": ("ray_backend/connection.py",),
 }
 DOCUMENTED = {"_exit", "_asdict", "_replace", "_fields", "_make"}
 """Of `os` and of named tuples: private in spelling only."""

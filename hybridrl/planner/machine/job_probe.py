@@ -20,7 +20,7 @@ MESSAGE = 8 << 20
 
 
 class ProbeWorker(Worker):
-    """A rank of what is measured; see `planner.probe`."""
+    """A rank of what is measured; see `planner.machine.layer_probe`."""
 
     @transfer(ONE_TO_ALL)
     def measure(self, path: str, dtype: str, tokens: int, length: int) -> dict[str, float]:
@@ -37,7 +37,7 @@ class ProbeWorker(Worker):
 
 
 def probe_job(executor: Executor, path: str, dtype: str, tokens: int, length: float) -> Rates:
-    """Measures; see `planner.probe.probe`, which does so without a job.
+    """Measures; see `planner.machine.layer_probe.probe`, which does so without a job.
 
     Raises:
         WorkerError: if a host fails.

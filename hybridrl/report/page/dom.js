@@ -47,7 +47,7 @@ const Report = { sections: {} };
   }
 
   // Three significant digits, without zeros behind them. Seconds and bytes are written as
-  // core/readable.py writes them.
+  // system/formatting.py writes them.
   const short = (value) => String(Number(value.toPrecision(3)));
 
   function seconds(value) {

@@ -21,7 +21,7 @@ def keep_table(cluster: Cluster, dtype: str, table: Table) -> Path | None:
     """Notes what was measured; gives the file, or None where it cannot be written.
 
     Args:
-        cluster: The devices, by the names that `planner.devices.present` gives them.
+        cluster: The devices, by the names that `planner.machine.device_catalog.present` gives them.
         dtype: Name of the precision of computation.
     """
     file = _file(cluster, dtype)

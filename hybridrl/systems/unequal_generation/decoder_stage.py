@@ -35,7 +35,7 @@ class DecoderStage(nn.Module):
     Args:
         model: With parameters on the meta device if there are `files`.
         files: Where they are read from.
-        bits: Of each layer; see `models.low_bit_linear`.
+        bits: Of each layer; see `systems.low_bits.low_bit_linear`.
 
     Attributes:
         is_first, is_last: Whether it has the embedding, and the head.
