@@ -98,7 +98,7 @@ class Shim:
 
     async def start(self) -> None:
         """Loads the adapter; its errors are sentences."""
-        self.words = importlib.import_module(f"{ADAPTERS}.episode")
+        self.words = importlib.import_module(f"{ADAPTERS}.environment_adapter")
         try:
             package = importlib.import_module(f"{ADAPTERS}.{self.setup['adapter']}")
         except ModuleNotFoundError as error:

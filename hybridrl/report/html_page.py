@@ -13,7 +13,7 @@ from typing import Any
 from hybridrl.run_files.strict_json import to_json
 
 SCRIPTS = (
-    *("dom.js", "scale.js", "words.js", "curves.js", "timeline.js"),
+    *("dom.js", "scale.js", "summary.js", "curves.js", "timeline.js"),
     *("tokens.js", "samples.js", "data.js", "tables.js", "live.js", "page.js"),
 )
 """In the order in which they are read."""

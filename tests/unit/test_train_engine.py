@@ -322,7 +322,7 @@ def test_an_engine_that_leaves_the_device_between_calls_learns_the_same(mesh):
 
 @pytest.mark.parametrize(
     ("column", "words"),
-    [("advantages", "advantage estimator"), ("loss_weights", "shaping.loss_weights")],
+    [("advantages", "advantage estimator"), ("loss_weights", "update_columns.loss_weights")],
 )
 def test_a_column_that_an_update_lacks_is_named(engine, column, words):
     engine.config.tokens_per_microbatch = LONGEST
