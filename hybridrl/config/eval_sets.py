@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from hybridrl.config.eval_schema import EvalSetConfig
 from hybridrl.config.role_models import check_names, typed
 from hybridrl.config.schema import Config, DataConfig, RewardConfig
+from hybridrl.config.setting import Setting
 from hybridrl.config.task_settings import without_task
 from hybridrl.errors import ConfigError, Problems, nearest
 
@@ -74,9 +75,9 @@ class SetSettings:
     every: int
 
     @property
-    def setting(self) -> str:
+    def setting(self) -> Setting:
         """Its dotted name."""
-        return f"eval.sets.{self.name}"
+        return Setting("eval.sets") / self.name
 
     @property
     def is_greedy(self) -> bool:
@@ -130,7 +131,7 @@ def needs_held_out(config: Config, trains: bool) -> bool:
 
 
 def _set(config: Config, name: str, read: Any) -> SetSettings:
-    setting = f"eval.sets.{name}"
+    setting = Setting("eval.sets") / name
     if not re.fullmatch(r"[\w-]+", str(name)) or name in TAKEN:
         raise ConfigError(
             f"{setting}: a set may not be called so. Its name is part of those of its figures and "

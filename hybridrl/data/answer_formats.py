@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from hybridrl.data.encoding import shortened
 from hybridrl.data.refused_rows import RefusedRows
+from hybridrl.data.row_origin import DataRow
 from hybridrl.data.table_columns import column_of
 from hybridrl.errors import RowError
 
@@ -40,7 +41,9 @@ def with_answers(
     refused = RefusedRows() if refused is None else refused
     if answer_format in _OF_TESTS:
         columns, make = _OF_TESTS[answer_format]
-        cells = [column_of(rows, name, "data.answer_format").to_pylist() for name in columns]
+        cells = [
+            column_of(rows, name, refused.origin / "answer_format").to_pylist() for name in columns
+        ]
         tests = refused.map(partial(_read, make), *cells)
         refused.kept(rows.num_rows)
         if answer_format == "livecodebench" and (pickled := sum(map(_is_pickled, cells[1]))):
@@ -57,7 +60,7 @@ def with_answers(
     if answer_format == "plain" or answer_column is None:
         return rows
     find = _after_marks if answer_format == "gsm8k" else _in_box
-    cells = column_of(rows, answer_column, "data.answer_column").to_pylist()
+    cells = column_of(rows, answer_column, refused.origin / "answer_column").to_pylist()
     found = refused.map(partial(_read, find), cells)
     refused.kept(rows.num_rows)
     if answer_column not in rows.column_names:  # dots lead into an object
@@ -66,13 +69,13 @@ def with_answers(
     return rows.set_column(place, answer_column, pa.array(found, pa.large_string()))
 
 
-def _read(make: Callable[..., Any], number: int, *cells: Any) -> Any:
+def _read(make: Callable[..., Any], row: DataRow, *cells: Any) -> Any:
     try:
         return make(*cells)
     except (ValueError, TypeError, KeyError) as error:
         raise RowError(
-            f"Row {number} of the data is not as data.answer_format says: {error}. Mend the row "
-            "or leave it out, or name another format.",
+            f"{row} is not as {row / 'answer_format'} says: {error}. Mend the row or leave it out, "
+            "or name another format.",
             "without an answer of its format",
         ) from error
 

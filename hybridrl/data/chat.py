@@ -12,6 +12,7 @@ from hybridrl.conversations.messages import (
     read_messages,
 )
 from hybridrl.data.encoding import excerpt, shortened
+from hybridrl.data.row_origin import DataRow, RowOrigin
 from hybridrl.errors import ConfigError, RowError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def check_cell(
-    number: int, cell: object, column: str, setting: str, *, may_be_empty: bool = False
+    row: DataRow, cell: object, column: str, setting: str, *, may_be_empty: bool = False
 ) -> None:
     """Refuses what is neither text nor a list of messages in `column`, which `setting` names.
 
@@ -32,14 +33,14 @@ def check_cell(
     if isinstance(cell, str | list) and (cell or (may_be_empty and cell == "")):
         return
     raise RowError(
-        f"Row {number} of the data has {cell!r} in the column `{column}` (`{setting}`), expected a "
-        f"string or a list of chat messages{'' if may_be_empty else ', not empty'}.",
+        f"{row} has {cell!r} in the column `{column}` (`{setting}`), expected a string or a list "
+        f"of chat messages{'' if may_be_empty else ', not empty'}.",
         "without text or messages",
     )
 
 
 def check_chat(
-    number: int,
+    row: DataRow,
     cell: str | list[Any],
     tokenizer: PreTrainedTokenizerBase,
     column: str,
@@ -51,32 +52,35 @@ def check_chat(
         DataError: if row `number` has messages in `column` and only strings are allowed.
         ConfigError: if the tokenizer has no chat template.
     """
+    chat_setting = row / "chat"
     if chat is False:
         raise RowError(
-            f"Row {number} of the data has chat messages in the column `{column}`, but "
-            "`data.chat` is false, which allows strings only. Set `data.chat` to null or true.",
-            "with messages where data.chat=false",
+            f"{row} has chat messages in the column `{column}`, but `{chat_setting}` is false, "
+            f"which allows strings only. Set `{chat_setting}` to null or true.",
+            f"with messages where {chat_setting}=false",
         )
     if not tokenizer.chat_template:
-        cause = "`data.chat` is true" if chat else f"the column `{column}` holds messages"
+        cause = f"`{chat_setting}` is true" if chat else f"the column `{column}` holds messages"
         raise ConfigError(
             f"{cause[0].upper()}{cause[1:]}, but the tokenizer `{tokenizer.name_or_path}` has no "
             "chat template. Use the tokenizer of an instruction-tuned model, set its "
-            "`chat_template`, or give prompts as plain strings with `data.chat=false`."
+            f"`chat_template`, or give prompts as plain strings with `{chat_setting}=false`."
         )
 
 
-def check_system_prompt(system_prompt: str | None, is_chat: Sequence[bool]) -> None:
+def check_system_prompt(
+    system_prompt: str | None, is_chat: Sequence[bool], origin: RowOrigin
+) -> None:
     """Refuses a system prompt for rows that are no chats: there is no place to put it."""
     if system_prompt is not None and not all(is_chat):
         raise ConfigError(
-            "`data.system_prompt` is set, but the prompts are plain strings, which are taken as "
-            "they are. Set `data.chat=true` to wrap each as a user message, or unset the system "
-            "prompt."
+            f"`{origin / 'system_prompt'}` is set, but the prompts are plain strings, which are "
+            f"taken as they are. Set `{origin / 'chat'}=true` to wrap each as a user message, or "
+            "unset the system prompt."
         )
 
 
-def check_text(number: int, text: str, column: str, setting: str) -> None:
+def check_text(row: DataRow, text: str, column: str, setting: str) -> None:
     """Refuses text that nobody writes: NUL characters, which end a text in C.
 
     Raises:
@@ -84,13 +88,13 @@ def check_text(number: int, text: str, column: str, setting: str) -> None:
     """
     if "\0" in text:
         raise RowError(
-            f"Row {number} of the data has a NUL character (\\u0000) in the column `{column}` "
-            f"(`{setting}`), after {excerpt(text[: text.index(chr(0))][-40:])}. Remove it.",
+            f"{row} has a NUL character (\\u0000) in the column `{column}` (`{setting}`), after "
+            f"{excerpt(text[: text.index(chr(0))][-40:])}. Remove it.",
             "with a NUL character",
         )
 
 
-def messages_of(number: int, cell: str | list[Any], role: str = "user") -> list[Message]:
+def messages_of(row: DataRow, cell: str | list[Any], role: str = "user") -> list[Message]:
     """The cell as chat messages, as `read_messages` makes them; a string is one message of `role`.
 
     Raises:
@@ -98,47 +102,47 @@ def messages_of(number: int, cell: str | list[Any], role: str = "user") -> list[
             calls no function by its name.
     """
     messages = (
-        [{"role": role, "content": cell}] if isinstance(cell, str) else _read_sharegpt(number, cell)
+        [{"role": role, "content": cell}] if isinstance(cell, str) else _read_sharegpt(row, cell)
     )
     for message in messages:
-        _check_message(number, message)
+        _check_message(row, message)
     return read_messages(messages)
 
 
-def _read_sharegpt(number: int, cell: list[Any]) -> list[Any]:
+def _read_sharegpt(row: DataRow, cell: list[Any]) -> list[Any]:
     try:
         return from_sharegpt(cell)
     except ValueError as error:  # of a call
-        raise _malformed(number, f"whose call is no JSON ({error})", cell) from error
+        raise _malformed(row, f"whose call is no JSON ({error})", cell) from error
 
 
-def _check_message(number: int, message: Any) -> None:
+def _check_message(row: DataRow, message: Any) -> None:
     is_whole = isinstance(message, dict) and "role" in message
     if not is_whole or not {"content", "tool_calls"} & message.keys():
-        raise _malformed(number, "that is no object with `role` and `content`", message)
+        raise _malformed(row, "that is no object with `role` and `content`", message)
     role, calls = message["role"], message.get("tool_calls") or []
     if not isinstance(role, str) or not role:
         expected = "Expected `system`, `user`, `assistant` or `tool`."
-        raise _malformed(number, "without a role", message, expected)
+        raise _malformed(row, "without a role", message, expected)
     if role not in ROLES and role.strip().lower() in ROLES:
         raise RowError(
-            f"Row {number} of the data has a chat message of the role {role!r}; write "
-            f"`{role.strip().lower()}`, as chat templates do, which would take it for another.",
+            f"{row} has a chat message of the role {role!r}; write `{role.strip().lower()}`, as "
+            "chat templates do, which would take it for another.",
             "with an unknown role",
         )
     if not isinstance(calls, list) or not all(map(_has_name, calls)):
-        raise _malformed(number, "whose `tool_calls` are no list of functions with names", message)
+        raise _malformed(row, "whose `tool_calls` are no list of functions with names", message)
     content = message.get("content")
     if joined_text(content) is None and not (content is None and calls):
         raise RowError(
-            f"Row {number} of the data has a message of the role `{role}` whose content is no "
-            f"text: {shortened(content)}. Models are trained on text only; leave the row out.",
+            f"{row} has a message of the role `{role}` whose content is no text: "
+            f"{shortened(content)}. Models are trained on text only; leave the row out.",
             "with content that is no text",
         )
 
 
-def _malformed(number: int, why: str, message: Any, cure: str = "") -> RowError:
-    said = f"Row {number} of the data has a chat message {why}: {message!r}. {cure}"
+def _malformed(row: DataRow, why: str, message: Any, cure: str = "") -> RowError:
+    said = f"{row} has a chat message {why}: {message!r}. {cure}"
     return RowError(said.rstrip(), "with malformed messages")
 
 
@@ -147,25 +151,25 @@ def _has_name(call: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def question_of(number: int, cell: str | list[Any], column: str) -> list[Message]:
+def question_of(row: DataRow, cell: str | list[Any], column: str) -> list[Message]:
     """The messages of a prompt, which the assistant is to answer.
 
     Raises:
         DataError: as `messages_of`; also if the last one is the assistant's own, or empty.
     """
-    messages = messages_of(number, cell)
+    messages = messages_of(row, cell)
     last = messages[-1]
     if last["role"] == "assistant":
         raise RowError(
-            f"Row {number} of the data has a chat in the column `{column}` that ends with the "
-            "assistant's message, so there is nothing to answer. Leave that message out, or put it "
-            "into a column of its own.",
+            f"{row} has a chat in the column `{column}` that ends with the assistant's message, so "
+            "there is nothing to answer. Leave that message out, or put it into a column of its "
+            "own.",
             "that end with the assistant's message",
         )
     if last["role"] != "tool" and not str(last.get("content", "")).strip():
         raise RowError(
-            f"Row {number} of the data has a chat in the column `{column}` whose last message, of "
-            f"the role `{last['role']}`, is empty. Leave the row out.",
+            f"{row} has a chat in the column `{column}` whose last message, of the role "
+            f"`{last['role']}`, is empty. Leave the row out.",
             "with an empty last message",
         )
     return messages

@@ -19,6 +19,7 @@ from hybridrl.conversations.rendering import (
 )
 from hybridrl.data.chat import check_text
 from hybridrl.data.encoding import control_tokens, excerpt, shortened
+from hybridrl.data.row_origin import DATA, DataRow, RowOrigin
 from hybridrl.errors import RowError
 
 if TYPE_CHECKING:
@@ -47,15 +48,16 @@ class ChatRenderer:
         context: TemplateContext | None = None,
         tools_column: str | None = None,
         learn: str = "all",
+        origin: RowOrigin = DATA,
     ) -> None:
         self._tokenizer, self._context = tokenizer, context or TemplateContext()
-        self._column, self._learn = tools_column, learn
+        self._column, self._learn, self._origin = tools_column, learn, origin
         self._closes = re.compile(rf"(?:{control_tokens(tokenizer).pattern})(?=\s*\Z)")
         self._shown: set[Any] = set()
         self._counts: Counter[str] = Counter()
-        check_options(self._context.options, tokenizer, "data.chat_template_options")
+        check_options(self._context.options, tokenizer, origin / "chat_template_options")
 
-    def tools(self, number: int, cell: Any) -> list[Tool]:
+    def tools(self, row: DataRow, cell: Any) -> list[Tool]:
         """The functions of a cell of `data.tools_column`.
 
         Raises:
@@ -65,9 +67,9 @@ class ChatRenderer:
             return read_tools(cell)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise RowError(
-                f"Row {number} of the data has {shortened(cell)} in the column `{self._column}` "
-                "(`data.tools_column`), expected a list of functions with names, as objects or "
-                "JSON text. If the column is something else, set data.tools_column=null.",
+                f"{row} has {shortened(cell)} in the column `{self._column}` "
+                f"(`{row / 'tools_column'}`), expected a list of functions with names, as objects "
+                f"or JSON text. If the column is something else, set {row / 'tools_column'}=null.",
                 "with malformed tools",
             ) from error
 
@@ -75,7 +77,7 @@ class ChatRenderer:
         """Counts a row whose tools no template shows, because its prompt is plain text."""
         self._counts["unshown"] += bool(cell)
 
-    def prompt(self, number: int, messages: list[Message], tools: list[Tool]) -> str:
+    def prompt(self, row: DataRow, messages: list[Message], tools: list[Tool]) -> str:
         """The conversation, followed by what opens the assistant's next turn.
 
         Raises:
@@ -83,11 +85,11 @@ class ChatRenderer:
                 the text of a message holds a control token, which would end or begin turns that
                 nobody has taken.
         """
-        self._check(number, messages, tools, ask=True)
-        return self._text(number, messages, tools, ask=True)
+        self._check(row, messages, tools, ask=True)
+        return self._text(row, messages, tools, ask=True)
 
     def examples(
-        self, number: int, messages: list[Message], answers: Sequence[int], tools: list[Tool]
+        self, row: DataRow, messages: list[Message], answers: Sequence[int], tools: list[Tool]
     ) -> list[list[str]]:
         """Renders a conversation and cuts it where the messages with the numbers `answers` begin
         and end.
@@ -106,8 +108,8 @@ class ChatRenderer:
             DataError: as `prompt`, and if an answer does not go on from the generation prompt.
         """
         left = list(answers[-1:] if self._learn == "last" else answers)
-        self._check(number, messages[: left[-1] + 1], tools, ask=False)
-        turns = {place: self._turn(number, messages, place, tools) for place in left}
+        self._check(row, messages[: left[-1] + 1], tools, ask=False)
+        turns = {place: self._turn(row, messages, place, tools) for place in left}
         found: list[list[str]] = []
         while left:
             whole = "".join(turns[left[-1]])
@@ -138,10 +140,11 @@ class ChatRenderer:
             _log.warning(
                 "%d conversations became %d rows, for the chat template of `%s` does not show all "
                 "their answers as the model generates them (it leaves out earlier thoughts, say). "
-                "data.learn=last learns the last answer of each alone.",
+                "%s=last learns the last answer of each alone.",
                 counts["conversations"],
                 counts["renderings"],
                 name,
+                self._origin / "learn",
             )
         shows = "tools" in template_variables(self._tokenizer)
         if shows and counts["tools"]:
@@ -151,10 +154,10 @@ class ChatRenderer:
             if not counts["unshown"]:
                 cause = f"the chat template of `{name}` does not read them"
             _log.warning(
-                "%d rows have tools in the column `%s` (`data.tools_column`) that the model is "
-                "not shown: %s.",
+                "%d rows have tools in the column `%s` (`%s`) that the model is not shown: %s.",
                 unshown,
                 self._column,
+                self._origin / "tools_column",
                 cause,
             )
         for key in sorted(_THOUGHTS & counts.keys()):
@@ -168,27 +171,27 @@ class ChatRenderer:
         if counts["calls"]:
             _log.warning(
                 "%d rows call tools that their prompts do not have, so the model learns to call "
-                "functions that it is not shown. Name the column of the tools by "
-                "data.tools_column.",
+                "functions that it is not shown. Name the column of the tools by %s.",
                 counts["calls"],
+                self._origin / "tools_column",
             )
 
     def _turn(
-        self, number: int, messages: list[Message], place: int, tools: list[Tool]
+        self, row: DataRow, messages: list[Message], place: int, tools: list[Tool]
     ) -> tuple[str, str]:
         """What the model reads before it generates an answer, and the answer up to its end."""
-        before = self._text(number, messages[:place], tools, ask=True)
-        after = self._text(number, messages[: place + 1], tools, ask=False)
+        before = self._text(row, messages[:place], tools, ask=True)
+        after = self._text(row, messages[: place + 1], tools, ask=False)
         if after.startswith(before) and len(after) > len(before):
             answer = after[len(before) :]
         else:
-            answer = self._changed_answer(number, messages, place, tools, before, after)
+            answer = self._changed_answer(row, messages, place, tools, before, after)
         closed = self._closes.search(answer)
         return before, answer[: closed.end()] if closed else answer
 
     def _changed_answer(
         self,
-        number: int,
+        row: DataRow,
         messages: list[Message],
         place: int,
         tools: list[Tool],
@@ -204,9 +207,9 @@ class ChatRenderer:
         """
         message = messages[place]
         plain = {"role": message["role"], "content": _MARK}
-        text = self._text(number, [*messages[:place], plain], tools, ask=False)
+        text = self._text(row, [*messages[:place], plain], tools, ask=False)
         head, mark, tail = text.partition(_MARK)
-        header = before.removeprefix(self._text(number, messages[:place], tools, ask=False))
+        header = before.removeprefix(self._text(row, messages[:place], tools, ask=False))
         is_same = mark and header not in ("", before) and head.endswith(header)
         if is_same and after.startswith(head):
             return after[len(head) :]
@@ -220,11 +223,11 @@ class ChatRenderer:
         if tag is None or message.get("tool_calls"):
             raise RowError(
                 f"The chat template of `{self._tokenizer.name_or_path}` renders message "
-                f"{place + 1} of row {number} of the data in another way than it opens the turn "
-                f"to generate it: {excerpt(before[-40:])} is followed by no answer in "
-                f"{excerpt(text[-80:])}. Set `data.chat_template_options` such that they agree, or "
-                "give the response as a string and the prompt as rendered text, with "
-                "`data.chat=false`.",
+                f"{place + 1} of row {row.number} of {row.origin.rows} in another way than it "
+                f"opens the turn to generate it: {excerpt(before[-40:])} is followed by no answer "
+                f"in {excerpt(text[-80:])}. Set `{row / 'chat_template_options'}` such that they "
+                "agree, or give the response as a string and the prompt as rendered text, with "
+                f"`{row / 'chat'}=false`.",
                 "whose turns the chat template does not keep apart",
             )
         said = message["content"].lstrip()
@@ -233,9 +236,9 @@ class ChatRenderer:
         if not said.startswith(f"<{tag[1]}>"):
             raise RowError(
                 f"The chat template of `{self._tokenizer.name_or_path}` opens a thought for the "
-                f"model to write, and message {place + 1} of row {number} of the data has none. "
-                "Give it as `reasoning_content`, or switch thoughts off by "
-                "`data.chat_template_options`, if the template can.",
+                f"model to write, and message {place + 1} of row {row.number} of {row.origin.rows} "
+                "has none. Give it as `reasoning_content`, or switch thoughts off by "
+                f"`{row / 'chat_template_options'}`, if the template can.",
                 "without the thought that the chat template opens",
             )
         exact = opened.lstrip()
@@ -249,19 +252,20 @@ class ChatRenderer:
         follows = control_tokens(self._tokenizer).match(whole, end)
         return follows.group() if follows else ""
 
-    def _check(self, number: int, messages: list[Message], tools: list[Tool], *, ask: bool) -> None:
+    def _check(
+        self, row: DataRow, messages: list[Message], tools: list[Tool], *, ask: bool
+    ) -> None:
         """Refuses control tokens in texts, and messages that the template leaves out. The latter
         are looked for once for each order of roles."""
         name = self._tokenizer.name_or_path
         for message in messages:
             for text in _texts_of({key: v for key, v in message.items() if key != "role"}):
-                check_text(number, text, "messages", "content")
+                check_text(row, text, "messages", "content")
                 if found := control_tokens(self._tokenizer).search(text):
                     raise RowError(
-                        f"Row {number} of the data has `{found.group()}` in the text of a message "
-                        f"of the role `{message['role']}`, which is a control token of the "
-                        f"tokenizer `{name}`: the model would not read it as text. Remove it, or "
-                        "write it otherwise.",
+                        f"{row} has `{found.group()}` in the text of a message of the role "
+                        f"`{message['role']}`, which is a control token of the tokenizer `{name}`: "
+                        "the model would not read it as text. Remove it, or write it otherwise.",
                         "with a control token in a message",
                     )
         calls = any(message.get("tool_calls") for message in messages)
@@ -272,13 +276,13 @@ class ChatRenderer:
         shape = (*((m["role"], len(m.get("tool_calls", ()))) for m in messages), bool(tools), ask)
         if shape in self._shown:
             return
-        if (left_out := self._left_out(number, messages, tools, ask)) is not None:
+        if (left_out := self._left_out(row, messages, tools, ask)) is not None:
             role = messages[left_out]["role"]
             what = "a call of a tool in a message" if calls and role == "assistant" else "a message"
             raise RowError(
-                f"Row {number} of the data has {what} of the role `{role}`, which the chat "
-                f"template of `{name}` leaves out, so that the model would not see it. Give it a "
-                "role that the template knows, or leave it out.",
+                f"{row} has {what} of the role `{role}`, which the chat template of `{name}` "
+                "leaves out, so that the model would not see it. Give it a role that the template "
+                "knows, or leave it out.",
                 "with a message that the chat template leaves out",
             )
         self._shown.add(shape)
@@ -288,7 +292,7 @@ class ChatRenderer:
         return any(key in source for source in template_sources(self._tokenizer))
 
     def _left_out(
-        self, number: int, messages: list[Message], tools: list[Tool], ask: bool
+        self, row: DataRow, messages: list[Message], tools: list[Tool], ask: bool
     ) -> int | None:
         """The first message, or call, of which nothing is in the text: each has a mark in it."""
         marked, marks = [], list[tuple[int, str]]()
@@ -303,19 +307,19 @@ class ChatRenderer:
             else:
                 marked.append(message | {"content": names[0]})
         try:
-            text = self._text(number, marked, tools, ask=ask)
+            text = self._text(row, marked, tools, ask=ask)
         except RowError:  # of the marks; the messages themselves may be well
             return None
         return next((place for place, mark in marks if mark not in text), None)
 
-    def _text(self, number: int, messages: list[Message], tools: list[Tool], *, ask: bool) -> str:
+    def _text(self, row: DataRow, messages: list[Message], tools: list[Tool], *, ask: bool) -> str:
         context = self._context.with_tools(tools) if tools else self._context
         try:
             return render_chat(self._tokenizer, messages, context, ask=ask)
         except ChatTemplateError as error:
             raise RowError(
-                f"The chat template of `{self._tokenizer.name_or_path}` refuses row {number} of "
-                f"the data: {error}",
+                f"The chat template of `{self._tokenizer.name_or_path}` refuses row {row.number} "
+                f"of {row.origin.rows}: {error}",
                 "that the chat template refuses",
             ) from error
 

@@ -13,8 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import csv
 
+from hybridrl.config.setting import Setting
 from hybridrl.data.json_lines import read_json_lines
 from hybridrl.data.refused_rows import RefusedRows
+from hybridrl.data.row_origin import DATA, RowOrigin
 from hybridrl.data.table_columns import check_columns, with_inner_columns
 from hybridrl.errors import DataError, MissingPackageError, pip_install
 from hybridrl.system.hub_access import why_not_on_hub
@@ -80,14 +82,15 @@ def read_rows(
         MissingPackageError: if a hub data set is asked for and `datasets` is not installed.
     """
     required = required or {}
-    files = check_path(path, split, format=format)
+    origin = DATA if refused is None else refused.origin
+    files = check_path(path, split, format=format, origin=origin)
     table = (
-        _read_files(files, format, required, texts, refused)
+        _read_files(files, format, required, texts, refused, origin / "path")
         if files
-        else _read_from_hub(path, split)
+        else _read_from_hub(path, split, origin / "path")
     )
     if table.num_rows == 0:
-        raise DataError(f"`data.path` is `{path}`, which holds no rows.")
+        raise DataError(f"`{origin / 'path'}` is `{path}`, which holds no rows.")
     return _complete(table, required, f"`{path}`")
 
 
@@ -96,20 +99,26 @@ def may_be_on_hub(path: str) -> bool:
     return _HUB_NAME.fullmatch(path) is not None and not _has_suffix(path)
 
 
-def check_path(path: str, split: str | None = None, *, format: Format | None = None) -> list[Path]:
+def check_path(
+    path: str,
+    split: str | None = None,
+    *,
+    format: Format | None = None,
+    origin: RowOrigin = DATA,
+) -> list[Path]:
     """The files that `path` stands for; none where it may be a data set of the hub.
 
     Raises:
         DataError: if it can be neither.
     """
-    files = [] if format == "datasets" else _find_files(path, split, format)
+    files = [] if format == "datasets" else _find_files(path, split, format, origin)
     if not files and (format in ("jsonl", "csv", "parquet", "arrow") or not may_be_on_hub(path)):
         cure = "Give a JSON, CSV, Parquet or Arrow file, or the `owner/name` of a data set."
         if "," in path:
             cure += " Several files are named by their folder, or by a glob such as `data/*.jsonl`."
         raise DataError(
-            f"`data.path` is `{path}`, and there is no such file, folder or glob (seen from "
-            f"{Path.cwd()}). {cure}"
+            f"`{origin / 'path'}` is `{path}`, and there is no such file, folder or glob (seen "
+            f"from {Path.cwd()}). {cure}"
         )
     return files
 
@@ -137,20 +146,26 @@ def _complete(table: pa.Table, required: Mapping[str, str], place: str) -> pa.Ta
     return table
 
 
-def _find_files(path: str, split: str | None, format: Format | None) -> list[Path]:
+def _find_files(
+    path: str, split: str | None, format: Format | None, origin: RowOrigin
+) -> list[Path]:
     place = Path(path).expanduser()
     if place.is_dir():
-        return _files_of_folder(place, split, format)
+        return _files_of_folder(place, split, format, origin)
     files = [place] if place.is_file() else _glob(place)
     if files and split is not None:
         raise DataError(
-            f"`data.split` is `{split}`, but `data.path` is `{path}`; a split can be chosen from a "
-            "folder or a hub data set only. Unset it (`data.split=null`), or name the split's file."
+            f"`{origin / 'split'}` is `{split}`, but `{origin / 'path'}` is `{path}`; a split can "
+            "be chosen from a folder or a hub data set only. Unset it "
+            f"(`{origin / 'split'}=null`), or name the split's file."
         )
     return files
 
 
-def _files_of_folder(folder: Path, split: str | None, format: Format | None) -> list[Path]:
+def _files_of_folder(
+    folder: Path, split: str | None, format: Format | None, origin: RowOrigin
+) -> list[Path]:
+    path_setting, split_setting = origin / "path", origin / "split"
     files = [file for file in _glob(folder / "**" / "*") if format or _has_suffix(file.name)]
     if (folder / "dataset_dict.json").is_file():
         split = split or "train"
@@ -158,7 +173,7 @@ def _files_of_folder(folder: Path, split: str | None, format: Format | None) -> 
         files = [file for file in files if file.suffix == ".arrow"]
     if not files:
         raise DataError(
-            f"`data.path` is the folder `{folder}`, which holds no file that ends in one of "
+            f"`{path_setting}` is the folder `{folder}`, which holds no file that ends in one of "
             f"{', '.join(_SUFFIXES)}."
         )
     if split is None:
@@ -167,22 +182,21 @@ def _files_of_folder(folder: Path, split: str | None, format: Format | None) -> 
             return files
         if TRAIN not in known:
             raise DataError(
-                f"`data.path` is the folder `{folder}`, which has files of several splits "
+                f"`{path_setting}` is the folder `{folder}`, which has files of several splits "
                 f"({', '.join(known)}) and none that is named after `train`. Name the one to learn "
-                f"from, as in data.split={known[0]}."
+                f"from, as in {split_setting}={known[0]}."
             )
         split = TRAIN
         _log.warning(
-            "`data.path` is the folder `%s` with the splits %s: those of `train` are read. "
-            "`data.split` chooses another.",
-            folder,
-            ", ".join(known),
+            "`%s` is the folder `%s` with the splits %s: those of `train` are read. `%s` chooses "
+            "another.",
+            *(path_setting, folder, ", ".join(known), split_setting),
         )
     chosen = [file for file in files if _is_of_split(file.relative_to(folder), split)]
     if not chosen:
         raise DataError(
-            f"`data.split` is `{split}`, but no file in the folder `{folder}` is named after it; "
-            f"there is {', '.join(str(file.relative_to(folder)) for file in files[:8])}."
+            f"`{split_setting}` is `{split}`, but no file in the folder `{folder}` is named after "
+            f"it; there is {', '.join(str(file.relative_to(folder)) for file in files[:8])}."
         )
     return chosen
 
@@ -216,33 +230,40 @@ def _read_files(
     required: Mapping[str, str],
     texts: Collection[str],
     refused: RefusedRows | None,
+    setting: Setting,
 ) -> pa.Table:
     kinds = {format or _format_of(file.name) for file in files}
     if kinds == {"jsonl"}:
         return read_json_lines(files, required, texts, refused)
     if kinds == {"csv"}:
-        return _concat(files, [_read_csv(file, required) for file in files], required)
+        return _concat(
+            files, [_read_csv(file, required, setting) for file in files], required, setting
+        )
     if kinds == {"parquet"}:
-        return _concat(files, [_read_parquet(file, required) for file in files], required)
+        return _concat(
+            files, [_read_parquet(file, required, setting) for file in files], required, setting
+        )
     if kinds == {"arrow"}:
-        return _concat(files, [_read_arrow(file, required) for file in files], required)
+        return _concat(
+            files, [_read_arrow(file, required, setting) for file in files], required, setting
+        )
     unknown = next((file for file in files if _format_of(file.name) is None), None)
     if unknown is not None:
         raise DataError(
-            f"`data.path` includes `{unknown}`, which is by its name no file of rows; expected one "
+            f"`{setting}` includes `{unknown}`, which is by its name no file of rows; expected one "
             f"of {', '.join(_SUFFIXES)}. Rename it if it is one; write rows of another kind as "
             "JSON lines or Parquet."
         )
     raise DataError(
-        f"`data.path` stands for files of different formats, among them `{files[0]}` and "
+        f"`{setting}` stands for files of different formats, among them `{files[0]}` and "
         f"`{files[-1]}`. Give a glob such as `folder/*.parquet`."
     )
 
 
-def _read_csv(file: Path, required: Mapping[str, str]) -> pa.Table:
+def _read_csv(file: Path, required: Mapping[str, str], setting: Setting) -> pa.Table:
     """A table whose first line names the columns. Those of prompts and answers are texts as they
     are written; others become numbers where they can."""
-    texts = [name for setting, name in required.items() if setting != "data.margin_column"]
+    texts = [column for name, column in required.items() if not name.endswith(".margin_column")]
     try:
         table = csv.read_csv(
             file,
@@ -252,19 +273,19 @@ def _read_csv(file: Path, required: Mapping[str, str]) -> pa.Table:
             convert_options=csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string())),
         )
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"`{file}` (`data.path`) is no readable CSV file: {error}") from error
+        raise DataError(f"`{file}` (`{setting}`) is no readable CSV file: {error}") from error
     return _complete(table, required, f"`{file}`")
 
 
-def _read_parquet(file: Path, required: Mapping[str, str]) -> pa.Table:
+def _read_parquet(file: Path, required: Mapping[str, str], setting: Setting) -> pa.Table:
     try:
         table = pq.ParquetFile(file).read()
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"`{file}` (`data.path`) is no readable Parquet file: {error}") from error
+        raise DataError(f"`{file}` (`{setting}`) is no readable Parquet file: {error}") from error
     return _complete(table, required, f"`{file}`")
 
 
-def _read_arrow(file: Path, required: Mapping[str, str]) -> pa.Table:
+def _read_arrow(file: Path, required: Mapping[str, str], setting: Setting) -> pa.Table:
     """An Arrow stream, as `datasets` writes, or an Arrow file."""
     try:
         with pa.memory_map(str(file)) as source:
@@ -273,11 +294,13 @@ def _read_arrow(file: Path, required: Mapping[str, str]) -> pa.Table:
             except pa.ArrowInvalid:
                 table = pa.ipc.open_file(source).read_all()
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"`{file}` (`data.path`) is no readable Arrow file: {error}") from error
+        raise DataError(f"`{file}` (`{setting}`) is no readable Arrow file: {error}") from error
     return _complete(table, required, f"`{file}`").replace_schema_metadata(None)
 
 
-def _concat(files: list[Path], tables: list[pa.Table], required: Mapping[str, str]) -> pa.Table:
+def _concat(
+    files: list[Path], tables: list[pa.Table], required: Mapping[str, str], setting: Setting
+) -> pa.Table:
     """All rows. Columns whose types differ between files are brought to one; where that is not
     possible, a column that no setting names is left out."""
     for name in dict.fromkeys(name for table in tables for name in table.column_names):
@@ -293,7 +316,7 @@ def _concat(files: list[Path], tables: list[pa.Table], required: Mapping[str, st
         except (pa.ArrowException, OverflowError) as error:
             if name in required.values():
                 raise DataError(
-                    f"The {len(files)} files of `data.path`, from `{files[0]}` on, have values in "
+                    f"The {len(files)} files of `{setting}`, from `{files[0]}` on, have values in "
                     f"the column `{name}` that do not fit together: {said}"
                 ) from error
             _log.warning(
@@ -315,18 +338,18 @@ def _retyped(table: pa.Table, name: str, kind: pa.DataType) -> pa.Table:
     return table.set_column(table.column_names.index(name), name, values)
 
 
-def _read_from_hub(path: str, split: str | None) -> pa.Table:
+def _read_from_hub(path: str, split: str | None, setting: Setting) -> pa.Table:
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise MissingPackageError(
-            f"`data.path` is `{path}`, which is no file here, and reading a data set of the "
+            f"`{setting}` is `{path}`, which is no file here, and reading a data set of the "
             f"Hugging Face hub needs the package `datasets`: {pip_install('datasets')}"
         ) from error
     name, _, configuration = path.partition(":")
     if (why := why_not_on_hub(name, "dataset")) is not None:
         raise DataError(
-            f"`data.path` is `{path}`, which is no file here (seen from {Path.cwd()}), and the "
+            f"`{setting}` is `{path}`, which is no file here (seen from {Path.cwd()}), and the "
             f"Hugging Face hub {why}. Give the path of a file or folder, or put the data set into "
             "the hub's cache on this machine (`hf download --repo-type dataset`)."
         )
@@ -336,7 +359,7 @@ def _read_from_hub(path: str, split: str | None) -> pa.Table:
     except Exception as error:  # the hub's client raises a dozen unrelated kinds
         reason = str(error).strip().split("\n")[0]
         raise DataError(
-            f"`data.path` is `{path}`, which is no file here, and loading it as a data set of the "
+            f"`{setting}` is `{path}`, which is no file here, and loading it as a data set of the "
             f"Hugging Face hub (split `{split or 'train'}`) failed: {type(error).__name__}: "
             f"{reason}. Check the spelling and the network, or give the path of a local file."
         ) from error

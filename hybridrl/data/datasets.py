@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +14,7 @@ import pyarrow.compute as pc
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import DataConfig
+from hybridrl.config.setting import Setting
 from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.data.answer_formats import with_answers
 from hybridrl.data.data_files import TRAIN, read_rows, splits_of
@@ -23,13 +22,14 @@ from hybridrl.data.held_out import draw_rows, hold_out
 from hybridrl.data.preference_pairs import tokenize_pairs
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.refused_rows import RefusedRows, check_rows
+from hybridrl.data.row_origin import DATA, RowOrigin
 from hybridrl.data.supervised_examples import (
     tokenize_conversations,
     tokenize_examples,
     tokenize_turns,
 )
 from hybridrl.data.tasks import load_task, task_names
-from hybridrl.errors import ConfigError, DataError, HybridRLError
+from hybridrl.errors import ConfigError, HybridRLError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,7 +64,12 @@ class Split(NamedTuple):
 
 
 def load_prompts(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, held_out: int, seed: int
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    held_out: int,
+    seed: int,
+    origin: RowOrigin = DATA,
 ) -> Prompts:
     """Reads and tokenizes the prompts that `config` names.
 
@@ -77,11 +82,11 @@ def load_prompts(
         ConfigError: for settings that contradict each other or the tokenizer.
     """
     task = config.task is not None
-    prompt_column = "prompt" if task else _prompt_column(config, "")
+    prompt_column = "prompt" if task else _prompt_column(config, origin, "")
     answer_column = "answer" if task else config.answer_column
-    required = {"data.prompt_column": prompt_column}
+    required = {origin / "prompt_column": prompt_column}
     if answer_column is not None:
-        required["data.answer_column"] = answer_column
+        required[origin / "answer_column"] = answer_column
     tokenized = partial(
         tokenize_prompts,
         tokenizer=tokenizer,
@@ -92,15 +97,22 @@ def load_prompts(
         too_long=config.too_long,  # type: ignore[arg-type]
         **_chats(config),
     )
-    split = _load(config, "problems", required, tokenized, held_out, seed, _with_answers)
+    split = _load(config, origin, "problems", required, tokenized, held_out, seed, _with_answers)
     examples = None
     if task and any(answer != NO_ANSWER for answer in split.training["answer"]):
-        examples = load_examples(config, tokenizer, held_out=held_out, seed=seed).training
+        examples = load_examples(
+            config, tokenizer, held_out=held_out, seed=seed, origin=origin
+        ).training
     return Prompts(split.training, split.held_out, examples)
 
 
 def load_prompts_to_evaluate(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, number: int, seed: int
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    number: int,
+    seed: int,
+    origin: RowOrigin = DATA,
 ) -> Batch:
     """Prompts of a place that nothing is learned from: of a built-in task those that it holds out,
     of a folder with files of several splits those of a split to evaluate on, else all.
@@ -113,25 +125,32 @@ def load_prompts_to_evaluate(
         DataError, ConfigError: as `load_prompts` does.
     """
     holds_out = config.task is not None or _evaluated(config)[0] is not None
-    found = load_prompts(config, tokenizer, held_out=number if holds_out else 0, seed=seed)
+    found = load_prompts(
+        config, tokenizer, held_out=number if holds_out else 0, seed=seed, origin=origin
+    )
     rows = found.training if found.held_out is None else found.held_out
     return draw_rows(rows, number, seed)
 
 
 def load_examples(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, held_out: int, seed: int
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    held_out: int,
+    seed: int,
+    origin: RowOrigin = DATA,
 ) -> Split:
     """Reads and tokenizes the examples for supervised fine-tuning: of a built-in task its problems
     with their answers, else `data.messages_column`, or prompts and responses.
 
     The arguments and errors are those of `load_prompts`, the columns those of `tokenize_examples`.
     """
-    if config.task is not None and hasattr(load_task(config.task), "examples"):
+    if config.task is not None and hasattr(load_task(config.task, origin / "task"), "examples"):
         turns = partial(tokenize_turns, tokenizer=tokenizer)
-        return _load(config, "examples", {}, turns, held_out, seed)
+        return _load(config, origin, "examples", {}, turns, held_out, seed)
     settings = {"learn": config.learn, **_chats(config), **_limits(config)}
     if config.task is None and config.messages_column is not None:
-        required = {"data.messages_column": config.messages_column}
+        required = {origin / "messages_column": config.messages_column}
         tokenized = partial(
             tokenize_conversations,
             tokenizer=tokenizer,
@@ -140,11 +159,11 @@ def load_examples(
         )
     else:
         task = config.task is not None
-        or_messages = ", or `data.messages_column` to that of the conversations to learn"
+        or_messages = f", or `{origin / 'messages_column'}` to that of the conversations to learn"
         columns = ("prompt", "answer")
         if not task:
-            columns = (_prompt_column(config, or_messages), config.response_column)
-        named = ("data.prompt_column", "data.response_column")
+            columns = (_prompt_column(config, origin, or_messages), config.response_column)
+        named = (origin / "prompt_column", origin / "response_column")
         required = dict(zip(named, columns, strict=True))
         tokenized = partial(
             tokenize_examples,
@@ -154,11 +173,16 @@ def load_examples(
             chat=config.chat,
             **settings,
         )
-    return _load(config, "problems", required, tokenized, held_out, seed, _answered)
+    return _load(config, origin, "problems", required, tokenized, held_out, seed, _answered)
 
 
 def load_pairs(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, held_out: int, seed: int
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    held_out: int,
+    seed: int,
+    origin: RowOrigin = DATA,
 ) -> Split:
     """Reads and tokenizes preference pairs.
 
@@ -171,9 +195,12 @@ def load_pairs(
     )
     margin_column = None if task else config.margin_column
     # The prompt may stand in the conversations instead; `tokenize_pairs` finds out.
-    required = {"data.chosen_column": chosen_column, "data.rejected_column": rejected_column}
+    required = {
+        origin / "chosen_column": chosen_column,
+        origin / "rejected_column": rejected_column,
+    }
     if margin_column is not None:
-        required["data.margin_column"] = margin_column
+        required[origin / "margin_column"] = margin_column
     tokenized = partial(
         tokenize_pairs,
         tokenizer=tokenizer,
@@ -185,11 +212,12 @@ def load_pairs(
         **_chats(config),
         **_limits(config),
     )
-    return _load(config, "pairs", required, tokenized, held_out, seed)
+    return _load(config, origin, "pairs", required, tokenized, held_out, seed)
 
 
 def _load(
     config: DataConfig,
+    origin: RowOrigin,
     of_task: str,
     required: Mapping[str, str],
     tokenized: Callable[..., Batch],
@@ -198,18 +226,19 @@ def _load(
     prepared: Callable[[pa.Table], pa.Table] = lambda rows: rows,
 ) -> Split:
     """Rows of the task's function `of_task`, which are first `prepared`, or of files, tokenized."""
-    _check_places(config)
+    _check_places(config, origin)
     if config.task is not None:
-        training, kept = map(prepared, _rows_of_task(config, of_task, held_out, seed))
+        training, kept = map(prepared, _rows_of_task(config, origin, of_task, held_out, seed))
         return Split(tokenized(training), tokenized(kept) if len(kept) else None)
     path, (eval_path, eval_split) = str(config.path), _evaluated(config)
-    texts = [name for setting, name in required.items() if setting == "data.answer_column"]
+    answers = required.get(origin / "answer_column")
+    texts = [] if answers is None else [answers]
 
-    def made(path: str, split: str | None) -> Batch:
+    def made(path: str, split: str | None, origin: RowOrigin = origin) -> Batch:
         drop, limit = config.bad_rows == "drop", config.bad_rows_limit
-        refused = RefusedRows(path, drop=drop, limit=limit)
+        refused = RefusedRows(path, drop=drop, limit=limit, origin=origin)
         rows = read_rows(path, split, required=required, texts=texts, refused=refused)
-        rows = with_answers(rows, config.answer_format, required.get("data.answer_column"), refused)
+        rows = with_answers(rows, config.answer_format, answers, refused)
         check_rows(config, rows, refused)
         batch = tokenized(rows, refused=refused)
         refused.tell()
@@ -218,56 +247,48 @@ def _load(
     batch = made(path, config.split)
     if eval_path is None:
         return Split(*hold_out(batch, held_out, seed))
-    with _said_of_eval_path() if config.eval_path is not None else nullcontext():
-        others = made(eval_path, eval_split)
+    if config.eval_path is not None:
+        rows = f"`{origin / 'eval_path'}`"
+        origin = origin._replace(rows=rows, is_eval_path=True)
+    others = made(eval_path, eval_split, origin)
     return Split(batch, draw_rows(others, held_out, seed) if held_out else None)
 
 
-@contextmanager
-def _said_of_eval_path() -> Iterator[None]:
-    """Inside, errors name `data.eval_path`, which is read as `data.path` is."""
-    try:
-        yield
-    except (ConfigError, DataError) as error:
-        said = re.sub(r"\bdata\.(path|split)\b", r"data.eval_\1", str(error))
-        said = re.sub(r"\b(Row \d+) of the data\b", r"\1 of `data.eval_path`", said)
-        raise type(error)(said) from error
-
-
-def _check_places(config: DataConfig) -> None:
+def _check_places(config: DataConfig, origin: RowOrigin) -> None:
     """Refuses settings of files that would be ignored, or that have a policy evaluated on what it
     learns."""
     given = {
-        f"data.{name}={value}": name
+        f"{origin / name}={value}": name
         for name in ("split", "eval_path", "eval_split")
         if (value := getattr(config, name)) is not None
     }
     if config.task is not None and given:
         raise ConfigError(
-            f"{next(iter(given))} is for data of files, and data.task={config.task} brings its own "
-            "prompts to evaluate on. Leave it out, or set data=jsonl data.path=<file>."
+            f"{next(iter(given))} is for data of files, and {origin / 'task'}={config.task} brings "
+            "its own prompts to evaluate on. Leave it out, or set data=jsonl data.path=<file>."
         )
     if config.eval_path is None and config.eval_split is not None:
         raise ConfigError(
-            f"data.eval_split={config.eval_split} needs data.eval_path, the file, folder or data "
-            "set that it is a split of. It may be that of data.path."
+            f"{origin / 'eval_split'}={config.eval_split} needs {origin / 'eval_path'}, the file, "
+            f"folder or data set that it is a split of. It may be that of {origin / 'path'}."
         )
 
 
-def check_apart(config: DataConfig) -> None:
+def check_apart(config: DataConfig, settings: Setting = DATA.settings) -> None:
     """Refuses to have a policy evaluated on what it learns.
 
     Raises:
-        ConfigError: names `data.eval_path`.
+        ConfigError: names `eval_path` of these settings.
     """
     if config.eval_path is not None and config.eval_path == config.path:
         splits = [config.split or TRAIN, config.eval_split or TRAIN]
         if splits[0] == splits[1]:
             has_splits = not Path(config.eval_path).is_file()
+            split = f"split by {settings / 'eval_split'}"
             raise ConfigError(
-                f"data.eval_path={config.eval_path} is data.path: the policy would be evaluated on "
-                "what it learns. Leave data.eval_path out, and rows are held out; or name another "
-                f"{'split by data.eval_split' if has_splits else 'file'}."
+                f"{settings / 'eval_path'}={config.eval_path} is {settings / 'path'}: the policy "
+                f"would be evaluated on what it learns. Leave {settings / 'eval_path'} out, and "
+                f"rows are held out; or name another {split if has_splits else 'file'}."
             )
 
 
@@ -285,12 +306,16 @@ def _evaluated(config: DataConfig) -> tuple[str | None, str | None]:
     return config.path, others[0]
 
 
-def _rows_of_task(config: DataConfig, function: str, held_out: int, seed: int) -> list[pa.Table]:
+def _rows_of_task(
+    config: DataConfig, origin: RowOrigin, function: str, held_out: int, seed: int
+) -> list[pa.Table]:
     """What a task's function gives: rows to learn from, and rows to evaluate on."""
-    name = str(config.task)
-    make = _function_of_task(name, function)
+    name, setting = str(config.task), origin / "task"
+    make = _function_of_task(setting, name, function)
     named = inspect.signature(make).parameters
     offered = {name: getattr(config, name) for name in OF_TASKS if name in named}
+    if "origin" in named:  # a task of the library makes its sentences of it
+        offered["origin"] = origin
     try:
         training, kept = make(count_held_out=held_out, seed=seed, **offered)
         return [pa.Table.from_pylist(list(part)) for part in (training, kept)]
@@ -298,7 +323,7 @@ def _rows_of_task(config: DataConfig, function: str, held_out: int, seed: int) -
         raise
     except Exception as error:  # it is the user's
         raise ConfigError(
-            f"`data.task` is `{name}`, whose function `{function}(count_held_out, seed)` must "
+            f"`{setting}` is `{name}`, whose function `{function}(count_held_out, seed)` must "
             "return two lists of dictionaries, rows to learn from and rows to evaluate on: "
             f"{type(error).__name__}: {error}."
         ) from error
@@ -330,24 +355,24 @@ def _answered(rows: pa.Table) -> pa.Table:
     return found
 
 
-def _function_of_task(name: str, function: str) -> Callable[..., Any]:
-    task = load_task(name)
+def _function_of_task(setting: Setting, name: str, function: str) -> Callable[..., Any]:
+    task = load_task(name, setting)
     if not hasattr(task, function):
         others = [known for known in task_names() if hasattr(load_task(known), function)]
         raise ConfigError(
-            f"`data.task` is `{name}`, which has no preference pairs: a trainer that learns from "
+            f"`{setting}` is `{name}`, which has no preference pairs: a trainer that learns from "
             f"preferences needs a task with a function `{function}(count_held_out, seed)` "
             f"({', '.join(others)}), or pairs from a file: data=jsonl data.path=<file>."
         )
     return getattr(task, function)  # type: ignore[no-any-return]
 
 
-def _prompt_column(config: DataConfig, otherwise: str) -> str:
+def _prompt_column(config: DataConfig, origin: RowOrigin, otherwise: str) -> str:
     """The column of the prompts, which there has to be; or what else there is."""
     if config.prompt_column is None:
         raise ConfigError(
-            "`data.prompt_column` is null, which only preference pairs allow. Set it to the column "
-            f"of the prompts{otherwise}."
+            f"`{origin / 'prompt_column'}` is null, which only preference pairs allow. Set it to "
+            f"the column of the prompts{otherwise}."
         )
     return config.prompt_column
 

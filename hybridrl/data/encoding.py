@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hybridrl.data.refused_rows import RefusedRows
+    from hybridrl.data.row_origin import DataRow
 
 _log = logging.getLogger(__name__)
 
@@ -61,15 +62,14 @@ def encode_prompts(
     numbers = range(1, len(texts) + 1) if numbers is None else numbers
     for number, ids, text in zip(numbers, encoded, texts, strict=True):
         if not len(ids):
-            refused.refuse(number, _without_tokens(number, text))
+            refused.refuse(number, _without_tokens(refused.row(number), text))
     _warn_of_unknown_tokens(encoded, tokenizer, "prompts")
     return encoded
 
 
-def _without_tokens(number: int, text: str) -> RowError:
+def _without_tokens(row: DataRow, text: str) -> RowError:
     return RowError(
-        f"Row {number} of the data has a prompt that the tokenizer turns into no tokens: "
-        f"{excerpt(text)}",
+        f"{row} has a prompt that the tokenizer turns into no tokens: {excerpt(text)}",
         "with a prompt of no tokens",
     )
 

@@ -14,8 +14,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from hybridrl.config.setting import Setting
 from hybridrl.data.encoding import shortened
 from hybridrl.data.refused_rows import RefusedRows
+from hybridrl.data.row_origin import DataRow
 from hybridrl.data.table_columns import arrow_column, as_shown, cells_of, check_columns
 from hybridrl.errors import DataError, RowError
 
@@ -64,7 +66,7 @@ def read_json_lines(
     rows: list[dict[str, Any]] = []
     locations: list[Location] = []
     for file in files:
-        for line, text in _lines_of(file):
+        for line, text in _lines_of(file, refused.origin / "path"):
             row: dict[str, Any] = {}
             try:
                 read = _row(file, line, text)
@@ -92,7 +94,7 @@ def read_json_lines(
     return pa.table(columns)
 
 
-def _lines_of(file: Path) -> Iterator[tuple[int, bytes]]:
+def _lines_of(file: Path, setting: Setting) -> Iterator[tuple[int, bytes]]:
     try:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
             lines = ((n, text) for n, text in enumerate(stream, start=1) if text.strip())
@@ -100,12 +102,12 @@ def _lines_of(file: Path) -> Iterator[tuple[int, bytes]]:
                 return
             if _begins_document(file, first[1]):
                 rest = b"".join(text for _, text in lines)
-                yield from _values_of(file, (first[1] + rest).decode("utf-8-sig"))
+                yield from _values_of(file, (first[1] + rest).decode("utf-8-sig"), setting)
             else:
                 yield first
                 yield from lines
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise DataError(f"`{file}` (`data.path`) cannot be read: {error}") from error
+        raise DataError(f"`{file}` (`{setting}`) cannot be read: {error}") from error
 
 
 def _begins_document(file: Path, line: bytes) -> bool:
@@ -123,7 +125,7 @@ def _begins_document(file: Path, line: bytes) -> bool:
     return False
 
 
-def _values_of(file: Path, text: str) -> Iterator[tuple[int, bytes]]:
+def _values_of(file: Path, text: str, setting: Setting) -> Iterator[tuple[int, bytes]]:
     """The values in an array, or one after the other, each with the line where it begins."""
     decoder, line, counted = json.JSONDecoder(), 1, 0
     is_array = text.lstrip().startswith("[")
@@ -138,7 +140,7 @@ def _values_of(file: Path, text: str) -> Iterator[tuple[int, bytes]]:
             raise DataError(f"{file}, line {line}, is no valid JSON: {error}.") from error
         yield line, text[begin:place].encode()
     if is_array:
-        raise DataError(f"`{file}` (`data.path`) holds a JSON array that does not end.")
+        raise DataError(f"`{file}` (`{setting}`) holds a JSON array that does not end.")
 
 
 def _row(file: Path, line: int, text: bytes) -> dict[str, Any]:
@@ -184,7 +186,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _as_written(column: str, number: int, value: Any, place: Location) -> Any:
+def _as_written(column: str, _: DataRow, value: Any, place: Location) -> Any:
     """A number or a truth value as it stands in the file; anything else as it is.
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -14,6 +13,8 @@ import pyarrow as pa
 from hybridrl.batch.batch import Batch
 from hybridrl.config.role_models import check_names, typed
 from hybridrl.config.schema import DataConfig
+from hybridrl.config.setting import Setting
+from hybridrl.data.row_origin import DATA, RowOrigin
 from hybridrl.data.tasks import load_task
 from hybridrl.errors import ConfigError, DataError
 
@@ -42,6 +43,16 @@ class Source:
     weight: float = 1.0
     reward: list[str] | None = None
     eval_prompts: int | None = None
+
+    @property
+    def setting(self) -> Setting:
+        """The name of its settings."""
+        return Setting("data.sources") / self.name
+
+    @property
+    def origin(self) -> RowOrigin:
+        """How sentences call its rows and their settings."""
+        return RowOrigin(self.setting, held_out=self.setting / "eval_prompts")
 
 
 class Loaded(NamedTuple):
@@ -77,7 +88,9 @@ def rewards_of(config: DataConfig) -> dict[str, list[str]]:
 
 
 def load_sources(
-    config: DataConfig, load: Callable[[DataConfig, int], Sequence[Batch | None]], held_out: int
+    config: DataConfig,
+    load: Callable[[DataConfig, RowOrigin, int], Sequence[Batch | None]],
+    held_out: int,
 ) -> Loaded:
     """The rows of all sources, one source after the other, with the column `source`.
 
@@ -97,10 +110,9 @@ def load_sources(
         if number is None:
             number = max(1, round(held_out * source.weight / whole)) if held_out else 0
         try:
-            found = load(source.data, number)
+            found = load(source.data, source.origin, number)
         except (ConfigError, DataError) as error:
-            said = re.sub(r"\bdata\.(?=[a-z])", f"data.sources.{source.name}.", str(error))
-            raise type(error)(f"Source `{source.name}`: {said}") from error
+            raise type(error)(f"Source `{source.name}`: {error}") from error
         for part, rows in zip(parts, found, strict=False):
             if rows is not None:
                 part.append(rows.with_columns({COLUMN: [source.name] * len(rows)}))
@@ -115,8 +127,9 @@ def characters_of(config: DataConfig) -> str:
     Raises:
         ConfigError: if one is no task.
     """
-    tasks = [source.data.task for source in sources_of(config)] or [config.task]
-    found = [load_task(task).CHARACTERS for task in tasks if task is not None]
+    tasks = [(source.setting, source.data.task) for source in sources_of(config)]
+    tasks = tasks or [(DATA.settings, config.task)]
+    found = [load_task(task, setting / "task").CHARACTERS for setting, task in tasks if task]
     return "".join(dict.fromkeys("".join(found)))
 
 
@@ -153,7 +166,7 @@ class Proportions:
 
 
 def _source(config: DataConfig, name: str, said: Any) -> Source:
-    setting = f"data.sources.{name}"
+    setting = Setting("data.sources") / name
     own = [f.name for f in fields(DataConfig) if f.name not in OF_MIXTURE]
     check_names(setting, said, [*OF_SOURCE, *own])
     given = {key: value for key, value in said.items() if key in own}
@@ -167,16 +180,18 @@ def _source(config: DataConfig, name: str, said: Any) -> Source:
     weight, number = said.get("weight", 1.0), said.get("eval_prompts")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not (is_number and 0 < weight < math.inf):
-        raise ConfigError(f"{setting}.weight={weight}: must be a number, more than 0.")
+        raise ConfigError(f"{setting / 'weight'}={weight}: must be a number, more than 0.")
     if number is not None and not (type(number) is int and number >= 0):
-        raise ConfigError(f"{setting}.eval_prompts={number}: must be a whole number, 0 or more.")
+        raise ConfigError(
+            f"{setting / 'eval_prompts'}={number}: must be a whole number, 0 or more."
+        )
     reward = said.get("reward", REASONING_GYM if data.task == REASONING_GYM else None)
     functions = [reward] if isinstance(reward, str) else reward
     if functions is not None and not (
         isinstance(functions, Sequence) and functions and all(map(_is_name, functions))
     ):
         raise ConfigError(
-            f"{setting}.reward={reward}: must be a reward function or a list of them."
+            f"{setting / 'reward'}={reward}: must be a reward function or a list of them."
         )
     return Source(name, data, float(weight), None if functions is None else list(functions), number)
 

@@ -28,6 +28,7 @@ from hybridrl.data.chat_renderer import ChatRenderer
 from hybridrl.data.encoding import encode_prompts, encode_turns, end_token, ended, trimmed
 from hybridrl.data.lengths import TooLong, rows_within
 from hybridrl.data.refused_rows import RefusedRows
+from hybridrl.data.row_origin import DataRow
 from hybridrl.data.table_columns import TOOLS, column_of, tools_cells
 from hybridrl.errors import DataError, RowError
 
@@ -88,9 +89,10 @@ def tokenize_pairs(
             from 1), or no pair is left.
         ConfigError: if the settings contradict each other or the tokenizer.
     """
-    chosen = python_values(column_of(rows, chosen_column, "data.chosen_column"))
-    rejected = python_values(column_of(rows, rejected_column, "data.rejected_column"))
     refused = RefusedRows() if refused is None else refused
+    origin = refused.origin
+    chosen = python_values(column_of(rows, chosen_column, origin / "chosen_column"))
+    rejected = python_values(column_of(rows, rejected_column, origin / "rejected_column"))
     margins = _margins(rows, margin_column, refused)
     if not chosen:
         raise DataError("There is nothing to tokenize: the data set has no rows.")
@@ -98,20 +100,20 @@ def tokenize_pairs(
     if prompt_column is not None and prompt_column in rows.column_names:
         prompts = python_values(rows.column(prompt_column))
     elif prompt_column is not None and any(isinstance(answer, str) for answer in chosen):
-        prompts = column_of(rows, prompt_column, "data.prompt_column").to_pylist()  # raises
+        prompts = column_of(rows, prompt_column, origin / "prompt_column").to_pylist()  # raises
     else:
         prompts = [None] * len(chosen)
         columns = columns._replace(prompt=None)
 
-    renderer = ChatRenderer(tokenizer, context, tools_column)
+    renderer = ChatRenderer(tokenizer, context, tools_column, origin=origin)
 
-    def read(number: int, tools: Any, *cells: Any) -> _Pair:
-        return _pair_of(number, cells, columns, tokenizer, chat, system_prompt, renderer, tools)
+    def read(row: DataRow, tools: Any, *cells: Any) -> _Pair:
+        return _pair_of(row, cells, columns, tokenizer, chat, system_prompt, renderer, tools)
 
-    found = refused.map(read, tools_cells(rows, tools_column), prompts, chosen, rejected)
+    found = refused.map(read, tools_cells(rows, tools_column, origin), prompts, chosen, rejected)
     renderer.tell()
     kept = refused.kept(len(found))
-    check_system_prompt(system_prompt, [pair.is_chat for pair in found if pair is not None])
+    check_system_prompt(system_prompt, [pair.is_chat for pair in found if pair is not None], origin)
     pairs = [pair or _Pair("", "", "", is_chat=False) for pair in found]
 
     end = end_token(tokenizer)
@@ -139,12 +141,15 @@ def tokenize_pairs(
         for ids, side in zip((chosen_ids, rejected_ids), answers, strict=True)
     ]
     for what, ids, side, limit in limits:
-        kept = np.intersect1d(kept, rows_within(what, ids, limit, side, too_long, read_rows))
+        kept = np.intersect1d(
+            kept, rows_within(what, ids, limit, side, too_long, read_rows, origin=origin)
+        )
     if not len(kept):
         raise DataError(
             f"None of the {len(pairs)} pairs is left: in each, the responses in `{chosen_column}` "
-            f"(`data.chosen_column`) and `{rejected_column}` (`data.rejected_column`) are the "
-            "same, or `data.too_long=drop` dropped it."
+            f"(`{origin / 'chosen_column'}`) and `{rejected_column}` "
+            f"(`{origin / 'rejected_column'}`) are the same, or `{origin / 'too_long'}=drop` "
+            "dropped it."
         )
     batch = Batch.from_columns(
         {
@@ -181,7 +186,7 @@ class _Columns(NamedTuple):
 
 
 def _pair_of(
-    number: int,
+    row: DataRow,
     cells: tuple[Any, Any, Any],
     columns: _Columns,
     tokenizer: PreTrainedTokenizerBase,
@@ -194,38 +199,38 @@ def _pair_of(
     if columns.prompt is None:
         chosen, rejected = messages_of_transcript(chosen), messages_of_transcript(rejected)
         cells = (prompt, chosen, rejected)
-    check_cell(number, chosen, columns.chosen, "data.chosen_column", may_be_empty=True)
-    check_cell(number, rejected, columns.rejected, "data.rejected_column", may_be_empty=True)
+    check_cell(row, chosen, columns.chosen, row / "chosen_column", may_be_empty=True)
+    check_cell(row, rejected, columns.rejected, row / "rejected_column", may_be_empty=True)
     if type(chosen) is not type(rejected):
         raise RowError(
-            f"Row {number} of the data has a string in one of the columns `{columns.chosen}` and "
-            f"`{columns.rejected}` and a list of chat messages in the other; write both alike.",
+            f"{row} has a string in one of the columns `{columns.chosen}` and `{columns.rejected}` "
+            "and a list of chat messages in the other; write both alike.",
             "with unlike responses",
         )
     if columns.prompt is not None:
-        check_cell(number, prompt, columns.prompt, "data.prompt_column")
+        check_cell(row, prompt, columns.prompt, row / "prompt_column")
     elif isinstance(chosen, str):
         raise RowError(
-            f"Row {number} of the data has its responses as strings, which do not tell where the "
-            "prompt ends, and `data.prompt_column` is null. Set it to the column of the prompts.",
+            f"{row} has its responses as strings, which do not tell where the prompt ends, and "
+            f"`{row / 'prompt_column'}` is null. Set it to the column of the prompts.",
             "without a prompt",
         )
     chats = dict(zip(columns, cells, strict=True))
     chats = {name: cell for name, cell in chats.items() if isinstance(cell, list) or chat}
     for name, cell in chats.items():
         if name is not None:
-            check_chat(number, cell, tokenizer, name, chat)
+            check_chat(row, cell, tokenizer, name, chat)
     if not chats:
         for name, cell in zip(columns, cells, strict=True):
-            check_text(number, cell, str(name), "data.*_column")
+            check_text(row, cell, str(name), row / "*_column")
         renderer.note_unshown(tools_cell)
         ends = (trimmed(cell, tokenizer) for cell in (chosen, rejected))
         return _Pair(prompt, *ends, is_chat=False)
-    better, worse = (messages_of(number, cell, "assistant") for cell in (chosen, rejected))
-    asked = open_with(system_prompt, _prompt_of(number, prompt, better, worse, columns))
-    tools = renderer.tools(number, tools_cell)
+    better, worse = (messages_of(row, cell, "assistant") for cell in (chosen, rejected))
+    asked = open_with(system_prompt, _prompt_of(row, prompt, better, worse, columns))
+    tools = renderer.tools(row, tools_cell)
     (first,), (second,) = (
-        renderer.examples(number, [*asked, answer], [len(asked)], tools)
+        renderer.examples(row, [*asked, answer], [len(asked)], tools)
         for answer in (better[-1], worse[-1])
     )
     return _Pair(first[0], first[1], second[1], is_chat=True)
@@ -247,7 +252,7 @@ def messages_of_transcript(cell: Any) -> Any:
 
 
 def _prompt_of(
-    number: int,
+    row: DataRow,
     prompt: Any,
     better: list[Message],
     worse: list[Message],
@@ -257,36 +262,34 @@ def _prompt_of(
     for name, messages in ((columns.chosen, better), (columns.rejected, worse)):
         if messages[-1]["role"] != "assistant":
             raise RowError(
-                f"Row {number} of the data has a last message of the role "
-                f"`{messages[-1]['role']}` in the column `{name}`, expected `assistant`: the last "
-                "message is the response.",
+                f"{row} has a last message of the role `{messages[-1]['role']}` in the column "
+                f"`{name}`, expected `assistant`: the last message is the response.",
                 "that do not end with the assistant's message",
             )
     before = better[:-1]
     if before != worse[:-1]:
         raise RowError(
-            f"Row {number} of the data has messages in `{columns.chosen}` and "
-            f"`{columns.rejected}` that differ before their last ones, expected two responses to "
-            "one and the same prompt.",
+            f"{row} has messages in `{columns.chosen}` and `{columns.rejected}` that differ before "
+            "their last ones, expected two responses to one and the same prompt.",
             "whose responses follow different messages",
         )
     if columns.prompt is None:
         if not before:
             raise RowError(
-                f"Row {number} of the data has no prompt: `{columns.chosen}` holds the response "
-                "only and `data.prompt_column` is null or names no column. Set it to that of the "
+                f"{row} has no prompt: `{columns.chosen}` holds the response only and "
+                f"`{row / 'prompt_column'}` is null or names no column. Set it to that of the "
                 "prompts.",
                 "without a prompt",
             )
         return before
-    given = question_of(number, prompt, columns.prompt)
+    given = question_of(row, prompt, columns.prompt)
     if not before:
         return given
     if _contents(given) != _contents(before[-len(given) :]):
         raise RowError(
-            f"Row {number} of the data has one prompt in the column `{columns.prompt}` and another "
-            f"before the response in `{columns.chosen}`. To take the latter, set "
-            "`data.prompt_column=null`.",
+            f"{row} has one prompt in the column `{columns.prompt}` and another before the "
+            f"response in `{columns.chosen}`. To take the latter, set "
+            f"`{row / 'prompt_column'}=null`.",
             "with two different prompts",
         )
     return before
@@ -301,17 +304,17 @@ def _margins(rows: pa.Table, margin_column: str | None, refused: RefusedRows) ->
     if margin_column is None:
         return np.zeros(rows.num_rows, dtype=np.float32)
 
-    def read(number: int, value: Any) -> float:
+    def read(row: DataRow, value: Any) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value):
             raise RowError(
-                f"Row {number} of the data has {value!r} in the column `{margin_column}` "
-                "(`data.margin_column`), expected a finite number.",
+                f"{row} has {value!r} in the column `{margin_column}` (`{row / 'margin_column'}`), "
+                "expected a finite number.",
                 "without a margin",
             )
         return value
 
-    values = column_of(rows, margin_column, "data.margin_column").to_pylist()
+    values = column_of(rows, margin_column, refused.origin / "margin_column").to_pylist()
     return np.array(
         [math.nan if v is None else v for v in refused.map(read, values)], dtype=np.float32
     )

@@ -27,6 +27,7 @@ from hybridrl.data.chat_renderer import ChatRenderer
 from hybridrl.data.encoding import TokenIds, encode_prompts, shortened
 from hybridrl.data.lengths import TooLong, rows_within
 from hybridrl.data.refused_rows import RefusedRows
+from hybridrl.data.row_origin import DataRow
 from hybridrl.data.table_columns import TOOLS, column_of, tools_cells
 from hybridrl.errors import DataError, RowError
 
@@ -106,13 +107,15 @@ def tokenize_prompts(
         chat=chat,
         system_prompt=system_prompt,
         refused=refused,
-        renderer=ChatRenderer(tokenizer, context, tools_column),
-        tools=tools_cells(rows, tools_column),
+        renderer=ChatRenderer(tokenizer, context, tools_column, origin=refused.origin),
+        tools=tools_cells(rows, tools_column, refused.origin),
         rendered=rendered or [False] * rows.num_rows,
     )
     among = refused.kept(rows.num_rows)
     ids, texts = prompts.token_ids, prompts.texts
-    kept = rows_within("prompt", ids, max_prompt_tokens, texts, too_long, among)
+    kept = rows_within(
+        "prompt", ids, max_prompt_tokens, texts, too_long, among, origin=refused.origin
+    )
     columns = {
         "prompt_ids": prompts.token_ids,
         "prompt": pa.array(prompts.texts, pa.large_string()),
@@ -147,30 +150,32 @@ def render_prompts(
 ) -> RenderedPrompts:
     """Renders and tokenizes the column `prompt_column`; see `tokenize_prompts` for the rules.
     Refused rows have empty texts."""
-    prompts = python_values(column_of(rows, prompt_column, "data.prompt_column"))
+    prompts = python_values(column_of(rows, prompt_column, refused.origin / "prompt_column"))
     if not prompts:
         raise DataError("There is nothing to tokenize: the data set has no rows.")
 
-    def read(number: int, prompt: Any, cell: Any) -> tuple[str, list[dict[str, str]] | None]:
-        check_cell(number, prompt, prompt_column, "data.prompt_column")
+    def read(row: DataRow, prompt: Any, cell: Any) -> tuple[str, list[dict[str, str]] | None]:
+        check_cell(row, prompt, prompt_column, row / "prompt_column")
         if not isinstance(prompt, list) and chat is not True:
-            check_text(number, prompt, prompt_column, "data.prompt_column")
+            check_text(row, prompt, prompt_column, row / "prompt_column")
             renderer.note_unshown(cell)
             return prompt, None
-        check_chat(number, prompt, tokenizer, prompt_column, chat)
-        question = question_of(number, prompt, prompt_column)
+        check_chat(row, prompt, tokenizer, prompt_column, chat)
+        question = question_of(row, prompt, prompt_column)
         messages = open_with(system_prompt, question)
-        text = renderer.prompt(number, messages, renderer.tools(number, cell))
+        text = renderer.prompt(row, messages, renderer.tools(row, cell))
         return text, _plain(question) if isinstance(prompt, list) else None
 
     read_ones = refused.map(read, prompts, tools)
-    found = [row or ("", None) for row in read_ones]
+    found = [one or ("", None) for one in read_ones]
     refused.kept(len(prompts))
     renderer.tell()
     texts, chats = [text for text, _ in found], [messages for _, messages in found]
     is_chat = [isinstance(prompt, list) or chat is True for prompt in prompts]
     check_system_prompt(
-        system_prompt, [a for a, row in zip(is_chat, read_ones, strict=True) if row]
+        system_prompt,
+        [a for a, read in zip(is_chat, read_ones, strict=True) if read],
+        refused.origin,
     )
     has_ends = [a or b for a, b in zip(is_chat, rendered, strict=True)]
     return RenderedPrompts(texts, encode_prompts(texts, has_ends, tokenizer, refused), chats)
@@ -184,11 +189,11 @@ def _plain(messages: list[Message]) -> list[dict[str, str]]:
 def _answers(rows: pa.Table, answer_column: str | None, refused: RefusedRows) -> list[str | None]:
     if answer_column is None:
         return [""] * rows.num_rows
-    cells = python_values(column_of(rows, answer_column, "data.answer_column"))
+    cells = python_values(column_of(rows, answer_column, refused.origin / "answer_column"))
     return refused.map(partial(_answer, answer_column), cells)
 
 
-def _answer(column: str, number: int, cell: Any) -> str:
+def _answer(column: str, row: DataRow, cell: Any) -> str:
     """The answer as text. One that says nothing is refused: an empty response would be right."""
     if isinstance(cell, list | dict | bool):
         text = json.dumps(cell, default=str)
@@ -199,10 +204,10 @@ def _answer(column: str, number: int, cell: Any) -> str:
     is_number = not isinstance(cell, float) or math.isfinite(cell)
     if not text.strip() or not is_number or isinstance(cell, bytes):
         raise RowError(
-            f"Row {number} of the data has {shortened(cell)} in the column `{column}` "
-            "(`data.answer_column`), expected the right answer. Leave the row out; or set "
-            "data.answer_column=null if no reward function reads answers.",
+            f"{row} has {shortened(cell)} in the column `{column}` (`{row / 'answer_column'}`), "
+            f"expected the right answer. Leave the row out; or set {row / 'answer_column'}=null if "
+            "no reward function reads answers.",
             "without an answer",
         )
-    check_text(number, text, column, "data.answer_column")
+    check_text(row, text, column, row / "answer_column")
     return text

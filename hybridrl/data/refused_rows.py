@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from hybridrl.data.row_origin import DATA, DataRow, RowOrigin
 from hybridrl.errors import DataError, RowError
 
 if TYPE_CHECKING:
@@ -63,10 +64,18 @@ class RefusedRows:
         place: What the rows are of, for messages.
         drop: Leave refused rows out; otherwise they are an error.
         limit: The largest share of rows that may be left out.
+        origin: The settings that they are read by.
     """
 
-    def __init__(self, place: str = "the data", *, drop: bool = False, limit: float = 1.0) -> None:
-        self.place = place
+    def __init__(
+        self,
+        place: str = "the data",
+        *,
+        drop: bool = False,
+        limit: float = 1.0,
+        origin: RowOrigin = DATA,
+    ) -> None:
+        self.place, self.origin = place, origin
         self._drop, self._limit = drop, limit
         self._errors: dict[int, DataError] = {}
         self._rows = 0
@@ -76,18 +85,22 @@ class RefusedRows:
         self._errors.setdefault(number, error.with_traceback(None))
 
     def map(self, read: Callable[..., Found], *columns: Sequence[Any]) -> list[Found | None]:
-        """Calls `read(number, *cells)` for each row that is not refused yet; a `DataError` refuses
+        """Calls `read(row, *cells)` for each row that is not refused yet; a `DataError` refuses
         the row, in whose place there is None."""
         found: list[Found | None] = []
         for number, cells in enumerate(zip(*columns, strict=True), start=1):
             result = None
             if number not in self._errors:
                 try:
-                    result = read(number, *cells)
+                    result = read(self.row(number), *cells)
                 except DataError as error:
                     self.refuse(number, error)
             found.append(result)
         return found
+
+    def row(self, number: int) -> DataRow:
+        """A row by its number, for sentences about it."""
+        return DataRow(number, self.origin)
 
     def kept(self, rows: int) -> npt.NDArray[np.int64]:
         """The numbers, from 0, of the rows that are left of so many.
@@ -101,15 +114,15 @@ class RefusedRows:
             first = self._errors[min(self._errors)]
             count = "1 row is" if refused == 1 else f"{refused} rows are"
             few = refused < rows and refused <= self._limit * rows
-            cure = " data.bad_rows=drop leaves them out." if few else ""
+            cure = f" {self.origin / 'bad_rows'}=drop leaves them out." if few else ""
             raise type(first)(
                 f"{str(first).rstrip()} ({count} refused of {rows}: {self._counts()}.{cure})"
             ) from first
         if refused > self._limit * rows or (refused and refused == rows):
             raise DataError(
                 f"{refused} of the {rows} rows of {self.place} are refused, more than "
-                f"data.bad_rows_limit={self._limit} allows to leave out: {self._counts()}. "
-                f"{self._examples()}"
+                f"{self.origin / 'bad_rows_limit'}={self._limit} allows to leave out: "
+                f"{self._counts()}. {self._examples()}"
             )
         return np.array([n for n in range(rows) if n + 1 not in self._errors], np.int64)
 
@@ -120,10 +133,11 @@ class RefusedRows:
             if (found := _collected.get()) is not None:
                 found.append(self)
             _log.warning(
-                "Left out %d of the %d rows of %s (data.bad_rows=drop): %s. %s",
+                "Left out %d of the %d rows of %s (%s=drop): %s. %s",
                 len(self._errors),
                 self._rows,
                 self.place,
+                self.origin / "bad_rows",
                 self._counts(),
                 self._examples(),
             )

@@ -26,8 +26,8 @@ from hybridrl.data.chat_renderer import ChatRenderer
 from hybridrl.data.encoding import encode_prompts, encode_turns, end_token, ended, trimmed
 from hybridrl.data.lengths import TooLong, rows_within
 from hybridrl.data.refused_rows import RefusedRows
+from hybridrl.data.row_origin import DataRow
 from hybridrl.data.table_columns import (
-    MESSAGES_SETTING,
     TOOLS,
     column_of,
     is_chat_in_text,
@@ -89,38 +89,40 @@ def tokenize_examples(
             no end-of-sequence token; names the row.
         ConfigError: if the settings contradict each other or the tokenizer.
     """
-    prompts = python_values(column_of(rows, prompt_column, "data.prompt_column"))
-    responses = python_values(column_of(rows, response_column, "data.response_column"))
-    renderer = ChatRenderer(tokenizer, context, tools_column, learn)
+    refused = RefusedRows() if refused is None else refused
+    origin = refused.origin
+    prompts = python_values(column_of(rows, prompt_column, origin / "prompt_column"))
+    responses = python_values(column_of(rows, response_column, origin / "response_column"))
+    renderer = ChatRenderer(tokenizer, context, tools_column, learn, origin)
 
-    def read(number: int, prompt: Any, response: Any, tools_cell: Any) -> list[_Example]:
-        check_cell(number, response, response_column, "data.response_column", may_be_empty=True)
-        check_cell(number, prompt, prompt_column, "data.prompt_column")
+    def read(row: DataRow, prompt: Any, response: Any, tools_cell: Any) -> list[_Example]:
+        check_cell(row, response, response_column, row / "response_column", may_be_empty=True)
+        check_cell(row, prompt, prompt_column, row / "prompt_column")
         chats = {prompt_column: prompt, response_column: response}
         chats = {name: cell for name, cell in chats.items() if isinstance(cell, list) or chat}
         for name, cell in chats.items():
-            check_chat(number, cell, tokenizer, name, chat)
+            check_chat(row, cell, tokenizer, name, chat)
         if chats:
-            asked = open_with(system_prompt, question_of(number, prompt, prompt_column))
-            messages = asked + messages_of(number, response, "assistant")
-            tools = renderer.tools(number, tools_cell)
-            return _examples_of(number, messages, len(asked), renderer, tools, response_column)
-        check_text(number, prompt, prompt_column, "data.prompt_column")
-        check_text(number, response, response_column, "data.response_column")
+            asked = open_with(system_prompt, question_of(row, prompt, prompt_column))
+            messages = asked + messages_of(row, response, "assistant")
+            tools = renderer.tools(row, tools_cell)
+            return _examples_of(row, messages, len(asked), renderer, tools, response_column)
+        check_text(row, prompt, prompt_column, row / "prompt_column")
+        check_text(row, response, response_column, row / "response_column")
         renderer.note_unshown(tools_cell)
         return [_Example([prompt, trimmed(response, tokenizer)], is_chat=False)]
 
-    refused = RefusedRows() if refused is None else refused
-    examples = refused.map(read, prompts, responses, tools_cells(rows, tools_column))
+    examples = refused.map(read, prompts, responses, tools_cells(rows, tools_column, origin))
     refused.kept(len(examples))
     renderer.tell()
-    check_system_prompt(system_prompt, [e.is_chat for one in examples for e in one or ()])
+    is_chat = [example.is_chat for one in examples for example in one or ()]
+    check_system_prompt(system_prompt, is_chat, origin)
     read_ones = [r for r, e in zip(responses, examples, strict=True) if e is not None]
     if read_ones and not any(map(_says_something, read_ones)):
         raise DataError(
             f"All responses of the data, in the column `{response_column}` "
-            "(`data.response_column`), are empty, so nothing would be learned but to end. Name the "
-            "column that holds them."
+            f"(`{origin / 'response_column'}`), are empty, so nothing would be learned but to end. "
+            "Name the column that holds them."
         )
     return _tokenize(examples, tokenizer, max_prompt_tokens, max_response_tokens, too_long, refused)
 
@@ -153,25 +155,25 @@ def tokenize_conversations(
             (see `ChatRenderer.examples`); names the row.
         ConfigError: if the tokenizer has no chat template.
     """
+    refused = RefusedRows() if refused is None else refused
+    origin = refused.origin
+    renderer = ChatRenderer(tokenizer, context, tools_column, learn, origin)
 
-    renderer = ChatRenderer(tokenizer, context, tools_column, learn)
-
-    def read(number: int, cell: Any, tools_cell: Any) -> list[_Example]:
+    def read(row: DataRow, cell: Any, tools_cell: Any) -> list[_Example]:
         cell = json.loads(cell) if is_chat_in_text(cell) else cell
         if not isinstance(cell, list) or not cell:
             raise RowError(
-                f"Row {number} of the data has {cell!r} in the column `{messages_column}` "
-                "(`data.messages_column`), expected a list of chat messages.",
+                f"{row} has {cell!r} in the column `{messages_column}` "
+                f"(`{row / 'messages_column'}`), expected a list of chat messages.",
                 "without messages",
             )
-        check_chat(number, cell, tokenizer, messages_column, None)
-        messages = open_with(system_prompt, messages_of(number, cell))
-        tools = renderer.tools(number, tools_cell)
-        return _examples_of(number, messages, 0, renderer, tools, messages_column)
+        check_chat(row, cell, tokenizer, messages_column, None)
+        messages = open_with(system_prompt, messages_of(row, cell))
+        tools = renderer.tools(row, tools_cell)
+        return _examples_of(row, messages, 0, renderer, tools, messages_column)
 
-    refused = RefusedRows() if refused is None else refused
-    cells = python_values(column_of(rows, messages_column, MESSAGES_SETTING))
-    examples = refused.map(read, cells, tools_cells(rows, tools_column))
+    cells = python_values(column_of(rows, messages_column, origin / "messages_column"))
+    examples = refused.map(read, cells, tools_cells(rows, tools_column, origin))
     renderer.tell()
     return _tokenize(examples, tokenizer, max_prompt_tokens, max_response_tokens, too_long, refused)
 
@@ -200,7 +202,7 @@ def _says_something(response: str | list[Any]) -> bool:
 
 
 def _examples_of(
-    number: int,
+    row: DataRow,
     messages: list[Message],
     start: int,
     renderer: ChatRenderer,
@@ -212,17 +214,17 @@ def _examples_of(
     answers = [place for place in places if messages[place]["role"] == "assistant"]
     if not answers:
         raise RowError(
-            f"Row {number} of the data has no message of the role `assistant` in the column "
-            f"`{column}`, so there is nothing to learn from it. Leave the row out.",
+            f"{row} has no message of the role `assistant` in the column `{column}`, so there is "
+            "nothing to learn from it. Leave the row out.",
             "without a message of the assistant",
         )
     if answers[0] == 0:
         raise RowError(
-            f"Row {number} of the data begins with the assistant's message in the column "
-            f"`{column}`, expected a message that it answers. Leave that message out.",
+            f"{row} begins with the assistant's message in the column `{column}`, expected a "
+            "message that it answers. Leave that message out.",
             "that begin with the assistant's message",
         )
-    found = renderer.examples(number, messages, answers, tools)
+    found = renderer.examples(row, messages, answers, tools)
     return [_Example(texts, is_chat=True) for texts in found]
 
 
@@ -261,17 +263,17 @@ def _tokenize(
     }
     if len(examples) > len(found):
         columns[CONVERSATION] = numbers
-    rest = too_long, among, numbers + 1
+    origin, rest = refused.origin, (too_long, among, numbers + 1)
     answers = [example.texts[1] for example in examples]
     kept = np.intersect1d(
-        rows_within("prompt", prompt_ids, max_prompt_tokens, prompts, *rest),
-        rows_within("response", response_ids, max_response_tokens, answers, *rest),
+        rows_within("prompt", prompt_ids, max_prompt_tokens, prompts, *rest, origin=origin),
+        rows_within("response", response_ids, max_response_tokens, answers, *rest, origin=origin),
     )
     if not len(kept):
         raise DataError(
-            "`data.too_long=drop` dropped all rows: each has a prompt longer than "
-            f"`data.max_prompt_tokens` ({max_prompt_tokens}) or a response longer than "
-            f"`data.max_response_tokens` ({max_response_tokens}). Raise them."
+            f"`{origin / 'too_long'}=drop` dropped all rows: each has a prompt longer than "
+            f"`{origin / 'max_prompt_tokens'}` ({max_prompt_tokens}) or a response longer than "
+            f"`{origin / 'max_response_tokens'}` ({max_response_tokens}). Raise them."
         )
     batch = Batch.from_columns(columns)
     return batch if len(kept) == len(batch) else batch.take(kept)

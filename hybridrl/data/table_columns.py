@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hybridrl.batch.arrow_columns import json_column, python_values
+from hybridrl.data.row_origin import RowOrigin
 from hybridrl.errors import DataError, RowError, nearest
 
-MESSAGES_SETTING = "data.messages_column"
 TOOLS = "tools"
 """What the column of tools is called unless `data.tools_column` says otherwise."""
 
@@ -102,7 +102,7 @@ def column_of(rows: pa.Table, name: str, setting: str) -> pa.ChunkedArray:
             f"{', '.join(rows.column_names)}." + nearest(name, rows.column_names)
         )
     column = rows.column(name)
-    read_as_it_is = setting != MESSAGES_SETTING
+    read_as_it_is = not setting.endswith(".messages_column")
     if read_as_it_is and len(column) and is_chat_in_text(python_values(column[:1])[0]):
         _log.warning(
             "The data's column `%s` (`%s`) holds chats as JSON in texts, and texts are taken as "
@@ -113,7 +113,7 @@ def column_of(rows: pa.Table, name: str, setting: str) -> pa.ChunkedArray:
     return column
 
 
-def tools_cells(rows: pa.Table, name: str | None) -> list[Any]:
+def tools_cells(rows: pa.Table, name: str | None, origin: RowOrigin) -> list[Any]:
     """The cells of `data.tools_column`; None for each row where there is none. The column `tools`
     may be missing.
 
@@ -122,7 +122,7 @@ def tools_cells(rows: pa.Table, name: str | None) -> list[Any]:
     """
     if name is None or (name == TOOLS and name not in rows.column_names):
         return [None] * rows.num_rows
-    return python_values(column_of(rows, name, "data.tools_column"))
+    return python_values(column_of(rows, name, origin / "tools_column"))
 
 
 def is_chat_in_text(cell: Any) -> bool:

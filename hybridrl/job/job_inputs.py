@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +13,7 @@ from hybridrl.config.load import read_settings
 from hybridrl.config.resume import SETTINGS
 from hybridrl.config.schema import Config, DataConfig, is_served
 from hybridrl.config.task_settings import remark_on_task, without_task
-from hybridrl.errors import ConfigError, DataError, Problems, nearest
+from hybridrl.errors import ConfigError, Problems, nearest
 from hybridrl.system.storage import explain_write_errors
 from hybridrl.trainers import load_trainer, name_of
 from hybridrl.trainers.role_spec import SCORING, RoleSpec
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
 
     from hybridrl.batch.batch import Batch
     from hybridrl.data.duplicates import DataReport
+    from hybridrl.data.row_origin import RowOrigin
     from hybridrl.trainers.trainer import Trainer
 
 HEAD_DIM_STEP = 32
@@ -68,11 +67,13 @@ def load_rows(config: Config, kind: str, tokenizer: Any) -> Rows:
     from hybridrl.data.environment_tasks import ENVIRONMENT, load_environment_tasks
     from hybridrl.data.mixture import load_sources, sources_of
     from hybridrl.data.preference_pairs import samples_of_pairs
+    from hybridrl.data.row_origin import DATA
 
     trains = load_trainer(config.trainer.name).TRAINS
     if trains:
-        for data in [source.data for source in sources_of(config.data)] or [config.data]:
-            check_apart(data)
+        for source in sources_of(config.data):
+            check_apart(source.data, source.setting)
+        check_apart(config.data)
     loaders = {"prompts": load_prompts, "examples": load_examples, "pairs": load_pairs}
     number = config.eval.prompts
     if not needs_held_out(config, trains):
@@ -85,8 +86,9 @@ def load_rows(config: Config, kind: str, tokenizer: Any) -> Rows:
             return Rows(first, None, None, longest, response, *_with_longest(config, sets))
         number = 0
 
-    def load(data: DataConfig, held_out: int) -> Sequence[Batch | None]:
-        return loaders[kind](data, tokenizer, held_out=held_out, seed=config.run.seed)
+    def load(data: DataConfig, origin: RowOrigin, held_out: int) -> Sequence[Batch | None]:
+        seed = config.run.seed
+        return loaders[kind](data, tokenizer, held_out=held_out, seed=seed, origin=origin)
 
     examples = None
     if config.data.task == ENVIRONMENT and config.environment.name is None:
@@ -107,7 +109,7 @@ def load_rows(config: Config, kind: str, tokenizer: Any) -> Rows:
     elif config.data.sources:
         training, held_out, examples = load_sources(config.data, load, number)
     else:
-        training, held_out, *further = load(config.data, number)
+        training, held_out, *further = load(config.data, DATA, number)
         examples = next(iter(further), None)
     assert training is not None
     if kind == "pairs":
@@ -134,14 +136,18 @@ def load_sets(config: Config, tokenizer: Any, held_out: Batch | None) -> dict[st
     """
     from hybridrl.data.datasets import load_prompts_to_evaluate
     from hybridrl.data.held_out import draw_rows
+    from hybridrl.data.row_origin import RowOrigin
 
     found: dict[str, Batch | None] = {}
     problems = Problems()
     for name, one in eval_sets(config).items():
         by, seed = one.own.by_column, config.run.seed
-        with problems.noted(), _said_of_set(one.setting):
+        origin = RowOrigin(one.setting / "data", str(one.setting), one.setting / "prompts")
+        with problems.noted():
             if one.data is not None:
-                rows = load_prompts_to_evaluate(one.data, tokenizer, number=one.prompts, seed=seed)
+                rows = load_prompts_to_evaluate(
+                    one.data, tokenizer, number=one.prompts, seed=seed, origin=origin
+                )
             elif one.own.function is not None:
                 rows = held_out
             elif held_out is None:
@@ -159,18 +165,6 @@ def load_sets(config: Config, tokenizer: Any, held_out: Batch | None) -> dict[st
             found[name] = rows
     problems.raise_if_any()
     return found
-
-
-@contextmanager
-def _said_of_set(setting: str) -> Iterator[None]:
-    """Inside, errors name the settings of a set, which are read as the job's own are."""
-    try:
-        yield
-    except (ConfigError, DataError) as error:
-        said = re.sub(r"(?<![\w.])data\.(?=\w+)", f"{setting}.data.", str(error))
-        said = re.sub(r"(?<![\w.])eval\.prompts\b", f"{setting}.prompts", said)
-        said = said.replace("of the data ", f"of {setting} ")
-        raise type(error)(said) from error
 
 
 def _with_longest(

@@ -24,9 +24,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from hybridrl.config.setting import Setting
 from hybridrl.errors import HybridRLError, MachineError, RewardError
 from hybridrl.rewards.loading import ByValue, RewardFunction, load_function, short_names
-from hybridrl.rewards.options import check_options, parameters_of
+from hybridrl.rewards.options import FunctionSettings, check_options, parameters_of
 from hybridrl.rewards.returned_scores import read_answer, read_answers
 from hybridrl.rewards.signature import arguments_of, asked_of, called_for, check_signature
 from hybridrl.rewards.wire import Unpacker, pack
@@ -45,6 +46,8 @@ class Setup(NamedTuple):
     search_path: list[str]
     timeout_s: float
     options: list[dict[str, Any]]
+    settings: FunctionSettings
+    named_by: list[Setting]
 
 
 class Function:
@@ -119,10 +122,11 @@ def main() -> None:
 def _load(setup: Setup) -> list[Function]:
     functions = []
     names = short_names(setup.functions)
-    for spec, name, options in zip(setup.functions, names, setup.options, strict=True):
-        function = load_function(spec)
+    every = zip(setup.functions, names, setup.options, setup.named_by, strict=True)
+    for spec, name, options, setting in every:
+        function = load_function(spec, setting)
         parameters = parameters_of(function)
-        check_options(name, parameters, options)
+        check_options(name, parameters, options, setup.settings)
         check_signature(name, parameters)
         functions.append(Function(function, options))
     return functions
@@ -143,7 +147,9 @@ def _check(setup: Setup, functions: list[Function]) -> list[str]:
         if check is None:
             continue
         try:
-            remark = check(options, setup.timeout_s)
+            names_group = "group" in inspect.signature(check).parameters
+            group = (setup.settings.group,) if names_group else ()
+            remark = check(options, setup.timeout_s, *group)
         except HybridRLError:
             raise
         except Exception as error:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hybridrl.config.setting import Setting
 from hybridrl.errors import ConfigError
 from hybridrl.rewards.checked_tests import check_test
 from hybridrl.sandbox.python_runner import Limits, confinement, run_python
@@ -76,7 +77,9 @@ def passes_tests(
     }
 
 
-def check_reward(options: Mapping[str, Any], timeout_s: float) -> str:
+def check_reward(
+    options: Mapping[str, Any], timeout_s: float, group: Setting = Setting("reward")
+) -> str:
     """Whether programs can be run here, and how they are confined; see `hybridrl.rewards`.
 
     Raises:
@@ -90,13 +93,13 @@ def check_reward(options: Mapping[str, Any], timeout_s: float) -> str:
         if not (is_number and 0 < value < math.inf and (is_whole or name == "total_s")):
             kind = "number of seconds" if name == "total_s" else "whole number"
             raise ConfigError(
-                f"reward.options.passes_tests.{name}={value}: must be a {kind} greater than 0."
+                f"{group}.options.passes_tests.{name}={value}: must be a {kind} greater than 0."
             )
     if not limits["total_s"] < timeout_s:
         raise ConfigError(
-            f"reward.options.passes_tests.total_s={limits['total_s']:g}: reward.timeout_s is "
-            f"{timeout_s:g}, which would end a response's tests first. "
-            f"Set reward.timeout_s={limits['total_s'] * 1.5:g}, or a lower total_s."
+            f"{group}.options.passes_tests.total_s={limits['total_s']:g}: {group}.timeout_s is "
+            f"{timeout_s:g}, which would end a response's tests first. Set "
+            f"{group}.timeout_s={limits['total_s'] * 1.5:g}, or a lower total_s."
         )
     return str(confinement())
 

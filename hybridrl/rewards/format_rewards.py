@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from hybridrl.config.setting import Setting
 from hybridrl.errors import ConfigError
 
 
@@ -20,14 +21,13 @@ def format(prompt: str, response: str, *, pattern: str, **row: Any) -> float:
     return float(re.fullmatch(pattern, response.strip(), re.DOTALL) is not None)
 
 
-def check_pattern(pattern: object) -> None:
+def check_pattern(pattern: object, setting: Setting) -> None:
     """Raises a `ConfigError` if `format` cannot use the pattern."""
     try:
         re.compile(pattern)  # type: ignore[call-overload]
     except (re.error, TypeError, RecursionError, OverflowError) as error:
         raise ConfigError(
-            f"`reward.options.format.pattern` is {pattern!r}, which is no regular expression: "
-            f"{error}."
+            f"`{setting}` is {pattern!r}, which is no regular expression: {error}."
         ) from error
 
 
@@ -62,7 +62,7 @@ def target_length(
     target = row.get(column)
     if isinstance(target, bool) or not isinstance(target, int | float):
         raise ValueError(
-            f"The row has {target!r} in the column `{column}` "
-            "(reward.options.target_length.column), and `target_length` needs a number of tokens."
+            f"The row has {target!r} in the column `{column}` (its option `column`), and "
+            "`target_length` needs a number of tokens."
         )
     return -factor * abs(target - len(response_token_ids))

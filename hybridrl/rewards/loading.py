@@ -5,27 +5,27 @@ from __future__ import annotations
 import inspect
 import math
 import pickle
-import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hybridrl.config.setting import Setting
 from hybridrl.errors import ConfigError, RewardError, nearest
 from hybridrl.rewards.format_rewards import check_pattern
-from hybridrl.rewards.options import check_options, options_of, parameters_of
+from hybridrl.rewards.options import (
+    REWARD,
+    FunctionSettings,
+    check_options,
+    options_of,
+    parameters_of,
+)
 from hybridrl.rewards.signature import called_for, check_columns, check_signature
 from hybridrl.system import user_code
 
-SETTING = "reward.function"
 _FIRST = ["prompt", "response"]  # parameters, by which a reward function is told from its helpers
-_OF_REWARD = re.compile(
-    r"(?<![\w/.])reward\."
-    r"(?=(?:function|check|options|weights|on_error|error_value|timeout_s|processes|judge)\b)"
-)
 RewardFunction = Callable[..., Any]
 
 
@@ -81,7 +81,7 @@ def builtin_names() -> list[str]:
     )
 
 
-def load_function(spec: str | ByValue) -> RewardFunction:
+def load_function(spec: str | ByValue, setting: Setting = REWARD.function) -> RewardFunction:
     """Imports and returns the reward function that `spec` names, or is.
 
     Raises:
@@ -90,21 +90,21 @@ def load_function(spec: str | ByValue) -> RewardFunction:
     """
     if isinstance(spec, ByValue):
         return pickle.loads(spec.pickle)  # type: ignore[no-any-return]
-    place, name = _parse(spec)
+    place, name = _parse(spec, setting)
     if not place:
         from hybridrl.rewards import builtin_rewards as builtin
 
         return getattr(builtin, name)  # type: ignore[no-any-return]
-    function = user_code.load(SETTING, spec)
+    function = user_code.load(setting, spec)
     if not callable(function):
         raise ConfigError(
-            f"`reward.function` names `{spec}`, which is {function!r:.80} "
-            f"({type(function).__name__}) and cannot be called. Name a function."
+            f"`{setting}` names `{spec}`, which is {function!r:.80} ({type(function).__name__}) "
+            "and cannot be called. Name a function."
         )
     return function  # type: ignore[no-any-return]
 
 
-def check_function(spec: str) -> None:
+def check_function(spec: str, setting: Setting = REWARD.function) -> None:
     """Finds what can be found wrong with `spec` without importing it, which takes no time.
 
     Raises:
@@ -112,9 +112,9 @@ def check_function(spec: str) -> None:
             function; names the nearest one.
         MissingPackageError: if a built-in function needs a package that is not installed.
     """
-    place, name = _parse(spec)
+    place, name = _parse(spec, setting)
     if place:
-        user_code.check(SETTING, spec)
+        user_code.check(setting, spec)
     elif name == "math":
         from hybridrl.rewards.math_reward import check_installed
 
@@ -125,11 +125,13 @@ def check_function(spec: str) -> None:
         procedural.check_installed()
 
 
-def known_parameters(function: str | RewardFunction) -> list[inspect.Parameter] | None:
+def known_parameters(
+    function: str | RewardFunction, setting: Setting = REWARD.function
+) -> list[inspect.Parameter] | None:
     """The parameters of a function, found without importing anything of the user's; None where
     only importing it would tell."""
     if isinstance(function, str) and not is_builtin(function):
-        return user_code.parameters(SETTING, function)
+        return user_code.parameters(setting, function)
     return parameters_of(load_function(function) if isinstance(function, str) else function)
 
 
@@ -143,6 +145,7 @@ def check_functions(
     weights: Sequence[float] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     watched: int = 0,
+    settings: FunctionSettings = REWARD,
 ) -> None:
     """Finds what is wrong with these settings without importing anything of the user's.
 
@@ -156,35 +159,38 @@ def check_functions(
     """
     if not functions:
         raise ConfigError(
-            "`reward.function` is empty; name a reward function, for instance `exact`."
+            f"`{settings.function}` is empty; name a reward function, for instance `exact`."
         )
-    for function in functions:
+    named_by = settings.of_each(len(functions), watched)
+    for function, setting in zip(functions, named_by, strict=True):
         if isinstance(function, str):
-            check_function(function)
+            check_function(function, setting)
         elif not callable(function):
             raise ConfigError(
-                f"`reward.function` holds {function!r}, expected the name of a reward function or "
-                "a function."
+                f"`{setting}` holds {function!r}, expected the name of a reward function or a "
+                "function."
             )
     names = short_names(list(functions))
-    for function, name, given in zip(functions, names, options_of(names, options), strict=True):
-        parameters = known_parameters(function)
+    every = zip(functions, names, options_of(names, options, settings), named_by, strict=True)
+    for function, name, given, setting in every:
+        parameters = known_parameters(function, setting)
         if parameters is not None:
-            _check_call(function, name, parameters, given)
+            _check_call(function, name, parameters, given, settings)
         if function == "format":
-            check_pattern(given["pattern"])
+            check_pattern(given["pattern"], settings.group / "options.format.pattern")
+    weighed = settings.group / "weights"
     rewarded = len(functions) - watched
     if weights is not None and len(weights) != len(functions):
         raise ConfigError(
-            f"`reward.weights` has {len(weights) - watched} entries and `reward.function` has "
+            f"`{weighed}` has {len(weights) - watched} entries and `{settings.function}` has "
             f"{rewarded}; give one weight per function."
         )
     if weights is not None and not all(math.isfinite(weight) for weight in weights):
-        raise ConfigError(f"`reward.weights` is {list(weights)}, expected finite numbers.")
+        raise ConfigError(f"`{weighed}` is {list(weights)}, expected finite numbers.")
     if weights is not None and rewarded and not any(weights):
         raise ConfigError(
-            f"`reward.weights` is {list(weights)}, so every response would score 0. Weigh one of "
-            "the functions."
+            f"`{weighed}` is {list(weights)}, so every response would score 0. Weigh one of the "
+            "functions."
         )
 
 
@@ -192,6 +198,7 @@ def check_fit(
     functions: Sequence[str | RewardFunction],
     options: Mapping[str, Mapping[str, Any]] | None,
     columns: Iterable[str],
+    settings: FunctionSettings = REWARD,
 ) -> None:
     """Holds the parameters of these functions against what they will be given.
 
@@ -202,11 +209,12 @@ def check_fit(
         ConfigError: if one needs what there is not; names everything that there is.
     """
     names, there = short_names(list(functions)), [name for name in columns if name != "response"]
-    for function, name, given in zip(functions, names, options_of(names, options), strict=True):
+    every = zip(functions, names, options_of(names, options, settings), strict=True)
+    for function, name, given in every:
         if (parameters := known_parameters(function)) is not None:
             # First what is wrong with any data, in the same words: it is then told once.
-            _check_call(function, name, parameters, given)
-            check_columns(name, parameters, there, given)
+            _check_call(function, name, parameters, given, settings)
+            check_columns(name, parameters, there, given, settings)
 
 
 def _check_call(
@@ -214,16 +222,22 @@ def _check_call(
     name: str,
     parameters: Sequence[inspect.Parameter],
     options: Mapping[str, Any],
+    settings: FunctionSettings,
 ) -> None:
     """Whether a function can be called with these options, whatever the data has."""
-    check_options(name, parameters, options, complete=is_builtin(function))
+    check_options(name, parameters, options, settings, complete=is_builtin(function))
     check_signature(name, parameters)
 
 
-def short_names(specs: Sequence[str | RewardFunction | ByValue]) -> list[str]:
+def short_names(
+    specs: Sequence[str | RewardFunction | ByValue], setting: Setting = REWARD.function
+) -> list[str]:
     """A name for each reward function, for columns and messages: `score`, or `file.score` where
     two functions have the same name; a third of the same name gets a number."""
-    parsed = [_parse(spec) if isinstance(spec, str) else ("", _given_name(spec)) for spec in specs]
+    parsed = [
+        _parse(spec, setting) if isinstance(spec, str) else ("", _given_name(spec))
+        for spec in specs
+    ]
     plain = Counter(name for _, name in parsed)
     names = []
     for place, name in parsed:
@@ -235,7 +249,7 @@ def short_names(specs: Sequence[str | RewardFunction | ByValue]) -> list[str]:
     ]
 
 
-def _parse(spec: str) -> tuple[str, str]:
+def _parse(spec: str, setting: Setting = REWARD.function) -> tuple[str, str]:
     """Splits `place:function`; the place of a built-in function is empty."""
     if found := user_code.split(spec):
         return found
@@ -248,40 +262,13 @@ def _parse(spec: str) -> tuple[str, str]:
         else "`path/to/file.py:score` or `package.module:score` for a function of your own"
     )
     raise ConfigError(
-        f"`reward.function` holds `{spec}`, which is no built-in reward function "
+        f"`{setting}` holds `{spec}`, which is no built-in reward function "
         f"({', '.join(known)}); write {cure}." + nearest(spec, known)
     )
 
 
 def _given_name(function: RewardFunction | ByValue) -> str:
     return function.name if isinstance(function, ByValue) else name_of(function)
-
-
-@contextmanager
-def said_of(group: str) -> Iterator[None]:
-    """Inside, errors name the settings of this group where they speak of `reward`: the functions
-    of a cost are loaded and called as those of a reward."""
-    try:
-        yield
-    except (ConfigError, RewardError) as error:
-        if group == "reward":
-            raise
-        raise type(error)(in_words_of(group, str(error))) from error
-
-
-def in_words_of(group: str, text: str) -> str:
-    """What is said of `reward`, said of the settings of this group."""
-    return _OF_REWARD.sub(f"{group}.", text)
-
-
-@contextmanager
-def found_in(setting: str) -> Iterator[None]:
-    """Inside, what is said of functions names the setting that they come from."""
-    try:
-        yield
-    except ConfigError as error:
-        said = str(error).replace("`reward.function`", f"`{setting}`")
-        raise ConfigError(said) from error
 
 
 def functions_of(settings: Any) -> tuple[list[str | RewardFunction], list[float]]:
@@ -314,19 +301,19 @@ def _named_looks_at_groups(spec: str) -> bool:
     return parameters is None or called_for(parameters) == "group"
 
 
-def function_list(setting: Any) -> list[str | RewardFunction]:
-    """The functions that `reward.function` names or holds: none, one, or a list.
+def function_list(functions: Any, setting: Setting = REWARD.function) -> list[str | RewardFunction]:
+    """The functions that a setting names or holds: none, one, or a list.
 
     Raises:
         ConfigError: if it is none of these.
     """
-    if setting is None:
+    if functions is None:
         return []
-    if isinstance(setting, str) or callable(setting):
-        return [setting]
-    if not isinstance(setting, Sequence):
+    if isinstance(functions, str) or callable(functions):
+        return [functions]
+    if not isinstance(functions, Sequence):
         raise ConfigError(
-            f"`reward.function` is {setting!r}, expected the name of a reward function, such as "
+            f"`{setting}` is {functions!r}, expected the name of a reward function, such as "
             "`exact` or `path/to/file.py:score`, or a list of names."
         )
-    return list(setting)
+    return list(functions)

@@ -4,15 +4,42 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from hybridrl.config.setting import Setting
 from hybridrl.errors import ConfigError, nearest
 
+
+class FunctionSettings(NamedTuple):
+    """The names of the settings that reward functions come from.
+
+    Attributes:
+        group: Of their options, weights and limits: `reward`, `cost`, `eval.sets.math.reward`.
+        function: Of the functions themselves: `reward.function`, `data.sources.gsm8k.reward`.
+    """
+
+    group: Setting = Setting("reward")
+    function: Setting = Setting("reward.function")
+
+    @classmethod
+    def of(cls, group: Setting, source: str | None = None) -> FunctionSettings:
+        """Those of a group, or of the functions that a source of data has for itself."""
+        own = group / "function" if source is None else Setting(f"data.sources.{source}.reward")
+        return cls(group, own)
+
+    def of_each(self, functions: int, watched: int) -> list[Setting]:
+        """The setting that each of so many functions comes from; the last ones are `check`."""
+        return [self.function] * (functions - watched) + [self.group / "check"] * watched
+
+
+REWARD = FunctionSettings()
 _OF_THE_ROW = ("prompt", "response", "answer", "prompts", "completions")
 
 
 def options_of(
-    names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None
+    names: Sequence[str],
+    options: Mapping[str, Mapping[str, Any]] | None,
+    settings: FunctionSettings = REWARD,
 ) -> list[dict[str, Any]]:
     """The options of each function, in the order of `names` (see `short_names`).
 
@@ -21,15 +48,16 @@ def options_of(
     """
     options = options or {}
     for name, given in options.items():
+        setting = settings.group / "options" / name
         if name not in names:
             raise ConfigError(
-                f"`reward.options.{name}` is set, but `reward.function` names no `{name}`; it has "
+                f"`{setting}` is set, but `{settings.function}` names no `{name}`; it has "
                 f"{', '.join(names)}." + nearest(name, names)
             )
         if not isinstance(given, Mapping):
             raise ConfigError(
-                f"`reward.options.{name}` is {given!r}, expected a keyword argument of the "
-                f"function: reward.options.{name}.<option>=<value>."
+                f"`{setting}` is {given!r}, expected a keyword argument of the function: "
+                f"{setting}.<option>=<value>."
             )
     return [dict(options.get(name, {})) for name in names]
 
@@ -38,6 +66,7 @@ def check_options(
     name: str,
     parameters: Sequence[inspect.Parameter],
     options: Mapping[str, Any],
+    settings: FunctionSettings = REWARD,
     *,
     complete: bool = False,
 ) -> None:
@@ -52,21 +81,21 @@ def check_options(
     Raises:
         ConfigError: names the option and the nearest one.
     """
+    setting = settings.group / "options" / name
     parameters = [p for p in parameters if p.name not in _OF_THE_ROW]
     taken = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for option in options:
         if option not in taken:
             raise ConfigError(
-                f"`reward.options.{name}.{option}` is set, but the function `{name}` has no "
-                f"parameter `{option}` for it; it has {', '.join(taken) or 'none'}."
-                + nearest(option, taken)
+                f"`{setting / option}` is set, but the function `{name}` has no parameter "
+                f"`{option}` for it; it has {', '.join(taken) or 'none'}." + nearest(option, taken)
             )
     needed = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     missing = [option for option in needed if option not in options]
     if complete and missing:
         raise ConfigError(
             f"The reward function `{name}` needs to be told its `{missing[0]}`: set "
-            f"reward.options.{name}.{missing[0]}=<value>."
+            f"{setting / missing[0]}=<value>."
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from hybridrl.errors import ConfigError, MachineError, RewardError
 from hybridrl.rewards.loading import ByValue, RewardFunction, check_functions, short_names
-from hybridrl.rewards.options import options_of
+from hybridrl.rewards.options import REWARD, FunctionSettings, options_of
 from hybridrl.rewards.process import ChildProcess
 from hybridrl.rewards.scoring_round import RewardResult, Round
 from hybridrl.system.secret_variables import passing_hint, without_secrets
@@ -54,6 +54,7 @@ class RewardPool:
             `error_value` for the function's score.
         error_value: see `on_error`.
         watched: so many of the functions, the last ones, are only looked at; their weights are 0.
+        settings: the names of the settings that the functions come from.
         env: environment variables with secrets that the processes get (see `without_secrets`).
 
     Attributes:
@@ -75,17 +76,19 @@ class RewardPool:
         error_value: float = 0.0,
         watched: int = 0,
         env: Collection[str] = (),
+        settings: FunctionSettings = REWARD,
     ) -> None:
+        group = settings.group
         functions = list(functions)
         self._weights = [1.0] * len(functions) if weights is None else list(weights)
-        self.check(functions, self._weights, options, watched)
+        self.check(functions, self._weights, options, watched, settings)
         if processes < 1:
-            raise ConfigError(f"`reward.processes` is {processes}, expected 1 or more.")
+            raise ConfigError(f"`{group}.processes` is {processes}, expected 1 or more.")
         if not timeout_s > 0:
-            raise ConfigError(f"`reward.timeout_s` is {timeout_s}, expected more than 0 seconds.")
+            raise ConfigError(f"`{group}.timeout_s` is {timeout_s}, expected more than 0 seconds.")
         if on_error not in ("fail", "drop", "value"):
             raise ConfigError(
-                f"`reward.on_error` is `{on_error}`, expected `fail`, `drop` or `value`."
+                f"`{group}.on_error` is `{on_error}`, expected `fail`, `drop` or `value`."
             )
         self._names = short_names(functions)
         self._watched = watched
@@ -94,7 +97,10 @@ class RewardPool:
         self._on_error = on_error
         self._error_value = error_value
         specs = [f if isinstance(f, str) else ByValue.of(f) for f in functions]
-        self._setup = (specs, sys.path, timeout_s, options_of(self._names, options))
+        self._settings = settings
+        given = options_of(self._names, options, settings)
+        named_by = settings.of_each(len(functions), watched)
+        self._setup = (specs, sys.path, timeout_s, given, settings, named_by)
         # Of each function, whether it is asynchronous and what it is called for (see `called_for`);
         # known when a process is ready.
         self._modes: list[tuple[bool, str]] = []
@@ -156,8 +162,8 @@ class RewardPool:
             self._receive(None, wait=False)  # replaces processes that died since the last round
             while not any(child.ready for child in self._children):
                 self._receive(None)
-            settings = (self._on_error, self._error_value, groups, self._watched)
-            work = Round(rows, self._names, self._modes, *settings)
+            how = (self._on_error, self._error_value, groups, self._watched)
+            work = Round(rows, self._names, self._modes, *how, self._settings.group)
             try:
                 while not work.is_done:
                     self._dispatch(work)
@@ -245,10 +251,11 @@ class RewardPool:
                 self.close()
                 specs = [s if isinstance(s, str) else s.name for s in self._setup[0]]
                 raise ConfigError(
-                    f"`reward.function` names {', '.join(f'`{spec}`' for spec in specs)}, and to "
-                    f"import that took longer than {self._import_s:.0f} s, so it was stopped. Move "
-                    "what waits or is slow out of the import, into the function; or raise "
-                    "`reward.timeout_s`."
+                    f"`{self._settings.function}` names "
+                    f"{', '.join(f'`{spec}`' for spec in specs)}, and to import that took longer "
+                    f"than {self._import_s:.0f} s, so it was stopped. Move what waits or is slow "
+                    "out of the import, into the function; or raise "
+                    f"`{self._settings.group}.timeout_s`."
                 )
 
     def _take(self, child: ChildProcess, messages: list[Any], work: Round | None) -> None:
@@ -256,7 +263,7 @@ class RewardPool:
             kind, *rest = messages.pop(0)
             if kind == "error":
                 self.close()
-                said = rest[1] + passing_hint(rest[1], "reward.env", self._env)
+                said = rest[1] + passing_hint(rest[1], self._settings.group / "env", self._env)
                 raise _ERRORS.get(rest[0], RewardError)(said)
             child.ready = True
             self._modes, self.remarks, self._asked = rest
@@ -280,8 +287,11 @@ class RewardPool:
 
     def _fail(self, work: Round, task: int, reason: str | None) -> None:
         """Records a failure; a time-out if there is no reason."""
-        limit = f"It took longer than `reward.timeout_s` ({self._timeout_s:g} s) and was stopped."
-        hint = passing_hint(reason or "", "reward.env", self._env)
+        limit = (
+            f"It took longer than `{self._settings.group}.timeout_s` ({self._timeout_s:g} s) and "
+            "was stopped."
+        )
+        hint = passing_hint(reason or "", self._settings.group / "env", self._env)
         work.fail(task, (reason or limit) + hint, is_timeout=reason is None)
 
     def _deadline(self, child: ChildProcess) -> float:
@@ -311,8 +321,8 @@ class RewardPool:
         if not child.ready:
             self.close()
             raise RewardError(
-                f"A reward process {end} while it imported {', '.join(self._names)}; what it "
-                "wrote to the standard error output may say why."
+                f"A reward process {end} while it imported {', '.join(self._names)}; what it wrote "
+                "to the standard error output may say why."
             )
         if work is None or not child.in_flight:
             _log.warning("An idle reward process %s; it is replaced.", end)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from hybridrl.config.setting import Setting
 from hybridrl.errors import ConfigError, DataError
 
 
@@ -20,7 +21,7 @@ class Criterion(NamedTuple):
     weight: float
 
 
-def load_rubric(path: str) -> list[Criterion]:
+def load_rubric(path: str, setting: Setting) -> list[Criterion]:
     """The criteria of a file.
 
     Raises:
@@ -31,12 +32,12 @@ def load_rubric(path: str) -> list[Criterion]:
         return read_rubric(given)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
         raise ConfigError(
-            f"reward.judge.rubric={path} could not be read: {error}. It is a list of criteria in "
+            f"{setting}={path} could not be read: {error}. It is a list of criteria in "
             "JSON or YAML, each a text, or {criterion: text, weight: number}."
         ) from error
 
 
-def rubric_of(row: Mapping[str, Any], column: str) -> list[Criterion]:
+def rubric_of(row: Mapping[str, Any], column: str, setting: Setting) -> list[Criterion]:
     """The criteria of a row, a list or one as JSON.
 
     Raises:
@@ -47,7 +48,7 @@ def rubric_of(row: Mapping[str, Any], column: str) -> list[Criterion]:
         return read_rubric(json.loads(given) if isinstance(given, str) else given)
     except ValueError as error:
         raise DataError(
-            f"reward.judge.rubric_column={column}: the row whose prompt begins with "
+            f"{setting}={column}: the row whose prompt begins with "
             f"{str(row.get('prompt', ''))[:60]!r} has no rubric there: {error}."
         ) from error
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from hybridrl.config.setting import Setting
 from hybridrl.errors import RewardError
+from hybridrl.rewards.options import REWARD
 from hybridrl.rewards.returned_scores import Answer, Steps
 from hybridrl.rewards.signature import rows_of_all, rows_of_group
 
@@ -54,7 +56,9 @@ class Round:
         error_value: float,
         groups: Sequence[int] | None = None,
         watched: int = 0,
+        group: Setting = REWARD.group,
     ) -> None:
+        self._group = group
         self._rows = rows
         self._names = names
         rewarded = len(names) - watched
@@ -148,8 +152,8 @@ class Round:
         if self._on_error == "fail":
             raise RewardError(
                 f"{self._first_failure.rstrip()}\nTo go on in spite of such rows, set "
-                "`reward.on_error` to `drop` (leave them out) or `value` (score them "
-                "`reward.error_value`)."
+                f"`{self._group}.on_error` to `drop` (leave them out) or `value` (score them "
+                f"`{self._group}.error_value`)."
             )
 
     def result(self, weights: Sequence[float]) -> RewardResult:
@@ -184,8 +188,8 @@ class Round:
         prompt, response = (self._rows[row].get(key, "") for key in ("prompt", "response"))
         return (
             f"The reward function `{self._names[function]}` failed on row {row + 1} of "
-            f"{len(self._rows)}.\nprompt: {_excerpt(prompt)}\nresponse: {_excerpt(response)}\n"
-            f"{reason}"
+            f"{len(self._rows)}.\nprompt: {_excerpt(prompt)}\nresponse: "
+            f"{_excerpt(response)}\n{reason}"
         )
 
 

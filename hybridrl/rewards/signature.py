@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from hybridrl.errors import ConfigError, nearest
+from hybridrl.rewards.options import REWARD, FunctionSettings
 
 MESSAGES = "prompt_messages"
 """A column of the data: the prompts of chats as messages, before the chat template."""
@@ -42,8 +43,8 @@ _MEANT = {
 } | _CALLED
 """Names of other libraries and what they mean."""
 _CURE = (
-    "Write it as `def score(prompt, response, answer, **row)`, or in TRL's shape as "
-    "`def score(prompts, completions, **columns)`."
+    "Write it as `def score(prompt, response, answer, **row)`, or in TRL's shape as `def "
+    "score(prompts, completions, **columns)`."
 )
 
 
@@ -136,15 +137,15 @@ def check_signature(name: str, parameters: Sequence[inspect.Parameter]) -> None:
     for parameter in parameters:
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
             raise ConfigError(
-                f"The reward function `{name}{shown}` takes `{parameter.name}` by position "
-                f"only, and it is called with keyword arguments. {_CURE}"
+                f"The reward function `{name}{shown}` takes `{parameter.name}` by position only, "
+                f"and it is called with keyword arguments. {_CURE}"
             )
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     sees = "response" in [parameter.name for parameter in parameters]
     if not (takes_all or sees or called_for(parameters) != "row" or is_verls(parameters)):
         raise ConfigError(
-            f"The reward function `{name}{shown}` has no parameter for the response"
-            f"{_meant(parameters, ('response',))}. {_CURE}"
+            f"The reward function `{name}{shown}` has no parameter for the "
+            f"response{_meant(parameters, ('response',))}. {_CURE}"
         )
 
 
@@ -153,6 +154,7 @@ def check_columns(
     parameters: Sequence[inspect.Parameter],
     columns: Collection[str],
     options: Collection[str] = (),
+    settings: FunctionSettings = REWARD,
 ) -> None:
     """Refuses a function that needs what rows of the data do not have.
 
@@ -181,7 +183,7 @@ def check_columns(
                 "Rename the parameter."
                 if meant
                 else "Rename the parameter, give it a default, or set it for all rows: "
-                f"reward.options.{name}.{parameter.name}=<value>."
+                f"{settings.group / 'options' / name / parameter.name}=<value>."
             )
             raise ConfigError(
                 f"The reward function `{name}{inspect.Signature(list(parameters))}` needs "

@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from hybridrl.config.schema import RewardConfig
+from hybridrl.config.setting import Setting
 from hybridrl.errors import ConfigError, RewardError, nearest
-from hybridrl.rewards.loading import found_in, function_list, functions_of, short_names
+from hybridrl.rewards.loading import function_list, functions_of, short_names
+from hybridrl.rewards.options import REWARD, FunctionSettings
 from hybridrl.rewards.pool import RewardPool
 from hybridrl.rewards.returned_scores import Steps
 from hybridrl.rewards.scoring_round import RewardResult
@@ -20,7 +22,10 @@ Settings = dict[str | None, RewardConfig]
 
 
 def settings_by_source(
-    config: RewardConfig, own: Mapping[str, Sequence[str]], sources: Sequence[str]
+    config: RewardConfig,
+    own: Mapping[str, Sequence[str]],
+    sources: Sequence[str],
+    group: Setting = REWARD.group,
 ) -> Settings:
     """The settings of the rewards of each source that has functions of its own, and, under None, of
     all others, if there are any. Functions of sources all weigh 1.
@@ -32,10 +37,9 @@ def settings_by_source(
     Raises:
         ConfigError: for a function that there is not, and for options of one that no source has.
     """
-    elsewhere = {f"data.sources.{name}.reward": functions for name, functions in own.items()}
-    for setting, functions in ({"reward.check": config.check} | elsewhere).items():
-        with found_in(setting):
-            short_names(function_list(functions))
+    named = {FunctionSettings.of(group, name).function: own[name] for name in own}
+    for setting, functions in ({group / "check": config.check} | named).items():
+        short_names(function_list(functions, setting), setting)
     found: Settings = {}
     if not sources or set(sources) - set(own):
         found[None] = config
@@ -46,9 +50,9 @@ def settings_by_source(
     for option in config.options:
         if own and option not in names:
             raise ConfigError(
-                f"`reward.options.{option}` is set, but neither `reward.function` nor the reward "
-                f"of a source names `{option}`; they have {', '.join(names)}."
-                f"{nearest(option, names)}"
+                f"`{group / 'options' / option}` is set, but neither `{group / 'function'}` nor "
+                f"the reward of a source names `{option}`; they have "
+                f"{', '.join(names)}.{nearest(option, names)}"
             )
     if not own:
         return found
@@ -63,7 +67,7 @@ class SourcePools:
     whose settings name no function has no pool: its rows score 0, for a model or a judge to add to.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, group: Setting = REWARD.group) -> None:
         self._pools: dict[str | None, RewardPool | None] = {}
         self._columns: list[str] = []
         for name, config in settings.items():
@@ -72,7 +76,7 @@ class SourcePools:
             watched = short_names(every)[len(rewarded) :]
             self._columns += [f"reward/{function}" for function in rewarded]
             self._columns += [f"check/{function}" for function in watched]
-            self._pools[name] = _pool(config) if every else None
+            self._pools[name] = _pool(config, FunctionSettings.of(group, name)) if every else None
 
     def __bool__(self) -> bool:
         return any(self._pools.values())
@@ -146,7 +150,7 @@ class SourcePools:
         return found
 
 
-def _pool(config: RewardConfig) -> RewardPool:
+def _pool(config: RewardConfig, settings: FunctionSettings) -> RewardPool:
     functions, weights = functions_of(config)
     return RewardPool(
         functions,
@@ -158,4 +162,5 @@ def _pool(config: RewardConfig) -> RewardPool:
         error_value=config.error_value,
         watched=len(functions) - len(function_list(config.function)),
         env=config.env,
+        settings=settings,
     )

@@ -15,6 +15,7 @@ import torch
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import JudgeConfig, RolloutConfig, RolloutParallelConfig
+from hybridrl.config.setting import Setting
 from hybridrl.controller import Context
 from hybridrl.conversations.rendering import TemplateContext, render_chat
 from hybridrl.models import load_tokenizer
@@ -93,13 +94,16 @@ class Judge:
         config: JudgeConfig,
         rollout: RolloutConfig,
         job: str,
+        setting: Setting = Setting("reward.judge"),
     ) -> None:
-        self._config = config
+        self._config, self._setting = config, setting
         by_rubric = config.rubric is not None or config.rubric_column is not None
         usual = TEMPLATES["rubric" if by_rubric else config.mode]
         self._template = Path(config.template).read_text() if config.template else usual
         self.pattern = config.pattern or PATTERNS[config.mode]
-        self._rubric = None if config.rubric is None else load_rubric(config.rubric)
+        self._rubric = (
+            None if config.rubric is None else load_rubric(config.rubric, setting / "rubric")
+        )
         self._tokenizer, self._context = load_tokenizer(source.tokenizer), source.template
         self._context_length = source.context_length
         self._sampling = Sampling(config.max_tokens, temperature=0.0)
@@ -140,7 +144,12 @@ class Judge:
     def _by_criteria(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
         """A request for each criterion of each row."""
         column, scale = self._config.rubric_column, self._config.scale
-        rubrics = [self._rubric if column is None else rubric_of(row, column) for row in rows]
+        rubrics = [
+            self._rubric
+            if column is None
+            else rubric_of(row, column, self._setting / "rubric_column")
+            for row in rows
+        ]
         texts = iter(
             self._asked(
                 [

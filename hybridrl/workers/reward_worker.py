@@ -14,11 +14,12 @@ from hybridrl.batch.arrow_columns import Ragged
 from hybridrl.batch.batch import MASKS, Batch, is_of_data, sampled_tokens
 from hybridrl.batch.outcomes import OUTCOMES, is_right
 from hybridrl.config.schema import ActorConfig, RewardConfig, RolloutConfig
+from hybridrl.config.setting import Setting
 from hybridrl.controller import THREE_D, Context, transfer
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import RewardError
 from hybridrl.models import load_tokenizer
-from hybridrl.rewards.loading import functions_of, in_words_of, looks_at_groups, said_of
+from hybridrl.rewards.loading import functions_of, looks_at_groups
 from hybridrl.rewards.response_steps import step_ends, tokens_up_to
 from hybridrl.rewards.returned_scores import Steps
 from hybridrl.rewards.signature import TOKENS, UPDATES
@@ -118,18 +119,17 @@ class RewardWorker(ModelWorker):
             mesh = self._engine.mesh.mesh
             places = [mesh.coordinates(rank) for rank in range(mesh.size)]
             self._answers = SCORE.speaks(context.rank, places)
-        settings = settings_by_source(config, own_functions or {}, sources)
+        self._group = Setting(kind)
+        settings = settings_by_source(config, own_functions or {}, sources, self._group)
         self._pool = None
         if self._answers and any(functions_of(one)[0] for one in settings.values()):
-            with said_of(kind):
-                self._pool = SourcePools(settings)
+            self._pool = SourcePools(settings, self._group)
         self._tokenizer = load_tokenizer(tokenizer)
         self._judge = None
         if judge is not None:
-            self._judge = Judge(context, judge, config.judge, rollout, job)
+            self._judge = Judge(context, judge, config.judge, rollout, job, self._group / "judge")
         if self._pool is not None:
-            with said_of(kind):
-                self._pool.start()
+            self._pool.start()
 
     @property
     def model_engine(self) -> TrainEngine | None:
@@ -157,7 +157,7 @@ class RewardWorker(ModelWorker):
         """
         if verifier is not None:
             return self._verified(batch, verifier)
-        with self.phase("score"), said_of(self._kind):
+        with self.phase("score"):
             # First: all ranks of a cut model take part in it, also should a function fail on one.
             by_model = (
                 None if self._engine is None else self._engine.forward(batch).ragged("values")
@@ -172,7 +172,7 @@ class RewardWorker(ModelWorker):
             outcomes = torch.full_like(scores, math.nan)
             if self._pool is not None:
                 scores, outcomes, chars, columns = self._by_functions(
-                    *(self._pool, rows, batch, ids, groups, self._kind)
+                    *(self._pool, rows, batch, ids, groups)
                 )
                 steps = [self._in_tokens(*found) for found in zip(chars, ids, strict=True)]
             if self._judge is not None:
@@ -193,17 +193,18 @@ class RewardWorker(ModelWorker):
     def _verified(self, batch: Batch, verifier: str) -> Batch:
         """As `compute_reward`, by the functions of a set, in processes that start when they are
         first needed and stay."""
-        config, group = self._verifiers[verifier], f"eval.sets.{verifier}.reward"
-        with self.phase("score"), said_of(group):
+        config = self._verifiers[verifier]
+        with self.phase("score"):
             ids, texts = self._responses(batch)
             scores = outcomes = torch.zeros(len(batch), dtype=torch.float32)
             columns: dict[str, Any] = {}
             if self._answers:
                 if verifier not in self._pools:
-                    self._pools[verifier] = SourcePools({None: config})
+                    group = Setting("eval.sets") / verifier / "reward"
+                    self._pools[verifier] = SourcePools({None: config}, group)
                 rows, groups = _rows_with(batch, texts), _groups(batch)
                 scores, outcomes, _, columns = self._by_functions(
-                    *(self._pools[verifier], rows, batch, ids, groups, group)
+                    *(self._pools[verifier], rows, batch, ids, groups)
                 )
                 scores, outcomes = add_up(config, scores, outcomes)
                 self._report(scores, outcomes, config)
@@ -278,8 +279,8 @@ class RewardWorker(ModelWorker):
         if missing.any() and self._config.on_error == "fail":
             raise RewardError(
                 f"The judge gave {int(missing.sum())} of {len(rows)} responses no grade that "
-                f"`reward.judge.pattern` ({self._judge.pattern}) finds. Mend the pattern or "  # type: ignore[union-attr]
-                "the template, or set `reward.on_error` to `drop` or `value`."
+                f"`{self._group}.judge.pattern` ({self._judge.pattern}) finds. Mend the pattern or "  # type: ignore[union-attr]
+                f"the template, or set `{self._group}.on_error` to `drop` or `value`."
             )
         if self._config.on_error == "value":
             grades = grades.nan_to_num(self._config.error_value)
@@ -292,14 +293,9 @@ class RewardWorker(ModelWorker):
         batch: Batch,
         ids: list[list[int]],
         groups: list[int] | None,
-        settings: str,
     ) -> tuple[torch.Tensor, torch.Tensor, list[Steps], dict[str, Any]]:
         """Scores, the same without steps (NaN where there are only those), the steps by characters,
-        and a column for each function.
-
-        Args:
-            settings: That the functions come from, for what is said of them.
-        """
+        and a column for each function."""
         updates = batch["policy_version"].tolist() if "policy_version" in batch else None
         if pool.asks_for(TOKENS):
             rows = [{**row, TOKENS: tokens} for row, tokens in zip(rows, ids, strict=True)]
@@ -313,7 +309,7 @@ class RewardWorker(ModelWorker):
             }
         )
         if found.first_failure is not None:
-            self.record.notices.append(in_words_of(settings, found.first_failure))
+            self.record.notices.append(found.first_failure)
         columns = {
             name.replace("reward/", f"{self._kind}/", 1): column
             for name, column in found.columns.items()

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import pytest
 
@@ -177,3 +178,20 @@ def test_the_share_of_bad_rows_is_that_of_all_rows_to_evaluate_on(tokenizer, tmp
         others = [*GOOD[:place], bad, *GOOD[place:]]
         config.eval_path = write(tmp_path / "eval.jsonl", others)
         assert len(load_prompts(config, tokenizer, held_out=2, seed=0).held_out) == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["data=mixture", "data.sources.a.path={bad}", "data.sources.b.path={good}"],
+        ["data=jsonl", "data.path={good}", "eval.sets.s.data.path={bad}"],
+        ["data=jsonl", "data.path={good}", "data.eval_path={bad}"],
+    ],
+)
+def test_errors_name_files_as_they_are_called(tokenizer, tmp_path, settings):
+    (tmp_path / "data.split").mkdir()
+    bad = write(tmp_path / "data.split" / "data.jsonl", [*GOOD, '{"prompt": "2+2=" "answer": "4"}'])
+    places = {"bad": bad, "good": write(tmp_path / "good.jsonl", GOOD)}
+    config = load_config(["model.path=none", *(one.format(**places) for one in settings)])
+    with pytest.raises(DataError, match=re.escape(f"{bad}, line 21, is no valid JSON")):
+        load_rows(config, "prompts", tokenizer)

@@ -12,7 +12,7 @@ import hybridrl
 
 ROOT = Path(hybridrl.__file__).parent
 EVERYBODY = {"errors", "system.redaction", "config.schema", "config.role_models", "config.resume"}
-EVERYBODY |= {"config.resumed_settings", "config.eval_sets", "config.changed"}
+EVERYBODY |= {"config.resumed_settings", "config.eval_sets", "config.changed", "config.setting"}
 EVERYTHING = {"*"}
 # A room is a package under hybridrl; of those that stand here one within another, the inner one
 # counts. It may import itself, `EVERYBODY`, and what stands here: a room with all that is in it, or

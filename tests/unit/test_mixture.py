@@ -77,8 +77,8 @@ def test_sources_are_loaded_one_after_the_other(tmp_path):
     config = configured([*MIXED, *own, *of_task]).data
     tokenizer = build_tokenizer(TEXT)
 
-    def load(data, number):
-        return load_prompts(data, tokenizer, held_out=number, seed=0)
+    def load(data, origin, number):
+        return load_prompts(data, tokenizer, held_out=number, seed=0, origin=origin)
 
     found = load_sources(config, load, 8)
     assert Counter(found.training["source"]) == {"a": 34, "b": 20}

@@ -119,6 +119,26 @@ def test_what_is_wrong_with_a_cost_is_said_of_the_cost():
         check_settings(configured([*cost[:2], "cost.weights=[1,2]"]))
 
 
+@pytest.mark.parametrize("group", ["cost", "eval.sets.s.reward", "data.sources.a.reward"])
+def test_errors_name_files_of_functions_as_they_are_called(tmp_path, monkeypatch, group):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.options.py").write_text("def scores(response): return 1.0")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
+    function = "reward.options.py:score"
+    settings = {
+        "cost": ["algorithm=safe_rlhf", f"cost.function={function}"],
+        "eval.sets.s.reward": [f"eval.sets.s.reward.function={function}"],
+        "data.sources.a.reward": [
+            *("data=mixture", "data.sources.a.task=arithmetic", "data.sources.b.task=calculator"),
+            f"data.sources.a.reward={function}",
+        ],
+    }
+    setting = group if group.startswith("data.") else f"{group}.function"
+    with pytest.raises(ConfigError) as raised:
+        check_settings(configured(settings[group]))
+    assert f"`{setting}` names `{function}`, but that file defines no `score`" in str(raised.value)
+
+
 def test_what_fails_while_a_cost_is_scored_is_said_of_the_cost(tmp_path):
     build_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "mine.py").write_text("def score(response, **row): return None")

@@ -15,6 +15,7 @@ import numpy as np
 
 from hybridrl.batch.batch import is_of_data
 from hybridrl.config.schema import Config, DataConfig, RewardConfig, is_served
+from hybridrl.config.setting import Setting
 from hybridrl.data.mixture import COLUMN as SOURCE
 from hybridrl.data.mixture import rewards_of, source_names, sources_of
 from hybridrl.errors import ConfigError, DataError, RewardError
@@ -24,10 +25,9 @@ from hybridrl.rewards.loading import (
     functions_of,
     is_builtin,
     load_function,
-    said_of,
     short_names,
 )
-from hybridrl.rewards.options import options_of
+from hybridrl.rewards.options import REWARD, FunctionSettings, options_of
 from hybridrl.rewards.source_rewards import settings_by_source
 from hybridrl.trainers import load_roles
 
@@ -79,15 +79,16 @@ def check_rewards(config: Config, prompts: Batch, held_out: Batch | None = None)
         if settings is not None:
             own = rewards_of(config.data) if kind == "reward" else {}
             names = source_names(config.data)
-            with said_of(kind):
-                for name, one in settings_by_source(settings, own, names).items():
-                    _check_compares(_data_of(config, name, own), one)
-                    mine, kept = (_of_source(rows, name, own) for rows in (prompts, held_out))
-                    assert mine is not None
-                    reports = kind == "reward"
-                    remarks += check_scoring(one, mine, tries=not plays, reports=reports)
-                    if kept is not None:
-                        _check_answers(one, kept)
+            group = Setting(kind)
+            for name, one in settings_by_source(settings, own, names, group).items():
+                named = FunctionSettings.of(group, name)
+                _check_compares(_data_of(config, name, own), one, named)
+                mine, kept = (_of_source(rows, name, own) for rows in (prompts, held_out))
+                assert mine is not None
+                reports = kind == "reward"
+                remarks += check_scoring(one, mine, named, tries=not plays, reports=reports)
+                if kept is not None:
+                    _check_answers(one, kept, named)
     return list(dict.fromkeys(remarks))
 
 
@@ -108,22 +109,28 @@ def _data_of(config: Config, name: str | None, own: Collection[str]) -> list[Dat
 
 
 def check_scoring(
-    settings: RewardConfig, prompts: Batch, *, tries: bool, reports: bool = False
+    settings: RewardConfig,
+    prompts: Batch,
+    named: FunctionSettings = REWARD,
+    *,
+    tries: bool,
+    reports: bool = False,
 ) -> list[str]:
     """Remarks of the functions of these settings on these prompts; see `check_rewards`.
 
     Args:
+        named: The names of the settings.
         tries: Call the functions on a row.
         reports: Say what they gave its right answer.
     """
     functions, weights = functions_of(settings)
     names = short_names(functions)
-    check_fit(functions, settings.options, filter(is_of_data, prompts.columns))
+    check_fit(functions, settings.options, filter(is_of_data, prompts.columns), named)
     answers = prompts["answer"] if "answer" in prompts.columns else []
     first = next((number for number, answer in enumerate(answers) if answer), 0)
     row = prompts.slice(first, first + 1).rows_for_users()[0] if len(prompts) else None
-    _check_options(functions, settings, row or {})
-    _check_answers(settings, prompts)
+    _check_options(functions, settings, row or {}, named)
+    _check_answers(settings, prompts, named)
     answer = "" if row is None else row.get("answer") or ""
     reports = reports and tries and bool(answer)
     if row is not None:
@@ -135,7 +142,7 @@ def check_scoring(
     if not all(map(is_builtin, functions)) or (
         reports and not WITHOUT_PROCESS.issuperset(functions)
     ):
-        remarks, scores = _try(functions, settings, row)
+        remarks, scores = _try(functions, settings, row, named)
     elif reports and row is not None:
         scores = [
             _score(name, row | given)
@@ -169,26 +176,31 @@ def _on_right_answer(
     if low:
         said += (
             f" So the right answer gets no reward from {' and '.join(low)}: a function that fails "
-            "in silence does so, and one that wants more of a response than the answer alone, "
-            "such as a box or tags. Try it on a whole response that is right."
+            "in silence does so, and one that wants more of a response than the answer alone, such "
+            "as a box or tags. Try it on a whole response that is right."
         )
     return said
 
 
-def _check_compares(sources: Sequence[DataConfig], settings: RewardConfig) -> None:
+def _check_compares(
+    sources: Sequence[DataConfig], settings: RewardConfig, named: FunctionSettings
+) -> None:
     """Refuses to compare with answers that there are none of: an empty response would be right."""
     names = [name for name in functions_of(settings)[0] if name in TO_ANSWERS]
     without = any(data.task is None and data.answer_column is None for data in sources)
     if names and without:
         raise ConfigError(
-            f"reward.function={names[0]} compares responses with answers, and "
+            f"{named.function}={names[0]} compares responses with answers, and "
             "data.answer_column=null says that there are none. Name their column, or another "
             "function."
         )
 
 
 def _check_options(
-    functions: Sequence[Any], settings: RewardConfig, row: Mapping[str, Any]
+    functions: Sequence[Any],
+    settings: RewardConfig,
+    row: Mapping[str, Any],
+    named: FunctionSettings,
 ) -> None:
     """Calls built-in functions once with their options, whose types nobody else knows.
 
@@ -205,12 +217,12 @@ def _check_options(
             load_function(name)(**trial | beside | given)
         except (TypeError, ValueError) as error:
             shown = ", ".join(
-                f"reward.options.{name}.{key}={value}" for key, value in given.items()
+                f"{named.group / 'options' / name / key}={value}" for key, value in given.items()
             )
             raise ConfigError(f"{shown}: `{name}` cannot work with that: {error}.") from error
 
 
-def _check_answers(settings: RewardConfig, prompts: Batch) -> None:
+def _check_answers(settings: RewardConfig, prompts: Batch, named: FunctionSettings) -> None:
     """Refuses answers that nothing can be compared with, where that would end the job."""
     compared = [name for name in functions_of(settings)[0] if name in COMPARE]
     for name in compared if settings.on_error == "fail" else ():
@@ -220,18 +232,21 @@ def _check_answers(settings: RewardConfig, prompts: Batch) -> None:
                 check(answer=answer)
             except ValueError as error:
                 raise DataError(
-                    f"reward.function={name} cannot score the prompt that begins with "
+                    f"{named.function}={name} cannot score the prompt that begins with "
                     f"{prompt[:60]!r}: {error} Mend the answer or leave the row out; or take "
-                    "another function, or reward.on_error=drop."
+                    f"another function, or {named.group}.on_error=drop."
                 ) from error
 
 
 def _try(
-    functions: Sequence[Any], settings: RewardConfig, row: dict[str, Any] | None
+    functions: Sequence[Any],
+    settings: RewardConfig,
+    row: dict[str, Any] | None,
+    named: FunctionSettings,
 ) -> tuple[list[str], list[float]]:
     """What the functions' modules remark, and what the functions give a row, if there is one."""
     limits = {"timeout_s": settings.timeout_s, "on_error": "drop", "env": settings.env}
-    with RewardPool(functions, None, settings.options, **limits) as pool:
+    with RewardPool(functions, None, settings.options, settings=named, **limits) as pool:
         pool.start(LONGEST_IMPORT_S)
         if row is None:
             return pool.remarks, []
@@ -239,9 +254,9 @@ def _try(
     is_slow = found.timeouts and settings.timeout_s > LONGEST_S
     if found.first_failure and not is_slow and settings.on_error == "fail":
         raise RewardError(
-            "Tried before the start, on the first row of the data with its answer as the "
-            f"response: {found.first_failure.rstrip()}\nMend the function; or set "
-            "`reward.on_error` to `drop` or `value`, to go on in spite of such rows."
+            "Tried before the start, on the first row of the data with its answer as the response: "
+            f"{found.first_failure.rstrip()}\nMend the function; or set `{named.group}.on_error` "
+            "to `drop` or `value`, to go on in spite of such rows."
         )
     names = short_names(functions)
     return pool.remarks, [found.columns[f"reward/{name}"][0] for name in names]

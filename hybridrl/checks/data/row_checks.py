@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hybridrl.batch.batch import Batch, is_of_data
 from hybridrl.config.schema import Config
+from hybridrl.config.setting import Setting
 from hybridrl.errors import ConfigError, nearest
 from hybridrl.rewards.rubrics import load_rubric, rubric_of
 from hybridrl.trainers.distillation import rows_by_teacher
@@ -39,17 +40,18 @@ def check_rubrics(config: Config, prompts: Batch) -> None:
         ConfigError: names the file, or the column that is not there.
         DataError: names the row.
     """
-    for scores in (config.reward, config.cost):
+    for group, scores in ((Setting("reward"), config.reward), (Setting("cost"), config.cost)):
+        judge = group / "judge"
         if scores is None or scores.judge.path is None:
             continue
         if scores.judge.rubric is not None:
-            load_rubric(scores.judge.rubric)
+            load_rubric(scores.judge.rubric, judge / "rubric")
         column = scores.judge.rubric_column
         if column is not None and "prompt" in prompts.columns:
             if column not in prompts.columns:
                 raise ConfigError(
-                    f"reward.judge.rubric_column={column}: there is no such column in the data; a "
+                    f"{judge / 'rubric_column'}={column}: there is no such column in the data; a "
                     f"row has {', '.join(filter(is_of_data, prompts.columns))}."
                 )
             for prompt, given in zip(prompts["prompt"], prompts[column], strict=True):
-                rubric_of({"prompt": prompt, column: given}, column)
+                rubric_of({"prompt": prompt, column: given}, column, judge / "rubric_column")

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from hybridrl.data.refused_rows import RefusedRows
+    from hybridrl.data.row_origin import DataRow
 
 TESTED = "hybridrl.rewards.code:passes_tests"
 """The function that reads the column `tests`."""
@@ -62,7 +63,7 @@ def check_tests(
             refused.refuse(
                 number,
                 RowError(
-                    f"Row {number} of the data ({refused.place}): the test {shown[:_SHOWN]} proves "
+                    f"{refused.row(number)} ({refused.place}): the test {shown[:_SHOWN]} proves "
                     "nothing: an empty program passes it, or it compares nothing. Mend it (does it "
                     "assert anything, and does something call it?) or leave the row out.",
                     "whose tests prove nothing",
@@ -85,23 +86,23 @@ def _scoring(config: Config, data: DataConfig) -> RewardConfig | None:
 def _reader(settings: RewardConfig, place: str) -> Callable[[int, Any], Sequence[Any] | None]:
     """Reads the tests of a row; None for those that `reward.on_error` is to deal with."""
 
-    def read(number: int, tests: Any) -> Sequence[Any] | None:
+    def read(row: DataRow, tests: Any) -> Sequence[Any] | None:
         try:
             found = read_tests(tests)
         except ValueError as error:
             if settings.on_error != "fail":
                 return None
             raise RowError(
-                f"Row {number} of the data ({place}): {error} Mend the tests or leave the row out.",
+                f"{row} ({place}): {error} Mend the tests or leave the row out.",
                 "whose tests cannot be read",
             ) from error
         sources = [test for test in found if isinstance(test, str)]
         if lacking := sorted({name for test in sources for name in _missing(test)}):
             named = ", ".join(f"`{name}`" for name in lacking)
             raise RowError(
-                f"Row {number} of the data ({place}): its tests import {named}, which the sandbox "
-                f"does not find, so no program could pass them. Install what {named} comes from "
-                "on every node, or leave the row out.",
+                f"{row} ({place}): its tests import {named}, which the sandbox does not find, so "
+                f"no program could pass them. Install what {named} comes from on every node, or "
+                "leave the row out.",
                 f"whose tests import {', '.join(lacking)}",
             )
         return found

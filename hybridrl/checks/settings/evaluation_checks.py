@@ -12,8 +12,9 @@ from hybridrl.errors import ConfigError, DataError, Problems, RewardError, check
 from hybridrl.evaluation.answer_extraction import extraction
 from hybridrl.evaluation.baseline import Baseline
 from hybridrl.evaluation.evaluation_function import check_own
-from hybridrl.rewards import RewardPool, function_list
-from hybridrl.rewards.loading import said_of
+from hybridrl.rewards import function_list
+from hybridrl.rewards.loading import check_functions
+from hybridrl.rewards.options import REWARD, FunctionSettings
 from hybridrl.trainers import load_roles, load_trainer
 
 if TYPE_CHECKING:
@@ -47,13 +48,13 @@ def check_sets(config: Config, sets: Mapping[str, Batch | None]) -> list[str]:
         rows = sets.get(name)
         if rows is None or (one.own.function is not None and not one.is_verified):
             continue
-        group = f"{one.setting}.reward" if one.is_verified else "reward"
         with problems.noted():
             try:
-                with said_of(group):
-                    plays = config.rollout.episode or is_served(config.rollout, config.environment)
-                    tries = one.is_verified and not plays
-                    remarks += check_scoring(one.reward, rows, tries=tries)
+                plays = config.rollout.episode or is_served(config.rollout, config.environment)
+                tries, named = one.is_verified and not plays, REWARD
+                if one.is_verified:
+                    named = FunctionSettings.of(one.setting / "reward")
+                remarks += check_scoring(one.reward, rows, named, tries=tries)
             except (ConfigError, DataError, RewardError) as error:
                 if one.is_verified:  # then it names the set's settings already
                     raise
@@ -107,8 +108,8 @@ def _check_scoring(config: Config, one: SetSettings) -> None:
     functions = function_list(one.reward.function)
     extraction(f"{one.setting}.extract", one.own.extract, functions)
     if one.is_verified:
-        with said_of(f"{one.setting}.reward"):
-            RewardPool.check(functions, one.reward.weights, one.reward.options)
+        named = FunctionSettings.of(one.setting / "reward")
+        check_functions(functions, one.reward.weights, one.reward.options, 0, named)
 
 
 def _check_function(config: Config, one: SetSettings) -> None:

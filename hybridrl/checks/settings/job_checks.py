@@ -19,6 +19,7 @@ from hybridrl.checks.settings.rollout_checks import check_rollout
 from hybridrl.checks.settings.training_checks import check_training
 from hybridrl.config.eval_sets import needs_held_out
 from hybridrl.config.schema import Config, DataConfig, is_served
+from hybridrl.config.setting import Setting
 from hybridrl.config.setting_types import with_defaults, wrong_values
 from hybridrl.errors import ConfigError, MissingPackageError, Problems, pip_install
 from hybridrl.system.cluster_spec import Cluster, choose_devices
@@ -150,8 +151,9 @@ def _check_devices_asked(config: Config) -> None:
 
 def _check_rewards(config: Config) -> None:
     from hybridrl.data.mixture import rewards_of, source_names
-    from hybridrl.rewards import RewardPool, function_list
-    from hybridrl.rewards.loading import functions_of, said_of
+    from hybridrl.rewards import function_list
+    from hybridrl.rewards.loading import check_functions, functions_of
+    from hybridrl.rewards.options import FunctionSettings
     from hybridrl.rewards.source_rewards import settings_by_source
     from hybridrl.trainers import load_roles
 
@@ -175,12 +177,13 @@ def _check_rewards(config: Config) -> None:
         played = played or config.data.task == "environment"  # whose name is missed elsewhere
         played = played and config.environment.name != "mcp"  # which rewards nothing by itself
         own = rewards_of(config.data) if kind == "reward" else {}
-        with said_of(kind):
-            for one in settings_by_source(settings, own, source_names(config.data)).values():
-                every, weights = functions_of(one)
-                rewarded = function_list(one.function)
-                if every or not (settings.model or judge.path or played):
-                    RewardPool.check(every, weights, one.options, len(every) - len(rewarded))
+        by_source = settings_by_source(settings, own, source_names(config.data), Setting(kind))
+        for source, one in by_source.items():
+            every, weights = functions_of(one)
+            watched = len(every) - len(function_list(one.function))
+            if every or not (settings.model or judge.path or played):
+                named = FunctionSettings.of(Setting(kind), source)
+                check_functions(every, weights, one.options, watched, named)
 
 
 def _check_packages(config: Config) -> None:

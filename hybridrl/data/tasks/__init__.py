@@ -16,6 +16,7 @@ import importlib
 import pkgutil
 from types import ModuleType
 
+from hybridrl.config.setting import Setting
 from hybridrl.errors import ConfigError, nearest
 
 
@@ -24,7 +25,7 @@ def task_names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def load_task(name: str) -> ModuleType:
+def load_task(name: str, setting: Setting = Setting("data.task")) -> ModuleType:
     """Returns the task module with this name.
 
     Raises:
@@ -36,7 +37,7 @@ def load_task(name: str) -> ModuleType:
             task = importlib.import_module(name)
         except (Exception, SystemExit) as error:  # it is the user's
             raise ConfigError(
-                f"`data.task` is `{name}`, and importing that module failed: "
+                f"`{setting}` is `{name}`, and importing that module failed: "
                 f"{type(error).__name__}: {error}. Give the dotted name of an importable module, "
                 f"or a built-in task: {', '.join(known)}."
             ) from error
@@ -44,18 +45,18 @@ def load_task(name: str) -> ModuleType:
         task = importlib.import_module(f"{__name__}.{name}")
     else:
         raise ConfigError(
-            f"`data.task` is `{name}`, which is no built-in task; there is {', '.join(known)}. A "
+            f"`{setting}` is `{name}`, which is no built-in task; there is {', '.join(known)}. A "
             "task of your own is given as the dotted name of its module." + nearest(name, known)
         )
     missing = [part for part in ("CHARACTERS", "problems") if not hasattr(task, part)]
     if missing:
         raise ConfigError(
-            f"`data.task` is `{name}`, but that module has no `{'` and no `'.join(missing)}`. A "
+            f"`{setting}` is `{name}`, but that module has no `{'` and no `'.join(missing)}`. A "
             "task needs `CHARACTERS` (a string) and `problems(count_held_out, seed)`."
         )
     if not isinstance(task.CHARACTERS, str):
         raise ConfigError(
-            f"`data.task` is `{name}`, and `CHARACTERS` of that module is {task.CHARACTERS!r}, "
+            f"`{setting}` is `{name}`, and `CHARACTERS` of that module is {task.CHARACTERS!r}, "
             "expected a string of all characters that prompts and answers use."
         )
     return task

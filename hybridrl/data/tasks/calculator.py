@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from hybridrl.batch.turn import Turn
+from hybridrl.data.row_origin import DATA, RowOrigin
 from hybridrl.errors import ConfigError
 
 CHARACTERS = "0123456789*=<>"
@@ -40,7 +41,7 @@ class Calculator:
 
 
 def problems(
-    count_held_out: int = 256, seed: int = 0
+    count_held_out: int = 256, seed: int = 0, origin: RowOrigin = DATA
 ) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """All 4,624 problems, shuffled from `seed` and cut into `(train, held_out)`.
 
@@ -50,7 +51,7 @@ def problems(
     total = _OPERANDS**2
     if not 0 <= count_held_out < total:
         raise ConfigError(
-            f"`eval.prompts` is {count_held_out}, but `calculator` has {total} problems and "
+            f"`{origin.held_out}` is {count_held_out}, but `calculator` has {total} problems and "
             f"at least one must be left for training: give a number from 0 to {total - 1}."
         )
     order = np.random.default_rng(seed).permutation(total).tolist()

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from hybridrl.data.character_tokenizer import TEXT
+from hybridrl.data.row_origin import DATA, RowOrigin
 from hybridrl.errors import ConfigError, nearest
 from hybridrl.rewards.reasoning_gym_reward import check_installed, dataset
 
@@ -38,6 +39,7 @@ def problems(
     tasks: Sequence[str] = (),
     task_options: Mapping[str, Any] | None = None,
     rows: int = 2000,
+    origin: RowOrigin = DATA,
 ) -> tuple[list[Row], list[Row]]:
     """Problems to learn from and to evaluate on, no question twice, about as many of each task.
 
@@ -57,7 +59,7 @@ def problems(
         ConfigError: for a task or a parameter that there is not.
     """
     check_installed()
-    options = _checked(tasks, task_options or {})
+    options = _checked(tasks, task_options or {}, origin)
     training: list[Row] = []
     held_out: list[Row] = []
     for number, task in enumerate(tasks):
@@ -68,11 +70,12 @@ def problems(
         if len(found) < learned + kept:
             kept = min(kept, int(LARGEST_SHARE * len(found)))
             _log.warning(
-                "%s has %d different problems with these parameters, fewer than the %d that "
-                "data.rows and eval.prompts ask for.",
+                "%s has %d different problems with these parameters, fewer than the %d that %s and "
+                "%s ask for.",
                 task,
                 len(found),
                 learned + _share(count_held_out, number, len(tasks)),
+                *(origin / "rows", origin.held_out),
             )
         held_out += found[:kept]
         training += found[kept : kept + learned]
@@ -132,29 +135,31 @@ def _difficulty(metadata: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _checked(tasks: Sequence[str], options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _checked(
+    tasks: Sequence[str], options: Mapping[str, Any], origin: RowOrigin
+) -> dict[str, dict[str, Any]]:
     """The parameters of each task, of which each is one."""
     from reasoning_gym.factory import DATASETS
 
-    known = sorted(set(DATASETS) - set(_NO_TASKS))
+    known, named = sorted(set(DATASETS) - set(_NO_TASKS)), origin / "tasks"
     if not tasks:
         raise ConfigError(
-            "data.tasks is empty: name tasks of reasoning-gym, as in data.tasks=[chain_sum, gcd]. "
-            f"There are {', '.join(known)}."
+            f"{named} is empty: name tasks of reasoning-gym, as in {named}=[chain_sum, gcd]. There "
+            f"are {', '.join(known)}."
         )
     for task in tasks:
         if task not in known:
             raise ConfigError(
-                f"data.tasks names `{task}`, which is no task of reasoning-gym "
-                f"({len(known)} are there).{nearest(task, known)}"
+                f"{named} names `{task}`, which is no task of reasoning-gym ({len(known)} are "
+                f"there).{nearest(task, known)}"
             )
     if len(set(tasks)) < len(tasks):
-        raise ConfigError(f"data.tasks={list(tasks)} names a task twice. Leave one out.")
+        raise ConfigError(f"{named}={list(tasks)} names a task twice. Leave one out.")
     for task, given in options.items():
-        setting = f"data.task_options.{task}"
+        setting = origin / "task_options" / task
         if task not in tasks:
             raise ConfigError(
-                f"{setting} is set, but data.tasks has {', '.join(tasks)}.{nearest(task, tasks)}"
+                f"{setting} is set, but {named} has {', '.join(tasks)}.{nearest(task, tasks)}"
             )
         if not isinstance(given, Mapping):
             raise ConfigError(f"{setting}={given}: must be parameters, {setting}.<name>=<value>.")
