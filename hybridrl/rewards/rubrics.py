@@ -21,7 +21,7 @@ class Criterion(NamedTuple):
     weight: float
 
 
-def load_rubric(path: str, setting: Setting) -> list[Criterion]:
+def load_rubric(path: str, setting: Setting = Setting("reward.judge.rubric")) -> list[Criterion]:
     """The criteria of a file.
 
     Raises:
@@ -37,7 +37,9 @@ def load_rubric(path: str, setting: Setting) -> list[Criterion]:
         ) from error
 
 
-def rubric_of(row: Mapping[str, Any], column: str, setting: Setting) -> list[Criterion]:
+def rubric_of(
+    row: Mapping[str, Any], column: str, setting: Setting = Setting("reward.judge.rubric_column")
+) -> list[Criterion]:
     """The criteria of a row, a list or one as JSON.
 
     Raises:
