@@ -16,8 +16,9 @@ from collections.abc import Callable
 
 import torch
 from figures import interleave, report
+from other_codecs import GroupedFloat8, TopK
 
-from hybridrl.compress import Codec, GroupedFloat8, GroupedIntegers, TopK
+from hybridrl.compress import Codec, GroupedIntegers
 from hybridrl.system.device_traits import synchronize
 
 CODECS: dict[str, Codec] = {

@@ -36,6 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from figures import report
+from other_codecs import ErrorFeedback, TopK
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -43,7 +44,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from choice_cases import least, random_case, way
 from netlab import Host, network
 
-from hybridrl.compress import ErrorFeedback, TopK
 from hybridrl.controller import Context
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.parallel.compressed_collectives import INT4, INT8, CompressedReduceScatter, Hop

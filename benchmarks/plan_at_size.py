@@ -11,19 +11,23 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import sys
 import time
 import tracemalloc
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from figures import SMOKE, report
 
-from hybridrl.layout.boxes import extent, shard_box, whole
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from weight_transitions import Parameter, shard_box
+
+from hybridrl.layout.boxes import extent, whole
 from hybridrl.layout.footprint import peak, redundant
 from hybridrl.layout.tensor_layout import Layout
 from hybridrl.layout.tensor_pieces import OfRank, Piece, local_pieces
 from hybridrl.layout.transfer_planner import plan
-from hybridrl.layout.transition import Parameter
 from hybridrl.parallel.parameter_layout import Said, layout_of
 from hybridrl.system.device_traits import message_bytes
 from hybridrl.weights.transfer_rounds import Load, loads_of, parts_of, room_of, schedule, streams_of

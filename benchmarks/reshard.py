@@ -15,6 +15,7 @@ import argparse
 import multiprocessing
 import socket
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,16 +26,18 @@ import torch.distributed as dist
 from figures import report
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from weight_transitions import Parameter, Transition, VanillaMesh, gather_all, nested, vanilla
+
 from hybridrl.config.schema import ActorConfig, ParallelConfig, RolloutConfig
 from hybridrl.config.schema import RolloutParallelConfig as RolloutParallel
 from hybridrl.controller.worker import Context, Rendezvous
 from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.layout.boxes import extent
-from hybridrl.layout.hybrid_mesh import HybridMesh, VanillaMesh
+from hybridrl.layout.hybrid_mesh import HybridMesh
 from hybridrl.layout.tensor_layout import Layout
 from hybridrl.layout.training_mesh import training_mesh
-from hybridrl.layout.transition import Parameter, Transition, gather_all, nested, vanilla
 from hybridrl.models import CausalPolicy, load_model
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.parallel.process_group import join

@@ -9,12 +9,12 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from hybridrl.compress import GroupedFloat8, GroupedIntegers
+from hybridrl.compress import GroupedIntegers
 from hybridrl.compress.group_kernels import decode, encode
 
 CODECS = [
     *(GroupedIntegers(8, 2048), GroupedIntegers(8, 64, hadamard=True), GroupedIntegers(4, 32)),
-    *(GroupedIntegers(4, 128, hadamard=True), GroupedIntegers(4, 4096), GroupedFloat8(128)),
+    *(GroupedIntegers(4, 128, hadamard=True), GroupedIntegers(4, 4096)),
 ]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -5,8 +5,9 @@ from unittest.mock import patch
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from weight_transitions import shard_box
 
-from hybridrl.layout.boxes import extent, shard_box, whole
+from hybridrl.layout.boxes import extent, whole
 from hybridrl.layout.tensor_layout import Layout
 from hybridrl.layout.tensor_pieces import Piece
 from hybridrl.layout.training_mesh import DATA

@@ -12,7 +12,7 @@ from hybridrl.algorithms.advantages import (
     returns_to_go,
     spread,
 )
-from hybridrl.algorithms.corrections import importance_weights, mismatch
+from hybridrl.algorithms.corrections import importance_weights
 from hybridrl.algorithms.credit import least_of, part_advantages, part_numbers, rewards_at
 from hybridrl.algorithms.distillation_loss import Distillation
 from hybridrl.algorithms.group_advantages import (
@@ -60,7 +60,6 @@ __all__ = [
     "leave_one_out",
     "masked_mean",
     "masked_var",
-    "mismatch",
     "negative_log_likelihood",
     "optimal_reward_baseline",
     "overlong_penalty",

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.kl import kl
-from hybridrl.algorithms.masked_statistics import masked_mean
 from hybridrl.algorithms.masking import as_bool, as_float, on_mask, require_known
 from hybridrl.algorithms.segments import Segments, samples_of
 from hybridrl.errors import ConfigError
@@ -43,7 +41,8 @@ def importance_weights(
     if low is not None and high is not None and low > high:
         raise ConfigError(f"`low` is {low} and `high` is {high}; expected low <= high.")
     mask = as_bool(mask)
-    difference = _difference(log_probs, rollout_log_probs, mask).clamp(-20.0, 20.0)
+    log_probs, rollout_log_probs = as_float(log_probs, rollout_log_probs)
+    difference = on_mask(log_probs - rollout_log_probs, mask).clamp(-20.0, 20.0)
     if level == "sequence":
         samples = samples_of(mask, segments)
         difference = samples.spread(samples.sum(difference).clamp(-20.0, 20.0))
@@ -58,48 +57,3 @@ def importance_weights(
             inside = inside & (weights <= high)
         weights = on_mask(weights, inside)
     return on_mask(weights, mask)
-
-
-@torch.no_grad()
-def mismatch(
-    log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    mask: Tensor,
-    *,
-    segments: Segments | None = None,
-) -> dict[str, Tensor]:
-    """How far the trainer's log-probabilities are from the rollout engine's; scalars.
-
-    * ``kl``: k1 estimate of KL(rollout || trainer), the mean of rollout - trainer; nats.
-    * ``k3``: the same divergence by k3, which is never negative.
-    * ``ppl_ratio``: the trainer's perplexity of an answer over the rollout engine's, averaged
-      over the answers.
-    * ``max_abs``: the largest absolute difference of a log-probability.
-    * ``ess``: effective sample size of the tokens under importance weights w, as a fraction:
-      (sum w)^2 / (tokens * sum w^2).
-
-    Without any token there is no gap: the ratios are 1 and the differences 0.
-    """
-    mask = as_bool(mask)
-    samples = samples_of(mask, segments)
-    mask = samples.mask
-    difference = _difference(log_probs, rollout_log_probs, mask)
-    weights = on_mask(difference.clamp(-20.0, 20.0).exp(), mask)
-    tokens = mask.sum()
-    answers = samples.lengths > 0
-    squares = weights.square().sum()
-    one = torch.ones_like(squares)
-    return {
-        "kl": masked_mean(-difference, mask),
-        "k3": masked_mean(kl(rollout_log_probs, log_probs, "k3", mask=mask), mask),
-        "ppl_ratio": torch.where(
-            answers.any(), masked_mean(samples.mean(-difference).exp(), answers), one
-        ),
-        "max_abs": difference.abs().max() if difference.numel() else torch.zeros_like(one),
-        "ess": torch.where(tokens > 0, weights.sum().square() / (tokens * squares), one),
-    }
-
-
-def _difference(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
-    log_probs, rollout_log_probs = as_float(log_probs, rollout_log_probs)
-    return on_mask(log_probs - rollout_log_probs, mask)

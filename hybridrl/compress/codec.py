@@ -15,8 +15,7 @@ class Codec(Protocol):
     and know how many values travel; the bytes carry nothing but them. The same bytes decode to the
     same bits on every device, so a sender that decodes what it sends knows what the receiver has.
 
-    A codec has no state. What the receiver has already (`new - held` is encoded), or what was lost
-    last time (`ErrorFeedback`), is the caller's.
+    A codec has no state. What the receiver has already (`new - held` is encoded) is the caller's.
     """
 
     def size(self, numel: int) -> int:

@@ -32,8 +32,6 @@ class GroupCodec(ABC):
     """Of a code."""
     group: int
     """Values that share a scale."""
-    floating: bool
-    """Whether codes are float8 numbers, else they are integers."""
     hadamard: bool
     """Whether each 32 values are mixed first."""
 
@@ -92,8 +90,7 @@ class GroupCodec(ABC):
 
     def kind(self) -> dict[str, int]:
         """What kernels are compiled for."""
-        kind = {"GROUP": self.group, "BITS": self.bits}
-        return kind | {"FLOATING": self.floating, "MIX": self.hadamard}
+        return {"GROUP": self.group, "BITS": self.bits, "MIX": self.hadamard}
 
     def _groups(self, numel: int) -> int:
         return -(-numel // self.group)

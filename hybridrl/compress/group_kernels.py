@@ -1,8 +1,8 @@
 """The codecs of groups as Triton kernels: one pass over the values, the same bits as `groups.py`.
 
 They say in so many words what rounds how: quotients are IEEE's (`div_rn`), sums are in the
-reference's order, nothing is fused, and float8 and bfloat16 are made of their bits, for not every
-GPU converts them, and Triton's interpreter rounds them its own way.
+reference's order, nothing is fused, and bfloat16 is made of its bits, for not every GPU converts to
+it, and Triton's interpreter rounds it its own way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def encode(
 
     Args:
         largest: The largest code.
-        kind: GROUP, BITS, FLOATING and MIX of the codec, as the kernels have them.
+        kind: GROUP, BITS and MIX of the codec, as the kernels have them.
     """
     rows, programs = _programs(len(scales), kind["GROUP"])
     constants = {"LARGEST": largest, "ROWS": rows, **kind}
@@ -59,7 +59,6 @@ def _encode(
     LARGEST: tl.constexpr,  # noqa: N803 (Triton's way to write constants)
     GROUP: tl.constexpr,  # noqa: N803
     BITS: tl.constexpr,  # noqa: N803
-    FLOATING: tl.constexpr,  # noqa: N803
     MIX: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
 ):
@@ -80,7 +79,7 @@ def _encode(
     unit = tl.where(lost[:, None], 0.0, unit)
     scale = tl.where(lost, float("nan"), scale)
     tl.store(scales + row, scale, mask=row * GROUP < numel)
-    code = _to_float8(unit) if FLOATING else ((unit + ROUNDING) - ROUNDING).to(tl.int32)
+    code = ((unit + ROUNDING) - ROUNDING).to(tl.int32)
     if BITS == 8:
         tl.store(codes + at, code.to(tl.uint8), mask=at < numel)
     else:
@@ -98,7 +97,6 @@ def _decode(
     BFLOAT16: tl.constexpr,  # noqa: N803
     GROUP: tl.constexpr,  # noqa: N803
     BITS: tl.constexpr,  # noqa: N803
-    FLOATING: tl.constexpr,  # noqa: N803
     MIX: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
 ):
@@ -110,11 +108,8 @@ def _decode(
         pair = row[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
         byte = tl.load(codes + pair, mask=pair * 2 < numel, other=0).to(tl.int32)
         code = tl.reshape(tl.join(byte & 0xF, byte >> 4), (ROWS, GROUP))
-    if FLOATING:
-        unit = _from_float8(code)
-    else:
-        half: tl.constexpr = 1 << (BITS - 1)
-        unit = ((code ^ half) - half).to(tl.float32)
+    half: tl.constexpr = 1 << (BITS - 1)
+    unit = ((code ^ half) - half).to(tl.float32)
     if MIX:
         unmixed = _times_h(unit, ROWS, GROUP)
         unit = tl.where(at < numel // MIXED * MIXED, unmixed, unit * (1.0 / UNMIXED))
@@ -138,22 +133,3 @@ def _times_h(value, ROWS: tl.constexpr, GROUP: tl.constexpr):  # noqa: N803
         other = tl.gather(value, lane ^ (1 << stage), 1)
         value = tl.where(((lane >> stage) & 1) == 1, other - value, value + other)
     return tl.reshape(value, (ROWS, GROUP))
-
-
-@triton.jit
-def _to_float8(unit):
-    """The codes of e4m3 nearest to numbers of at most 448: three of float32's 23 bits of mantissa,
-    and an exponent that begins 120 later. Below 2**-6 codes are multiples of 2**-9."""
-    bits = unit.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    small = ((tl.abs(unit) * 512.0 + ROUNDING) - ROUNDING).to(tl.int32)
-    return tl.where(tl.abs(unit) < 0.015625, small, normal) | ((bits >> 24) & 0x80)
-
-
-@triton.jit
-def _from_float8(code):
-    exponent, mantissa = (code >> 3) & 0xF, code & 7
-    normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
-    magnitude = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)
-    return tl.where(code >= 0x80, -magnitude, magnitude)

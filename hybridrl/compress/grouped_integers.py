@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -35,8 +34,6 @@ class GroupedIntegers(GroupCodec):
     bits: int = 4
     group: int = 2048
     hadamard: bool = False
-
-    floating: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

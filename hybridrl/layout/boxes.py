@@ -160,36 +160,3 @@ def chunk_range(length: int, index: int, count: int) -> tuple[int, int]:
     count)`` elements until none are left; the last parts may be smaller or empty."""
     size = -(-length // count)
     return min(index * size, length), min((index + 1) * size, length)
-
-
-def even_range(length: int, index: int, count: int) -> tuple[int, int]:
-    """The rule of `torch.tensor_split`: parts differ by one at most, the first are larger."""
-    size, larger = divmod(length, count)
-    start = index * size + min(index, larger)
-    return start, start + size + (index < larger)
-
-
-def shard_box(
-    shape: Iterable[int], shards: Iterable[tuple[int, int, int]], cut: Cut = chunk_range
-) -> Box:
-    """What is left of a tensor after cutting it several times.
-
-    Args:
-        shards: (dim, index, count) of each cut, in the order in which they are made. Two cuts of
-            one dim are nested: tensor parallelism first, then FSDP inside each of its parts.
-        cut: How a length is divided.
-
-    Returns:
-        A box, possibly empty.
-    """
-    box = list(whole(shape))
-    for dim, index, count in shards:
-        if not (-len(box) <= dim < len(box) and 0 <= index < count):
-            raise ConfigError(
-                f"Part {index} of {count} along dim {dim} does not exist in a tensor of "
-                f"{len(box)} dims. Expected a dim that it has, and 0 <= index < count."
-            )
-        start, stop = box[dim]
-        low, high = cut(stop - start, index, count)
-        box[dim] = (start + low, start + high)
-    return tuple(box)

@@ -101,23 +101,6 @@ class HybridMesh:
         }
 
 
-@dataclass(frozen=True)
-class VanillaMesh(HybridMesh):
-    """HybridFlow-V: both meshes fill consecutive ranks, `tp` first, then `pp`, then `dp`.
-
-    The paper's baseline: some ranks generate with a shard that shares nothing with the one they
-    train, and keep both.
-    """
-
-    def coordinates(self, rank: int) -> dict[str, Coordinate]:
-        """As `HybridMesh.coordinates`."""
-        training = Mesh({"dp": self.dp, "pp": self.pp, "tp": self.tp})
-        axes = {"dp": self.dp, "micro_dp": self.micro_dp}
-        axes |= {"rollout_pp": self.rollout_pp, "rollout_tp": self.rollout_tp}
-        found = training.coordinates(rank) | Mesh(axes).coordinates(rank)
-        return self._place(**{axis: place.index for axis, place in found.items()})
-
-
 def _check_positive(mesh: HybridMesh) -> None:
     for field in fields(mesh):
         size = getattr(mesh, field.name)

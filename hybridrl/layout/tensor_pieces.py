@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from hybridrl.layout.boxes import Box, boxes_of_range, volume
+from hybridrl.layout.boxes import Box, volume
 
 
 class Place(NamedTuple):
@@ -63,21 +63,9 @@ OfRank = Mapping[str, tuple[Piece, ...]]
 
 
 def local_pieces(name: str, box: Box) -> tuple[Piece, ...]:
-    """The pieces of a rank whose local tensor, of the same name, is this box; none if it is empty.
-
-    With `boxes.shard_box` the pieces of a DTensor or of a tensor-parallel shard.
-    """
+    """The pieces of a rank whose local tensor, of the same name, is this box; none if it is
+    empty."""
     return (Piece(box, name, (0,) * len(box)),) if volume(box) else ()
-
-
-def flat_pieces(name: str, shape: Sequence[int], start: int, stop: int) -> tuple[Piece, ...]:
-    """The pieces of a rank that holds elements ``[start, stop)`` of the flattened tensor.
-
-    Each box is one run of the flat shard; as a local tensor of its own shape, a view of that run,
-    it is called ``{name}/0``, ``{name}/1`` and so on.
-    """
-    boxes = boxes_of_range(shape, start, stop)
-    return tuple(Piece(box, f"{name}/{i}", (0,) * len(box)) for i, box in enumerate(boxes))
 
 
 @dataclass(frozen=True, eq=False)

@@ -69,13 +69,6 @@ def rank_places(rows: list[RingRow], ulysses: int) -> list[Tensor]:
     return found
 
 
-def visible_pairs(cu_seqlens: Tensor, places: Tensor) -> int:
-    """The work of causal attention for the queries at `places`: pairs of a query and a key that it
-    sees, itself included."""
-    samples = torch.bucketize(places, cu_seqlens, right=True) - 1
-    return int((places - cu_seqlens[samples] + 1).sum())
-
-
 def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     """The numbers start, ..., start + length - 1 of every pair, one after the other."""
     shift = starts - (lengths.cumsum(0) - lengths)

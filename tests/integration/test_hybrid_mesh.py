@@ -4,11 +4,11 @@ from collections import Counter, defaultdict
 from fractions import Fraction
 
 import pytest
+from weight_transitions import Parameter, VanillaMesh, gather_all, nested, vanilla
 
 from hybridrl.errors import ConfigError
 from hybridrl.layout.boxes import intersection, subtract_all, volume
-from hybridrl.layout.hybrid_mesh import HybridMesh, VanillaMesh
-from hybridrl.layout.transition import Parameter, gather_all, nested, vanilla
+from hybridrl.layout.hybrid_mesh import HybridMesh
 
 RANKS = 64
 

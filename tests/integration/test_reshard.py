@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from layout_cases import cut, empty_tensors, local, numbered
 from ranks import run_ranks
+from weight_transitions import Parameter, VanillaMesh, gather_all, nested, vanilla
 
-from hybridrl.layout.hybrid_mesh import HybridMesh, VanillaMesh
+from hybridrl.layout.hybrid_mesh import HybridMesh
 from hybridrl.layout.tensor_pieces import Piece
-from hybridrl.layout.transition import Parameter, gather_all, nested, vanilla
 from hybridrl.weights.collective_reshard import Reshard, reshard
 from hybridrl.weights.transfer_rounds import count
 from hybridrl.weights.weight_transport import Traffic, into

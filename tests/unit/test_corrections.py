@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms import Segments, importance_weights, mismatch
+from hybridrl.algorithms import PolicyObjective, Segments, importance_weights
 from hybridrl.errors import ConfigError
 
 POISON = (math.nan, math.inf, -math.inf, 1e30)
@@ -67,47 +67,27 @@ def test_importance_weights_equal_a_loop(case, level, mode, low, high):
 @given(pairs())
 def test_mismatch_equals_a_loop(case):
     log_probs, rollout, mask = case
-    result = mismatch(log_probs, rollout, mask)
-    assert set(result) == {"kl", "k3", "ppl_ratio", "max_abs", "ess"}
-    if not mask.any():
-        assert {name: x.item() for name, x in result.items()} == {
-            "kl": 0.0,
-            "k3": 0.0,
-            "ppl_ratio": 1.0,
-            "max_abs": 0.0,
-            "ess": 1.0,
-        }
-        return
+    segments = Segments.from_cu_seqlens(torch.tensor([0, *mask.sum(-1).cumsum(0).tolist()]))
+    found = PolicyObjective._mismatch(log_probs[mask], rollout[mask], segments)
     gaps = (log_probs - rollout)[mask].tolist()
-    n = len(gaps)
-    clamped = [min(max(d, -20.0), 20.0) for d in gaps]
-    weights = [math.exp(d) for d in clamped]
-    rows = [(rollout - log_probs)[r, held] for r, held in enumerate(mask) if held.any()]
+    clamped = [min(max(gap, -20.0), 20.0) for gap in gaps]
     expected = {
-        "kl": -sum(gaps) / n,
-        "k3": sum(min(math.exp(d) - 1 - d, 10.0) for d in clamped) / n,
-        "ppl_ratio": sum(math.exp(row.mean().item()) for row in rows) / len(rows),
-        "max_abs": max(abs(d) for d in gaps),
-        "ess": sum(weights) ** 2 / (n * sum(w * w for w in weights)),
+        "mismatch_kl": [-gap for gap in gaps],
+        "mismatch_k3": [min(math.exp(gap) - 1 - gap, 10.0) for gap in clamped],
+        "mismatch_abs_max": [abs(gap) for gap in gaps],
+        "mismatch_weight": [math.exp(gap) for gap in clamped],
+        "mismatch_weight_square": [math.exp(gap) ** 2 for gap in clamped],
     }
-    for name, value in expected.items():
-        assert result[name].item() == pytest.approx(value, rel=1e-6, abs=1e-12), name
-    packed = mismatch(
-        log_probs[mask],
-        rollout[mask],
-        mask[mask],
-        segments=Segments.from_cu_seqlens(torch.tensor([0, *mask.sum(-1).cumsum(0).tolist()])),
-    )
-    for name in expected:
-        torch.testing.assert_close(packed[name], result[name])
+    for name, values in expected.items():
+        assert found[name].tolist() == pytest.approx(values, rel=1e-6, abs=1e-12), name
+    rows = zip((rollout - log_probs), mask, strict=True)
+    ratios = [math.exp(gap[held].mean().item()) if held.any() else 1.0 for gap, held in rows]
+    assert found["mismatch_ppl_ratio_by_row"].tolist() == pytest.approx(ratios, rel=1e-6)
 
 
-def test_equal_engines_have_no_mismatch():
+def test_equal_engines_have_no_correction():
     x = -torch.rand(3, 5)
-    mask = torch.ones(3, 5)
-    result = {name: value.item() for name, value in mismatch(x, x, mask).items()}
-    assert result == {"kl": 0.0, "k3": 0.0, "ppl_ratio": 1.0, "max_abs": 0.0, "ess": 1.0}
-    assert (importance_weights(x, x, mask) == 1).all()
+    assert (importance_weights(x, x, torch.ones(3, 5)) == 1).all()
 
 
 def test_the_summed_gap_of_an_answer_is_clamped():
@@ -121,7 +101,6 @@ def test_the_summed_gap_of_an_answer_is_clamped():
 def test_nothing_at_all():
     nothing = torch.zeros(0, 4)
     assert importance_weights(nothing, nothing, nothing, level="sequence").shape == (0, 4)
-    assert mismatch(nothing, nothing, nothing)["ess"] == 1
 
 
 def test_wrong_settings_are_refused():
@@ -134,11 +113,9 @@ def test_wrong_settings_are_refused():
         importance_weights(x, x, x, mode="mask", low=3.0, high=2.0)
 
 
-def test_no_tokens_give_no_weights_and_no_gap():
+def test_no_tokens_give_no_weights():
     none, segments = torch.zeros(0), Segments.from_cu_seqlens(torch.zeros(1, dtype=torch.int64))
     for level in ("token", "sequence"):
         for mode in ("truncate", "mask"):
             found = importance_weights(none, none, none, level, mode, segments=segments)
             assert found.shape == (0,) and found.dtype == torch.float32
-    found = {name: float(x) for name, x in mismatch(none, none, none, segments=segments).items()}
-    assert found == {"kl": 0.0, "k3": 0.0, "ppl_ratio": 1.0, "max_abs": 0.0, "ess": 1.0}

@@ -19,12 +19,13 @@ from layout_cases import (
     numbered,
     shapes,
 )
+from weight_transitions import even_range, flat_pieces, shard_box
 
 from hybridrl.errors import ConfigError, LayoutError
 from hybridrl.layout import boxes
 from hybridrl.layout.footprint import peak, redundant
 from hybridrl.layout.tensor_layout import Layout, Plan, join
-from hybridrl.layout.tensor_pieces import Part, Piece, PieceTable, Place, flat_pieces, local_pieces
+from hybridrl.layout.tensor_pieces import Part, Piece, PieceTable, Place, local_pieces
 from hybridrl.layout.transfer_planner import plan
 
 
@@ -67,15 +68,15 @@ def test_cuts_follow_torch(length, count):
     chunks = [*numbers.chunk(count), *[numbers[:0]] * count][:count]
     for index, (chunk, even) in enumerate(zip(chunks, numbers.tensor_split(count), strict=True)):
         assert torch.equal(numbers[slice(*boxes.chunk_range(length, index, count))], chunk)
-        assert torch.equal(numbers[slice(*boxes.even_range(length, index, count))], even)
+        assert torch.equal(numbers[slice(*even_range(length, index, count))], even)
 
 
 def test_two_cuts_of_one_dim_are_nested():
-    assert boxes.shard_box((10, 4), [(0, 1, 2), (0, 2, 3)]) == ((9, 10), (0, 4))
-    assert boxes.shard_box((10, 4), [(0, 1, 2), (1, 0, 2)]) == ((5, 10), (0, 2))
-    assert boxes.shard_box((10,), [(0, 3, 4)], boxes.even_range) == ((8, 10),)
+    assert shard_box((10, 4), [(0, 1, 2), (0, 2, 3)]) == ((9, 10), (0, 4))
+    assert shard_box((10, 4), [(0, 1, 2), (1, 0, 2)]) == ((5, 10), (0, 2))
+    assert shard_box((10,), [(0, 3, 4)], even_range) == ((8, 10),)
     with pytest.raises(ConfigError, match="Part 2 of 2 along dim 0"):
-        boxes.shard_box((10,), [(0, 2, 2)])
+        shard_box((10,), [(0, 2, 2)])
 
 
 @given(layout_pairs())
@@ -161,7 +162,7 @@ def shards(shape, count, replicas=1):
     return Layout(
         {"w": shape},
         {
-            rank: {"w": local_pieces("w", boxes.shard_box(shape, [(0, rank % count, count)]))}
+            rank: {"w": local_pieces("w", shard_box(shape, [(0, rank % count, count)]))}
             for rank in range(count * replicas)
         },
     )
@@ -212,7 +213,7 @@ def test_what_all_hold_is_given_by_those_who_generate_with_the_same():
     shapes = {"matrix": (8, 3), "norm": (4,)}
     pieces = {}
     for rank in range(8):
-        half = boxes.shard_box((8, 3), [(0, rank % 2, 2)])
+        half = shard_box((8, 3), [(0, rank % 2, 2)])
         pieces[rank] = {"matrix": local_pieces("m", half), "norm": local_pieces("n", ((0, 4),))}
     source = Layout(shapes, {rank: pieces[rank] for rank in range(4)})
     found = plan(source, Layout(shapes, pieces))
@@ -359,17 +360,12 @@ def test_a_thousand_ranks_are_planned_in_little_memory():
     ranks, tp = 1024, 8
     shapes = {f"{i}.{name}": (4096, 512) for i in range(8) for name in ("up", "gate", "q")}
     column = tuple(
-        local_pieces(
-            "", boxes.shard_box((4096, 512), [(0, rank % tp, tp), (0, rank // tp, ranks // tp)])
-        )
+        local_pieces("", shard_box((4096, 512), [(0, rank % tp, tp), (0, rank // tp, ranks // tp)]))
         for rank in range(ranks)
     )
     table = PieceTable(tuple(range(ranks)), (column,), {name: (name, 0) for name in shapes})
     generated = [
-        {
-            name: local_pieces(name, boxes.shard_box(shape, [(0, i, tp)]))
-            for name, shape in shapes.items()
-        }
+        {name: local_pieces(name, shard_box(shape, [(0, i, tp)])) for name, shape in shapes.items()}
         for i in range(tp)
     ]
     target = Layout(shapes, {rank: generated[rank % tp] for rank in range(ranks)})

@@ -17,7 +17,7 @@ from hybridrl.planner.machine.device_rates import Rates
 from hybridrl.planner.named_models import with_described_models
 from hybridrl.planner.plan_tables import sizes_lines
 from hybridrl.planner.step.step_calls import Call
-from hybridrl.planner.step.step_time import simulate
+from hybridrl.planner.step.step_graph import SteadySteps
 from hybridrl.system.cluster_spec import Cluster, Device, DeviceModel
 
 PAPER = [  # section 8 of the HybridFlow paper
@@ -198,9 +198,9 @@ def test_roles_that_share_devices_take_turns_and_others_do_not():
         (Call("actor", "train", 1), 4.0),
     ]
     together = {"actor": [0, 1], "reward": [0, 1], "reference": [0, 1]}
-    assert simulate(calls, together, 0) == 13
+    assert SteadySteps(calls, together, 0).seconds == 13
     apart = {"actor": [0, 1], "reward": [0], "reference": [1]}
-    assert simulate(calls, apart, 0) == 11
+    assert SteadySteps(calls, apart, 0).seconds == 11
 
 
 def test_staleness_overlaps_generation_with_training():
@@ -210,8 +210,8 @@ def test_staleness_overlaps_generation_with_training():
         (Call("actor", "train", 1), 6.0),
     ]
     devices = {"generator": [1], "reward": [1], "actor": [0]}
-    assert simulate(calls, devices, 0) == 11
-    assert simulate(calls, devices, 1) == 6
+    assert SteadySteps(calls, devices, 0).seconds == 11
+    assert SteadySteps(calls, devices, 1).seconds == 6
 
 
 def test_more_devices_are_faster():

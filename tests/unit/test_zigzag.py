@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.parallel.zigzag import even_bounds, ranges, rank_places, ring_rows, visible_pairs
+from hybridrl.parallel.zigzag import even_bounds, ranges, rank_places, ring_rows
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=9)
 
@@ -51,6 +51,13 @@ def test_a_ring_rank_holds_an_early_and_a_late_chunk_of_each_sample(lengths, rin
             assert row.lengths[sample] == len(chunks[0]) + len(chunks[1])
             expected += [start + position for chunk in chunks for position in chunk]
         assert row.places.tolist() == expected
+
+
+def visible_pairs(cu_seqlens, places):
+    """The work of causal attention for the queries at `places`: pairs of a query and a key that it
+    sees, itself included."""
+    samples = torch.bucketize(places, cu_seqlens, right=True) - 1
+    return int((places - cu_seqlens[samples] + 1).sum())
 
 
 @pytest.mark.parametrize("seed", range(4))

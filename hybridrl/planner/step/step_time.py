@@ -73,10 +73,3 @@ def estimate(planner: Planner, rates: Rates | Sequence[Rates]) -> Times:
     staleness = planner.config.placement.staleness if planner.placement.is_separated else 0
     steps = SteadySteps(calls, devices, staleness)
     return Times(calls, steps.seconds, steps.idle, each[0].source, sums)
-
-
-def simulate(
-    calls: Sequence[tuple[Call, float]], devices: Mapping[str, Sequence[int]], staleness: int
-) -> float:
-    """Seconds between the ends of two steps; see `SteadySteps`."""
-    return SteadySteps(calls, devices, staleness).seconds

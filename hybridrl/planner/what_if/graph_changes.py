@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hybridrl.planner.step.graph_replay import NOWHERE, Graph, Node, Replayed, replay
+from hybridrl.planner.step.graph_replay import NOWHERE, Graph, Node
 from hybridrl.planner.what_if.recorded_graph import DRIVER, OTHER
 
 OWN = "own"
@@ -145,34 +145,6 @@ def with_longer_responses(graph: Graph, times: float, share: float = 0.5) -> Gra
         return node._replace(seconds=node.seconds * (1 - part + part * times))
 
     return replace(graph, nodes=[longer(node) for node in graph.nodes])
-
-
-@dataclass(frozen=True)
-class Changes:
-    """What is to be different.
-
-    Attributes:
-        speeds: Nodes, and so many times as fast as they shall be.
-        places: Devices of roles.
-        responses: So many times as long.
-        response_share: See `with_longer_responses`.
-    """
-
-    speeds: Sequence[tuple[Callable[[Node], bool], float]] = ()
-    places: Mapping[str, Sequence[int]] | None = None
-    responses: float = 1.0
-    response_share: float = 0.5
-
-
-def replay_scaled(graph: Graph, changes: Changes) -> Replayed:
-    """What comes of a graph with these changes: first speeds, then devices, then lengths."""
-    for where, speed in changes.speeds:
-        graph = with_speed(graph, where, speed)
-    for role, places in (changes.places or {}).items():
-        graph = moved(graph, role, places)
-    if changes.responses != 1.0:
-        graph = with_longer_responses(graph, changes.responses, changes.response_share)
-    return replay(graph)
 
 
 def slowest_rank(graph: Graph) -> tuple[Where, float] | None:

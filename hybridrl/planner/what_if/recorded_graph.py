@@ -52,8 +52,7 @@ def graph_of(
         records: One per call and rank, as an executor gives them.
         begin, end: When the driver began and ended, seconds since the epoch by its clock; None:
             with the first and the last call.
-        offsets: Seconds that the clock of a device's host is ahead of the driver's, by device; see
-            `clock_offsets`.
+        offsets: Seconds that the clock of a device's host is ahead of the driver's, by device.
     """
     # Hosts work in the order of calls.
     done = sorted((r for r in records if r.host >= 0 and r.end), key=lambda r: (r.call, r.rank))

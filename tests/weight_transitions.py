@@ -18,16 +18,35 @@ cut, which is all that a simulation, a planner or a benchmark needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hybridrl.layout.boxes import shard_box, whole
+from hybridrl.errors import ConfigError
+from hybridrl.layout.boxes import Box, boxes_of_range, chunk_range, whole
 from hybridrl.layout.footprint import peak, redundant
-from hybridrl.layout.hybrid_mesh import HybridMesh, VanillaMesh
+from hybridrl.layout.hybrid_mesh import HybridMesh
+from hybridrl.layout.rank_mesh import Coordinate, Mesh
 from hybridrl.layout.tensor_layout import Layout, Plan
-from hybridrl.layout.tensor_pieces import Piece, flat_pieces, local_pieces
+from hybridrl.layout.tensor_pieces import Piece, local_pieces
 from hybridrl.layout.transfer_planner import plan
+
+
+@dataclass(frozen=True)
+class VanillaMesh(HybridMesh):
+    """HybridFlow-V: both meshes fill consecutive ranks, `tp` first, then `pp`, then `dp`.
+
+    The paper's baseline: some ranks generate with a shard that shares nothing with the one they
+    train, and keep both.
+    """
+
+    def coordinates(self, rank: int) -> dict[str, Coordinate]:
+        """As `HybridMesh.coordinates`."""
+        training = Mesh({"dp": self.dp, "pp": self.pp, "tp": self.tp})
+        axes = {"dp": self.dp, "micro_dp": self.micro_dp}
+        axes |= {"rollout_pp": self.rollout_pp, "rollout_tp": self.rollout_tp}
+        found = training.coordinates(rank) | Mesh(axes).coordinates(rank)
+        return self._place(**{axis: place.index for axis, place in found.items()})
 
 
 class Parameter(NamedTuple):
@@ -140,3 +159,48 @@ def _layout(
 
 def _shapes(parameters: Mapping[str, Parameter]) -> dict[str, tuple[int, ...]]:
     return {name: parameter.shape for name, parameter in parameters.items()}
+
+
+def even_range(length: int, index: int, count: int) -> tuple[int, int]:
+    """The rule of `torch.tensor_split`: parts differ by one at most, the first are larger."""
+    size, larger = divmod(length, count)
+    start = index * size + min(index, larger)
+    return start, start + size + (index < larger)
+
+
+def shard_box(
+    shape: Iterable[int],
+    shards: Iterable[tuple[int, int, int]],
+    cut: Callable[[int, int, int], tuple[int, int]] = chunk_range,
+) -> Box:
+    """What is left of a tensor after cutting it several times.
+
+    Args:
+        shards: (dim, index, count) of each cut, in the order in which they are made. Two cuts of
+            one dim are nested: tensor parallelism first, then FSDP inside each of its parts.
+        cut: How a length is divided.
+
+    Returns:
+        A box, possibly empty.
+    """
+    box = list(whole(shape))
+    for dim, index, count in shards:
+        if not (-len(box) <= dim < len(box) and 0 <= index < count):
+            raise ConfigError(
+                f"Part {index} of {count} along dim {dim} does not exist in a tensor of "
+                f"{len(box)} dims. Expected a dim that it has, and 0 <= index < count."
+            )
+        start, stop = box[dim]
+        low, high = cut(stop - start, index, count)
+        box[dim] = (start + low, start + high)
+    return tuple(box)
+
+
+def flat_pieces(name: str, shape: Sequence[int], start: int, stop: int) -> tuple[Piece, ...]:
+    """The pieces of a rank that holds elements ``[start, stop)`` of the flattened tensor.
+
+    Each box is one run of the flat shard; as a local tensor of its own shape, a view of that run,
+    it is called ``{name}/0``, ``{name}/1`` and so on.
+    """
+    boxes = boxes_of_range(shape, start, stop)
+    return tuple(Piece(box, f"{name}/{i}", (0,) * len(box)) for i, box in enumerate(boxes))
